@@ -28,8 +28,8 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.environment import environment
 from headstart.heads.base import DraftHead
+from headstart.hub.engine_tuning import Asked, measure_drafts
 from headstart.hub.engines.export import export_for
-from headstart.hub.engines.tune_engine import Asked, measure_drafts
 from headstart.hub.format import CALIBRATION
 from headstart.pipeline.in_engine import served_with
 from headstart.servers.engines import ENGINES

@@ -10,8 +10,7 @@ from headstart.errors import UserError
 from headstart.hub.engines import importing
 from headstart.hub.engines.export import Exported as Exported
 from headstart.hub.engines.export import export_for
-from headstart.hub.format import adapter_spec, check_folder, read_heads, target_spec
-from headstart.hub.format import quantization as known_quantization
+from headstart.hub.format import check_folder, heads_target, read_heads
 from headstart.hub.pull import locate
 from headstart.streaming import Answer as Answer
 from headstart.streaming import Stream as Stream
@@ -69,8 +68,9 @@ def load(
     folder = locate(heads, revision)
     check_folder(folder)
     if not isinstance(target, Target):
-        adapter = None if target and any_target else adapter_spec(folder)
-        bits = known_quantization(folder) if quantization is None else quantization
+        known = heads_target(folder)
+        adapter = None if target and any_target else known.adapter_spec(folder)
+        bits = known.quantization if quantization is None else quantization
         named = target or _named_target(folder)
         target = load_target(named, dtype, device, exact=exact, adapter=adapter, quantization=bits)
     elif exact != "auto":
@@ -125,7 +125,8 @@ def import_heads(
 
 def _named_target(folder: Path) -> str:
     """What to load for heads that name their target."""
-    spec, _, name = target_spec(folder)
+    known = heads_target(folder)
+    spec, name = known.spec, known.name
     if not spec or (Path(spec).is_absolute() and not Path(spec).exists()):
         raise UserError(
             f"The heads in {folder} belong to {name}, and {spec or 'where it lies'} is not on this machine.",

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import LayerSizes, Layout, Published, digest
-from headstart.hub.engines.base import TargetFacts, drafts_to_try
-from headstart.hub.engines.export import FORMATS, check_export
-from headstart.hub.engines.huggingface import rounded
+from headstart.hub.engines.base import rounded
+from headstart.hub.engines.export import FORMATS, check_export, check_heads
+from headstart.hub.engines.serving import drafts_to_try, serve_commands
+from headstart.hub.target_facts import TargetFacts
 from headstart.target.model import Target
 from tests.engines import block_readers as readers
 from tests.engines.test_faults import rewrite
@@ -75,7 +76,7 @@ def test_what_was_published_comes_back(
 ) -> None:
     published = random(layout, target)
     folder = written(published, form, facts, tmp_path / "out", dtype)
-    for engine in FORMATS[form].engines:
+    for engine in FORMATS[form].readers:
         if (layout, engine) != (Layout.DSPARK, "sglang"):
             assert check_export(folder, [engine]) == []
     back, held = FORMATS[form].read(folder, facts), rounded(published, dtype)
@@ -137,14 +138,14 @@ def test_names_and_keys_are_those_of_the_engines(target: Target, facts: TargetFa
 
 def test_the_commands_ask_for_the_whole_block(target: Target, facts: TargetFacts) -> None:
     dflash, dspark = random(Layout.DFLASH, target), random(Layout.DSPARK, target)
-    commands = FORMATS["vllm"].commands("served", dflash, facts, {})
+    engines = ("vllm", "sglang", "llama.cpp", "speculators")
+    commands = serve_commands(engines, "served", dflash, facts, {})
     assert '"method": "dflash"' in commands["vllm"][-1] and '"num_speculative_tokens": 3' in commands["vllm"][-1]
     assert commands["sglang"][-1] == "4" and "DFLASH" in commands["sglang"]
-    words = FORMATS["gguf"].commands("served", dflash, facts, {})["llama.cpp"]
-    assert words[-4:] == ["--spec-type", "draft-dflash", "--spec-draft-n-max", "3"]
-    words = FORMATS["gguf"].commands("served", dspark, facts, {"llama.cpp": 2})["llama.cpp"]
+    assert commands["llama.cpp"][-4:] == ["--spec-type", "draft-dflash", "--spec-draft-n-max", "3"]
+    words = serve_commands(engines, "served", dspark, facts, {"llama.cpp": 2})["llama.cpp"]
     assert words[-4:] == ["--spec-type", "draft-dspark", "--spec-draft-n-max", "2"]
-    assert "sglang" not in FORMATS["vllm"].commands("served", dspark, facts, {})
+    assert "speculators" not in commands
     assert drafts_to_try(dspark, [1, 2, 3, 5]) == [1, 2, 3, 4]
     assert drafts_to_try(replace(dspark, layout=Layout.EAGLE3), [1, 2, 3, 5]) == [1, 2, 3]
 
@@ -152,33 +153,33 @@ def test_the_commands_ask_for_the_whole_block(target: Target, facts: TargetFacts
 def test_what_a_format_cannot_hold_is_refused(target: Target, facts: TargetFacts) -> None:
     dflash, dspark = random(Layout.DFLASH, target), random(Layout.DSPARK, target)
     with pytest.raises(UserError, match="no SGLang that serves DSpark"):
-        FORMATS["sglang"].check_heads(dspark, facts)
+        check_heads("sglang", dspark, facts)
     for change, said in (
         ({"aux_layers": (2, 4, 8)}, "the layers 1 to 7"),
         ({"aux_layers": (4, 2, 7)}, "do not rise"),
         ({"mask_token_id": target.vocab_size}, "no token of a vocabulary"),
     ):
         with pytest.raises(UserError, match=said):
-            FORMATS["gguf"].check_heads(replace(dflash, **change), facts)
+            check_heads("gguf", replace(dflash, **change), facts)
     with pytest.raises(UserError, match="no hooks in qwen2 targets"):
-        FORMATS["gguf"].check_heads(dflash, replace(facts, model_type="qwen2"))
+        check_heads("gguf", dflash, replace(facts, model_type="qwen2"))
     for form in ("vllm", "gguf"):
         with pytest.raises(UserError, match="by their Markov head"):
-            FORMATS[form].check_heads(replace(dspark, markov_rank=0), facts)
-    remarks = " ".join(FORMATS["vllm"].check_heads(dspark, facts))
+            check_heads(form, replace(dspark, markov_rank=0), facts)
+    remarks = " ".join(check_heads("vllm", dspark, facts))
     assert "on GPUs alone" in remarks and "draft their own places" in remarks
 
 
 def test_unequal_k_norms_are_pointed_out(target: Target, facts: TargetFacts) -> None:
     published = random(Layout.DFLASH, target)
     for form in ("vllm", "speculators"):
-        assert any("with the k_norm of the first" in said for said in FORMATS[form].check_heads(published, facts))
+        assert any("with the k_norm of the first" in said for said in check_heads(form, published, facts))
     same = {
         **published.tensors,
         "layers.1.self_attn.k_norm.weight": published.tensors["layers.0.self_attn.k_norm.weight"],
     }
     for one in (published.with_tensors(same), random(Layout.DFLASH, target, num_layers=1)):
-        assert FORMATS["vllm"].check_heads(one, facts) == []
+        assert check_heads("vllm", one, facts) == []
 
 
 def test_a_check_says_what_an_engine_does_not_do_everywhere(target: Target, facts: TargetFacts, tmp_path: Path) -> None:

@@ -89,9 +89,9 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
     ):
         assert said in problem({**fused, **settings}, "gguf")
     assert not (tmp_path / "out").exists()
-    assert "it does not know fc_norm" in problem({**fused, "aux_norms": True}, "sglang")
+    assert "SGLang does not know fc_norm" in problem({**fused, "aux_norms": True}, "sglang")
     remark = works("export", tmp_path / "heads", "--format", "vllm", "--out", tmp_path / "out").stdout
-    assert "SGLang cannot serve this folder: it does not know fc_norm" in " ".join(remark.split())
+    assert "Not for sglang: SGLang does not know fc_norm" in " ".join(remark.split())
 
 
 def test_targets_without_hooks_are_refused(tmp_path: Path) -> None:

@@ -17,9 +17,15 @@ from headstart.data.conversations.records import Conversation, write_conversatio
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
+from headstart.hub.engine_tuning import (
+    FILE,
+    Asked,
+    EngineTuning,
+    measure_drafts,
+    read_engine_tunings,
+    write_engine_tuning,
+)
 from headstart.hub.engines.export import export_for
-from headstart.hub.engines.tune_engine import Asked, measure_drafts
-from headstart.hub.measured import FILE, EngineTuning, read_engine_tunings, write_engine_tuning
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
 from headstart.servers.engines import ENGINES

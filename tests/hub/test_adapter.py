@@ -15,8 +15,8 @@ import torch
 import headstart
 from headstart.errors import UserError
 from headstart.hub.engines.facts import facts_of_heads
-from headstart.hub.format import adapter_spec, check_folder
-from headstart.hub.push import push
+from headstart.hub.format import FILES, check_folder, heads_target
+from headstart.hub.push import _contents, push
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from tests.hub.helpers import export
@@ -54,7 +54,7 @@ def test_loading_finds_the_adapter_beside_the_heads(made: Any) -> None:
 def test_heads_written_again_keep_it(made: Any, tmp_path: Path) -> None:
     decoder = headstart.load(made.heads, dtype="float32", device="cpu")
     export(tmp_path / "again", decoder.target)
-    assert adapter_spec(tmp_path / "again") == str(tmp_path / "again" / "adapter")
+    assert heads_target(tmp_path / "again").adapter_spec(tmp_path / "again") == str(tmp_path / "again" / "adapter")
     check_folder(tmp_path / "again")
 
 
@@ -86,11 +86,9 @@ def test_a_folder_that_has_lost_its_adapter_is_not_whole(made: Any, tmp_path: Pa
 
 
 def test_a_push_takes_it_along_without_local_paths(made: Any, tiny_target_folder: Path) -> None:
-    from headstart.hub.push import _contents
-
     files = dict(push(made.heads, "user/heads", dry_run=True).files)
     assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} <= set(files)
-    contents = _contents(made.heads)
+    contents = _contents(made.heads, FILES)
     assert str(tiny_target_folder).encode() not in contents["adapter/adapter_config.json"]
     assert json.loads(contents["adapter/adapter_config.json"])["r"] == 4
 

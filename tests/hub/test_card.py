@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from headstart.hub.card import metadata, write_card
+from headstart.hub.card import _metadata, write_card
 from headstart.hub.format import export_heads
 from headstart.target.model import Target
 from tests.hub.helpers import RESULTS, TUNING, export, make_heads
@@ -16,7 +16,6 @@ from tests.hub.helpers import RESULTS, TUNING, export, make_heads
 FACTS: dict[str, Any] = {
     "measurements": [{"name": "Held-out prompts", "results": RESULTS}],
     "training": {"conversations": 1600, "prompts": "written by the target itself | greedy"},
-    "limits": ["English only."],
 }
 
 
@@ -38,7 +37,6 @@ def test_figures_and_settings(tmp_path: Path, tiny_target: Target) -> None:
         "| draft 2 accepted, when those before it were | 45 % |",
         "2, of which 0 not explained by rounding",
         "written by the target itself \\| greedy",
-        "- English only.",
         tiny_target.identity().fingerprint,
         "headstart generate HEADS",
     ):
@@ -64,20 +62,19 @@ def test_without_measurements_it_says_so(tmp_path: Path, tiny_target: Target) ->
 
 
 def test_metadata_of_a_packaged_target_and_of_a_hub_model(tmp_path: Path, tiny_target: Target) -> None:
-    export_heads(tmp_path / "h", make_heads(tiny_target), tiny_target, TUNING, {"license": "mit"})
+    export(tmp_path / "h", tiny_target)
     values = front_matter((tmp_path / "h" / "README.md").read_text())
-    assert values["license"] == "mit"
-    assert values["library_name"] == "headstart"
+    assert (values["license"], values["library_name"]) == ("other", "headstart")
     assert "medusa" in values["tags"]
     assert "base_model" not in values
     config = {"target": {"spec": "smollm2-135m"}, "heads": {"family": "medusa"}}
-    assert metadata(config, {})["license"] == "apache-2.0"
+    assert _metadata(config)["license"] == "apache-2.0"
     config = {"target": {"spec": "org/model-1.5"}, "heads": {"family": "medusa"}}
-    values = metadata(config, {})
+    values = _metadata(config)
     assert (values["base_model"], values["license"]) == ("org/model-1.5", "other")
 
 
 def test_unknown_fact_is_refused(tmp_path: Path, tiny_target: Target) -> None:
     export(tmp_path / "h", tiny_target)
-    with pytest.raises(ValueError, match="Did you mean 'license'"):
-        write_card(tmp_path / "h", {"licence": "mit"})
+    with pytest.raises(ValueError, match="Did you mean 'training'"):
+        write_card(tmp_path / "h", {"trainings": {}})

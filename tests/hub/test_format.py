@@ -12,7 +12,7 @@ import torch
 
 from headstart.errors import UserError
 from headstart.heads.io import load_heads, save_heads
-from headstart.hub.format import check_folder, export_heads, read_heads, target_spec
+from headstart.hub.format import check_folder, export_heads, heads_target, read_heads
 from headstart.target.model import Target
 from headstart.tuning.tune import Tuning
 from tests.hub.helpers import TUNING, export, make_heads
@@ -42,7 +42,8 @@ def test_round_trip(tmp_path: Path, tiny_target: Target, settings: dict[str, Any
     assert not any(parameter.requires_grad for parameter in again.parameters())
     assert shape.paths == ((0,), (1,), (0, 0))
     assert Tuning.from_json(calibration).to_json() == Tuning.from_json(TUNING).to_json()
-    assert target_spec(tmp_path / "heads") == ("tiny", tiny_target.identity().fingerprint, "tiny")
+    known = heads_target(tmp_path / "heads")
+    assert (known.spec, known.name, known.fingerprint) == ("tiny", "tiny", tiny_target.identity().fingerprint)
     check_folder(tmp_path / "heads")
 
 
@@ -206,9 +207,9 @@ def test_a_tree_deeper_than_the_heads_is_not_exported(tmp_path: Path, tiny_targe
 
 def test_no_folder_and_a_foreign_folder_are_refused(tmp_path: Path, tiny_target_folder: Path) -> None:
     with pytest.raises(UserError, match="No folder"):
-        target_spec(tmp_path / "none")
+        heads_target(tmp_path / "none")
     with pytest.raises(UserError, match="not written by headstart export"):
-        target_spec(tiny_target_folder)
+        heads_target(tiny_target_folder)
 
 
 def test_a_local_target_is_found_from_anywhere(
@@ -217,6 +218,6 @@ def test_a_local_target_is_found_from_anywhere(
     monkeypatch.chdir(tiny_target_folder.parent)
     local = Target(tiny_target.model, tiny_target.tokenizer, tiny_target_folder.name)
     export(tmp_path / "heads", local)
-    spec, _, name = target_spec(tmp_path / "heads")
-    assert (spec, name) == (str(tiny_target_folder), "target")
+    known = heads_target(tmp_path / "heads")
+    assert (known.spec, known.name) == (str(tiny_target_folder), "target")
     assert str(tiny_target_folder.parent) not in (tmp_path / "heads" / "README.md").read_text()

@@ -14,7 +14,7 @@ from torch import nn
 import headstart
 from headstart.decode.costs import Conditions
 from headstart.errors import UserError
-from headstart.hub.format import quantization
+from headstart.hub.format import heads_target
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
@@ -91,7 +91,7 @@ def test_heads_written_for_it_remember_it_and_fit_the_unquantised_one_too(
     torchao: list[str], tiny_target_folder: Path, tmp_path: Path
 ) -> None:
     export(tmp_path / "heads", load(tiny_target_folder, "int4"))
-    assert quantization(tmp_path / "heads") == "int4"
+    assert heads_target(tmp_path / "heads").quantization == "int4"
     again = headstart.load(tmp_path / "heads", dtype="float32", device="cpu")
     assert again.target.quantization == "int4"
     plain = headstart.load(tmp_path / "heads", dtype="float32", device="cpu", quantization="none")

@@ -15,7 +15,7 @@ from headstart.errors import UserError
 from headstart.support.terminal import program, say
 
 if TYPE_CHECKING:
-    from headstart.hub.measured import EngineTuning
+    from headstart.hub.engine_tuning import EngineTuning
 
 
 class FormatChoice(StrEnum):
@@ -146,7 +146,7 @@ def import_checkpoint(
 
 def engine_table(measured: EngineTuning) -> Table:
     """A row for each number of drafts."""
-    from headstart.hub.measured import engine_rows
+    from headstart.hub.engine_tuning import engine_rows
 
     rows = engine_rows({measured.engine: measured})
     table = Table(box=None, pad_edge=False)

@@ -18,7 +18,7 @@ from headstart.errors import UserError
 from headstart.eval.audit import PROMPTS
 from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, RUN_RECIPE, load_heads
-from headstart.hub.format import adapter_spec, read_heads, target_spec
+from headstart.hub.format import heads_target, read_heads
 from headstart.hub.pull import locate
 from headstart.pipeline.run import ADAPTER, CONVERSATIONS, HEADS, STATES, TRAIN
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
@@ -212,7 +212,8 @@ def _target_of_heads(folder: Path, target: str | None) -> Target:
         if target is None:
             raise UserError(f"The heads in {folder} do not name their target.", "Name it with --target.")
         return load_target(target)
-    return load_target(target or target_spec(folder)[0], adapter=adapter_spec(folder))
+    trained_on = heads_target(folder)
+    return load_target(target or trained_on.spec, adapter=trained_on.adapter_spec(folder))
 
 
 def _is_exported(folder: Path) -> bool:

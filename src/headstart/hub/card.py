@@ -1,9 +1,10 @@
-"""The model card: what the heads are, how to use them, and what was measured; no figure that nobody measured."""
+"""Model cards: what the heads are, how to use them, and what was measured; no figure that nobody measured."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,21 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from headstart.errors import nearest
 from headstart.eval.labels import BASELINES, LABELS
-from headstart.hub.measured import engine_rows, read_engine_tunings, setting_of
+from headstart.heads.exchange.published import Published
+from headstart.hub.engine_tuning import EngineTuning, engine_rows, read_engine_tunings, setting_of
+from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.support.files import format_bytes, read_json, write_text
 from headstart.target.loading import PACKAGED
 from headstart.tree.tree import TreeShape
 
-FACTS = ("measurements", "training", "license", "limits")
+FACTS = ("measurements", "training")
 LICENSES = {"smollm2-135m": "apache-2.0"}
 """Licences of the packaged targets. Heads that start from a target's LM head are derived from it."""
 _OF_THE_TARGET = "license-of-the-target-model"
+ENGINE_FILES = ("README.md", "config.json", "heads.gguf", "model.safetensors")
+"""All that a folder of formats of engines holds."""
+ENGINE_MARK = "<!-- written by headstart export -->"
+"""By which a folder is known as one that may be written anew."""
 _ENGINES_SECTION = re.compile(r"^## In serving engines\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
@@ -32,8 +39,6 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
         facts: all optional.
             measurements: list of {"name": what was asked, "results": content of an eval's results.json}.
             training: {label: value} rows about the training data and the training.
-            license: a licence by its Hub identifier; by default the packaged target's.
-            limits: list of further sentences about what the heads are not good for.
 
     Raises:
         ValueError: a fact with an unknown name.
@@ -48,7 +53,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
         environment()
         .get_template("README.md.j2")
         .render(
-            metadata=yaml.safe_dump(metadata(config, facts), sort_keys=False, allow_unicode=True),
+            metadata=yaml.safe_dump(_metadata(config), sort_keys=False, allow_unicode=True),
             target=config["target"],
             hub_id=spec if is_hub_id(spec) else None,
             loadable=spec in PACKAGED or is_hub_id(spec),
@@ -61,41 +66,83 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
                 for entry in facts.get("measurements", ())
             ],
             training=facts.get("training", {}),
-            limits=facts.get("limits", ()),
-            **engine_figures(folder),
+            **_engine_figures(read_engine_tunings(folder)),
         ),
     )
 
 
-def engine_figures(folder: Path) -> dict[str, Any]:
-    """What the cards' templates take of what was measured in serving engines."""
-    measured = read_engine_tunings(folder)
-    return {"engine_rows": engine_rows(measured), "engine_setting": setting_of(measured)}
-
-
 def add_engine_figures(folder: Path) -> None:
     """Write what was measured in serving engines into a folder's card, in place of what it said of them before."""
-    section = environment().get_template("engines.md.j2").render(**engine_figures(folder))
+    section = environment().get_template("engines.md.j2").render(**_engine_figures(read_engine_tunings(folder)))
     text = _ENGINES_SECTION.sub("", (folder / "README.md").read_text(encoding="utf-8"))
     before, heading, after = text.partition("## Training\n")
     write_text(folder / "README.md", f"{before}{section}{heading}{after}" if heading else f"{text}\n{section}")
 
 
-def metadata(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+def is_engine_folder(folder: Path) -> bool:
+    """Whether `export` wrote a folder for engines."""
+    card = folder / "README.md"
+    return card.is_file() and ENGINE_MARK in card.read_text(encoding="utf-8", errors="replace")
+
+
+def write_engine_card(
+    folder: Path,
+    published: Published,
+    facts: TargetFacts,
+    commands: Mapping[str, Sequence[str]],
+    measured: Mapping[str, EngineTuning],
+) -> None:
+    """Write README.md beside files for engines; `commands` are the words that serve them from a folder "HEADS"."""
+    hub_id = facts.spec if is_hub_id(facts.spec) else None
+    metadata = {
+        **_license_and_base(facts.spec),
+        "pipeline_tag": "text-generation",
+        "tags": ["headstart", "speculative-decoding", "draft-heads", str(published.layout), *sorted(commands)],
+    }
+    rows = {
+        "target": f"{facts.name}, fingerprint {facts.fingerprint}",
+        "arrangement": kind_of(published),
+        "trained to draft": f"{published.steps} tokens in a row",
+        "draft vocabulary": f"{published.draft_width} of {published.vocab_size} tokens",
+    }
+    if published.block_size:
+        rows["block"] = f"{published.block_size} inputs, the mask token is {published.mask_token_id}"
+    if published.aux_layers:
+        rows["reads the layers"] = ", ".join(map(str, published.aux_layers)) + " (transformers' hidden_states)"
+    card = environment().get_template("engine.md.j2")
+    text = card.render(
+        metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
+        mark=ENGINE_MARK,
+        name=facts.name,
+        kind=kind_of(published),
+        hub_id=hub_id,
+        commands={engine: shlex.join(words) for engine, words in commands.items()},
+        plain_is_faster=[name for name, tuning in measured.items() if name in commands and not tuning.drafts],
+        rows=rows,
+        **_engine_figures(measured),
+    )
+    write_text(folder / "README.md", text)
+
+
+def _engine_figures(measured: Mapping[str, EngineTuning]) -> dict[str, Any]:
+    """What the templates take of what was measured in serving engines."""
+    return {"engine_rows": engine_rows(measured), "engine_setting": setting_of(measured)}
+
+
+def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
     """The YAML block that the Hub reads."""
     family = str(config["heads"]["family"])
     return {
-        **license_and_base(config["target"]["spec"], facts.get("license")),
+        **_license_and_base(config["target"]["spec"]),
         "library_name": "headstart",
         "pipeline_tag": "text-generation",
         "tags": ["headstart", "speculative-decoding", "draft-heads", "custom_generate", family],
     }
 
 
-def license_and_base(spec: str, license_id: str | None = None) -> dict[str, str]:
-    """What the Hub reads of a card about the target: the heads' licence, by default a packaged target's, and its id."""
-    license_id = license_id or LICENSES.get(spec)
-    licence = {"license": license_id} if license_id else {"license": "other", "license_name": _OF_THE_TARGET}
+def _license_and_base(spec: str) -> dict[str, str]:
+    """The heads' licence, which is a packaged target's, and the target's Hub id."""
+    licence = {"license": LICENSES[spec]} if spec in LICENSES else {"license": "other", "license_name": _OF_THE_TARGET}
     return {**licence, **({"base_model": spec, "base_model_relation": "adapter"} if is_hub_id(spec) else {})}
 
 

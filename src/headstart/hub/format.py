@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from shutil import copyfile, copytree, ignore_patterns
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 
 import headstart
@@ -27,7 +28,7 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, WEIGHTS, build_heads, settings_of, write_weights
 from headstart.hub.card import write_card
-from headstart.hub.measured import FILE as ENGINES
+from headstart.hub.engine_tuning import FILE as ENGINES
 from headstart.support.files import read_json, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
@@ -55,6 +56,36 @@ FILES = (
     *(f"{BUNDLED}/{file}" for file in ADAPTER_KEPT),
 )
 """Everything that an exported folder holds; what else lies there is somebody's own."""
+_PATHS = TypeAdapter(list[Annotated[list[NonNegativeInt], Field(min_length=1)]])
+
+
+class HeadsAdapter(BaseModel):
+    """The adapter of the target that heads belong to; without a `spec` it lies in the folder."""
+
+    spec: str
+    hash: str
+
+
+class HeadsTarget(BaseModel):
+    """The target that heads belong to, as config.json has it.
+
+    Attributes:
+        spec: what `load_target` takes; empty where nobody but its owner can find it.
+        name: what people call it.
+        sketch: see `FrozenModel.sketch`.
+        quantization: what its linear layers were put into when the heads were exported or tuned.
+    """
+
+    spec: str
+    name: str
+    fingerprint: str
+    sketch: dict[str, Any]
+    quantization: str = "none"
+    adapter: HeadsAdapter | None = None
+
+    def adapter_spec(self, folder: Path) -> str | None:
+        """The adapter as `load_target` takes it, of heads in `folder`."""
+        return None if self.adapter is None else self.adapter.spec or str(folder / BUNDLED)
 
 
 def export_heads(
@@ -64,13 +95,13 @@ def export_heads(
 
     Args:
         folder: where to.
-        heads: are kept in the dtype they have.
+        heads: keep the dtype they have.
         target: the model they were trained on; no other one is accepted at loading.
         tuning: `Tuning.to_json()`; `paths` go to tree.json, the rest to calibration.json.
         facts: for the model card, see `headstart.hub.card.write_card`.
 
     Raises:
-        UserError: when the tree is deeper or wider than the heads.
+        UserError: the tree is deeper or wider than the heads.
     """
     paths = [list(path) for path in tuning["paths"]]
     _shape({"paths": paths}, heads, folder)
@@ -110,12 +141,7 @@ def export_heads(
 
 
 def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[DraftHead, TreeShape, dict[str, Any]]:
-    """Read an exported folder, ready to decode with.
-
-    Args:
-        folder: what `export_heads` wrote.
-        target: the model the heads were trained on, in any dtype or with its layers in 8 or 4 bits.
-        any_target: take any target whose sizes fit.
+    """Read an exported folder, ready to decode with; `any_target` takes any target whose sizes fit.
 
     Returns:
         The heads (frozen, in the target's dtype and on its device), the tree, and the calibration with the tree's
@@ -127,7 +153,7 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
     """
     config = read_config(folder)
     if not any_target:
-        _check_target(folder, config["target"], target)
+        _check_target(folder, target)
     heads = build_heads(config["heads"], folder / WEIGHTS, target)
     tree = read_json(folder / TREE)
     shape = _shape(tree, heads, folder)
@@ -138,52 +164,25 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
     return heads, shape, {**calibration, "paths": [list(path) for path in shape.paths]}
 
 
-def _check_target(folder: Path, trained_on: Mapping[str, Any], target: Target) -> None:
+def _check_target(folder: Path, target: Target) -> None:
     """Refuse a model that the heads were not trained on; every rounding of the same model passes."""
-    given = target.identity()
-    if given.fingerprint == trained_on["fingerprint"] or (why := target.differs_from(trained_on["sketch"])) is None:
+    theirs, given = heads_target(folder), target.identity()
+    if given.fingerprint == theirs.fingerprint or (why := target.differs_from(theirs.sketch)) is None:
         return
-    load = f"Load {trained_on['name']}"
-    if "adapter" in trained_on:
-        load = f"Load it with load_target(SPEC, adapter={str(adapter_spec(folder))!r}), or let headstart.load do it"
+    load = f"Load {theirs.name}"
+    if adapter := theirs.adapter_spec(folder):
+        load = f"Load it with load_target(SPEC, adapter={adapter!r}), or let headstart.load do it"
     raise UserError(
-        f"The heads in {folder} were trained on {trained_on['name']} (fingerprint {trained_on['fingerprint'][:12]}), "
+        f"The heads in {folder} were trained on {theirs.name} (fingerprint {theirs.fingerprint[:12]}), "
         f"and {given.name} (fingerprint {given.fingerprint[:12]}) is another model: {why}.",
         f"{load}, or train heads for {given.name}. To try all the same, pass any_target=True "
         "(--any-target): the text stays the target's own, and fewer drafts may be accepted.",
     )
 
 
-def target_spec(folder: Path) -> tuple[str, str, str]:
-    """The target that heads belong to.
-
-    Returns:
-        (what to pass to `load_target`, fingerprint, what people call it)
-
-    Raises:
-        UserError: not a folder of ours, or one that a newer headstart wrote.
-    """
-    target = read_config(folder)["target"]
-    return target["spec"], target["fingerprint"], target["name"]
-
-
-def adapter_spec(folder: Path) -> str | None:
-    """The adapter of the target that heads belong to: a folder or a hub id for `load_target`; None without one.
-
-    Raises:
-        UserError: as `target_spec`.
-    """
-    adapter = read_config(folder)["target"].get("adapter")
-    return None if adapter is None else adapter["spec"] or str(folder / BUNDLED)
-
-
-def quantization(folder: Path) -> str:
-    """What the heads' target was put into when they were exported or tuned: "int8", "int4" or "none".
-
-    Raises:
-        UserError: as `target_spec`.
-    """
-    return str(read_config(folder)["target"].get("quantization", "none"))
+def heads_target(folder: Path) -> HeadsTarget:
+    """The target that heads belong to; errors are those of `read_config`."""
+    return HeadsTarget.model_validate(read_config(folder)["target"])
 
 
 def check_folder(folder: Path) -> None:
@@ -192,8 +191,8 @@ def check_folder(folder: Path) -> None:
     Raises:
         UserError: a file is missing or cut short, or a newer headstart wrote the folder.
     """
-    adapter = read_config(folder)["target"].get("adapter")
-    bundled = [f"{BUNDLED}/{name}" for name in ADAPTER_FILES] if adapter is not None and not adapter["spec"] else []
+    adapter = heads_target(folder).adapter
+    bundled = [f"{BUNDLED}/{name}" for name in ADAPTER_FILES] if adapter is not None and not adapter.spec else []
     for name in (*_NEEDED, *bundled):
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}.", "Export or fetch the heads again.")
@@ -231,26 +230,19 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"headstart {headstart.__version__} reads up to version {FORMAT_VERSION}.",
             "Upgrade: pip install --upgrade headstart",
         )
-    target = config.get("target")
-    if not _has_texts(target, "spec", "name", "fingerprint") or not isinstance(target.get("sketch"), dict):
-        raise _not_ours(path)
-    if "adapter" in target and not _has_texts(target["adapter"], "spec", "hash"):
-        raise _not_ours(path)
+    try:
+        HeadsTarget.model_validate(config.get("target"))
+    except ValidationError:
+        raise _not_ours(path) from None
     return dict(config)
-
-
-def _has_texts(section: Any, *keys: str) -> bool:
-    return isinstance(section, dict) and all(isinstance(section.get(key), str) for key in keys)
 
 
 def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
     """The tree, if the heads can draft it."""
-    paths = tree.get("paths") if isinstance(tree, dict) else None
-    if not isinstance(paths, list) or not all(
-        isinstance(path, list) and path and all(isinstance(rank, int) and rank >= 0 for rank in path) for path in paths
-    ):
-        raise UserError(f"{folder / TREE} holds no rank paths.", "Export or fetch the heads again.")
-    shape = TreeShape.from_paths(paths)
+    try:
+        shape = TreeShape.from_paths(_PATHS.validate_python(tree["paths"]))
+    except (ValidationError, TypeError, KeyError):
+        raise UserError(f"{folder / TREE} holds no rank paths.", "Export or fetch the heads again.") from None
     heads.check_tree(shape)
     return shape
 
@@ -262,16 +254,11 @@ def _absolute(spec: str) -> str:
 
 
 def named(target: FrozenModel) -> str:
-    """What people call a target, with what was done to it at loading."""
-    return target.named(display_name(target.spec, target.model_name))
-
-
-def display_name(spec: str, name: str) -> str:
-    """What people call the target: never somebody's path."""
-    if spec in PACKAGED:
-        return PACKAGED[spec].title
-    path = Path(spec).expanduser()
-    return path.resolve().name if spec and path.exists() else name
+    """What people call a target, with what was done to it at loading: never somebody's path."""
+    if target.spec in PACKAGED:
+        return target.named(PACKAGED[target.spec].title)
+    path = Path(target.spec).expanduser()
+    return target.named(path.resolve().name if target.spec and path.exists() else target.model_name)
 
 
 def _not_ours(path: Path) -> UserError:

@@ -18,14 +18,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def fetch(repo_id: str, revision: str | None = None) -> Path:
-    """Download a repository of heads into the Hub's cache; what is there already is not downloaded again.
-
-    Args:
-        repo_id: user/name.
-        revision: a branch, tag or commit hash; the main branch by default.
-
-    Returns:
-        The folder with its files.
+    """Download a repository of heads into the Hub's cache, as far as it is not there; returns its folder there.
 
     Raises:
         UserError: no such repository or revision, no access, or no network and nothing in the cache.

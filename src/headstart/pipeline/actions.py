@@ -71,7 +71,7 @@ def keeping_engine_tunings(folder: Path) -> Iterator[None]:
     """A block that replaces a folder of heads; what was measured in serving engines stays where the heads do."""
     from headstart.heads.io import WEIGHTS
     from headstart.hub.card import add_engine_figures
-    from headstart.hub.measured import FILE
+    from headstart.hub.engine_tuning import FILE
 
     kept = (folder / FILE).read_bytes() if (folder / FILE).is_file() else None
     before = content(folder / WEIGHTS)
@@ -121,8 +121,8 @@ def refuse_other_files(folder: Path) -> None:
         UserError: naming what would be lost.
     """
     from headstart.heads.io import CONFIG, WEIGHTS
+    from headstart.hub.engine_tuning import FILE as ENGINES
     from headstart.hub.format import CALIBRATION, CARD, CUSTOM_GENERATE, TREE, read_config
-    from headstart.hub.measured import FILE as ENGINES
     from headstart.target.identity import BUNDLED
 
     refuse_others(folder, {BUNDLED, CALIBRATION, CARD, CONFIG, CUSTOM_GENERATE, ENGINES, TREE, WEIGHTS})

@@ -79,7 +79,7 @@ def check_formats(run: Run, target: FrozenModel) -> list[str]:
     if not formats:
         return []
     from headstart.heads.base import family, make_config
-    from headstart.hub.engines.export import format_named
+    from headstart.hub.engines.export import check_heads
     from headstart.hub.engines.facts import facts_of_target
 
     config = make_config(run.recipe.heads, target)
@@ -89,7 +89,7 @@ def check_formats(run: Run, target: FrozenModel) -> list[str]:
     facts, remarks = facts_of_target(target), list[str]()
     for name in formats:
         try:
-            remarks += format_named(name).check_heads(heads.publish(), facts)
+            remarks += check_heads(name, heads.publish(), facts)
         except UserError as error:
             raise UserError(error.problem, f"{error.remedy} Or leave {name} out of export.formats.") from None
     return remarks

@@ -16,11 +16,10 @@ from headstart.errors import UserError, nearest
 from headstart.eval.environment import machine
 from headstart.heads.io import heads_folder
 from headstart.hub.card import add_engine_figures
-from headstart.hub.engines.base import drafts_to_try
+from headstart.hub.engine_tuning import DRAFTS, Asked, EngineTuning, tune_engine, write_engine_tuning
 from headstart.hub.engines.export import Exported, export_for
-from headstart.hub.engines.tune_engine import DRAFTS, Asked, tune_engine
+from headstart.hub.engines.serving import drafts_to_try
 from headstart.hub.format import CALIBRATION
-from headstart.hub.measured import EngineTuning, write_engine_tuning
 from headstart.pipeline.actions import calibration_file, refuse_other_files
 from headstart.servers.engines import ENGINES
 from headstart.servers.process import Engine, Server

@@ -7,10 +7,10 @@ from the files' headers; tensors are read one by one, when asked for.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,12 @@ _OLD_MEDUSA = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredTensor:
     """A tensor as the header of its file describes it; the dtype is in safetensors' words."""
 
-    file: Path
     dtype: str
     shape: tuple[int, ...]
+    load: Callable[[], Tensor]
 
     @property
     def is_float(self) -> bool:
@@ -50,7 +50,7 @@ class Checkpoint:
 
     folder: Path
     config: Mapping[str, Any]
-    tensors: Mapping[str, Kept]
+    tensors: Mapping[str, StoredTensor]
 
     @cached_property
     def settings(self) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the tensors, by their published names."""
+        """By published names."""
         return {name: self.tensors[in_file].shape for name, in_file in self.names.items()}
 
     @property
@@ -84,9 +84,16 @@ class Checkpoint:
         Raises:
             UserError: its file is damaged.
         """
-        with _opened(self.tensors[self.names[name]].file) as handle:
-            tensor: Tensor = handle.get_tensor(self.names[name])
-        return tensor
+        return self.tensors[self.names[name]].load()
+
+
+def checkpoint_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Checkpoint:
+    """What a folder would hold that is not written yet."""
+    stored = {
+        name: StoredTensor("F32" if tensor.is_floating_point() else "I64", tuple(tensor.shape), partial(tensor.cpu))
+        for name, tensor in tensors.items()
+    }
+    return Checkpoint(Path(), config, stored)
 
 
 def _published_name(name: str) -> str:
@@ -112,7 +119,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict):
         raise UserError(f"{folder / CONFIG} holds no settings.", "Fetch the checkpoint again.")
-    tensors: dict[str, Kept] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in _files(folder):
         with _opened(file) as handle:
             names = handle.keys()
@@ -121,8 +128,9 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                     raise UserError(
                         f"{folder} has the tensor {name!r} twice.", "Keep one set of safetensors files in the folder."
                     )
-                described = handle.get_slice(name)
-                tensors[name] = Kept(file, described.get_dtype(), tuple(described.get_shape()))
+                header = handle.get_slice(name)
+                shape = tuple(header.get_shape())
+                tensors[name] = StoredTensor(header.get_dtype(), shape, partial(_loaded, file, name))
     return Checkpoint(folder, config, tensors)
 
 
@@ -133,10 +141,7 @@ def whole(value: Any, name: str, minimum: int = 1, maximum: int = 1 << 24) -> in
         UserError: it is none, or out of them.
     """
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
-        raise UserError(
-            f"The checkpoint's {name} is {value!r}, and a whole number from {minimum} to {maximum} is expected.",
-            f"Correct {name} in its {CONFIG}, or fetch it again.",
-        )
+        raise _wrong_setting(value, name, f"a whole number from {minimum} to {maximum}")
     return value
 
 
@@ -147,11 +152,15 @@ def small(value: Any, name: str) -> float:
         UserError: it is none, or not between 0 and 1.
     """
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
-        raise UserError(
-            f"The checkpoint's {name} is {value!r}, and a number from 0 to below 1 is expected.",
-            f"Correct {name} in its {CONFIG}, or fetch it again.",
-        )
+        raise _wrong_setting(value, name, "a number from 0 to below 1")
     return float(value)
+
+
+def _wrong_setting(value: Any, name: str, expected: str) -> UserError:
+    return UserError(
+        f"The checkpoint's {name} is {value!r}, and {expected} is expected.",
+        f"Correct {name} in its {CONFIG}, or fetch it again.",
+    )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -194,6 +203,12 @@ def _opened(file: Path) -> Iterator[Any]:
             yield handle
     except SafetensorError as error:
         raise UserError(f"{file} is cut short or damaged ({error}).", "Fetch it again.") from None
+
+
+def _loaded(file: Path, name: str) -> Tensor:
+    with _opened(file) as handle:
+        tensor: Tensor = handle.get_tensor(name)
+    return tensor
 
 
 def absolute_ids(offsets_D: Tensor) -> Tensor:

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from headstart.errors import UserError, nearest
-from headstart.heads.exchange.published import EMBEDDINGS, MARKOV_LM_HEAD, Published, digest
+from headstart.heads.exchange.published import MARKOV_LM_HEAD, Published, digest
 from headstart.heads.io import WEIGHTS, build_heads, heads_folder
-from headstart.hub.engines.base import Finding, Format, TargetFacts
-from headstart.hub.engines.card import ENGINE_FILES, is_engine_folder, write_engine_card
+from headstart.hub.card import ENGINE_FILES, is_engine_folder, is_hub_id, write_engine_card
+from headstart.hub.engine_tuning import EngineTuning, read_engine_tunings, tuned_drafts
+from headstart.hub.engines.base import Finding, Format, rounded
 from headstart.hub.engines.facts import facts_of_heads
-from headstart.hub.engines.folder import FolderFormat
+from headstart.hub.engines.folders import FolderFormat, Sglang, Speculators, Vllm
 from headstart.hub.engines.gguf import Gguf
-from headstart.hub.engines.huggingface import rounded
-from headstart.hub.engines.sglang import Sglang
-from headstart.hub.engines.speculators import Speculators
-from headstart.hub.engines.vllm import Vllm
+from headstart.hub.engines.serving import engine_remarks, serve_commands
 from headstart.hub.format import check_folder, read_config
-from headstart.hub.measured import EngineTuning, read_engine_tunings, tuned_drafts
+from headstart.hub.target_facts import TargetFacts
 from headstart.support.files import write_atomic
 from headstart.target.loading import load_target, read_embeddings
 from headstart.target.model import Target
@@ -37,14 +35,15 @@ class Exported:
     """What an export wrote.
 
     Attributes:
+        engines: that serve it.
         published: the heads, as engines know them.
         facts: of their target.
         drafts: tokens of the chain by engine, where they were measured.
-        remarks: what the user should know.
+        remarks: sentences that the user should read.
     """
 
     folder: Path
-    formats: tuple[str, ...]
+    engines: tuple[str, ...]
     published: Published
     facts: TargetFacts
     drafts: Mapping[str, int]
@@ -52,21 +51,15 @@ class Exported:
 
     @property
     def commands(self) -> dict[str, str]:
-        """That serve target and heads, by engine, as one types them."""
+        """What to type to serve target and heads, by engine."""
         return {engine: shlex.join(words) for engine, words in self.words(self.drafts).items()}
 
     def words(self, drafts: Mapping[str, int]) -> dict[str, list[str]]:
-        """The same with other numbers of drafts, and in words."""
-        every = (FORMATS[name].commands(self.folder, self.published, self.facts, drafts) for name in self.formats)
-        return {engine: command for commands in every for engine, command in commands.items()}
+        """The same commands in words, with other numbers of drafts."""
+        return serve_commands(self.engines, self.folder, self.published, self.facts, drafts)
 
 
-def format_named(name: str) -> Format:
-    """The format called `name`.
-
-    Raises:
-        UserError: there is none.
-    """
+def _format_named(name: str) -> Format:
     if name not in FORMATS:
         raise UserError(f"Unknown format {name!r}.", nearest(name, ["headstart", *FORMATS]))
     return FORMATS[name]
@@ -85,7 +78,7 @@ def export_for(
         UserError: no such heads or format, formats whose files would be in each other's way, heads that a format
             cannot hold, or a folder in use.
     """
-    asked = [format_named(name) for name in dict.fromkeys([formats] if isinstance(formats, str) else formats)]
+    asked = [_format_named(name) for name in dict.fromkeys([formats] if isinstance(formats, str) else formats)]
     of_folders = [format.name for format in asked if isinstance(format, FolderFormat)]
     if len(of_folders) > 1:
         raise UserError(
@@ -98,27 +91,53 @@ def export_for(
     refuse_used(out)
     published, facts = publish(heads, target)
     measured = read_engine_tunings(heads_folder(heads))
-    remarks = [remark for format in asked for remark in format.check_heads(published, facts)]
-    remarks += [remark for format in asked for remark in _not_paying(format, measured)]
-    remarks += _uncorrected(published)
+    engines, remarks = _served(asked, published, facts)
+    remarks += [*_not_paying(asked, measured), *_uncorrected(published)]
     embeddings_VE = _embeddings(target, facts) if any(format.holds_embeddings(published) for format in asked) else None
+    drafts = tuned_drafts(measured)
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
         for format in asked:
-            held = published
-            if embeddings_VE is not None and format.holds_embeddings(published):
-                held = held.with_tensors({**held.tensors, EMBEDDINGS: embeddings_VE})
+            held = published if embeddings_VE is None else format.with_embeddings(published, embeddings_VE)
             format.write(held, facts, partial, dtype or format.dtypes[0])
-        write_engine_card(partial, asked, published, facts, measured=measured)
+        elsewhere = replace(facts, folder=facts.spec if is_hub_id(facts.spec) else "TARGET", gguf=None)
+        commands = serve_commands(engines, "HEADS", published, elsewhere, drafts)
+        write_engine_card(partial, published, facts, commands, measured)
         for format in asked:
-            if findings := format.check(partial, format.engines[0], None):
+            if findings := format.check(partial, format.engines[0]):
                 raise AssertionError(f"an export that its own check refuses: {findings[0].problem}")
 
     write_atomic(out, write)
-    names = tuple(format.name for format in asked)
-    drafts = tuned_drafts(measured)
-    return Exported(out, names, published, facts, drafts=drafts, remarks=tuple(remarks))
+    return Exported(out, tuple(engines), published, facts, drafts=drafts, remarks=tuple(remarks))
+
+
+def check_heads(name: str, published: Published, facts: TargetFacts) -> list[str]:
+    """Refuse heads that a format, or an engine it is for, cannot hold.
+
+    Returns:
+        What the user should know: other engines that cannot serve these heads, and why.
+
+    Raises:
+        UserError: naming the reason and what to do instead.
+    """
+    return _served([_format_named(name)], published, facts)[1]
+
+
+def _served(formats: Sequence[Format], published: Published, facts: TargetFacts) -> tuple[list[str], list[str]]:
+    """The engines that serve heads in some formats, and what the user should know; see `check_heads`."""
+    engines: dict[str, None] = {}
+    remarks = []
+    for format in formats:
+        for engine in format.readers:
+            limit = next(iter(format.limits(published, facts, engine)), None)
+            if limit is None:
+                engines[engine] = None
+            elif engine in format.engines:
+                raise UserError(*limit)
+            else:
+                remarks.append(f"Not for {engine}: {limit[0]}")
+    return list(engines), [*remarks, *(remark for engine in engines for remark in engine_remarks(published, engine))]
 
 
 def _uncorrected(published: Published) -> Iterator[str]:
@@ -132,14 +151,14 @@ def _uncorrected(published: Published) -> Iterator[str]:
         )
 
 
-def _not_paying(format: Format, measured: Mapping[str, EngineTuning]) -> Iterator[str]:
+def _not_paying(formats: Sequence[Format], measured: Mapping[str, EngineTuning]) -> Iterator[str]:
     """What to say of engines in which plain decoding was found to be faster."""
-    for engine in format.engines:
-        if engine in measured and not measured[engine].drafts:
-            row = measured[engine].best
+    read_by = {engine for format in formats for engine in format.readers}
+    for engine, tuning in measured.items():
+        if engine in read_by and not tuning.drafts:
             yield (
-                f"{engine} was measured with these heads on {measured[engine].machine}: no number of drafts pays "
-                f"there, the best of them, {row.drafts}, makes {row.expected:.2f} times its plain speed."
+                f"{engine} was measured with these heads on {tuning.machine}: no number of drafts pays there, the best "
+                f"of them, {tuning.best.drafts}, makes {tuning.best.expected:.2f} times its plain speed."
             )
 
 
@@ -152,8 +171,6 @@ def publish(heads: Path, target: Target | str | None = None) -> tuple[Published,
     folder = heads_folder(heads)
     check_folder(folder)
     built = build_heads(read_config(folder)["heads"], folder / WEIGHTS)
-    if built.publishes is None:
-        built.publish()  # says why not
     facts = facts_of_heads(folder, None if isinstance(target, Target) else target)
     if built.publishing_reads_target:
         built.bind(target if isinstance(target, Target) else load_target(_spec(facts), "float32", "cpu"))
@@ -223,16 +240,16 @@ def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
         UserError: no such folder or engine.
     """
     formats = formats_of(folder)
-    known = {engine for format in FORMATS.values() for engine in format.engines}
-    read_by = {engine: format for format in reversed(formats) for engine in format.engines}
+    readers = {engine: name for name, format in reversed(FORMATS.items()) for engine in format.readers}
+    read_by = {engine: format for format in reversed(formats) for engine in format.readers}
     for engine in engines:
-        if engine not in known:
-            raise UserError(f"Unknown engine {engine!r}.", nearest(engine, sorted(known)))
+        if engine not in readers:
+            raise UserError(f"Unknown engine {engine!r}.", nearest(engine, readers))
         if engine not in read_by:
             raise UserError(
                 f"{engine} does not read the format {' or '.join(format.name for format in formats)}, which {folder} "
                 "has.",
-                f"Export with --format {next(name for name, other in FORMATS.items() if engine in other.engines)}.",
+                f"Export with --format {readers[engine]}.",
             )
     return {engine: read_by[engine] for engine in engines or [format.engines[0] for format in formats]}
 
@@ -240,10 +257,10 @@ def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
 def check_export(
     folder: Path, engines: Sequence[str] = (), against: Path | None = None, target: Target | str | None = None
 ) -> list[Finding]:
-    """What engines would get wrong with a folder of heads, whoever wrote it.
+    """What engines would get wrong with a folder of heads or a GGUF file, whoever wrote it.
 
     Args:
-        folder: to check, or a GGUF file.
+        folder: to check.
         engines: that it is for; those that its formats are mainly for by default.
         against: heads of ours that it should hold: settings and numbers are compared.
         target: of these heads, where it is not where they say.
@@ -263,19 +280,15 @@ def check_export(
 def export_remarks(folder: Path, engines: Sequence[str] = ()) -> list[str]:
     """What the user should know of a folder without faults; see `check_export` for the arguments."""
     readers = readers_of(folder, engines).items()
-    return [remark for engine, format in readers for remark in format.remarks(format.read(folder), engine)]
+    return [remark for engine, format in readers for remark in engine_remarks(format.read(folder), engine)]
 
 
 def _differences(format: Format, folder: Path, ours: Published) -> list[Finding]:
     """In what a folder's heads are not those given, but for rounding."""
-    engine = format.engines[0]
-    try:
-        theirs = format.read(folder)
-    except UserError as error:
-        return [Finding(engine, error.problem, error.remedy)]
+    theirs = format.read(folder)
     if digest(theirs) == digest(rounded(ours, "float32")):
         return []
-    return [Finding(engine, problem, "Export these heads again.") for problem in _problems(theirs, ours)]
+    return [Finding(format.engines[0], problem, "Export these heads again.") for problem in _problems(theirs, ours)]
 
 
 def _problems(theirs: Published, ours: Published) -> Iterator[str]:
@@ -294,13 +307,4 @@ def _problems(theirs: Published, ours: Published) -> Iterator[str]:
         if other is None or other.shape != tensor.shape:
             continue
         if (other.float() - tensor.float()).norm() > _SAME * tensor.float().norm():
-            yield f"{name} holds other numbers than the heads{_reordered(other, tensor)}."
-
-
-def _reordered(theirs: torch.Tensor, ours: torch.Tensor) -> str:
-    """Says so where the rows are the heads' own in another order: queries and keys that were not permuted."""
-    if ours.dim() == 2:
-        sums, our_sums = (tensor.float().double().sum(1).sort().values for tensor in (theirs, ours))
-        if (sums - our_sums).norm() <= _SAME * our_sums.norm():
-            return " in the order of its rows; GGUF files permute queries and keys"
-    return ""
+            yield f"{name} holds other numbers than the heads."

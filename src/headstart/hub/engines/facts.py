@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.hub.engines.base import TargetFacts
-from headstart.hub.format import adapter_spec, named, read_config
+from headstart.hub.format import heads_target, named
+from headstart.hub.target_facts import TargetFacts
 from headstart.target.frozen import FrozenModel
 from headstart.target.loading import gguf_file, load_config, loadable_folder
 
@@ -20,24 +20,22 @@ def facts_of_heads(folder: Path, spec: str | None = None) -> TargetFacts:
     Raises:
         UserError: not a folder of ours, or a target with an adapter, which engines cannot serve.
     """
-    target = read_config(folder)["target"]
-    if adapter_spec(folder) is not None and spec is None:
+    target = heads_target(folder)
+    if target.adapter is not None and spec is None:
         raise UserError(
-            f"The heads in {folder} belong to {target['name']}, and engines serve whole models.",
+            f"The heads in {folder} belong to {target.name}, and engines serve whole models.",
             "Save it with its adapter merged, then name that folder with --target. In Python: "
             f"headstart.load({str(folder)!r}).target.save('merged').",
         )
-    architecture = str(target["sketch"].get("architecture", "")).split()
+    architecture = str(target.sketch.get("architecture", "")).split()
     if len(architecture) != 4 or not all(part.isdigit() for part in architecture[1:]):
         raise UserError(f"{folder} does not say what its target is like.", "Export or fetch the heads again.")
     model_type, layers, size, vocab = architecture
-    where = spec or target["spec"]
-    if where and not spec and not _is_here(where):
-        where = ""  # it was on another machine, or was never a file
+    where = spec or (target.spec if _is_here(target.spec) else "")
     return TargetFacts(
         spec=where,
-        name=target["name"],
-        fingerprint=target["fingerprint"],
+        name=target.name,
+        fingerprint=target.fingerprint,
         model_type=model_type,
         num_layers=int(layers),
         hidden_size=int(size),
@@ -65,9 +63,9 @@ def _is_here(spec: str) -> bool:
     """Whether a target can be found by what it is called: a packaged name, a file or folder, a Hub id."""
     try:
         gguf_file(spec)
-    except UserError:
+    except UserError:  # it was on another machine, or was never a file
         return False
-    return True
+    return bool(spec)
 
 
 def _config_facts(spec: str) -> dict[str, Any]:

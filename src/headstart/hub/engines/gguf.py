@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, Layout, Published
-from headstart.hub.engines.base import Finding, Format, TargetFacts, drafts_of, kind_of, refuse_activation
+from headstart.hub.engines.base import Faults, Format
 from headstart.hub.engines.gguf_file import (
     AGAIN,
     ARCHITECTURES,
@@ -19,17 +17,15 @@ from headstart.hub.engines.gguf_file import (
     DEFAULT_BLOCK,
     FILE,
     MASK,
+    GgufFile,
     file_of,
-    opened,
     read_heads,
     read_settings,
-    shape_of,
-    value,
-    written,
     wrong_tensors,
 )
 from headstart.hub.engines.gguf_writing import write_gguf
 from headstart.hub.engines.rules import unchanged
+from headstart.hub.target_facts import TargetFacts, kind_of
 
 HOOKS = frozenset(
     {
@@ -48,16 +44,13 @@ class Gguf(Format):
     engines = ("llama.cpp",)
     dtypes = ("bfloat16", "float16", "float32", "q8_0")
 
-    def check_heads(self, published: Published, facts: TargetFacts) -> list[str]:
+    def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
         if published.layout not in ARCHITECTURES:
             raise UserError(
                 f"llama.cpp drafts with EAGLE-3, DFlash and DSpark heads, and these are {kind_of(published)} heads.",
                 "Train eagle3, dflash or dspark heads for it.",
             )
-        refuse_activation(published, "llama.cpp")
-        for limit in _limits(published, facts.model_type, facts.num_layers):
-            raise UserError(*limit)
-        return []
+        return _limits(published, facts.model_type, facts.num_layers)
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
         write_gguf(folder / FILE, published, facts, dtype)
@@ -66,27 +59,22 @@ class Gguf(Format):
         return file_of(folder) is not None
 
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
-        return read_heads(opened(folder))
+        return read_heads(GgufFile(folder))
 
-    def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
-        try:
-            return [Finding(engine, *fault) for fault in _faults(opened(folder), facts)]
-        except UserError as error:
-            return [Finding(engine, error.problem, error.remedy)]
-
-    def commands(
-        self, folder: Path | str, published: Published, facts: TargetFacts, drafts: Mapping[str, int]
-    ) -> dict[str, list[str]]:
-        count = drafts_of(published, drafts.get("llama.cpp", 0))
-        heads = ["-md", f"{folder}/{FILE}", "--spec-type", f"draft-{published.layout}", "--spec-draft-n-max"]
-        return {"llama.cpp": ["llama-server", "-m", str(facts.gguf or "TARGET.gguf"), *heads, str(count)]}
+    def faults(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> Faults:
+        return _faults(GgufFile(folder), facts)
 
 
-def _limits(published: Published, model_type: str, layers: int) -> Iterator[tuple[str, str]]:
-    """(what llama.cpp cannot do with these heads, what to do); `layers` of the target, 0 where that is not known."""
+def _limits(published: Published, model_type: str, layers: int) -> Faults:
+    """What llama.cpp cannot do with these heads; `layers` of the target, 0 where that is not known."""
     yield from _limits_of_blocks(published) if published.layout in BLOCKS else _limits_of_eagle3(published)
-    rope = {} if published.layer is None else published.layer.rope_parameters
-    kind = rope.get("rope_type", "default")
+    assert published.layer is not None, "these heads have decoder layers"
+    if published.layer.hidden_act != "silu":
+        yield (
+            f"The heads' MLP uses {published.layer.hidden_act}, and llama.cpp computes silu alone.",
+            "Train them with heads.hidden_act=silu.",
+        )
+    kind = published.layer.rope_parameters.get("rope_type", "default")
     if kind not in ("default", "linear", "llama3"):
         yield f"headstart writes no {kind} positions for llama.cpp.", _OTHER
     if model_type and model_type not in HOOKS:
@@ -102,7 +90,7 @@ def _limits(published: Published, model_type: str, layers: int) -> Iterator[tupl
         )
 
 
-def _limits_of_eagle3(published: Published) -> Iterator[tuple[str, str]]:
+def _limits_of_eagle3(published: Published) -> Faults:
     if published.num_layers != 1:
         yield f"llama.cpp runs one layer, and the heads have {published.num_layers}.", _OTHER
     if (count := len(published.aux_layers)) != 3:
@@ -116,7 +104,7 @@ def _limits_of_eagle3(published: Published) -> Iterator[tuple[str, str]]:
         )
 
 
-def _limits_of_blocks(published: Published) -> Iterator[tuple[str, str]]:
+def _limits_of_blocks(published: Published) -> Faults:
     aux_layers = list(published.aux_layers)
     if sorted(set(aux_layers)) != aux_layers:
         yield (
@@ -136,34 +124,33 @@ def _limits_of_blocks(published: Published) -> Iterator[tuple[str, str]]:
         )
 
 
-def _faults(reader: Any, facts: TargetFacts | None) -> Iterator[tuple[str, str]]:
-    """(what is wrong with a file, what to do)."""
-    settings, note = read_settings(reader), written(reader)
-    theirs: Mapping[str, Any] = {} if note is None else note.target
+def _faults(file: GgufFile, facts: TargetFacts | None) -> Faults:
+    settings, note = read_settings(file), file.written
+    theirs = {} if note is None else note.target
     model_type = facts.model_type if facts is not None else str(theirs.get("model_type", ""))
     layers = facts.num_layers if facts is not None else int(theirs.get("num_layers", 0))
     faults = list(_limits(settings, model_type, layers))
-    faults += wrong_tensors(settings, {tensor.name: shape_of(tensor) for tensor in reader.tensors})
-    faults += _wrong_keys(reader, settings)
+    faults += wrong_tensors(settings, file.shapes)
+    faults += _wrong_keys(file, settings)
     if facts is not None and settings.vocab_size != facts.vocab_size:
         faults.append(
             (f"The file has {settings.vocab_size} tokens, and {facts.name} {facts.vocab_size}.", "Export it again.")
         )
-    if "tokenizer.ggml.tokens" not in reader.fields:
+    if "tokenizer.ggml.tokens" not in file.fields:
         faults.append(("The file has no tokenizer, and llama.cpp needs the target's.", "Export it again."))
     yield from faults
     if not faults and note is not None:
-        yield from unchanged(read_heads(reader), note, facts)
+        yield from unchanged(read_heads(file), note, facts)
 
 
-def _wrong_keys(reader: Any, settings: Published) -> Iterator[tuple[str, str]]:
+def _wrong_keys(file: GgufFile, settings: Published) -> Faults:
     if settings.layout in BLOCKS:
-        if value(reader, f"{BLOCK}.block_size") is None:
+        if file.value(f"{BLOCK}.block_size") is None:
             then = "stops" if settings.layout is Layout.DSPARK else f"takes {DEFAULT_BLOCK}"
             yield f"The file does not say {BLOCK}.block_size, and llama.cpp then {then}.", AGAIN
-        if value(reader, MASK) is None:
+        if file.value(MASK) is None:
             yield f"The file does not say {MASK}, and llama.cpp fills blocks with no token at all.", AGAIN
-        if any(tensor.name == D2T for tensor in reader.tensors):
+        if D2T in file.tensors:
             yield "There is a d2t, and the whole vocabulary is drafted.", _OTHER
     elif (ids_D := settings.draft_ids_D) is not None:
         outside = bool(((ids_D < 0) | (ids_D >= settings.vocab_size)).any())

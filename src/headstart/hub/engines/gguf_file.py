@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from headstart.heads.exchange.published import (
     Layout,
     Published,
 )
-from headstart.hub.engines.base import NOTE, Written
+from headstart.hub.engines.base import NOTE, Faults, Written
 
 FILE = "heads.gguf"
 EAGLE3, BLOCK = "eagle3", "dflash"
@@ -161,130 +161,139 @@ def file_of(folder: Path) -> Path | None:
     return files[0] if len(files) == 1 else None
 
 
-def opened(folder: Path) -> Any:
-    """A reader of the folder's GGUF file, whose numbers stay in the file until they are used.
+class GgufFile:
+    """An opened GGUF file, whose numbers stay in the file until they are used.
 
     Raises:
         UserError: there is none, or it is damaged.
     """
-    file = file_of(folder)
-    if file is None:
-        raise UserError(f"{folder} has no GGUF file, or several.", "Give the file itself.")
-    try:
-        return library().GGUFReader(file)
-    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, UnicodeDecodeError, OSError) as error:
-        raise UserError(f"{file} is cut short or damaged ({error}).", "Fetch or export it again.") from None
+
+    def __init__(self, folder: Path) -> None:
+        file = file_of(folder)
+        if file is None:
+            raise UserError(f"{folder} has no GGUF file, or several.", "Give the file itself.")
+        try:
+            reader = library().GGUFReader(file)
+        except (ValueError, IndexError, KeyError, OverflowError, MemoryError, UnicodeDecodeError, OSError) as error:
+            raise UserError(f"{file} is cut short or damaged ({error}).", "Fetch or export it again.") from None
+        self.fields: dict[str, Any] = reader.fields
+        self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
+        self.architecture = str(self.value("general.architecture"))
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """What the file says under a key."""
+        field = self.fields.get(key)
+        return default if field is None else field.contents()
+
+    def setting(self, key: str) -> Any:
+        """What the file says under a key that one of its architecture must have.
+
+        Raises:
+            UserError: it is missing.
+        """
+        content = self.value(f"{self.architecture}.{key}")
+        if content is None:
+            raise UserError(f"The GGUF file does not say {self.architecture}.{key}.", AGAIN)
+        return content
+
+    @property
+    def written(self) -> Written | None:
+        """What the file says of itself, where it is ours."""
+        note = self.value(f"{NOTE}.note")
+        return Written.of(json.loads(note)) if isinstance(note, str) else None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of its tensors, as torch has them."""
+        return {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self.tensors.items()}
 
 
-def value(reader: Any, key: str, default: Any = None) -> Any:
-    """What a file says under a key."""
-    field = reader.fields.get(key)
-    return default if field is None else field.contents()
-
-
-def written(reader: Any) -> Written | None:
-    """What the file says of itself, where it is ours."""
-    note = value(reader, f"{NOTE}.note")
-    return Written.of(json.loads(note)) if isinstance(note, str) else None
-
-
-def read_settings(reader: Any) -> Published:
+def read_settings(file: GgufFile) -> Published:
     """Everything of a file's heads but their tensors.
 
     Raises:
         UserError: no heads, a key is missing, or one says what headstart does not have.
     """
-    of = value(reader, "general.architecture")
+    of = file.architecture
     if of not in (EAGLE3, BLOCK):
         raise UserError(
             f"The GGUF file is of the architecture {of!r}, and draft heads are of {EAGLE3!r} or {BLOCK!r}.",
             "Give the file of the draft heads, not that of a model.",
         )
-    tensors, note = {tensor.name: tensor for tensor in reader.tensors}, written(reader)
-    d2t = tensors.get(D2T)
+    note, d2t = file.written, file.tensors.get(D2T)
     layout, steps, block_size = Layout.EAGLE3, note.steps if note and note.steps else 5, 0
     if of == BLOCK:
-        layout, d2t = Layout.DSPARK if _MARKOV in tensors else Layout.DFLASH, None
-        _refuse_variants(reader, layout)
-        block_size = int(value(reader, f"{BLOCK}.block_size", DEFAULT_BLOCK))
+        layout, d2t = Layout.DSPARK if _MARKOV in file.tensors else Layout.DFLASH, None
+        _refuse_variants(file, layout)
+        block_size = int(file.value(f"{BLOCK}.block_size", DEFAULT_BLOCK))
         steps = block_size - (layout is Layout.DFLASH)
-    tokens = reader.fields.get("tokenizer.ggml.tokens")
+    tokens = file.fields.get("tokenizer.ggml.tokens")
     return Published(
         layout=layout,
-        hidden_size=int(_needed(reader, of, "embedding_length")),
-        vocab_size=len(tokens.data) if tokens is not None else int(_needed(reader, of, "vocab_size")),
+        hidden_size=int(file.setting("embedding_length")),
+        vocab_size=len(tokens.data) if tokens is not None else int(file.setting("vocab_size")),
         steps=steps,
         tensors={},
         draft_ids_D=None if d2t is None else torch.from_numpy(np.array(d2t.data)).reshape(-1),
-        layer=_layer_sizes(reader, of),
-        num_layers=int(_needed(reader, of, "block_count")),
-        aux_layers=tuple(int(layer) for layer in _needed(reader, of, "target_layers")),
-        norm_before_residual=bool(value(reader, f"{of}.norm_before_residual", False)),
-        norm_before_fc=bool(value(reader, f"{of}.norm_before_fc", False)),
+        layer=_layer_sizes(file),
+        num_layers=int(file.setting("block_count")),
+        aux_layers=tuple(int(layer) for layer in file.setting("target_layers")),
+        norm_before_residual=bool(file.value(f"{of}.norm_before_residual", False)),
+        norm_before_fc=bool(file.value(f"{of}.norm_before_fc", False)),
         block_size=block_size,
-        mask_token_id=int(value(reader, MASK, -1)) if of == BLOCK else -1,
-        markov_rank=shape_of(tensors[_MARKOV])[1] if _MARKOV in tensors else 0,
-        confidence=_CONFIDENCE in tensors,
+        mask_token_id=int(file.value(MASK, -1)) if of == BLOCK else -1,
+        markov_rank=file.shapes[_MARKOV][1] if _MARKOV in file.tensors else 0,
+        confidence=_CONFIDENCE in file.tensors,
     )
 
 
-def _refuse_variants(reader: Any, layout: Layout) -> None:
-    refused = {key: what for key, what in _REFUSED.items() if value(reader, f"{BLOCK}.{key}")}
-    if layout is Layout.DSPARK and value(reader, f"{BLOCK}.sample_from_anchor", True) is False:
+def _refuse_variants(file: GgufFile, layout: Layout) -> None:
+    refused = {key: what for key, what in _REFUSED.items() if file.value(f"{BLOCK}.{key}")}
+    if layout is Layout.DSPARK and file.value(f"{BLOCK}.sample_from_anchor", True) is False:
         refused["sample_from_anchor"] = "drafts each slot's own place"
     for key, what in refused.items():
         raise UserError(f"The GGUF file {what} ({BLOCK}.{key}), which headstart has not.", "Take another file.")
 
 
-def _layer_sizes(reader: Any, of: str) -> LayerSizes:
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    heads, size = int(_needed(reader, of, "attention.head_count")), int(_needed(reader, of, "embedding_length"))
-    scaled = value(reader, f"{of}.rope.scaling.type") == "linear"
+def _layer_sizes(file: GgufFile) -> LayerSizes:
+    heads, of = int(file.setting("attention.head_count")), file.architecture
+    scaled = file.value(f"{of}.rope.scaling.type") == "linear"
     rope = rope_in_file(
-        float(_needed(reader, of, "rope.freq_base")),
-        float(_needed(reader, of, "rope.scaling.factor")) if scaled else None,
-        np.array(tensors[FACTORS].data).reshape(-1).tolist() if FACTORS in tensors else None,
+        float(file.setting("rope.freq_base")),
+        float(file.setting("rope.scaling.factor")) if scaled else None,
+        np.array(file.tensors[FACTORS].data).reshape(-1).tolist() if FACTORS in file.tensors else None,
     )
     return LayerSizes(
-        intermediate_size=int(_needed(reader, of, "feed_forward_length")),
+        intermediate_size=int(file.setting("feed_forward_length")),
         num_attention_heads=heads,
-        num_key_value_heads=int(value(reader, f"{of}.attention.head_count_kv", heads)),
-        head_dim=int(value(reader, f"{of}.attention.key_length", size // heads)),
+        num_key_value_heads=int(file.value(f"{of}.attention.head_count_kv", heads)),
+        head_dim=int(file.value(f"{of}.attention.key_length", int(file.setting("embedding_length")) // heads)),
         hidden_act="silu",
-        rms_norm_eps=float(_needed(reader, of, "attention.layer_norm_rms_epsilon")),
+        rms_norm_eps=float(file.setting("attention.layer_norm_rms_epsilon")),
         rope_parameters=rope,
-        max_position_embeddings=int(_needed(reader, of, "context_length")),
+        max_position_embeddings=int(file.setting("context_length")),
     )
 
 
-def _needed(reader: Any, of: str, key: str) -> Any:
-    """A key that a file of this architecture must have."""
-    content = value(reader, f"{of}.{key}")
-    if content is None:
-        raise UserError(f"The GGUF file does not say {of}.{key}.", AGAIN)
-    return content
-
-
-def read_heads(reader: Any) -> Published:
+def read_heads(file: GgufFile) -> Published:
     """The heads of a file.
 
     Raises:
         UserError: as `read_settings`, or tensors that are missing, unknown or of other shapes.
     """
-    settings = read_settings(reader)
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    if fault := next(wrong_tensors(settings, {name: shape_of(tensor) for name, tensor in tensors.items()}), None):
+    settings, shapes = read_settings(file), file.shapes
+    for fault in wrong_tensors(settings, shapes):
         raise UserError(*fault)
     head_counts, weights = permuted_heads(settings), {}
     for name, in_file in tensor_names(settings).items():
-        tensor = tensors[in_file]
+        tensor = file.tensors[in_file]
         numbers = library().quants.dequantize(np.array(tensor.data), tensor.tensor_type)
-        weight = torch.from_numpy(np.array(numbers, dtype=np.float32)).reshape(shape_of(tensor))
+        weight = torch.from_numpy(np.array(numbers, dtype=np.float32)).reshape(shapes[in_file])
         weights[name] = unpermuted(weight, head_counts[name]) if name in head_counts else weight
     return settings.with_tensors(weights)
 
 
-def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, str]]:
+def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) -> Faults:
     """What is wrong with a file's tensors of these shapes."""
     if settings.num_layers != 1 and settings.layout not in BLOCKS:
         yield f"llama.cpp runs one layer, and the heads have {settings.num_layers}.", AGAIN
@@ -294,18 +303,11 @@ def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) ->
     beside = {"token_embd.weight": whole, FACTORS: (settings.layer.head_dim // 2,)}
     beside |= {_WHOLE[LM_HEAD]: whole} if settings.layout in BLOCKS else {D2T: (settings.draft_width,)}
     wanted = {_tensor_name(name): shape for name, shape in settings.expected().items()}
-    for name, shape in wanted.items():
-        if name not in shapes:
-            yield f"The tensor {name} is missing, and llama.cpp stops without it.", AGAIN
-        elif shapes[name] != shape:
-            yield f"The tensor {name} is {list(shapes[name])}, and {list(shape)} is expected.", AGAIN
-    for name in sorted(set(shapes) - set(wanted)):
-        if name not in beside:
+    for name in sorted(wanted.keys() - shapes.keys()):
+        yield f"The tensor {name} is missing, and llama.cpp stops without it.", AGAIN
+    for name, shape in sorted(shapes.items()):
+        expected = wanted.get(name, beside.get(name))
+        if expected is None:
             yield f"llama.cpp has no tensor {name} in such heads, and stops at it.", AGAIN
-        elif shapes[name] != beside[name]:
-            yield f"The tensor {name} is {list(shapes[name])}, and {list(beside[name])} is expected.", AGAIN
-
-
-def shape_of(tensor: Any) -> tuple[int, ...]:
-    """Of a tensor of a file, as torch has it."""
-    return tuple(int(size) for size in reversed(tensor.shape))
+        elif shape != expected:
+            yield f"The tensor {name} is {list(shape)}, and {list(expected)} is expected.", AGAIN

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import Layout, Published
-from headstart.hub.engines.base import NOTE, TargetFacts
+from headstart.hub.engines.base import NOTE, note_of
 from headstart.hub.engines.gguf_file import (
     ARCHITECTURES,
     D2T,
@@ -26,7 +26,7 @@ from headstart.hub.engines.gguf_file import (
     rope_in_file,
     tensor_names,
 )
-from headstart.hub.engines.huggingface import note
+from headstart.hub.target_facts import TargetFacts
 
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5
 """Kinds of tokens, as llama.cpp numbers them."""
@@ -44,7 +44,7 @@ def write_gguf(file: Path, published: Published, facts: TargetFacts, dtype: str)
     keys = _keys(published)
     for key, content in keys.items():
         _add(writer, key, content)
-    writer.add_string(f"{NOTE}.note", json.dumps(note(held, facts)))
+    writer.add_string(f"{NOTE}.note", json.dumps(note_of(held, facts)))
     if facts.gguf is not None:
         _copy_tokenizer(writer, facts.gguf, without=frozenset(keys))
     else:

@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, families
 from headstart.heads.exchange.published import Published
-from headstart.hub.engines.base import kind_of
 from headstart.hub.engines.export import formats_of
 from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.format import export_heads
 from headstart.hub.pull import HUB_ID
+from headstart.hub.target_facts import kind_of
 from headstart.support.hub_errors import explained
 from headstart.target.model import Target
 

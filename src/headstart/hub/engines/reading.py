@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
-from headstart.hub.engines.base import TargetFacts
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, absolute_ids, small, whole
+from headstart.hub.target_facts import TargetFacts
 
 DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
 """What engines call block drafters."""

@@ -9,13 +9,12 @@ What headstart itself cannot read is refused by `headstart.hub.engines.reading`,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, Layout, Published, digest
-from headstart.hub.engines.base import Finding, TargetFacts, Written
+from headstart.hub.engines.base import Faults, Written
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint
 from headstart.hub.engines.reading import (
     DFLASH,
@@ -31,10 +30,15 @@ from headstart.hub.engines.reading import (
     samples_from_anchor,
     settings_of,
 )
+from headstart.hub.target_facts import TargetFacts
 
-Faults = Iterator[tuple[str, str]]
-"""(what is wrong, what to do)"""
 _AGAIN = "Export the heads again, or take another checkpoint."
+_WRITE = f"Write it into {CONFIG}."
+_CORRECT = f"Correct it in {CONFIG}."
+_WHICH = f"Correct the wrong one in {CONFIG}."
+_TRAINED = f"Write the base that the heads were trained with into {CONFIG}."
+_NO_MAPS = "Leave out d2t and t2d."
+_WITHOUT = "Serve it with vLLM (--format vllm), or train without that."
 _ROTARY = ("default", "linear", "llama3", "yarn", "dynamic")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 _ARCHITECTURES = {
@@ -48,20 +52,22 @@ _ARCHITECTURES = {
 }
 
 
-def check_checkpoint(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> list[Finding]:
-    """Everything that an engine would get wrong with a folder of heads."""
+def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Faults:
+    """Everything that an engine would get wrong with a folder of heads.
+
+    Raises:
+        UserError: what leaves nothing else to check.
+    """
     layout = layout_of(checkpoint)
     if layout is None:
-        return [Finding(engine, f"{checkpoint.folder} holds no draft heads.", "Give the folder of draft heads.")]
-    findings: list[Finding] = []
-    try:
-        for fault in _faults(checkpoint, layout, engine, facts):
-            findings.append(Finding(engine, *fault))  # one by one: what comes later may raise
-        if not findings and (written := checkpoint.written) is not None:
-            findings += [Finding(engine, *fault) for fault in unchanged(read_published(checkpoint), written, facts)]
-    except UserError as error:
-        findings.append(Finding(engine, error.problem, error.remedy))
-    return findings
+        yield f"{checkpoint.folder} holds no draft heads.", "Give the folder of draft heads."
+        return
+    sound = True
+    for fault in _faults(checkpoint, layout, engine, facts):
+        sound = False
+        yield fault
+    if sound and (written := checkpoint.written) is not None:
+        yield from unchanged(read_published(checkpoint), written, facts)
 
 
 def _faults(checkpoint: Checkpoint, layout: Layout, engine: str, facts: TargetFacts | None) -> Faults:
@@ -70,8 +76,8 @@ def _faults(checkpoint: Checkpoint, layout: Layout, engine: str, facts: TargetFa
         return
     yield from _architecture(checkpoint, layout, engine)
     yield from _rotary(checkpoint.settings, layout)
-    if checkpoint.settings.get("hidden_act", "silu") != "silu" and engine != "speculators":
-        yield f"{engine} computes silu alone, and the MLP uses {checkpoint.settings['hidden_act']}.", _AGAIN
+    if (used := checkpoint.settings.get("hidden_act", "silu")) != "silu" and engine != "speculators":
+        yield f"{engine} computes silu alone, and the MLP uses {used}.", "Train with heads.hidden_act=silu."
     written = checkpoint.written
     layers = facts.num_layers if facts is not None else (written.target if written else {}).get("num_layers")
     rules = {Layout.EAGLE3: _eagle3, Layout.EAGLE: _eagle}.get(layout, _block)
@@ -83,18 +89,15 @@ def _eagle3(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, laye
     yield from _layer_ids(checkpoint, engine, layers)
     if engine == "sglang":
         if config.get("tie_word_embeddings", True) is not False:
-            yield (
-                "SGLang takes the embeddings for the LM head unless tie_word_embeddings is false.",
-                f"Write it into {CONFIG}.",
-            )
+            yield "SGLang takes the embeddings for the LM head unless tie_word_embeddings is false.", _WRITE
         if "draft_vocab_size" not in top:
-            yield "SGLang needs draft_vocab_size, also for the whole vocabulary.", f"Write it into {CONFIG}."
+            yield "SGLang needs draft_vocab_size, also for the whole vocabulary.", _WRITE
         if config.get("attention_bias"):
             yield "SGLang leaves out the biases of the attention.", "Serve it with vLLM."
     settings = settings_of(checkpoint, Layout.EAGLE3, facts)
     if engine == "sglang":
-        for reason in sglang_lacks(settings):
-            yield f"SGLang would draft with other numbers than were trained: {reason}.", "Serve it with vLLM."
+        for reason in _sglang_lacks(settings):
+            yield f"SGLang {reason}, and would draft with other numbers than were trained.", _WITHOUT
     yield from _vocabulary_map(checkpoint, settings)
     settings = replace(settings, draft_ids_D=draft_ids(checkpoint, settings.vocab_size))
     wanted, shapes = settings.expected(), checkpoint.shapes
@@ -114,15 +117,16 @@ def _eagle3(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, laye
     yield from _tensors(wanted, beside, shapes, engine)
 
 
-def sglang_lacks(published: Published) -> Iterator[str]:
-    """What SGLang does not do of EAGLE-3 heads, to end a sentence with."""
-    for name in ("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"):
-        if getattr(published, name):
-            yield f"it does not know {'fc_norm' if name == 'aux_norms' else name}"
+def _sglang_lacks(published: Published) -> list[str]:
+    """What SGLang does not do of EAGLE-3 heads."""
+    names = {"aux_norms": "fc_norm"}
+    settings = ("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc")
+    lacks = [f"does not know {names.get(name, name)}" for name in settings if getattr(published, name)]
     if published.num_layers != 1:
-        yield f"its layers after the first differ from vLLM's, and there are {published.num_layers}"
+        lacks.append(f"has other layers after the first than vLLM, and there are {published.num_layers}")
     if len(published.aux_layers) != 3:
-        yield f"it fuses 3 layers of the target, and these heads {len(published.aux_layers)}"
+        lacks.append(f"fuses 3 layers of the target, not {len(published.aux_layers)}")
+    return lacks
 
 
 def _eagle(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, layers: int | None) -> Faults:
@@ -144,7 +148,7 @@ def _eagle(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, layer
 def _medusa(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Faults:
     config = checkpoint.config
     if engine != "vllm":
-        yield f"{engine} has no Medusa heads.", "Serve them with vLLM up to 0.32, or with headstart."
+        yield f"{engine} has no Medusa heads.", "Serve them with vLLM up to 0.32 (--format vllm), or with headstart."
         return
     if config.get("model_type") != "medusa":
         yield f"vLLM knows Medusa heads by model_type medusa, and it is {config.get('model_type')!r}.", _AGAIN
@@ -158,11 +162,11 @@ def _medusa(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> F
     if isinstance(asked, int) and asked > settings.steps:
         yield f"The config has {asked} heads and the file {settings.steps}: vLLM leaves the others random.", _AGAIN
     if any(name.endswith(".bias") for name in checkpoint.names) and config.get("medusa_fc_bias") is not True:
-        yield "vLLM drops the blocks' biases unless medusa_fc_bias is true.", f"Write it into {CONFIG}."
+        yield "vLLM drops the blocks' biases unless medusa_fc_bias is true.", _WRITE
     if config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
         yield (
             "vLLM 0.32 stops at Medusa heads with a reduced vocabulary: it reads token_map and then misses it.",
-            "Train with the whole vocabulary.",
+            "Train with heads.draft_vocab_size=0 heads.shared_lm_head=true.",
         )
     if facts is not None and settings.vocab_size != facts.vocab_size:
         yield f"The heads draft from {settings.vocab_size} tokens, and {facts.name} has {facts.vocab_size}.", _AGAIN
@@ -178,6 +182,11 @@ def _block(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, layer
     yield from _block_ids(config, engine, layers)
     yield from _block_attention(checkpoint, engine)
     settings = settings_of(checkpoint, layout, facts)
+    if engine == "vllm" and layout is Layout.DSPARK and not settings.markov_rank:
+        yield (
+            "vLLM knows DSpark heads by their Markov head, and these have none (heads.markov_rank=0).",
+            "Train dflash heads, or with a heads.markov_rank.",
+        )
     anchor = samples_from_anchor(config, layout)
     drafts = settings.block_size - (0 if anchor else 1)
     if checkpoint.is_speculators and (asked := proposed_steps(config)) > drafts:
@@ -191,7 +200,7 @@ def _block(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None, layer
         if shapes.pop(name, None) is not None:
             yield (
                 f"There is a {name}, and the whole vocabulary is drafted: {reader} stops at it.",
-                "Leave both maps out.",
+                _NO_MAPS,
             )
     whole = (settings.vocab_size, settings.hidden_size)
     beside: dict[str, tuple[int, ...]] = {EMBEDDINGS: whole, LM_HEAD: whole}
@@ -223,12 +232,13 @@ def _block_ids(config: Mapping[str, Any], engine: str, layers: int | None) -> Fa
         return
     noted = config.get("num_target_layers")
     if layers is not None and isinstance(noted, int) and noted != layers:
-        yield f"num_target_layers is {noted}, and the target has {layers} layers.", f"Correct it in {CONFIG}."
+        yield f"num_target_layers is {noted}, and the target has {layers} layers.", _CORRECT
     layers = layers or (noted if isinstance(noted, int) else None)
     if layers and (max(aux_layers) > layers or min(aux_layers) < 1):
+        outputs = [layer - 1 for layer in aux_layers]
         yield (
-            f"target_layer_ids would be {[layer - 1 for layer in aux_layers]}, and a target with {layers} layers has "
-            f"the outputs 0 to {layers - 1}: they look counted as EAGLE's ids, which are one more.",
+            f"target_layer_ids are {outputs}, and the target's outputs 0 to {layers - 1}: they look counted as EAGLE's "
+            "ids, which are one more.",
             f"Subtract one from each in {CONFIG}.",
         )
     if sorted(set(aux_layers)) != aux_layers:
@@ -244,25 +254,20 @@ def _block_attention(checkpoint: Checkpoint, engine: str) -> Faults:
     kinds = kinds if isinstance(kinds, list) else []
     sliding = [kind for kind in kinds if kind == "sliding_attention"]
     if kinds and isinstance(layers, int) and len(kinds) != layers:
-        yield f"layer_types has {len(kinds)} entries for {layers} layers.", f"Correct it in {CONFIG}."
+        yield f"layer_types has {len(kinds)} entries for {layers} layers.", _CORRECT
     if sliding and engine == "vllm" and not checkpoint.is_speculators:
         if len(sliding) < len(kinds):
-            yield (
-                "vLLM mixes sliding and full layers on GPUs alone (V2 model runner).",
-                "Serve it there, or take heads with full attention.",
-            )
+            yield "vLLM mixes sliding and full layers on GPUs alone (V2 model runner).", "Serve it on a GPU."
         if block_setting(config, "causal") is None and config.get("is_causal") is None:
             yield (
-                "Sliding layers are causal in vLLM unless the config says otherwise: slots do not see those after "
-                "them.",
+                "Sliding layers are causal in vLLM unless dflash_config.causal is false: slots do not see later ones.",
                 f"Write dflash_config.causal into {CONFIG} as the heads were trained.",
             )
         if block_setting(config, "swa_window_size") is None and config.get("sliding_window") is None:
-            yield "There are sliding layers and no window, and vLLM stops.", f"Write sliding_window into {CONFIG}."
+            yield "There are sliding layers and no sliding_window, and vLLM stops.", _WRITE
     if engine == "vllm" and checkpoint.is_speculators and config.get("sliding_window_non_causal") is False:
         yield (
-            "sliding_window_non_causal is false, and vLLM 0.32 takes that for all layers: slots of a block do not see "
-            "those after them.",
+            "sliding_window_non_causal is false, and vLLM 0.32 takes that for all layers: slots do not see later ones.",
             f"Write sliding_window_non_causal = true into {CONFIG}; without sliding layers it says nothing else.",
         )
 
@@ -276,17 +281,20 @@ def _architecture(checkpoint: Checkpoint, layout: Layout, engine: str) -> Faults
             yield f"{CONFIG} has no speculators_model_type.", "Export with --format speculators."
         return
     if (engine, layout) not in _ARCHITECTURES:
-        yield "headstart knows of no SGLang that serves DSpark heads as it writes them.", "Serve them with llama.cpp."
+        yield (
+            "headstart knows of no SGLang that serves DSpark heads as it writes them.",
+            "Serve them with llama.cpp (--format gguf) or vLLM, or train dflash heads.",
+        )
         return
     known, given = _ARCHITECTURES[engine, layout], checkpoint.config.get("architectures")
     if not set(map(str, given if isinstance(given, list) else [])) & set(known):
-        yield f"{engine} knows such heads as {known[0]}, and architectures is {given!r}.", f"Correct it in {CONFIG}."
+        yield (
+            f"{engine} knows such heads as {known[0]}, and architectures is {given!r}.",
+            f"Correct it in {CONFIG}, or export with --format {engine}.",
+        )
     model_type = checkpoint.config.get("model_type")
     if layout in BLOCKS and model_type != "qwen3":
-        yield (
-            f"The layers of a block drafter are Qwen3's, whatever the target is, and model_type is {model_type!r}.",
-            f"Correct it in {CONFIG}.",
-        )
+        yield f"The layers of block drafters are Qwen3's for all targets, and model_type is {model_type!r}.", _CORRECT
 
 
 def _rotary(config: Mapping[str, Any], layout: Layout) -> Faults:
@@ -294,22 +302,13 @@ def _rotary(config: Mapping[str, Any], layout: Layout) -> Faults:
     base = new.get("rope_theta") if isinstance(new, Mapping) else None
     if base is None and old is None:
         usual = "one of their own (vLLM 1000000)" if layout in BLOCKS else "10000"
-        yield (
-            f"The config says no rope_theta, and engines then take {usual}.",
-            f"Write the base that the heads were trained with into {CONFIG}.",
-        )
+        yield f"The config says no rope_theta, and engines then take {usual}.", _TRAINED
     elif base is not None and old is not None and base != old:
-        yield (
-            f"rope_theta is {old} at the top and {base} in rope_parameters: engines read the one or the other.",
-            f"Correct the wrong one in {CONFIG}.",
-        )
+        yield f"rope_theta is {old} at the top and {base} in rope_parameters: engines read one of them.", _WHICH
     older = config.get("rope_scaling")
     kind = (new if isinstance(new, Mapping) else older or {}).get("rope_type", "default")
     if isinstance(new, Mapping) and (kind != "default") != bool(older):
-        yield (
-            f"rope_parameters are of the kind {kind}, and rope_scaling says otherwise.",
-            f"Write the same into both in {CONFIG}; engines read the one or the other.",
-        )
+        yield f"rope_parameters are of the kind {kind}, and rope_scaling is not: engines read one of them.", _WHICH
     if kind not in _ROTARY:
         yield f"No engine is known to turn heads by {kind} positions.", _AGAIN
 
@@ -368,15 +367,12 @@ def _vocabulary_map(checkpoint: Checkpoint, settings: Published) -> Faults:
         return
     given_D = checkpoint.read("d2t")
     if len(given_D) == settings.vocab_size:
-        yield (
-            "There is a d2t and the whole vocabulary is drafted; vLLM has no place for it and stops.",
-            "Leave d2t and t2d out.",
-        )
+        yield "There is a d2t, and the whole vocabulary is drafted: vLLM stops at it.", _NO_MAPS
     kind = kind_of_map(given_D, checkpoint.read("t2d") if "t2d" in shapes else None, settings.vocab_size)
     if kind != "offsets":
         held = "token ids" if kind == "ids" else "no tokens of the target"
         yield (
-            f"d2t holds {held}, and engines read it as offsets (token = i + d2t[i]).",
+            f"d2t holds {held}, and engines read offsets (token = i + d2t[i]).",
             "Subtract each entry's place from it.",
         )
     if len(given_D) != width:

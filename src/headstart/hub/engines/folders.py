@@ -1,0 +1,330 @@
+"""Folders of config.json and model.safetensors, for vLLM, SGLang and the speculators library.
+
+Layer ids: our aux layers index transformers' `hidden_states`. vLLM and llama.cpp count so too, and read the ids at the
+top of the config, and so does `aux_hidden_state_layer_ids` of speculators. SGLang reads those nested in `eagle_config`
+alone, and counts layers' outputs from 0: one less. So do the `target_layer_ids` of block drafters.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.errors import UserError
+from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, Layout, Published
+from headstart.hub.engines.base import NOTE, Faults, Format, note_of, rounded
+from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, checkpoint_of, offsets, open_checkpoint
+from headstart.hub.engines.reading import DFLASH, DSPARK, SPECULATORS, read_published
+from headstart.hub.engines.rules import checkpoint_faults
+from headstart.hub.engines.serving import drafts_of
+from headstart.hub.target_facts import TargetFacts, kind_of
+from headstart.support.files import write_json
+
+WEIGHTS = "model.safetensors"
+_SGLANG_EAGLE = "LlamaForCausalLMEagle"
+"""What SGLang calls EAGLE-1 heads."""
+_SPECULATORS_VERSION = "0.9.0"
+"""Of the library whose config is written."""
+Files = tuple[dict[str, Any], dict[str, Tensor]]
+"""Config and tensors of a folder."""
+
+
+class FolderFormat(Format):
+    """A format of config.json and safetensors files. All of them are read and checked by what their config says."""
+
+    @abstractmethod
+    def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
+        """Config and tensors of heads in the numbers that the file holds.
+
+        Raises:
+            UserError: the format has no such heads.
+        """
+
+    @abstractmethod
+    def knows(self, checkpoint: Checkpoint) -> bool:
+        """Whether a folder's config is of this format."""
+
+    def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
+        embeddings_VE = torch.empty(published.vocab_size, published.hidden_size, device="meta")
+        held = self.as_held(self.with_embeddings(published, embeddings_VE))
+        return checkpoint_faults(checkpoint_of(*self.files(held, facts, "float32")), engine, facts)
+
+    def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
+        held = rounded(self.as_held(published), dtype)
+        config, tensors = self.files(held, facts, dtype)
+        write_json(folder / CONFIG, {**config, NOTE: note_of(held, facts)})
+        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+
+    def holds(self, folder: Path) -> bool:
+        return (folder / CONFIG).is_file() and self.knows(open_checkpoint(folder))
+
+    def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
+        return read_published(open_checkpoint(folder), facts)
+
+    def faults(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> Faults:
+        return checkpoint_faults(open_checkpoint(folder), engine, facts)
+
+
+class Vllm(FolderFormat):
+    """For vLLM; of EAGLE-3 and DFlash heads SGLang reads the same folder."""
+
+    name = "vllm"
+    engines = ("vllm",)
+    also = ("sglang",)
+
+    def as_held(self, published: Published) -> Published:
+        return _without_bias(published) if published.layout is Layout.EAGLE else published
+
+    def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
+        return _engine_files(held, facts, dtype, "LlamaForCausalLM")
+
+    def knows(self, checkpoint: Checkpoint) -> bool:
+        return not checkpoint.is_speculators and not _is_for_sglang_alone(checkpoint)
+
+
+class Sglang(FolderFormat):
+    """For SGLang alone."""
+
+    name = "sglang"
+    engines = ("sglang",)
+
+    def as_held(self, published: Published) -> Published:
+        """SGLang takes the target's embeddings, and adds the joining map's bias."""
+        if published.normed_embeddings:
+            raise UserError(
+                "SGLang takes the target's embeddings as they are, and these heads read them normed.",
+                "Export with --format vllm, or train with heads.embedding_norm=false.",
+            )
+        tensors = {name: tensor for name, tensor in published.tensors.items() if name != EMBEDDINGS}
+        return published.with_tensors(tensors)
+
+    def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
+        return _engine_files(held, facts, dtype, _SGLANG_EAGLE)
+
+    def knows(self, checkpoint: Checkpoint) -> bool:
+        return _is_for_sglang_alone(checkpoint)
+
+
+class Speculators(FolderFormat):
+    """As the speculators library writes them; vLLM loads them too, and takes the target from the config."""
+
+    name = "speculators"
+    engines = ("speculators", "vllm")
+
+    def holds_embeddings(self, published: Published) -> bool:
+        # The library's EAGLE-3 class fills embeddings that a file lacks with zeros, whatever the target has; block
+        # drafters take them from the verifier.
+        return published.layout is Layout.EAGLE3
+
+    def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
+        proposal = {
+            "proposal_type": "greedy",
+            "speculative_tokens": drafts_of(held),
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        config: dict[str, Any] = {
+            **_speculators_keys(held),
+            "transformer_layer_config": _layers_config(held, facts, dtype),
+            "speculators_version": _SPECULATORS_VERSION,
+            "tie_word_embeddings": False,
+            "torch_dtype": dtype,
+            "speculators_config": {
+                "algorithm": str(held.layout),
+                "proposal_methods": [proposal],
+                "default_proposal_method": "greedy",
+                "verifier": {"name_or_path": facts.folder, "architectures": list(facts.architectures)},
+            },
+        }
+        return config, {**held.tensors, **_vocabulary_map(held)}
+
+    def knows(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.is_speculators
+
+
+def _is_for_sglang_alone(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config.get("architectures") == [_SGLANG_EAGLE]
+
+
+def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_architecture: str) -> Files:
+    """For vLLM and SGLang, which know EAGLE-1 heads by architectures of their own."""
+    tensors = dict(held.tensors)
+    match held.layout:
+        case Layout.EAGLE3:
+            config = {
+                "architectures": ["LlamaForCausalLMEagle3"],
+                **_layers_config(held, facts, dtype),
+                **_eagle3_keys(held),
+                "eagle_aux_hidden_state_layer_ids": list(held.aux_layers),
+                "num_aux_hidden_states": len(held.aux_layers),
+                "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": _outputs(held)},
+            }
+            tensors = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+            tensors |= _vocabulary_map(held)
+        case Layout.EAGLE:
+            config = {"architectures": [eagle_architecture], **_layers_config(held, facts, dtype)}
+        case Layout.DFLASH | Layout.DSPARK:
+            # As the kinds were first published; embeddings and LM head are the target's.
+            reads = {"mask_token_id": held.mask_token_id, "target_layer_ids": _outputs(held)}
+            config = _layers_config(held, facts, dtype)
+            if held.layout is Layout.DFLASH:
+                config |= {"architectures": [DFLASH], "dflash_config": reads}
+            else:
+                config |= {"architectures": [DSPARK], **reads, "sample_from_anchor": True, **_markov_keys(held)}
+            config |= {"block_size": held.block_size, "num_target_layers": facts.num_layers}
+        case Layout.MEDUSA:
+            config = _medusa_config(held, dtype)
+            if LM_HEAD in tensors:
+                tensors["lm_heads.0.weight"] = tensors.pop(LM_HEAD)
+    return config, tensors
+
+
+def _layers_config(published: Published, facts: TargetFacts, dtype: str) -> dict[str, Any]:
+    """The keys of a Llama that has only the heads' layers, of a Qwen3 for block drafters, whatever the target is.
+
+    Rotary positions come in both spellings that are in use.
+    """
+    layer = published.layer
+    assert layer is not None, "these heads have decoder layers"
+    rope = dict(layer.rope_parameters)
+    kind = rope.get("rope_type", "default")
+    scaling = None if kind == "default" else {key: value for key, value in rope.items() if key != "rope_theta"}
+    config = {
+        "model_type": "qwen3" if published.layout in BLOCKS else "llama",
+        "hidden_size": published.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_hidden_layers": published.num_layers,
+        "num_attention_heads": layer.num_attention_heads,
+        "num_key_value_heads": layer.num_key_value_heads,
+        "head_dim": layer.head_dim,
+        "hidden_act": layer.hidden_act,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "rope_parameters": {"rope_type": kind, **rope},
+        "rope_theta": rope["rope_theta"],
+        "rope_scaling": scaling,
+        "max_position_embeddings": layer.max_position_embeddings,
+        "vocab_size": published.vocab_size,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        **(facts.tokens or {}),
+    }
+    if published.layout in BLOCKS:
+        full = ["full_attention"] * published.num_layers
+        config |= {"layer_types": full, "use_sliding_window": False, "sliding_window": None}
+    return config
+
+
+def _speculators_keys(published: Published) -> dict[str, Any]:
+    if published.layout is Layout.EAGLE3:
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            **_eagle3_keys(published),
+            "eagle_aux_hidden_state_layer_ids": list(published.aux_layers),
+            "embed_requires_grad": False,
+        }
+    if published.layout not in BLOCKS:
+        raise UserError(
+            f"The speculators format has EAGLE-3 heads and block drafters, and these are {kind_of(published)} heads.",
+            "Export them with --format vllm.",
+        )
+    return {
+        "architectures": [SPECULATORS[published.layout]],
+        "speculators_model_type": str(published.layout),
+        "aux_hidden_state_layer_ids": list(published.aux_layers),
+        "block_size": published.block_size,
+        "draft_vocab_size": published.vocab_size,
+        "mask_token_id": published.mask_token_id,
+        "sample_from_anchor": published.layout is Layout.DSPARK,
+        # It is about sliding layers, and there are none; but vLLM takes false for all layers, and lets no slot of a
+        # block see those after it.
+        "sliding_window_non_causal": True,
+        "target_hidden_size": published.hidden_size,
+        **(_markov_keys(published) if published.layout is Layout.DSPARK else {}),
+    }
+
+
+def _eagle3_keys(published: Published) -> dict[str, Any]:
+    return {
+        "draft_vocab_size": published.draft_width,
+        "target_hidden_size": published.hidden_size,
+        "norm_before_residual": published.norm_before_residual,
+        "norm_before_fc": published.norm_before_fc,
+        "fc_norm": published.aux_norms,
+        "norm_output": published.norm_output,
+    }
+
+
+def _markov_keys(published: Published) -> dict[str, Any]:
+    return {
+        "markov_rank": published.markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": published.confidence,
+        "confidence_head_with_markov": published.confidence,
+    }
+
+
+def _medusa_config(published: Published, dtype: str) -> dict[str, Any]:
+    """As vLLM up to 0.32 reads it.
+
+    No key with "num" and "heads" in its name but `num_heads`, and none with "num" and "layers" but
+    `num_hidden_layers`: vLLM renames all of them to these two.
+    """
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": published.hidden_size,
+        "vocab_size": published.vocab_size,
+        "truncated_vocab_size": published.draft_width,
+        "num_heads": published.steps,
+        "num_hidden_layers": published.num_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": LM_HEAD in published.tensors,
+        "torch_dtype": dtype,
+    }
+
+
+def _outputs(published: Published) -> list[int]:
+    """The aux layers as layers' outputs from 0 on."""
+    return [layer - 1 for layer in published.aux_layers]
+
+
+def _vocabulary_map(published: Published) -> dict[str, Tensor]:
+    """`d2t` (offsets) and `t2d` (which tokens are drafted) of a reduced vocabulary."""
+    if published.draft_ids_D is None:
+        return {}
+    drafted_V = torch.zeros(published.vocab_size, dtype=torch.bool)
+    drafted_V[published.draft_ids_D] = True
+    return {"d2t": offsets(published.draft_ids_D), "t2d": drafted_V}
+
+
+def _without_bias(published: Published) -> Published:
+    """The same heads without the joining map's bias, which goes into embeddings of their own.
+
+    What is added to every embedding is what the map turns into the bias.
+
+    Raises:
+        UserError: the map does not give it back.
+    """
+    tensors = dict(published.tensors)
+    bias_E = tensors.pop("fc.bias", None)
+    if bias_E is None or not bias_E.any():
+        return published.with_tensors(tensors)
+    map_EE = tensors["fc.weight"][:, : published.hidden_size].double()
+    added_E = torch.linalg.lstsq(map_EE, bias_E.double()[:, None], driver="gelsd").solution[:, 0]
+    embeddings_VE = tensors[EMBEDDINGS]
+    missing = (map_EE @ added_E - bias_E.double()).norm() / bias_E.double().norm()
+    if missing > 1e-6 or added_E.abs().max() > 16 * embeddings_VE.abs().max():
+        raise UserError(
+            "vLLM does not add the bias of an EAGLE-1 head's joining map, and these heads' embeddings cannot hold it.",
+            "Train eagle3 heads for vLLM.",
+        )
+    return published.with_tensors({**tensors, EMBEDDINGS: embeddings_VE + added_E.to(embeddings_VE)})
