@@ -39,8 +39,6 @@ _SHAPES = 300
 """Steps after which memory on a CPU is taken to grow no more."""
 _DISK = 4e8
 """Bytes a second that checkpoints are written with."""
-_DECODED, _DECODED_TOKENS = 4, 64
-"""Prompts that train.decode_every decodes, and tokens of each."""
 _WARM_UP = 32
 """Tokens that a report decodes with each method before it measures."""
 _METHODS, _COMPARED = 0.8 + 1.0 + 1.6 + 1.1, 0.8
@@ -48,8 +46,8 @@ _METHODS, _COMPARED = 0.8 + 1.0 + 1.6 + 1.1, 0.8
 lookup, taken together; with each drafter of eval.compare."""
 _JUDGED = 3
 """Forwards over the answers that say whether rounding explains a difference, in float32."""
-_TUNED = 24
-"""Answers that tuning samples, of `_DECODED_TOKENS` tokens at most."""
+_TUNED, _TUNED_TOKENS = 24, 64
+"""Answers that tuning samples, and tokens of each at most."""
 _CONVERSATION_BYTES = 10.5
 """Bytes of a token in a file of conversations, once as text and once as an id; parts and splits both have it."""
 
@@ -290,9 +288,7 @@ def training(planned: Planned, amounts: Amounts) -> tuple[float, float]:
     judged = padded * data.validation * planned.lengths.tokens / section.batch_tokens / planned.processes
     judged *= _FORWARD * speeds.train_step * planned.crowding
     saving = (4 * planned.weights + _moments(planned)) / _DISK if speeds.train_step else 0.0
-    decoding = _DECODED * _DECODED_TOKENS * (speeds.step + speeds.draft) / 1.5
     each_with = each + judged / section.eval_every + saving / section.save_every
-    each_with += decoding / section.decode_every if section.decode_every else 0.0
     seconds = judged + steps * each_with
     if section.minutes is not None and seconds > 60 * section.minutes:
         seconds = 60 * section.minutes
@@ -301,9 +297,8 @@ def training(planned: Planned, amounts: Amounts) -> tuple[float, float]:
 
 
 def _moments(planned: Planned) -> int:
-    """Bytes of the optimisers' moments, and of the moving average."""
-    section = planned.recipe.train
-    return optimizer_bytes(planned.heads, section) + (0 if section.ema is None else 4 * planned.learning)
+    """Bytes of the optimisers' moments."""
+    return optimizer_bytes(planned.heads, planned.recipe.train)
 
 
 def train_cost(planned: Planned, amounts: Amounts) -> Cost:
@@ -354,8 +349,8 @@ def tune_cost(planned: Planned, amounts: Amounts) -> Cost:
     rounds = 2 * 2 * 42
     seconds = speeds.forwards(32 * len(recipe.tune.widths) + rounds, 32 * sum(recipe.tune.widths) + rounds)
     texts = min(_TUNED, recipe.data.validation)
-    answer = min(_DECODED_TOKENS, answer_tokens(recipe.data.max_new_tokens))
-    seconds += rounds * speeds.draft + speeds.forwards(_DECODED_TOKENS, _DECODED_TOKENS * texts)
+    answer = min(_TUNED_TOKENS, answer_tokens(recipe.data.max_new_tokens))
+    seconds += rounds * speeds.draft + speeds.forwards(_TUNED_TOKENS, _TUNED_TOKENS * texts)
     read = recipe.data.validation * lengths.tokens + texts * (lengths.prompt + answer)
     seconds += read * (speeds.prefill_token + 1.5 * _FORWARD * speeds.train_step / recipe.train.batch_tokens)
     return Cost(seconds, 30_000, 0, _decoding_memory(planned))
