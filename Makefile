@@ -1,7 +1,7 @@
 # make quickstart   install into .venv, train heads for the packaged model, measure them
 # make test         the tests
 # make coverage     the tests of the core rooms, and what of these rooms they do not run
-# make check        ruff, mypy, import-linter
+# make check        ruff, mypy, import-linter; then how many lines each room has
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,6 +31,11 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@echo "Lines of each room:"
+	@cd src/headstart && for room in . */; do \
+	  printf '%7d %s\n' "$$(find $$room $$([ $$room = . ] && echo -maxdepth 1) -name '*.py' | xargs cat | wc -l)" "$$room"; \
+	done | sort -rn
+	@printf '%7d in all\n' "$$(find src -name '*.py' | xargs cat | wc -l)"
 
 format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .

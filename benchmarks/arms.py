@@ -41,7 +41,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.train.trainer import train
 from headstart.tree.tree import TreeShape
-from headstart.tuning.measure import Text, measure_ranks
+from headstart.tuning.acceptance import Text, measure_ranks
 from headstart.tuning.tune import replay, tune
 
 WARM_UP_TOKENS = 32
@@ -174,15 +174,7 @@ def tuned(one: Arm, target: Target, data: TrainingData, folder: Path, console: C
 
     def work() -> None:
         print(f"tuning {one.name}", flush=True)
-        found = tune(
-            target,
-            heads,
-            data.texts,
-            widths=section.widths,
-            context=section.context,
-            max_nodes=section.max_nodes,
-            max_rank=section.max_rank,
-        )
+        found = tune(target, heads, data.texts, section)
         export_heads(folder / "heads", heads, target, found.to_json(), {})
 
     once(folder / "tune", section.model_dump(mode="json"), work)

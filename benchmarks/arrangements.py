@@ -24,7 +24,7 @@ from headstart.eval.environment import environment
 from headstart.support.files import read_jsonl, write_text
 from headstart.target.loading import load_target
 from headstart.target.model import Target
-from headstart.tuning.measure import Text
+from headstart.tuning.acceptance import Text
 
 
 def arms_of(target: Target) -> dict[str, list[str]]:

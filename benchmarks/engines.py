@@ -37,7 +37,7 @@ from headstart.servers.process import Server
 from headstart.support.files import read_json, write_text
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
-from headstart.tuning.measure import Text
+from headstart.tuning.acceptance import Text
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

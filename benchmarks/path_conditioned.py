@@ -52,8 +52,7 @@ from headstart.target.model import Target, TargetOutput
 from headstart.tree.calibration import Calibration
 from headstart.tree.growing import grow
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
-from headstart.tuning.calibrate import fit_calibration
-from headstart.tuning.measure import (
+from headstart.tuning.acceptance import (
     Drafts,
     Supervised,
     measure_drafts,
@@ -61,6 +60,7 @@ from headstart.tuning.measure import (
     sampled_answers,
     sampling_tables,
 )
+from headstart.tuning.calibrate import fit_calibration
 
 MAX_RANK = 10
 """Drafts of a depth that are told apart when trees are calibrated."""

@@ -23,7 +23,7 @@ from headstart.eval.environment import environment
 from headstart.pipeline.run import CONVERSATIONS
 from headstart.support.files import read_jsonl
 from headstart.target.loading import load_target
-from headstart.tuning.measure import measure_ranks
+from headstart.tuning.acceptance import measure_ranks
 from headstart.tuning.tune import path_values
 
 NODES = 16

@@ -26,7 +26,7 @@ from headstart.data.prompts.questions import read_questions
 from headstart.eval.environment import environment
 from headstart.support.files import write_text
 from headstart.target.loading import load_target
-from headstart.tuning.measure import Text
+from headstart.tuning.acceptance import Text
 
 PUBLISHED = (
     "heads.family=eagle3",

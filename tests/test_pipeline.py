@@ -139,7 +139,7 @@ PLACES = (
     ("conversations", "headstart.data.conversations.building.write_conversations", 2),
     ("states", "headstart.data.states.shards._manifest", 1),
     ("train", "headstart.train.checkpoint.save", 1),
-    ("tune", "headstart.tuning.tune.measure_verify", 0),
+    ("tune", "headstart.tuning.tune.measure_costs", 0),
     ("export", "headstart.hub.format.write_card", 0),
     ("eval", "headstart.eval.report.write_text", 1),
 )

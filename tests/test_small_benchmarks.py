@@ -21,7 +21,7 @@ from headstart.support.files import read_json, write_json
 from headstart.target.loading import load_target
 from headstart.target.model import TargetOutput
 from headstart.tree.tree import Drawn, Tree, TreeBatch
-from headstart.tuning.measure import Text, measure_drafts
+from headstart.tuning.acceptance import Text, measure_drafts
 from tests.hub.helpers import export, make_heads
 from tests.test_benchmarks import script
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from headstart.decode.budget import Controller, Costs
+from headstart.decode.learned import Experience
 from headstart.tree.tree import Drawn, Tree, TreeShape
 
 FLAT = Costs((1, 64), (10.0, 10.0))
@@ -137,6 +138,7 @@ def test_modes() -> None:
     assert Controller(None, "auto", 1).drafts
     assert not Controller(REAL, "off", 1).drafts
     assert Controller(None, "auto", 1).threshold == 0.0
+    assert Controller(None, "auto", 1, experience=Experience()).room(64) == 64, "without costs nothing is small"
     assert 0 < Controller(REAL, "auto", 1).threshold < Controller(REAL, "auto", 16).threshold < 1
 
 

@@ -61,8 +61,8 @@ def calls(engine: Engine, shape: str) -> Engine:
 
 
 def seeds(engine: Engine, shape: str) -> Engine:
-    """Three engines' calls, each with an experience and a luck of its own."""
-    for seed in range(1, 4):
+    """Six engines' calls, each with an experience and a luck of its own."""
+    for seed in range(1, 7):
         engine.experience, engine.rng = {}, random.Random(seed)
         calls(engine, shape)
     return engine

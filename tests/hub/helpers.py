@@ -19,7 +19,10 @@ TUNING: dict[str, Any] = {
     "acceptance": [[0.6, 0.1], [0.4, 0.1]],
     "predicted": {"tokens_per_round": 1.9, "speedup": 1.4567, "tokens_per_second": 99.0},
     "curve": [[1, 1.0]],
-    "settings": {"device": "cpu"},
+    "settings": {
+        "device": "cpu",
+        "conditions": {"machine": "another", "device": "cpu", "dtype": "float32", "threads": 2, "torch": "2.13"},
+    },
 }
 
 RESULTS: dict[str, Any] = {

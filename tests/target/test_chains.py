@@ -20,6 +20,7 @@ from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
+from headstart.recipes.sections import TuneSection
 from headstart.target import fitting, model
 from headstart.target.chains import ChainCache
 from headstart.target.fitting import FINAL
@@ -164,7 +165,7 @@ def test_heads_are_tuned_to_chains(target: Target) -> None:
     heads = family("mtp")(make_config({"family": "mtp", "draft_steps": 2}, target))
     heads.warm_start(target)
     texts = [SimpleNamespace(tokens=text, supervised=[index > 2 for index in range(len(text))]) for text in TEXTS]
-    found = tune(target, heads, texts, widths=(1, 2), context=8, max_nodes=4, max_rank=3)
+    found = tune(target, heads, texts, TuneSection(widths=(1, 2), context=8, max_nodes=4, max_rank=3))
     assert found.tree == "static" and not any(any(path) for path in found.paths)
     options = DecodeOptions(max_new_tokens=12, ignore_end=True)
     plain = Engine(target).generate([TEXTS[0][:4]], options)[0].tokens

@@ -15,11 +15,12 @@ from headstart.api import Decoder
 from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.heads import int8_weights
 from headstart.heads.int8_weights import to_int8
+from headstart.recipes.sections import TuneSection
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning import here
-from headstart.tuning.measure import Text
-from headstart.tuning.stopwatch import measure_costs
+from headstart.tuning.acceptance import Text
+from headstart.tuning.stopwatch import SHORT, Drafting, measure_costs
 from headstart.tuning.tune import Tuning, tune
 from tests.hub.helpers import TUNING, make_heads
 from tests.tiny import tiny_model
@@ -52,8 +53,8 @@ def decoder(target: Target, tuning: dict[str, Any] | None = None) -> Decoder:
     return Decoder(target, make_heads(target), TreeShape.from_paths(TUNING["paths"]), tuning or tuned(ELSEWHERE))
 
 
-def tuned(conditions: Conditions | None) -> dict[str, Any]:
-    settings = {"conditions": conditions.to_json() | {"context": 256, "rows": 1}} if conditions else {"device": "cpu"}
+def tuned(conditions: Conditions) -> dict[str, Any]:
+    settings = {"conditions": conditions.to_json() | {"context": 256, "rows": 1}}
     knots = {"log_probs": [[-5.0, 0.0]] * 2, "accepted": [[0.1, 0.9]] * 2}
     sampled = {f"sampled_{name}": values for name, values in knots.items()}
     return {**TUNING, "settings": settings, "calibration": {**knots, **sampled}}
@@ -92,24 +93,22 @@ def test_costs_hold_for_bits_or_for_tokens(
     target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
 ) -> None:
     one = decoder(target, tuned(Conditions.of(target)))
-    assert one.costs == Tuning.from_json(tuned(None)).costs
+    assert one.costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     target.exact = "bits"
     assert one.costs == FOUND.costs and not measured, "the same decoder notices"
     said = "These heads were tuned with exact=tokens; measuring what drafting costs with exact=bits here ... "
     assert capsys.readouterr().err.startswith(said)
-    assert decoder(target, tuned(Conditions.of(target))).costs == Tuning.from_json(tuned(None)).costs
+    assert decoder(target, tuned(Conditions.of(target))).costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     target.exact = "tokens"
-    assert one.costs == Tuning.from_json(tuned(None)).costs, "back again"
+    assert one.costs == Tuning.from_json(tuned(ELSEWHERE)).costs, "back again"
 
 
-def test_conditions_that_say_nothing_of_exactness_mean_tokens(target: Target) -> None:
-    plain = Conditions.of(target).to_json()
-    assert "exact" not in plain
-    assert Conditions.from_json(plain) == Conditions.of(target) and Conditions.of(target).exact == "tokens"
+def test_conditions_are_noted_whole(target: Target) -> None:
+    tokens = Conditions.of(target)
     target.exact = "bits"
     bits = Conditions.of(target)
-    assert Conditions.from_json(bits.to_json()) == bits != Conditions.from_json(plain)
-    assert Conditions.from_json({"exact": "bits"}) is None and Conditions.from_json(None) is None
+    assert Conditions.from_json(tokens.to_json()) == tokens != bits == Conditions.from_json(bits.to_json())
+    assert Conditions.from_json(None) is None, "imported heads"
 
 
 def test_nothing_is_measured_where_costs_hold_or_nothing_drafts(
@@ -117,7 +116,7 @@ def test_nothing_is_measured_where_costs_hold_or_nothing_drafts(
 ) -> None:
     at_home = decoder(target, tuned(Conditions.of(target)))
     at_home.generate([5, 6, 7], max_new_tokens=4)
-    assert at_home.costs == Tuning.from_json(tuned(None)).costs
+    assert at_home.costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     abroad = decoder(target)
     abroad.generate([5, 6, 7], max_new_tokens=4, drafter="none")
     abroad.generate([5, 6, 7], max_new_tokens=4, draft="off")
@@ -164,14 +163,15 @@ def test_measuring_that_fails_leaves_the_tuned_costs(
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(here, "measure_costs", fail)
-    assert decoder(target).costs == Tuning.from_json(tuned(None)).costs
+    assert decoder(target).costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     assert capsys.readouterr().err.endswith("failed (RuntimeError).\n")
 
 
 def test_imported_heads_say_once_that_nobody_tuned_them(
     target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    imported = decoder(target, TUNING)
+    settings = {name: value for name, value in TUNING["settings"].items() if name != "conditions"}
+    imported = decoder(target, {**TUNING, "settings": settings})
     for _ in range(2):
         imported.generate([5, 6, 7], max_new_tokens=4)
     (sentence,) = capsys.readouterr().err.splitlines()
@@ -232,8 +232,10 @@ def test_weights_in_8_bits_are_chosen_by_what_they_take(
     def is_packed() -> bool:
         return any(hasattr(weight, "int8") for weight in heads.parameters())
 
-    monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: (in_8_bits if is_packed() else 5.0, 1.0, 0.1))
-    found = measure_costs(target, heads, [(0,)], (1, 2), 8, 0.0)
+    monkeypatch.setattr(
+        "headstart.tuning.stopwatch.draft_ms", lambda *_: Drafting(in_8_bits if is_packed() else 5.0, 1.0, 0.1)
+    )
+    found = measure_costs(target, heads, [(0,)], replace(SHORT, widths=(1, 2), context=8, seconds=0.0))
     assert found.packed is (in_8_bits < 5.0) and found.costs.draft_ms == min(in_8_bits, 5.0)
     assert not is_packed(), "whoever drafts packs them again"
 
@@ -242,9 +244,11 @@ def test_tuning_notes_its_conditions_and_what_is_measured_fits_into_the_context(
     target = Target(tiny_model("llama", vocab_size=61, max_length=40))
     prob, heads = random.Random(1), make_heads(target)
     texts = [Text([prob.randrange(61) for _ in range(20)], [False] * 6 + [True] * 14) for _ in range(2)]
-    found = Tuning.from_json(json.loads(json.dumps(tune(target, heads, texts, widths=(1, 4), max_nodes=6).to_json())))
+    found = Tuning.from_json(
+        json.loads(json.dumps(tune(target, heads, texts, TuneSection(widths=(1, 4), max_nodes=6)).to_json()))
+    )
     assert found.conditions == Conditions.of(target)
     assert found.settings["conditions"]["rows"] == 1
-    short = measure_costs(target, heads, found.usual_paths, seconds=0.0)
+    short = measure_costs(target, heads, found.usual_paths, replace(SHORT, seconds=0.0))
     assert short.costs.widths == (1, 2, 4, 8, 16, 32) and short.costs.levels == heads.draft_steps
     assert Measured.from_json(json.loads(json.dumps(short.to_json()))) == replace(short, steady=True)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import headstart.tuning.tune as tune_module
-from headstart.decode.budget import Costs
+from headstart.decode.costs import Costs, Measured
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
@@ -21,12 +21,14 @@ from headstart.errors import UserError
 from headstart.heads import int8_weights
 from headstart.heads.base import family, make_config
 from headstart.heads.medusa import head_hidden
+from headstart.recipes.sections import TuneSection
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import TreeShape
+from headstart.tuning.acceptance import measure_drafts, measure_ranks, measure_sampling, sampled_answers
 from headstart.tuning.calibrate import fit_calibration
-from headstart.tuning.measure import measure_drafts, measure_ranks, measure_sampling, sampled_answers
+from headstart.tuning.stopwatch import Drafting
 from headstart.tuning.tune import Tuning, choose, path_values, tune
 from tests.heads.test_contract import batch_of, build, shake
 from tests.tiny import tiny_model
@@ -107,7 +109,9 @@ def four_texts() -> list[Text]:
 
 @pytest.fixture(scope="module")
 def tuned(target: Target, four_texts: list[Text]) -> dict[str, Any]:
-    return tune(target, trained_like(target), four_texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4).to_json()
+    return tune(
+        target, trained_like(target), four_texts, TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    ).to_json()
 
 
 @pytest.fixture
@@ -133,9 +137,11 @@ def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: p
     def is_packed() -> bool:
         return any(hasattr(weight, "int8") for weight in heads.parameters())
 
-    monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: (in_8_bits if is_packed() else 4.0, 1.0, 0.1))
+    monkeypatch.setattr(
+        "headstart.tuning.stopwatch.draft_ms", lambda *_: Drafting(in_8_bits if is_packed() else 4.0, 1.0, 0.1)
+    )
     text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
-    found = tune(target, heads, [text], widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    found = tune(target, heads, [text], TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4))
     assert found.packed is chosen and found.draft_ms == (in_8_bits if chosen else 4.0)
     assert not is_packed()
     found = Tuning.from_json(json.loads(json.dumps(found.to_json())))
@@ -145,10 +151,10 @@ def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: p
 
 def test_heads_that_cannot_be_int8_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([4.0, 2.0])
-    monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: (next(times), 1.0, 0.1))
+    monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: Drafting(next(times), 1.0, 0.1))
     target = Target(tiny_model("llama", vocab_size=61))  # too small
     text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
-    found = tune(target, trained_like(target), [text], widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    found = tune(target, trained_like(target), [text], TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4))
     assert not found.packed and found.draft_ms == 2.0
 
 
@@ -202,7 +208,7 @@ def test_sampling_is_calibrated_on_sampled_answers(target: Target, monkeypatch: 
         return honest(*args)
 
     monkeypatch.setattr(tune_module, "measure_sampling", watched)
-    found = tune(target, heads, texts, widths=(1, 4), context=16, max_nodes=6, max_rank=4)
+    found = tune(target, heads, texts, TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4))
     prompts = [text.tokens[:6] for text in texts]
     answers = Engine(target).generate(prompts, DecodeOptions(20, temperature=1.0, seed=0))
     assert seen == [
@@ -345,13 +351,13 @@ def test_dynamic_trees_are_chosen_where_they_are_faster(
     tokens: float, tree: str, target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a static tree of two nodes, at 3 tokens in 11 ms; a plain round takes 10."""
-    monkeypatch.setattr(tune_module, "measure_verify", lambda *_: [10.0, 10.0])
-    monkeypatch.setattr(tune_module, "draft_costs", lambda *_: (1.0, 0.0, 0.0, False))
+    measured = Measured(Costs((1, 4), (10.0, 10.0), 1.0, 0.0, 3), packed=False)
+    monkeypatch.setattr(tune_module, "measure_costs", lambda *_: measured)
     monkeypatch.setattr(tune_module, "replay", lambda ranks, paths: 1.0 + len(paths))
     monkeypatch.setattr(tune_module, "replay_dynamic", lambda *_, **__: (tokens, 20.0))
     heads, texts = trained_like(target), texts_of(2)
     monkeypatch.setattr(tune_module, "sampled_answers", lambda *_: texts)
-    found = tune(target, heads, texts, widths=(1, 4), context=16, max_nodes=3, max_rank=4)
+    found = tune(target, heads, texts, TuneSection(widths=(1, 4), context=16, max_nodes=3, max_rank=4))
     assert (found.tree, found.shape.size) == (tree, 3)
     reached, round_ms = (tokens, 20.0) if tree == "dynamic" else (3.0, 11.0)
     assert found.predicted == pytest.approx(

@@ -179,8 +179,10 @@ class Controller:
 
     def room(self, max_nodes: int) -> int:
         """Nodes of a row that this round may draft, at most the `max_nodes` that fit into memory."""
+        if self._now is None:
+            return max_nodes
         small = self._unseen or self._try_from is not None
-        return min(max_nodes, _SMALL if small else self._known.rounds.widest if self._learns else max_nodes)
+        return min(max_nodes, _SMALL if small else self._known.rounds.most_nodes if self._learns else max_nodes)
 
     @property
     def threshold(self) -> float:

@@ -74,7 +74,6 @@ class Measured:
     """Costs as measured for some heads, and with which weights.
 
     Attributes:
-        costs: as measured.
         packed: whether drafting with weights in 8 bits was clearly faster; the costs are then its own.
         steady: whether the machine was as fast at the end of the measurement as at its beginning; not saved.
     """
@@ -95,17 +94,17 @@ class Measured:
             ValueError: values that no measurement gives.
         """
         try:
-            known = dict(values["costs"])
-            widths, verify_ms = tuple(map(int, known.pop("widths"))), tuple(map(float, known.pop("verify_ms")))
-            levels = int(known.pop("levels"))
-            costs = Costs(widths, verify_ms, levels=levels, **{name: float(ms) for name, ms in known.items()})
+            known: dict[str, Any] = dict(values["costs"])
+            known |= {name: tuple(known[name]) for name in ("widths", "verify_ms")}
+            costs, packed = Costs(**known), bool(values["packed"])
+            spent = (*costs.verify_ms, costs.draft_ms, costs.level_ms, costs.read_ms)
+            possible = all(math.isfinite(ms) and ms >= 0 for ms in spent) and min(costs.verify_ms) > 0
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not costs: {error}") from None
-        spent = (*verify_ms, costs.draft_ms, costs.level_ms, costs.read_ms)
-        rising = widths[:1] == (1,) and list(widths) == sorted(set(widths)) and len(widths) == len(verify_ms)
-        if not rising or not all(math.isfinite(ms) and ms >= 0 for ms in spent) or min(verify_ms) == 0:
+        rising = costs.widths[0] == 1 and list(costs.widths) == sorted(set(costs.widths))
+        if not possible or not rising or len(costs.widths) != len(costs.verify_ms):
             raise ValueError("not costs: a time is missing or out of range")
-        return cls(costs, bool(values.get("packed")))
+        return cls(costs, packed)
 
 
 @dataclass(frozen=True)
@@ -145,20 +144,14 @@ class Conditions:
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> Conditions | None:
         """The inverse of `to_json`; None for heads that were imported and not tuned yet."""
-        names = [field.name for field in fields(cls)]
-        known = {"exact": "tokens", "prepacked": False, "quantization": "none", **(values or {})}
-        return cls(**{name: known[name] for name in names}) if all(name in known for name in names) else None
+        if not values:
+            return None
+        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file; `exact`, `prepacked` and `quantization` only where they say something."""
-        values = asdict(self)
-        if self.exact == "tokens":
-            del values["exact"]
-        if not self.prepacked:
-            del values["prepacked"]
-        if self.quantization == "none":
-            del values["quantization"]
-        return values
+        """Plain values for a JSON file, those of usual decoding left out."""
+        usual = {field.name: field.default for field in fields(self)}
+        return {name: value for name, value in asdict(self).items() if value != usual[name]}
 
     def beside(self, other: Conditions) -> str:
         """These conditions as a phrase, as far as they differ from others.
@@ -167,25 +160,22 @@ class Conditions:
         >>> here.beside(Conditions("EPYC", "cpu", "bfloat16", 1, "2.13"))
         'in float32 with 2 threads'
         """
-        parts = [
-            (self.dtype != other.dtype, f"in {self.dtype}"),
-            (
-                self.quantization != other.quantization,
-                f"with weights in {self.quantization}".replace("in none", "as read"),
-            ),
-            (self.exact != other.exact, f"with exact={self.exact}"),
-            (
-                self.prepacked != other.prepacked and self.device == other.device,
-                "with prepacked weights" if self.prepacked else "without prepacked weights",
-            ),
-            (
-                self.threads != other.threads and self.threads > 0,
-                f"with {self.threads} threads".replace(" 1 threads", " 1 thread"),
-            ),
-            (self.torch != other.torch, f"under torch {self.torch}"),
-            ((self.machine, self.device) != (other.machine, other.device), f"on {self.machine}"),
+        threads = f"with {self.threads} thread{'s' if self.threads > 1 else ''}" if self.threads else ""
+        prepacked = f"with{'' if self.prepacked else 'out'} prepacked weights" if self.device == other.device else ""
+        bits = "with weights as read" if self.quantization == "none" else f"with weights in {self.quantization}"
+        phrases = {
+            "dtype": f"in {self.dtype}",
+            "quantization": bits,
+            "exact": f"with exact={self.exact}",
+            "prepacked": prepacked,
+            "threads": threads,
+            "torch": f"under torch {self.torch}",
+        }
+        differing = [
+            phrase for name, phrase in phrases.items() if phrase and getattr(self, name) != getattr(other, name)
         ]
-        return " ".join(phrase for differs, phrase in parts if differs)
+        elsewhere = (self.machine, self.device) != (other.machine, other.device)
+        return " ".join([*differing, *([f"on {self.machine}"] if elsewhere else [])])
 
 
 @cache

@@ -31,11 +31,13 @@ class Rounds:
             had no more to read than the round before. Replaced, not changed: threads read while another writes.
         plain: newest plain rounds in a row, as multiples of what the costs say.
         since_plain: drafted rounds since then.
+        wider: whether one of them verified a tree of a size that is not known yet.
     """
 
     ratios: dict[int, tuple[float, ...]] = field(default_factory=dict)
     plain: tuple[float, ...] = ()
     since_plain: int = 0
+    wider: bool = False
 
     def note(self, nodes: int, verify_ratio: float, draft_ratio: float | None) -> None:
         """Learn from a round.
@@ -47,9 +49,10 @@ class Rounds:
         """
         if nodes == 1 and draft_ratio is None:
             self.plain = (*(self.plain if not self.since_plain else ()), verify_ratio)[-TWICE:]
-            self.since_plain = 0
+            self.since_plain, self.wider = 0, False
             return
         self.since_plain += 1
+        self.wider = self.wider or size_of(nodes) > self._largest
         if not self.plain or self.since_plain > _NEAR:
             return
         for kind, ratio in ((size_of(nodes), verify_ratio if nodes > 1 else None), (0, draft_ratio)):
@@ -65,12 +68,18 @@ class Rounds:
     @property
     def wants_plain(self) -> int:
         """How many plain rounds are due."""
-        return TWICE if not self.plain or self.since_plain * SHARE >= TWICE else 0
+        due = self.since_plain * SHARE >= TWICE or (self.wider and self.since_plain >= 4 * _NEAR)
+        return TWICE if due or not self.plain else 0
 
     @property
-    def widest(self) -> int:
+    def most_nodes(self) -> int:
         """Nodes of a row up to which costs can be believed: at most twice as many as were seen."""
-        return int(2 ** (1 + max(self.ratios, default=0)))
+        return int(2 ** (1 + self._largest))
+
+    @property
+    def _largest(self) -> int:
+        """The largest size that is known."""
+        return max((size for size, pairs in self.ratios.items() if len(pairs) >= TWICE), default=0)
 
     @property
     def drafting(self) -> float:

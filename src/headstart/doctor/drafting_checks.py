@@ -24,7 +24,7 @@ from headstart.pipeline.run import TRAIN
 from headstart.support.files import read_jsonl
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeShape
-from headstart.tuning.measure import Text, measure_ranks
+from headstart.tuning.acceptance import Text, measure_ranks
 from headstart.tuning.tune import replay
 
 _TOLERANCE = 5e-3

@@ -23,7 +23,7 @@ from headstart.recipes.recipe import parse_recipe
 from headstart.recipes.sections import TrainSection
 from headstart.target.fitting import FINAL
 from headstart.train.trainer import train
-from headstart.tuning.measure import measure_ranks
+from headstart.tuning.acceptance import measure_ranks
 
 STEPS = (150, 450, 1200)
 """Optimiser steps after which the heads are asked; training goes on only while they do not know the text."""

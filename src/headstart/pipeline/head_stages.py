@@ -135,16 +135,8 @@ def _tune(run: Run) -> Outcome:
     with held(made, run.console):
         run.refer("tune", made, TUNE)
         if "tune" in run.again or not file.is_file():
-            tuning = tune(
-                run.decoded,
-                trained_heads(run),
-                conversations(run, "calibration"),
-                widths=section.widths,
-                context=section.context,
-                max_nodes=section.max_nodes,
-                max_rank=section.max_rank,
-                console=run.console,
-            )
+            texts = conversations(run, "calibration")
+            tuning = tune(run.decoded, trained_heads(run), texts, section, console=run.console)
             write_json(file, tuning.to_json())
     return Outcome(describe_tuning(Tuning.from_json(read_json(file))), identity=f"{made.name} {content(file)}")
 

@@ -65,17 +65,17 @@ def fit_calibration(
     """
     tables = _Tables(ranks_OK, log_probs_OKR, rest(log_probs_OKR), likely_OKR, sampled_OKR)
     trusts = (0.0,) if confidence_OK is None else _TRUSTS if trust is None else (trust,)
-    choices = [(one, own) for one in trusts for own in ((False, True) if by_path is None else (by_path,))]
-    if len(choices) > 1:
-        judged = [tables.trusting(one, confidence_OK).judged(own) for one, own in choices]
+    candidates = [(each, apart) for each in trusts for apart in ((False, True) if by_path is None else (by_path,))]
+    best = candidates[0]
+    if len(candidates) > 1:
+        surprises = [tables.trusting(each, confidence_OK).judged(apart) for each, apart in candidates]
         better = [
-            index
-            for index, pair in enumerate(judged)
-            if all(one < _WORTH * plain for one, plain in zip(pair, judged[0], strict=True))
+            number
+            for number, halves in enumerate(surprises)
+            if all(half < _WORTH * simple for half, simple in zip(halves, surprises[0], strict=True))
         ]
-        choices = [choices[min(better, key=lambda index: sum(judged[index]), default=0)]]
-    ((trust, by_path),) = choices
-    return tables.trusting(trust, confidence_OK).fit(by_path).trusting(trust)
+        best = candidates[min(better, key=lambda number: sum(surprises[number]), default=0)]
+    return tables.trusting(best[0], confidence_OK).fit(by_path=best[1]).trusting(best[0])
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class _Tables:
     def judged(self, by_path: bool) -> tuple[float, float]:
         """How much each half surprises the curves of the other half."""
         half = len(self.ranks_OK) // 2
-        one, two = self.of(slice(half)), self.of(slice(half, None))
-        return two.surprise(one.fit(by_path)), one.surprise(two.fit(by_path))
+        first, second = self.of(slice(half)), self.of(slice(half, None))
+        return second.surprise(first.fit(by_path)), first.surprise(second.fit(by_path))
 
     def of(self, origins: slice) -> _Tables:
         """Those of some origins."""
@@ -139,8 +139,8 @@ class _Tables:
         every, left_OK = self._fit(before_OK), before_OK & ~best_OK
         if not by_path or not left_OK.any():
             return every
-        own, left = (_backed(self._fit(part_OK), every, part_OK) for part_OK in (best_OK, left_OK))
-        return replace(own, left=left)
+        on_best, left = (_backed(self._fit(part_OK), every, part_OK) for part_OK in (best_OK, left_OK))
+        return replace(on_best, left=left)
 
     def _fit(self, counts_OK: NDArray[np.bool_]) -> Calibration:
         """From the origins that count at each depth."""
@@ -169,15 +169,15 @@ def _of_curves(curves: Sequence[Curve]) -> Calibration:
     return Calibration(tuple(knots for knots, _ in curves), tuple(shares for _, shares in curves))
 
 
-def _backed(own: Calibration, every: Calibration, counts_OK: NDArray[np.bool_]) -> Calibration:
+def _backed(some: Calibration, every: Calibration, counts_OK: NDArray[np.bool_]) -> Calibration:
     """What some origins say, backed by what all say: as if `_BACKING` origins more had said the latter."""
     shares = [count / (count + _BACKING) for count in counts_OK.sum(0).tolist()]
-    curves = [between(depth, every, own, share) if share else every.curve(depth) for depth, share in enumerate(shares)]
-    pairs = zip(own.reached, every.reached, shares, strict=False)
-    reached = tuple(share * one + (1 - share) * other for one, other, share in pairs)
+    curves = [between(depth, every, some, share) if share else every.curve(depth) for depth, share in enumerate(shares)]
+    pairs = zip(some.reached, every.reached, shares, strict=False)
+    reached = tuple(share * few + (1 - share) * all_ for few, all_, share in pairs)
     sampled = None
-    if own.sampled and every.sampled:
-        sampled = _backed(own.sampled, every.sampled, counts_OK)
+    if some.sampled and every.sampled:
+        sampled = _backed(some.sampled, every.sampled, counts_OK)
     return replace(_of_curves(curves), reached=reached, sampled=sampled)
 
 
@@ -249,7 +249,7 @@ def _best_tree(
         probs: of each depth's ranks, after paths that have not left the best one and after those that have.
     """
     threshold = node_threshold(costs, rate)
-    found: list[tuple[float, tuple[int, ...]]] = []
+    nodes: list[tuple[float, tuple[int, ...]]] = []
     level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
     drafted = 0
     for depth, tables in enumerate(zip(*probs, strict=True)):
@@ -264,9 +264,9 @@ def _best_tree(
             for rank, prob in enumerate(tables[any(path)])
             if accept_prob * prob >= max(threshold, _MIN_ACCEPT_PROB)
         ]
-        found += level
-    found = sorted(found, key=lambda one: (-one[0], one[1]))[: len(costs_ms) - 2]
-    expected = accumulate([1.0, *(accept_prob for accept_prob, _ in found)])
-    nets = [tokens - rate * costs_ms[nodes] for nodes, tokens in enumerate(expected, start=1)]
+        nodes += level
+    nodes = sorted(nodes, key=lambda node: (-node[0], node[1]))[: len(costs_ms) - 2]
+    expected = accumulate([1.0, *(accept_prob for accept_prob, _ in nodes)])
+    nets = [tokens - rate * costs_ms[count] for count, tokens in enumerate(expected, start=1)]
     best = max(range(len(nets)), key=nets.__getitem__)
-    return {path for _, path in found[:best]}, best + 1, drafted
+    return {path for _, path in nodes[:best]}, best + 1, drafted

@@ -9,8 +9,10 @@ Shape suffixes: B rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import inf
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,12 +27,8 @@ from headstart.tree.tree import Committed, RankPath, Request, Tree, TreeBatch, T
 
 _CLEARLY = 0.9
 """Share of the milliseconds of a draft below which 8 bits are worth the little that they take from acceptance."""
-_SHORT_WIDTHS, _SHORT_CONTEXT = (1, 2, 4, 8, 16, 32), 256
-"""Of the short measurement."""
-_SHORT_SECONDS = 1.5
-"""After which each part of the short measurement ends, once it has seen enough."""
-_MIN = 3
-"""Rounds of a measurement that are enough."""
+_ENOUGH = 3
+"""Rounds of a measurement that are enough when its time is over."""
 _STEADY = 1.25
 """Factor between two measurements of the same, some seconds apart, from which a machine is too busy to be measured."""
 _FEW = 12
@@ -39,61 +37,81 @@ _READ_TOKENS = 64
 """Text that the heads read at once, to see how long that takes."""
 
 
-def measure_costs(
-    target: Target,
-    heads: DraftHead,
-    paths: Sequence[RankPath],
-    widths: Sequence[int] = _SHORT_WIDTHS,
-    context: int = _SHORT_CONTEXT,
-    seconds: float = _SHORT_SECONDS,
-) -> Measured:
-    """What decoding with these heads costs here and now, in some seconds. Heads are left without 8-bit weights.
+@dataclass(frozen=True)
+class Timing:
+    """How thoroughly is measured.
+
+    Attributes:
+        widths: tokens of the forwards that are timed.
+        context: committed tokens in the cache.
+        repeats: of each forward.
+        turns: of drafts with weights as they are and in 8 bits.
+        seconds: after which each part ends, at the earliest.
+    """
+
+    widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    context: int = 256
+    repeats: int = 30
+    turns: int = 2
+    seconds: float = inf
+
+    def within(self, target: Target) -> Timing:
+        """As far as the target can read; width 1 is always measured."""
+        context = max(1, min(self.context, target.max_length - max(self.widths) - 1))
+        fitting = (width for width in self.widths if context + width <= target.max_length)
+        return replace(self, widths=tuple(sorted({1, *fitting})), context=context)
+
+
+SHORT = Timing(repeats=12, turns=1, seconds=1.5)
+"""Some seconds: enough for heads that were tuned elsewhere."""
+
+
+def measure_costs(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing: Timing = SHORT) -> Measured:
+    """What decoding with these heads costs here and now. Heads are left without 8-bit weights.
 
     Args:
         target: the model.
         heads: in its dtype and on its device.
         paths: rank paths of a usual tree; the first 15 are drafted.
-        widths: as of `measure_verify`.
-        context: committed tokens in the cache while timing.
-        seconds: after which each part ends, at the earliest.
+        timing: how thoroughly; a limited time says whether the machine was steady meanwhile.
     """
     drop_int8(heads)
-    context = max(1, min(context, target.max_length - max(widths) - 1))
-    widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
-    verify_ms = measure_verify(target, widths, context, heads.aux_layers, 12, seconds)
-    draft_ms, level_ms, read_ms, packed = draft_costs(target, heads, paths, context, 1, seconds)
-    (again_ms,) = measure_verify(target, [1], context, heads.aux_layers, 4, seconds)
-    costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.draft_steps, read_ms)
+    timing = timing.within(target)
+    verify_ms = measure_verify(target, timing, heads.aux_layers)
+    drafting, packed = measure_drafting(target, heads, paths, timing)
+    again_ms = verify_ms[0]
+    if timing.seconds < inf:
+        (again_ms,) = measure_verify(target, replace(timing, widths=(1,), repeats=4), heads.aux_layers)
+    costs = Costs(
+        timing.widths,
+        tuple(verify_ms),
+        draft_ms=drafting.draft_ms,
+        level_ms=drafting.level_ms,
+        levels=heads.draft_steps,
+        read_ms=drafting.read_ms,
+    )
     return Measured(costs, packed, steady=1 / _STEADY < again_ms / verify_ms[0] < _STEADY)
 
 
 @torch.inference_mode()
-def measure_verify(
-    target: Target,
-    widths: Sequence[int],
-    context: int,
-    aux_layers: Sequence[int],
-    repeats: int = 30,
-    seconds: float = float("inf"),
-) -> list[float]:
+def measure_verify(target: Target, timing: Timing, aux_layers: Sequence[int]) -> list[float]:
     """Milliseconds of verifying each width at batch 1: tree forward, choice, commit.
 
     The result never falls with width: it lies half way between the envelopes from either side.
     """
-    verifier = Verifier()
-    prompt = [1 + i % (target.vocab_size - 1) for i in range(context)]
-    cache = target.new_cache(1, context + max(widths) + 1)
-    target.prefill(cache, [prompt])
+    verifier, context = Verifier(), timing.context
+    cache = target.new_cache(1, context + max(timing.widths) + 1)
+    target.prefill(cache, [_prompt(target, context)])
     trees = []
-    for width in widths:
+    for width in timing.widths:
         shape = TreeShape.from_paths([(i // 2,) + (0,) * (i % 2) for i in range(width - 1)])
         if target.chains_only:
             shape = TreeShape.chain(width - 1)
         trees.append(Tree([token % target.vocab_size for token in range(width)], shape.parents))
-    times: list[list[float]] = [[] for _ in widths]
-    begun, warm = perf_counter(), 2 if seconds == float("inf") else 1
-    for number in range(repeats + warm):
-        if _is_enough(number - warm, begun, seconds):
+    times: list[list[float]] = [[] for _ in timing.widths]
+    begun, warm = perf_counter(), 2 if timing.seconds == inf else 1
+    for number in range(timing.repeats + warm):
+        if _is_enough(number - warm, begun, timing.seconds):
             break
         for spent, tree in zip(times, trees, strict=True):
             start = perf_counter()
@@ -107,40 +125,40 @@ def measure_verify(
     return [float(ms) for ms in (above + below) / 2]
 
 
-def draft_costs(
-    target: Target,
-    heads: DraftHead,
-    paths: Sequence[RankPath],
-    context: int,
-    turns: int = 2,
-    seconds: float = float("inf"),
-) -> tuple[float, float, float, bool]:
-    """What `draft_ms` measures, and whether that is with the weights in 8 bits: where they are clearly faster."""
-    full: list[tuple[float, float, float]] = []
-    packed: list[tuple[float, float, float]] = []
-    for _ in range(turns):  # in turns, so that a slow moment of the machine decides nothing
-        full.append(draft_ms(target, heads, paths, context, seconds))
+class Drafting(NamedTuple):
+    """Milliseconds of a draft to the full depth, of each level after its first, and of reading another token."""
+
+    draft_ms: float
+    level_ms: float
+    read_ms: float
+
+
+def measure_drafting(
+    target: Target, heads: DraftHead, paths: Sequence[RankPath], timing: Timing
+) -> tuple[Drafting, bool]:
+    """What drafts take, and whether that is with the weights in 8 bits: where they are clearly faster."""
+    full: list[Drafting] = []
+    packed: list[Drafting] = []
+    for _ in range(timing.turns):
+        full.append(draft_ms(target, heads, paths, timing))
         if to_int8(heads):
-            packed.append(draft_ms(target, heads, paths, context, seconds))
+            packed.append(draft_ms(target, heads, paths, timing))
             drop_int8(heads)
-    if packed and min(packed)[0] < _CLEARLY * min(full)[0]:
-        return (*min(packed), True)
-    return (*min(full), False)
+    if packed and min(packed).draft_ms < _CLEARLY * min(full).draft_ms:
+        return min(packed), True
+    return min(full), False
 
 
 @torch.inference_mode()
-def draft_ms(
-    target: Target, heads: DraftHead, paths: Sequence[RankPath], context: int, seconds: float = float("inf")
-) -> tuple[float, float, float]:
-    """Milliseconds of one draft and one commit with a tree of up to 16 of the best nodes, of a further level, and
-    of reading another token of the text.
+def draft_ms(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing: Timing) -> Drafting:
+    """What drafts and commits take with a tree of up to 16 of the best nodes.
 
     Trees cut after their first level and complete ones take turns. The target runs in between, as it does in decoding:
     its weights push those of the heads out of the caches.
     """
     paths = list(paths)[:15] or [(0,)]
     shapes = [TreeShape.from_paths([path for path in paths if len(path) == 1]), TreeShape.from_paths(paths)]
-    prompt = [1 + i % (target.vocab_size - 1) for i in range(max(2, min(context, _READ_TOKENS)))]
+    prompt = _prompt(target, max(2, min(timing.context, _READ_TOKENS)))
     cache = target.new_cache(1, len(prompt) + 1)
     states = target.prefill(cache, [prompt], heads.aux_layers).aux_hidden_states
     roots = TreeBatch.roots([1], target.device)
@@ -156,25 +174,29 @@ def draft_ms(
         return 1e3 * (perf_counter() - start)
 
     # A session's first draft reads the prompt; what follows read a token each.
-    sessions = [drafter.prefill([prompt], states) for drafter in [drafters[0]] * _MIN + drafters]
+    sessions = [drafter.prefill([prompt], states) for drafter in [drafters[0]] * _ENOUGH + drafters]
     reading = [timed(drafters[0], session) for session in sessions[:-1]]
     timed(drafters[1], sessions[-1])
     begun = perf_counter()
     for number in range(18):
-        if _is_enough(number - 2, begun, seconds):
+        if _is_enough(number - 2, begun, timing.seconds):
             break
         for drafter, session, spent in zip(drafters, sessions[-2:], times, strict=True):
             spent.append(timed(drafter, session))
     first, whole = (_quartile(spent[2:]) for spent in times)
     level = max(0.0, whole - first) / max(1, shapes[1].depth - 1)
     read_ms = max(0.0, _quartile(reading[1:]) - first) / (len(prompt) - 1)
-    return whole + level * (heads.draft_steps - shapes[1].depth), level, read_ms
+    return Drafting(whole + level * (heads.draft_steps - shapes[1].depth), level, read_ms)
+
+
+def _prompt(target: Target, length: int) -> list[int]:
+    return [1 + i % (target.vocab_size - 1) for i in range(length)]
 
 
 def _is_enough(rounds: int, begun: float, seconds: float) -> bool:
     """Whether a part of a measurement may end: in time after a few rounds, far beyond it after one."""
     spent = perf_counter() - begun
-    return (rounds >= _MIN and spent > seconds) or (rounds >= 1 and spent > 3 * seconds)
+    return (rounds >= _ENOUGH and spent > seconds) or (rounds >= 1 and spent > 3 * seconds)
 
 
 def _quartile(spent: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +28,13 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.int8_weights import drop_int8, to_int8
+from headstart.recipes.sections import TuneSection
 from headstart.target.model import Target
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import RankPath, TreeShape
+from headstart.tuning.acceptance import Supervised, measure_drafts, measure_sampling, sampled_answers
 from headstart.tuning.calibrate import fit_calibration, replay_dynamic
-from headstart.tuning.measure import Supervised, measure_drafts, measure_sampling, sampled_answers
-from headstart.tuning.stopwatch import draft_costs, measure_verify
+from headstart.tuning.stopwatch import Timing, measure_costs
 
 
 @dataclass
@@ -95,36 +97,26 @@ class Tuning:
         """
         costs = measured.costs
         ranked = self.usual_paths[: max(len(self.paths), len(self.curve) - 1) or None]
-        depths = list(accumulate((len(path) for path in ranked), max, initial=0))
         accept_probs = list(accumulate((_prob(path, self.acceptance) for path in ranked), initial=1.0))
-        for at, (nodes, speedup) in enumerate(self.curve[: len(accept_probs)]):
-            before_ms = self.costs.verify(int(nodes)) + self.costs.draft(depths[at])
-            accept_probs[at] = speedup * before_ms / self.costs.verify(1)
-        best, curve = choose(accept_probs, costs, depths)
-        best_alone = list(
-            accumulate((level[0] for level in self.acceptance), lambda all_, one: all_ * one, initial=1.0)
-        )
-        chain, _ = choose(list(accumulate(best_alone)), costs, range(len(best_alone)))
-        chosen = ranked[: best - 1]
-        same = len(self.paths) == len(chosen)
-        round_ms = costs.verify(best) + costs.draft(depths[best - 1])
+        for index, ((nodes, speedup), depth) in enumerate(zip(self.curve, _depths(ranked), strict=False)):
+            before_ms = self.costs.verify(int(nodes)) + self.costs.draft(depth)
+            accept_probs[index] = speedup * before_ms / self.costs.verify(1)
+        static = _best_static(ranked, accept_probs, costs)
+        along_best = accumulate((ranks[0] for ranks in self.acceptance), mul, initial=1.0)
+        same = len(self.paths) == len(static.paths)
         return replace(
             self,
-            paths=self.paths if same else tuple(TreeShape.from_paths(chosen).paths),
+            paths=self.paths if same else tuple(TreeShape.from_paths(static.paths).paths),
             widths=costs.widths,
             verify_ms=costs.verify_ms,
             draft_ms=costs.draft_ms,
             level_ms=costs.level_ms,
             read_ms=costs.read_ms,
             packed=measured.packed,
-            chain=chain - 1,
+            chain=_best_chain(list(accumulate(along_best)), costs),
             tree="dynamic" if self.calibration and not same else self.tree,
-            curve=curve,
-            predicted={
-                "tokens_per_round": accept_probs[best - 1],
-                "speedup": curve[best - 1][1],
-                "tokens_per_second": 1e3 * accept_probs[best - 1] / round_ms,
-            },
+            curve=static.curve,
+            predicted=_predicted(static.tokens_per_round, static.round_ms, costs),
         )
 
     @property
@@ -195,11 +187,7 @@ def tune(
     target: Target,
     heads: DraftHead,
     conversations: Sequence[Supervised],
-    *,
-    widths: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
-    context: int = 256,
-    max_nodes: int = 64,
-    max_rank: int = 10,
+    options: TuneSection | None = None,
     console: Console | None = None,
 ) -> Tuning:
     """Measure costs and acceptance on this machine, and choose the tree.
@@ -207,95 +195,96 @@ def tune(
     Args:
         target: the model.
         heads: trained heads, in the target's dtype and on its device.
-        conversations: calibration conversations, kept out of training; the target answers some of them again at
-            temperature 1.
-        widths: tree widths to time; 1 is always among them.
-        context: committed tokens in the cache while timing.
-        max_nodes: widest tree considered, root included.
-        max_rank: drafts of a depth considered.
+        conversations: for calibration, kept out of training; the target answers some of them again at temperature 1.
+        options: what is timed and considered, as in a recipe.
         console: shows progress; None is silent.
 
     Raises:
-        UserError: when the calibration conversations hold no position that reaches the last head.
+        UserError: when no conversation holds a position that reaches the last head.
     """
     drop_int8(heads)
-    context = min(context, target.max_length - max(widths) - 1)
-    widths = sorted({1, *(width for width in widths if context + width <= target.max_length)})
+    options = options or TuneSection()
+    max_rank, timing = options.max_rank, Timing(options.widths, options.context).within(target)
     drafts = measure_drafts(target, heads, conversations, max_rank, console)
     ranks_OK = drafts.ranks_OK
     values = path_values(ranks_OK, max_rank)
-    verify_ms = measure_verify(target, widths, context, heads.aux_layers)
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
     if target.chains_only:
         ordered = [path for path in ordered if not any(path)]
-    draft_ms, level_ms, read_ms, packed = draft_costs(target, heads, ordered, context)
-    costs = Costs(tuple(widths), tuple(verify_ms), draft_ms, level_ms, heads.draft_steps, read_ms)
-    static = _static(ranks_OK, ordered[: min(max_nodes, max(widths)) - 1], costs)
-    accept_prob, round_ms = static.accept_prob, static.round_ms
-    ranks, log_probs, *others = drafts.arrays
-    calibration = fit_calibration(ranks, log_probs, *others)
+    measured = measure_costs(target, heads, ordered, timing)
+    costs = measured.costs
+    # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
+    ordered = ordered[: min(options.max_nodes, max(timing.widths)) - 1]
+    static = _best_static(ordered, [replay(ranks_OK, ordered[:count]) for count in range(len(ordered) + 1)], costs)
+    chain = _best_chain([replay(ranks_OK, TreeShape.chain(length).paths) for length in range(costs.levels + 1)], costs)
+    calibration = fit_calibration(*drafts.arrays)
     texts = sampled_answers(target, conversations, heads.draft_steps + 2, console)
     drawn = measure_sampling(target, heads, texts, max_rank, console)
     sampled = fit_calibration(*drawn.arrays, trust=calibration.trust)
-    dynamic_accept_prob, dynamic_ms = replay_dynamic(ranks, log_probs, calibration, costs, confidence_OK=others[-1])
+    ranks, log_probs, *_, confidence = drafts.arrays
+    dynamic = replay_dynamic(ranks, log_probs, calibration, costs, confidence_OK=confidence)
     grows = bool(static.paths) and not target.chains_only
-    dynamic = grows and dynamic_accept_prob / dynamic_ms > accept_prob / round_ms
-    if dynamic:
-        accept_prob, round_ms = dynamic_accept_prob, dynamic_ms
-    positions = {"positions": len(ranks_OK), "sampled_positions": len(drawn.ranks_OK)}
+    grows = grows and dynamic[0] / dynamic[1] > static.tokens_per_round / static.round_ms
     return Tuning(
-        paths=static.paths,
+        paths=tuple(TreeShape.from_paths(static.paths).paths),
         widths=costs.widths,
         verify_ms=costs.verify_ms,
-        draft_ms=draft_ms,
+        draft_ms=costs.draft_ms,
         acceptance=_acceptance(ranks_OK, max_rank),
-        predicted={
-            "tokens_per_round": accept_prob,
-            "speedup": accept_prob * verify_ms[0] / round_ms,
-            "tokens_per_second": 1e3 * accept_prob / round_ms,
-        },
+        predicted=_predicted(*(dynamic if grows else (static.tokens_per_round, static.round_ms)), costs),
         curve=static.curve,
-        settings=_settings(target, context) | positions,
-        tree="dynamic" if dynamic else "static",
-        chain=static.chain,
+        settings={
+            "target": target.name,
+            "dtype": str(target.dtype).removeprefix("torch."),
+            "device": str(target.device),
+            "threads": torch.get_num_threads(),
+            "context": timing.context,
+            "conditions": Conditions.of(target).to_json() | {"context": timing.context, "rows": 1},
+            "positions": len(ranks_OK),
+            "sampled_positions": len(drawn.ranks_OK),
+        },
+        tree="dynamic" if grows else "static",
+        chain=chain,
         calibration=calibration.knots() | sampled.knots("sampled_"),
-        level_ms=level_ms,
-        packed=packed,
-        read_ms=read_ms,
+        level_ms=costs.level_ms,
+        packed=measured.packed,
+        read_ms=costs.read_ms,
     )
 
 
 class _Static(NamedTuple):
-    """The best static tree: its paths, τ and milliseconds a round, and `Tuning.curve` and `Tuning.chain`."""
+    """The best static tree: its paths, τ and milliseconds a round, and `Tuning.curve`."""
 
     paths: tuple[RankPath, ...]
-    accept_prob: float
+    tokens_per_round: float
     round_ms: float
     curve: list[list[float]]
-    chain: int
 
 
-def _static(ranks_OK: Tensor, ordered: Sequence[RankPath], costs: Costs) -> _Static:
-    """Choose how many of these paths, the likeliest first, make the best tree, and how long the best chain is."""
-    # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
-    accept_probs = [replay(ranks_OK, ordered[:count]) for count in range(len(ordered) + 1)]
-    depths = list(accumulate((len(path) for path in ordered), max, initial=0))
+def _best_static(ranked: Sequence[RankPath], accept_probs: Sequence[float], costs: Costs) -> _Static:
+    """How many of these paths, the likeliest first, make the best tree, by τ of each number of them."""
+    depths = _depths(ranked)
     best, curve = choose(accept_probs, costs, depths)
-    chains = range(costs.levels + 1)
-    chain, _ = choose([replay(ranks_OK, TreeShape.chain(length).paths) for length in chains], costs, chains)
-    paths = tuple(TreeShape.from_paths(ordered[: best - 1]).paths)
-    return _Static(paths, accept_probs[best - 1], costs.verify(best) + costs.draft(depths[best - 1]), curve, chain - 1)
+    round_ms = costs.verify(best) + costs.draft(depths[best - 1])
+    return _Static(tuple(ranked[: best - 1]), accept_probs[best - 1], round_ms, curve)
 
 
-def _settings(target: Target, context: int) -> dict[str, Any]:
-    """What a tuning was made with."""
+def _best_chain(accept_probs: Sequence[float], costs: Costs) -> int:
+    """Length of the best chain, by τ of each length from 0."""
+    return choose(accept_probs, costs, range(len(accept_probs)))[0] - 1
+
+
+def _depths(ranked: Sequence[RankPath]) -> list[int]:
+    """Depths of the trees of none, one, two, ... of these paths."""
+    return list(accumulate(map(len, ranked), max, initial=0))
+
+
+def _predicted(tokens_per_round: float, round_ms: float, costs: Costs) -> dict[str, float]:
+    """See `Tuning.predicted`."""
     return {
-        "target": target.name,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "device": str(target.device),
-        "threads": torch.get_num_threads(),
-        "context": context,
-        "conditions": Conditions.of(target).to_json() | {"context": context, "rows": 1},
+        "tokens_per_round": tokens_per_round,
+        "speedup": tokens_per_round * costs.verify(1) / round_ms,
+        "tokens_per_second": 1e3 * tokens_per_round / round_ms,
     }
 
 

@@ -8,10 +8,9 @@ Shape suffixes: B rows, T tokens, V vocabulary, D draft vocabulary, M prediction
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -51,7 +50,7 @@ def measure_ranks(
     max_rank: int,
     console: Console | None = None,
 ) -> Tensor:
-    """The ranks of `measure_drafts` alone."""
+    """The ranks of `measure_drafts` alone, [O, K]."""
     return measure_drafts(target, heads, conversations, max_rank, console).ranks_OK
 
 
@@ -83,7 +82,6 @@ class Drafts(NamedTuple):
         return tuple(None if part is None else part.numpy() for part in self)
 
 
-@torch.inference_mode()
 def measure_drafts(
     target: Target,
     heads: DraftHead,
@@ -94,17 +92,11 @@ def measure_drafts(
     """What greedy decoding would accept of the drafts after a text.
 
     Raises:
-        UserError: when there is no such origin.
+        UserError: when there is no origin from which every step is supervised.
     """
-
-    def compare(logits_MD: Tensor, truth_M: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-        return _rank(logits_MD, truth_M, max_rank), _best(logits_MD, max_rank)[0]
-
-    (ranks_OK, log_probs_OKR), confidence_OK = _measure(target, heads, conversations, compare, False, console)
-    return Drafts(ranks_OK, log_probs_OKR, confidence_OK=confidence_OK)
+    return _measure(target, heads, conversations, max_rank, sampling=False, console=console)
 
 
-@torch.inference_mode()
 def measure_sampling(
     target: Target,
     heads: DraftHead,
@@ -112,26 +104,17 @@ def measure_sampling(
     max_rank: int,
     console: Console | None = None,
 ) -> Drafts:
-    """What sampling at temperature 1 would accept of the drafts after a text.
-
-    Raises:
-        UserError: when there is no origin from which every step is supervised.
-    """
-
-    compare = partial(sampling_tables, max_rank=max_rank)
-    tables, confidence_OK = _measure(target, heads, conversations, compare, True, console)
-    return Drafts(*tables)._replace(confidence_OK=confidence_OK)
+    """What sampling at temperature 1 would accept; see `measure_drafts`."""
+    return _measure(target, heads, conversations, max_rank, sampling=True, console=console)
 
 
-def sampling_tables(
-    logits_MD: Tensor, truth_M: Tensor, own_MD: Tensor, max_rank: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def sampling_tables(logits_MD: Tensor, truth_M: Tensor, p_target_MD: Tensor, max_rank: int) -> tuple[Tensor, ...]:
     """The first four tables of `Drafts` for sampling, of one step.
 
     Args:
         logits_MD: of the heads.
         truth_M: the true token's index in the draft vocabulary, below 0 where it cannot be drafted.
-        own_MD: the target's own probabilities of the draft vocabulary.
+        p_target_MD: the target's own probabilities of the draft vocabulary.
         max_rank: drafts considered.
     """
     log_probs_MR, best_MR = _best(logits_MD, max_rank)
@@ -139,9 +122,9 @@ def sampling_tables(
     sampled = []
     for rank in range(min(_SAMPLED, best_MR.shape[1])):
         rest_M1 = q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        sampled.append(torch.minimum(own_MD, q_draft_MD / rest_M1).sum(-1))
+        sampled.append(torch.minimum(p_target_MD, q_draft_MD / rest_M1).sum(-1))
         q_draft_MD.scatter_(1, best_MR[:, rank, None], 0.0)
-    return _rank(logits_MD, truth_M, max_rank), log_probs_MR, own_MD.gather(1, best_MR), torch.stack(sampled, 1)
+    return _rank(logits_MD, truth_M, max_rank), log_probs_MR, p_target_MD.gather(1, best_MR), torch.stack(sampled, 1)
 
 
 def _rank(logits_MD: Tensor, truth_M: Tensor, max_rank: int) -> Tensor:
@@ -156,26 +139,18 @@ def _best(logits_MD: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
     return best.values - logits_MD.logsumexp(-1, keepdim=True), best.indices
 
 
+@torch.inference_mode()
 def _measure(
     target: Target,
     heads: DraftHead,
     conversations: Sequence[Supervised],
-    compare: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]],
-    own: bool,
+    max_rank: int,
+    sampling: bool,
     console: Console | None,
-) -> tuple[list[Tensor], Tensor | None]:
-    """Tables [O, K, ...] of what `compare` finds, over the origins from which every step is supervised; and what the
-    heads say of their drafts, [O, K].
-
-    Args:
-        compare: of one step: draft logits [M, D], the true token's index among them or -1 [M], the target's own
-            probabilities of the draft vocabulary [M, D] (empty without `own`) to tables [M, ...].
-        own: whether `compare` reads the target's probabilities.
-    """
+) -> Drafts:
     to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
-    found: list[list[Tensor]] = []
-    says = False
+    measured: list[dict[str, Tensor]] = []
     for conversation in tracked(conversations, "measuring acceptance", len(conversations), console):
         states = target.hidden_states([conversation.tokens], sorted({*heads.aux_layers, FINAL}))[0]
         tokens_BT = torch.tensor([conversation.tokens], device=target.device)
@@ -184,36 +159,39 @@ def _measure(
             torch.tensor([conversation.supervised], device=target.device),
             {layer: state[None] for layer, state in states.items()},
         )
-        own_TD = torch.zeros(len(conversation.tokens), len(heads.draft_to_target_D) if own else 0, device=target.device)
-        if own:  # after the states that a supervised token follows
+        p_target_TD = None
+        if sampling:  # after the states that a supervised token follows
+            p_target_TD = torch.zeros(tokens_BT.shape[1], len(heads.draft_to_target_D), device=target.device)
             read = batch.supervised_BT[0, 1:].nonzero()[:, 0]
-            own_TD[read] = target.lm_head(states[FINAL][read]).float().softmax(-1)[:, heads.draft_to_target_D]
-        steps: list[dict[int, int]] = []
-        tables: list[tuple[Tensor, ...]] = []
+            p_target_TD[read] = target.lm_head(states[FINAL][read]).float().softmax(-1)[:, heads.draft_to_target_D]
+        tables: list[dict[str, Tensor]] = []
+        indices: list[dict[int, int]] = []  # of each step's origins
         for step in heads.unroll(batch):
-            truth_M = to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
-            found_of = compare(step.logits_MD.float(), truth_M, own_TD[step.source_M])
-            if says := step.confidence_M is not None:
-                found_of = (*found_of, step.confidence_M.float().sigmoid())
-            tables.append(tuple(part.cpu() for part in found_of))
-            steps.append({origin: index for index, origin in enumerate(step.origin_M.tolist())})
-        if len(steps) < heads.draft_steps:  # too short: families may end before a step that has no origin
+            logits_MD, truth_M = step.logits_MD.float(), to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
+            parts: tuple[Tensor, ...] = (_rank(logits_MD, truth_M, max_rank), _best(logits_MD, max_rank)[0])
+            if p_target_TD is not None:
+                parts = sampling_tables(logits_MD, truth_M, p_target_TD[step.source_M], max_rank)
+            table = dict(zip(Drafts._fields, parts, strict=False))
+            if step.confidence_M is not None:
+                table["confidence_OK"] = step.confidence_M.float().sigmoid()
+            tables.append({name: part.cpu() for name, part in table.items()})
+            indices.append({origin: index for index, origin in enumerate(step.origin_M.tolist())})
+        if len(tables) < heads.draft_steps:  # too short: families may end before a step that has no origin
             continue
-        whole = sorted(set.intersection(*map(set, steps)))
-        indices = [[index[origin] for origin in whole] for index in steps]
-        found.append(
-            [
-                torch.stack([one[at] for one, at in zip(table, indices, strict=True)], 1)
-                for table in zip(*tables, strict=True)
-            ]
+        whole = sorted(set.intersection(*map(set, indices)))
+        rows = [[index[origin] for origin in whole] for index in indices]
+        measured.append(
+            {
+                name: torch.stack([table[name][row] for table, row in zip(tables, rows, strict=True)], 1)
+                for name in tables[0]
+            }
         )
-    if not sum(len(tables[0]) for tables in found):
+    if not sum(len(table["ranks_OK"]) for table in measured):
         raise UserError(
             f"No calibration answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead.",
             "Write longer answers (data.max_new_tokens), or more of them (data.validation).",
         )
-    every = [torch.cat(parts) for parts in zip(*found, strict=True)]
-    return (every[:-1], every[-1]) if says else (every, None)
+    return Drafts(**{name: torch.cat([table[name] for table in measured]) for name in measured[0]})
 
 
 @dataclass
@@ -238,21 +216,15 @@ def sampled_answers(
 ) -> list[Supervised]:
     """Some conversations' first prompts with answers that the target draws at temperature 1, always the same ones.
 
-    Args:
-        target: writes the answers.
-        conversations: whose prompts.
-        minimum: tokens below which an answer is left out.
-        console: shows that something is going on.
-
-    Returns:
-        Conversations with these answers; where they are too short to learn much from, the given ones as well.
+    Answers shorter than `minimum` tokens are left out; where all are too short to learn much from, the given ones count
+    as well.
 
     Raises:
         UserError: when memory cannot hold one of them.
     """
-    some = [one for one in conversations if True in one.supervised]
-    longest = min(_LONGEST, max((sum(one.supervised) for one in some), default=0))
-    prompts = [one.tokens[: one.supervised.index(True)] for one in some]
+    answered = [text for text in conversations if True in text.supervised]
+    longest = min(_LONGEST, max((sum(text.supervised) for text in answered), default=0))
+    prompts = [text.tokens[: text.supervised.index(True)] for text in answered]
     prompts = [prompt for prompt in prompts if len(prompt) + longest <= target.max_length][:_TEXTS]
     texts: list[Supervised] = []
     start, rows = 0, _TEXTS
