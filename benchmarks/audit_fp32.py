@@ -19,8 +19,7 @@ from record import record
 import headstart
 from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.questions import read_questions
-from headstart.decode.drafting import Drafter
-from headstart.decode.loop import Engine
+from headstart.decode.loop import Drafter, Engine
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.audit import decode_in_batches, tokens_that_differ
 from headstart.eval.audit_drafters import AlwaysWrongDrafter, random_weights, unused_tokens

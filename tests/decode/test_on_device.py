@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.drafting import Drafter
-from headstart.decode.loop import Engine
+from headstart.decode.loop import Drafter, Engine
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import RULES
 from headstart.drafters.catalog import make_drafter

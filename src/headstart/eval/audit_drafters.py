@@ -19,7 +19,6 @@ class AlwaysWrongDrafter:
         tokens: one per rank of the tree, all different; see `unused_tokens`.
     """
 
-    name = "always wrong"
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, shape: TreeShape, tokens: Sequence[int]) -> None:
