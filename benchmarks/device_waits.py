@@ -23,10 +23,8 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from record import record
 
-from headstart.decode.drafting import Drafter
-from headstart.decode.loop import Engine
+from headstart.decode.loop import CombinedDrafter, Drafter, Engine
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.heads.base import family, make_config

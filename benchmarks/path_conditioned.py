@@ -38,7 +38,7 @@ from torch import Tensor
 import headstart
 from headstart.data.conversations.records import read_conversations
 from headstart.data.prompts.questions import read_questions
-from headstart.decode.drafting import Drafter
+from headstart.decode.loop import Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import warp
 from headstart.decode.verify import SamplingVerifier
@@ -50,8 +50,7 @@ from headstart.heads.base import DraftHead
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.calibration import Calibration
-from headstart.tree.growing import grow
-from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
+from headstart.tree.tree import Committed, Tree, TreeBatch, TreeShape
 from headstart.tuning.acceptance import (
     Drafts,
     Supervised,
@@ -130,9 +129,6 @@ class AlongBestPath:
     def eval(self) -> AlongBestPath:
         self.heads.eval()
         return self
-
-    def draft(self, state: Any, roots: TreeBatch, request: Request) -> list[Tree]:
-        return grow(cast(DraftHead, self), state, roots, request)
 
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """Logits [B, 1, D] after the best path, whatever nodes are asked for."""

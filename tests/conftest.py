@@ -10,7 +10,6 @@ import os
 import site
 import tempfile
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,21 +63,19 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _guard() -> Iterator[Any]:
     """Decoding goes on plainly when a drafter raises, with the right words: a test would pass. Here it is raised."""
-    from headstart.decode.drafting import Session
+    from headstart.decode import loop
 
     with pytest.MonkeyPatch.context() as patched:
-        own = Session._guard
-        patched.setattr(Session, "_guard", lambda _: nullcontext())
-        yield own
+        caught = loop.CAUGHT
+        patched.setattr(loop, "CAUGHT", ())
+        yield caught
 
 
 @pytest.fixture(autouse=True)
 def _drafters_may_fail(request: pytest.FixtureRequest, _guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a test that says so, what drafters raise is caught as in use."""
     if request.node.get_closest_marker("drafter_fails"):
-        from headstart.decode.drafting import Session
-
-        monkeypatch.setattr(Session, "_guard", _guard)
+        monkeypatch.setattr("headstart.decode.loop.CAUGHT", _guard)
 
 
 @pytest.fixture(scope="session")

@@ -157,7 +157,7 @@ def test_a_drafter_that_fails_is_named_in_the_answer(tiny_target: Target, monkey
     def fail(*_: Any) -> None:
         raise ValueError("no drafts today")
 
-    monkeypatch.setattr(type(heads), "draft", fail)
+    monkeypatch.setattr("headstart.drafters.heads.HeadDrafter.propose", fail)
     answer = decoder.generate("Hello", max_new_tokens=8)
     assert (answer.tokens, answer.drafter_error) == (plain.tokens, "ValueError: no drafts today")
 

@@ -147,7 +147,7 @@ def test_a_drafter_that_fails_is_said_loudly(
     def fail(*_: Any) -> None:
         raise ValueError("no [drafts] today")
 
-    monkeypatch.setattr(MedusaHead, "draft", fail)
+    monkeypatch.setattr(MedusaHead, "depth_logits", fail)
     asked = ("--questions", questions, "--limit", 1, "--out", tmp_path / "out", "--draft", "on")
     shown = works("eval", heads, *asked, "--max-new-tokens", 6, "--compare", "static,ngram").stdout
     for name in ("heads", "static"):

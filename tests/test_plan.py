@@ -192,7 +192,7 @@ class TestMemory:
     def test_training_counts_states_teacher_and_optimiser(
         self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def training(**train: int) -> int:
+        def training(**train: Any) -> int:
             run = quiet(recipe(tmp_path, tiny_target_folder, train=train), tmp_path / "run")
             return make_plan(run).memory["train"]
 
@@ -205,7 +205,7 @@ class TestMemory:
         assert training(batch_tokens=1024) - training(batch_tokens=512) == 512 * each
         heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
         minimum = 16 * heads.trainable_parameters + 512 * each + 2 * 4 * target.vocab_size * target.hidden_size
-        teacher, complete = training(batch_tokens=512), training(batch_tokens=512, decode_every=2)
+        teacher, complete = training(batch_tokens=512), training(batch_tokens=512, joint={"rank": 2})
         assert minimum <= teacher < complete < teacher + 4 * target.parameters
 
     def test_too_little_memory_is_a_problem(

@@ -8,8 +8,7 @@ from typing import Any, Unpack, get_args
 
 from headstart.data.prompts.chat import Message, prompt_tokens
 from headstart.decode.costs import Conditions, Costs
-from headstart.decode.drafting import Drafter
-from headstart.decode.loop import Engine, Generation, check
+from headstart.decode.loop import Drafter, Engine, Generation, check
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
 from headstart.drafters.catalog import DEFAULT, DRAFTERS, make_drafter, parts_of
 from headstart.drafters.heads import HeadDrafter

@@ -27,7 +27,6 @@ class ReplayDrafter:
     that are not the first child, and rounds where nothing is accepted all occur.
     """
 
-    name = "replay"
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, known: Sequence[Sequence[int]], vocab: int, right: float, nodes: int = 9, seed: int = 0) -> None:
@@ -66,7 +65,6 @@ class ReplayDrafter:
 class IdleDrafter:
     """Proposes nothing; what tests build on."""
 
-    name = "idle"
     aux_layers: tuple[int, ...] = ()
     max_nodes = 1
 

@@ -1,4 +1,4 @@
-"""Trees that `headstart.tree.growing` grows itself, from drafts that follow their paths, for the proofs.
+"""Trees that `headstart.drafters.heads` grows itself, from drafts that follow their paths, for the proofs.
 
 The drafter is that of `tests.decode.tables`: q(token | last two tokens), so siblings have different children. What
 `grow` does is its own code; only its draws are made by `pick`, so that they can be enumerated.
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.tree import growing
+from headstart.drafters import heads as growing
+from headstart.drafters.heads import grow
 from headstart.tree.calibration import Calibration
-from headstart.tree.growing import grow
 from headstart.tree.tree import Request, Tree, TreeBatch
 from tests.decode.tables import ROOT, VOCAB, Draft, Pick, logits_table, q_table
 

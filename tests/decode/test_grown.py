@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.drafters.combine import union
-from headstart.tree import growing
-from headstart.tree.tree import Request, Tree
+from headstart.drafters import heads as growing
+from headstart.tree.tree import Request, Tree, union
 from tests.decode.grown import GrownTrees, PathTables, drafted
 from tests.decode.proofs import outcomes, prove_exactly
 from tests.decode.tables import ROOT, Pick, _guess

@@ -11,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import Engine, Verifier, extend
 from headstart.decode.options import DecodeOptions
-from headstart.decode.stopping import extend
-from headstart.decode.verify import Verifier, _decided
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
 from headstart.target.model import Target, TargetOutput
-from headstart.tree.tree import Committed, TreeBatch, TreeShape
+from headstart.tree.tree import Committed, TreeBatch, TreeShape, decided
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, LONG, tiny_model
 
@@ -177,7 +175,7 @@ class _AcceptsEverything(Verifier):
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
         choice = out.logits_BTV.argmax(-1).tolist()
-        return _decided(batch, out, [[0, 1] for _ in choice], [row[1] for row in choice])
+        return decided(batch, [[0, 1] for _ in choice], [row[1] for row in choice], {}, out.logits_BTV)
 
 
 def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch) -> None:

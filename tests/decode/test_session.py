@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from headstart.decode.costs import Costs
-from headstart.decode.loop import Engine
+from headstart.decode.loop import Engine, Verifier, _decided_on_device
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import Verifier, _decided_on_device
 from headstart.errors import UserError
 from headstart.target.memory import free_bytes
 from headstart.target.model import Target, TargetOutput

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from headstart.decode.drafting import Drafter
-from headstart.decode.loop import Engine
+from headstart.decode.loop import CombinedDrafter, Drafter, Engine
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.target.model import Target

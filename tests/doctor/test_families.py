@@ -24,7 +24,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.train.trainer import train
 from headstart.tree.tree import TreeShape
-from headstart.tuning.measure import measure_ranks
+from headstart.tuning.acceptance import measure_ranks
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 

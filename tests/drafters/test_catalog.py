@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from headstart.cli import heads as cli_heads
-from headstart.decode.loop import Engine
+from headstart.decode.loop import CombinedDrafter, Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT, DRAFTERS, describe, make_drafter
-from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.lookahead import LookaheadDrafter
+from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
 from headstart.recipes.sections import EvalSection
 from headstart.target.model import Target
@@ -27,9 +28,10 @@ def test_plain_decoding_is_no_drafter(tiny_target: Target) -> None:
 
 def test_names(tiny_target: Target, tiny_target_folder: Path) -> None:
     assert make_drafter("heads", tiny_target, HEADS) is HEADS
-    for name in ("ngram", "lookahead", "early-exit", "ngram+lookahead", "lookahead+ngram+early-exit"):
-        drafter = make_drafter(name, tiny_target)
-        assert drafter is not None and drafter.name == name
+    assert isinstance(make_drafter("ngram", tiny_target), NgramDrafter)
+    three = make_drafter("lookahead+ngram+early-exit", tiny_target)
+    assert isinstance(three, CombinedDrafter) and isinstance(three.second, DraftModelDrafter)
+    assert isinstance(three.first, CombinedDrafter) and isinstance(three.first.first, LookaheadDrafter)
     combined = make_drafter("heads+ngram", tiny_target, HEADS)
     assert isinstance(combined, CombinedDrafter)
     assert combined.first is HEADS

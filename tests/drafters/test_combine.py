@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.drafting import Drafter
-from headstart.decode.loop import Engine
-from headstart.drafters.combine import CombinedDrafter
+from headstart.decode.loop import CombinedDrafter, Drafter, Engine
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
@@ -52,7 +50,7 @@ def together(one: Tree, two: Tree, request: Request | None = None) -> Tree:
 
 def test_the_union_by_hand() -> None:
     drafter = CombinedDrafter(Fixed(ONE, aux_layers=(-1, 3)), Fixed(TWO, aux_layers=(3, 1)))
-    assert (drafter.name, drafter.aux_layers, drafter.max_nodes) == ("idle+idle", (-1, 3, 1), 8)
+    assert (drafter.aux_layers, drafter.max_nodes) == ((-1, 3, 1), 8)
     (tree,) = drafter.propose((None, None), ROOTS, Request(8))
     #     5 - 6 - 8, 5 - 7 - 9, 5 - 9 - 8
     assert tree.tokens == [5, 6, 7, 8, 9, 9, 8]

@@ -209,7 +209,7 @@ def test_early_exit_is_the_first_layers_and_leaves_the_target_alone(kind: str) -
     assert {name: id(module) for name, module in target.model.named_modules()} == modules
     assert target.identity() == before
     assert target.model.config.to_dict() == settings
-    drafter = DraftModelDrafter(short, target, name="early-exit")
+    drafter = DraftModelDrafter(short, target)
     out = Engine(target, drafter).generate([text], OPTIONS)[0]
     assert (out.tokens, out.drafter_error) == (answer, None)
     after = target.hidden_states([text], (1, 2, FINAL))[0]

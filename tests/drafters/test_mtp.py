@@ -10,11 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import CombinedDrafter, Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters import mtp
 from headstart.drafters.catalog import make_drafter
-from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.mtp import MtpDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.decode.drafting import Drafter
+from headstart.decode.loop import Drafter
 from headstart.target.model import Target
 
 

@@ -155,7 +155,7 @@ def test_a_drafter_that_fails_proves_nothing(decoder: Decoder, monkeypatch: pyte
     def fail(*_: Any) -> torch.Tensor:
         raise ValueError("no drafts today")
 
-    monkeypatch.setattr(type(decoder.heads), "draft", fail)
+    monkeypatch.setattr(HeadDrafter, "propose", fail)
     found = run_audit(decoder, PROMPTS, AuditOptions(("static",), (1,), 6, ("top_k",), (1.0,), samples=50, texts=1))
     assert [problem for problem in found["problems"] if "the drafter failed (ValueError: no drafts today)" in problem]
     assert len(found["problems"]) == 2

@@ -8,16 +8,16 @@ import random
 import pytest
 import torch
 
-from headstart.decode.loop import Engine, Generation
+from headstart.decode.loop import Engine, Generation, Verifier
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import Verifier, _decided, argmax
+from headstart.decode.sampling import argmax
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.audit import decode_in_batches, tokens_that_differ
 from headstart.eval.audit_drafters import AlwaysWrongDrafter, random_weights, unused_tokens
 from headstart.eval.divergence import first_difference
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.target.model import Target, TargetOutput
-from headstart.tree.tree import Committed, TreeBatch, TreeShape
+from headstart.tree.tree import Committed, TreeBatch, TreeShape, decided
 from tests.tiny import tiny_model
 
 NEW = 16
@@ -55,7 +55,7 @@ def test_honest_drafters_change_nothing(target: Target, heads: DraftHead, prompt
             answers, decode_in_batches(Engine(target, drafter), prompts, NEW, 3, advance=batches.append)
         )
         assert counts["tokens"] == sum(map(len, answers))
-        assert counts["different_tokens"] == 0, drafter.name
+        assert counts["different_tokens"] == 0
     assert counts["drafts_accepted"] == 0
     assert counts["rounds"] == sum(len(answer) - 1 for answer in answers), "one token a round"
     assert batches == [3, 3, 1] * 3
@@ -70,7 +70,9 @@ def test_a_verifier_that_accepts_anything_is_caught(
         if batch.size == 1:
             return honest(self, batch, out)
         choice = argmax(out.logits_BTV).tolist()
-        return _decided(batch, out, [[0, 1] for _ in choice], [row[1] for row in choice])
+        return decided(
+            batch, [[0, 1] for _ in choice], [row[1] for row in choice], out.aux_hidden_states, out.logits_BTV
+        )
 
     answers = plain(target, prompts, 4)
     wrong = AlwaysWrongDrafter(SHAPE, unused_tokens(answers, target.vocab_size, 2))

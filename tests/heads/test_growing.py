@@ -14,10 +14,9 @@ from torch import Tensor
 
 from headstart.decode.options import SamplingOptions
 from headstart.decode.sampling import warp
-from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.heads import HeadDrafter, grow
 from headstart.heads.base import DraftHead, HeadConfig
 from headstart.tree.calibration import Calibration
-from headstart.tree.growing import grow
 from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
 from tests.standin import CUDA, StandIn
 

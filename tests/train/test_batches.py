@@ -15,7 +15,6 @@ from headstart.train.batches import (
     collate,
     epoch_batches,
     epoch_steps,
-    noisy,
     predictions,
     share,
     subsampled,
@@ -72,28 +71,6 @@ def test_predictions_counts_what_the_first_draft_step_predicts() -> None:
     supervised_BT = torch.tensor([[False, True, True, True, False], [True, True, False, True, False]])
     # Row 0 predicts tokens 2 and 3; in row 1 nothing lies before token 0, and token 3 follows no supervised token.
     assert predictions(HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {})) == 2
-
-
-def test_noise_is_a_share_of_each_states_own_size_and_named_by_its_seed() -> None:
-    torch.manual_seed(0)
-    scale_BT1 = torch.tensor([[1.0, 100.0, 0.0], [0.01, 3.0, 5.0]])[..., None]
-    states = {2: scale_BT1 * torch.randn(2, 3, 500), FINAL: torch.randn(2, 3, 500).bfloat16()}
-    batch = HeadBatch(
-        torch.zeros(2, 3).long(), torch.ones(2, 3).bool(), {layer: s.clone() for layer, s in states.items()}
-    )
-    made = noisy(batch, 0.1, [0, 7, 1])
-    for layer, state in states.items():
-        assert torch.equal(batch.states[layer], state), "the clean batch is left as it is"
-        assert made.states[layer].dtype == state.dtype
-    size_BT = states[2].square().mean(-1).sqrt()
-    added_BTE = made.states[2] - states[2]
-    assert (added_BTE.abs().amax(-1) <= 0.1001 * size_BT).all()
-    # Uniform in +-0.1: a standard deviation of 0.1 / sqrt(3); of 500 draws it is off by a tenth at the very most.
-    torch.testing.assert_close(added_BTE.std(-1), 0.1 / 3**0.5 * size_BT, rtol=0.1, atol=0)
-    again, other = noisy(batch, 0.1, [0, 7, 1]), noisy(batch, 0.1, [0, 8, 1])
-    for layer in states:
-        assert torch.equal(made.states[layer], again.states[layer])
-        assert not torch.equal(made.states[layer], other.states[layer])
 
 
 def test_a_thinned_batch_lets_the_share_of_drafts_go_on() -> None:

@@ -192,7 +192,7 @@ def test_what_cannot_work_is_refused(recipe: Callable[..., Recipe]) -> None:
     )
     with pytest.raises(UserError, match="names another"):
         check_training(both)
-    for section, key, value in (("data", "states", "online"), ("train", "packing", True), ("train", "ema", 0.9)):
+    for section, key, value in (("data", "states", "online"), ("train", "packing", True)):
         values = recipe(joint=JOINT).model_dump(mode="json")
         values[section][key] = value
         with pytest.raises(UserError, match=rf"train\.joint .*{key}") as refused:

@@ -106,8 +106,8 @@ def test_gradients_are_those_of_the_sums(
 
 
 def test_it_goes_on_exactly(earlier: Callable[[str], Path], run: Train, tmp_path: Path) -> None:
-    """With averages, with matrices that learn apart, and whenever heads with their updates were judged in between."""
-    how = {"ema": 0.8, "optimizer": "muon", "warmup": 0, "min_lr_ratio": 1, "lr": 0.01}
+    """With matrices that learn apart, and whenever heads with their updates were judged in between."""
+    how = {"optimizer": "muon", "warmup": 0, "min_lr_ratio": 1, "lr": 0.01}
     given = adapted("eagle3", earlier("eagle3"), **how)
     for name, steps in (("cut", 4), ("cut", 8), ("whole", 8)):
         run(tmp_path / name, **{**given, "steps": steps, "eval_every": 4 if name == "cut" else 2})

@@ -73,7 +73,7 @@ def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
 def test_two_processes_do_what_one_does_with_twice_the_accumulation(
     workplace: Callable[..., tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    file, run = workplace(steps=6, save_every=3, eval_every=3, lr=1e-3, noise=0.1, position_weight="dpace")
+    file, run = workplace(steps=6, save_every=3, eval_every=3, lr=1e-3, position_weight="dpace")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
     words, environment = command(file, "--run-dir", run, launcher=launcher)
     environment["ACCELERATE_USE_CPU"] = "true"

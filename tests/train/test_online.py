@@ -144,7 +144,6 @@ def test_a_sharded_target_is_refused_where_it_would_have_to_be_whole(recipe: Cal
     values["data"]["states"] = "online"
     check_training(parse_recipe(values))
     for section, key, value in (
-        ("train", "decode_every", 5),
         ("target", "adapter", "x"),
         ("target", "quantization", "int8"),
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headstart.train.losses import accept_until_failure, dpace, exponential, round_starts
+from headstart.train.losses import dpace, exponential
 
 # A text of which drafts start at 0, 1 and 5; the draft from 5 ends after one step, that from 1 after two.
 ORIGINS = [torch.tensor([0, 1, 5]), torch.tensor([0, 1]), torch.tensor([0])]
@@ -34,41 +34,8 @@ def test_dpace_is_the_gradient_of_the_expected_length() -> None:
         torch.testing.assert_close(weight_M.double(), expected_M, rtol=1e-6, atol=0)  # weights are float32
 
 
-def test_accept_until_failure_keeps_the_first_failure_and_nothing_after_it() -> None:
-    right = [torch.tensor([True, False, False]), torch.tensor([False, True]), torch.tensor([True])]
-    weights = accept_until_failure(ORIGINS, right, 0.5)
-    assert [weight_M.tolist() for weight_M in weights] == [[1, 1, 1], [0.5, 0], [0]]
-    right[1][0] = True
-    assert accept_until_failure(ORIGINS, right, 1.0)[2].tolist() == [1], "a draft without failure counts to its end"
-
-
 @pytest.mark.parametrize("steps", [1, 2])
 def test_no_drafts_have_no_weights(steps: int) -> None:
     origins = [torch.zeros(0, dtype=torch.long)] * steps
-    alphas, right = [torch.zeros(0)] * steps, [torch.zeros(0, dtype=torch.bool)] * steps
-    for weights in (exponential(origins, 0.8), dpace(origins, alphas), accept_until_failure(origins, right, 0.8)):
+    for weights in (exponential(origins, 0.8), dpace(origins, [torch.zeros(0)] * steps)):
         assert [weight_M.tolist() for weight_M in weights] == [[]] * steps
-
-
-def test_starts_are_those_of_rounds_decoded_one_after_the_other() -> None:
-    """Two answers (origins 3-12 and 20-25): walk them as decoding would, by each origin's run of right drafts."""
-    torch.manual_seed(0)
-    first = torch.tensor([*range(3, 13), *range(20, 26)])
-    origins = [first[torch.isin(first + step, first)] for step in range(3)]
-    right = [torch.rand(len(origin_M)) < 0.6 for origin_M in origins]
-    wanted, index = [], 3
-    pairs = zip(origins, right, strict=True)
-    hits = [dict(zip(origin_M.tolist(), right_M.tolist(), strict=True)) for origin_M, right_M in pairs]
-    while index < 26:
-        if 13 <= index < 20:  # the next answer starts a draft of its own
-            index = 20
-        wanted.append(index)
-        accepted = 0
-        while accepted < 3 and hits[accepted].get(index, False):
-            accepted += 1
-        index += accepted + 1
-    started = round_starts(origins, right)
-    assert first[started[0]].tolist() == wanted
-    assert 2 < len(wanted) < 16, "some origins are passed over"
-    for origin_M, started_M in zip(origins, started, strict=True):
-        assert origin_M[started_M].tolist() == [origin for origin in wanted if origin in origin_M.tolist()]

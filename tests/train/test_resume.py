@@ -46,8 +46,7 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
     [
         {},
         {"mixed_precision": "bf16", "gradient_accumulation_steps": 2, "epochs": 6},
-        {"noise": 0.1, "position_weight": "dpace"},
-        {"round_starts_fraction": 0.5},
+        {"position_weight": "dpace"},
         {"optimizer": "muon"},
         {"position_weight": "subsampled", "step_weight": 0.6},
     ],

@@ -53,12 +53,6 @@ def test_heads_of_a_teacher_are_those_of_its_target_bit_for_bit(
     assert "the teacher of tiny is beside the states" in written.getvalue()
 
 
-def test_decoding_while_training_wants_the_target(run: Train, taught: TeacherModel, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train.decode_every runs the target itself") as refused:
-        run(tmp_path, target=taught, decode_every=2)
-    assert "train.decode_every=null" in refused.value.remedy
-
-
 class Place:
     """A run whose data was written here, with a target that may then go away."""
 
@@ -90,7 +84,7 @@ NOT_LOADED = "The target itself is not loaded"
 def test_the_teacher_is_taken_where_it_is_enough(place: Place) -> None:
     assert NOT_LOADED in place.train()
     assert NOT_LOADED in place.train(heads={"num_heads": 1})
-    assert NOT_LOADED not in place.train(train={"decode_every": 2, "lr": 1e-4})
+    assert NOT_LOADED not in place.train(train={"joint": {"rank": 2}, "lr": 1e-4})
 
 
 def test_heads_train_where_the_target_is_not(place: Place, tmp_path: Path) -> None:
@@ -100,8 +94,8 @@ def test_heads_train_where_the_target_is_not(place: Place, tmp_path: Path) -> No
     shutil.rmtree(place.target_folder)
     (tmp_path / "prompts.jsonl").unlink()
     with pytest.raises(UserError) as refused:
-        place.train(train={"decode_every": 2})
-    assert "set train.decode_every=null" in refused.value.remedy
+        place.train(train={"joint": {"rank": 2}})
+    assert "set train.joint.rank=0" in refused.value.remedy
     assert NOT_LOADED in place.train()
     assert_same(place.run / "train" / "last", expected)
 

@@ -1,28 +1,35 @@
 """The decode loop: propose, verify with one tree forward, accept, commit.
 
-Plain decoding is the same loop without a drafter, so the two differ in nothing but the drafts.
+`Engine.generate` is the loop. Around it stands what greedy decoding needs: what a drafter promises (`Drafter`), which
+drafts are accepted (`Verifier`), where a text ends (`extend`). Sampling has its verifier in `verify.py`. Plain decoding
+is the same loop without a drafter, so the two differ in nothing but the drafts.
+
+Shape suffixes: B rows, T tokens, N tree nodes, P nodes of an accepted path, V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from headstart.decode.budget import Controller, Costs
-from headstart.decode.drafting import Drafter, Session
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
-from headstart.decode.sampling import check_sampling, warp
-from headstart.decode.stopping import extend
-from headstart.decode.verify import RULES, SamplingVerifier, Verifier
+from headstart.decode.sampling import argmax, check_sampling, warp
+from headstart.decode.verify import RULES, SamplingVerifier
 from headstart.errors import UserError, nearest
-from headstart.target.model import Target
-from headstart.tree.tree import Request, TreeBatch
+from headstart.target.model import Target, TargetOutput
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
+
+CAUGHT: type[Exception] | tuple[()] = Exception
+"""What a drafter may raise without ending the text."""
 
 
 @dataclass
@@ -79,6 +86,79 @@ OnTokens = Callable[[int, list[int]], None]
 """Called with (row, new tokens) as soon as they are decided."""
 
 
+# -- drafters --------------------------------------------------------------------------------------------------------
+
+
+class Drafter(Protocol):
+    """What the decode loop asks of a drafter. One object serves many generations; `prefill` starts one and returns its
+    state, which the other methods are given as `session`.
+
+    Attributes:
+        aux_layers: layers of the target whose hidden states it reads.
+        max_nodes: the widest tree it proposes, root included; the loop reserves cache for it.
+
+    An optional attribute `draft_share` says what a draft costs, as a share of a plain decoding step; drafters without
+    it cost what was measured for the heads.
+    """
+
+    aux_layers: tuple[int, ...]
+    max_nodes: int
+
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
+        """Start drafting for a batch; see `DraftHead.prefill`."""
+        ...
+
+    def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
+        """A tree for each row, after its root."""
+        ...
+
+    def commit(self, session: Any, committed: Committed) -> None:
+        """Learn what was committed. Called every round, also when nothing was drafted."""
+        ...
+
+    def reorder(self, session: Any, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        ...
+
+
+class CombinedDrafter:
+    """Draft with two drafters and verify the union of their trees.
+
+    Tokens that both propose after the same path become one node, so the second drafter only costs what it adds: an
+    n-gram match beside trained heads is one more branch. The first goes first where acceptance probabilities do not
+    decide.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter) -> None:
+        self.first, self.second = first, second
+        self.aux_layers = tuple(dict.fromkeys([*first.aux_layers, *second.aux_layers]))
+        self.max_nodes = first.max_nodes + second.max_nodes - 1
+        shares: list[float | None] = [getattr(part, "draft_share", None) for part in (first, second)]
+        known = [share for share in shares if share is not None]
+        self.draft_share = sum(known) if len(known) == len(shares) else None
+
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> tuple[Any, Any]:
+        return self.first.prefill(prompts, states), self.second.prefill(prompts, states)
+
+    def propose(self, session: tuple[Any, Any], roots: TreeBatch, request: Request) -> list[Tree]:
+        trees = self.first.propose(session[0], roots, request)
+        if any(tree.drawn for tree in trees):  # one random stream, and one distribution, is enough
+            request = replace(request, draws=False)
+        others = self.second.propose(session[1], roots, request)
+        return [union(tree, other, request) for tree, other in zip(trees, others, strict=True)]
+
+    def commit(self, session: tuple[Any, Any], committed: Committed) -> None:
+        self.first.commit(session[0], committed)
+        self.second.commit(session[1], committed)
+
+    def reorder(self, session: tuple[Any, Any], rows: Sequence[int]) -> None:
+        self.first.reorder(session[0], rows)
+        self.second.reorder(session[1], rows)
+
+
+# -- the loop --------------------------------------------------------------------------------------------------------
+
+
 class Engine:
     """Decodes with a target and a drafter.
 
@@ -108,16 +188,20 @@ class Engine:
         """
         started = perf_counter()
         check(self.target, prompts, options)
-        target, controller = self.target, self._controller(prompts, options)
-        session, verifier = Session(self.drafter if controller.will_draft else None), make_verifier(options, prompts)
-        max_nodes = reserve(target, prompts, options.max_new_tokens, session.max_nodes)
-        cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
-
-        out = target.prefill(cache, prompts, session.aux_layers)
-        roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
-        session.prefill(prompts, out.aux_hidden_states)
+        target, controller, verifier = self.target, self._controller(prompts, options), make_verifier(options, prompts)
+        drafter = self.drafter if controller.will_draft else None
         texts = [Generation() for _ in prompts]
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
+
+        def ask(method: str, *arguments: Any) -> Any:
+            """What the drafter answers. One that raises is left out from then on: the text goes on."""
+            nonlocal drafter
+            try:
+                return getattr(drafter, method)(*arguments) if drafter else None
+            except CAUGHT as error:
+                drafter = None
+                for row in rows:
+                    texts[row].drafter_error = f"{type(error).__name__}: {error}"
 
         def emit(emitted: Sequence[Sequence[int]]) -> list[int]:
             """Add to the texts of the running rows; indices of those that go on."""
@@ -127,24 +211,29 @@ class Engine:
                 text.finish_reason = extend(text.tokens, tokens, row, options, target) or ""
                 added = text.tokens[before:]
                 text.token_ms += [now_ms] * len(added)
-                text.drafter_error = session.error
                 if on_tokens is not None and added:
                     on_tokens(row, added)
             return [index for index, row in enumerate(rows) if not texts[row].finish_reason]
 
+        max_nodes = reserve(target, prompts, options.max_new_tokens, drafter.max_nodes if drafter else 1)
+        cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
+        out = target.prefill(cache, prompts, drafter.aux_layers if drafter else ())
+        roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
+        session = ask("prefill", prompts, out.aux_hidden_states)
         remaining = emit([[token] for token in roots.root_tokens])
         while remaining:
             if len(remaining) < len(rows):  # rows that ended leave the batch
                 rows = [rows[index] for index in remaining]
                 roots = TreeBatch.roots([roots.root_tokens[index] for index in remaining], target.device)
-                for part in (cache, verifier, session, controller):
+                for part in (cache, verifier, controller):
                     part.reorder(remaining)
+                ask("reorder", session, remaining)
             start = perf_counter()
             batch = roots
             # Asked for, not cut off later: how deep a tree grows may depend on what was drawn for it.
             deepest = target.deepest(cache)
             room = max_nodes if deepest is None else min(max_nodes, deepest + 1)
-            drafts = controller.drafts and room > 1 and session.max_nodes > 1
+            drafts = controller.drafts and room > 1 and drafter is not None and drafter.max_nodes > 1
             if drafts:
                 request = Request(
                     controller.room(room),
@@ -156,22 +245,22 @@ class Engine:
                     streams=verifier.draft_streams,
                     temperature=options.temperature,
                 )
-                trees = controller.prune(session.propose(roots, request))
+                trees = controller.prune(ask("propose", session, roots, request) or roots.trees)
                 if any(tree.size > 1 for tree in trees):
                     batch = TreeBatch.of(trees, target.device)
             drafted = perf_counter()
-            out = target.forward_tree(cache, batch, session.aux_layers)
+            out = target.forward_tree(cache, batch, drafter.aux_layers if drafter else ())
             committed, roots = verifier.accept(batch, out)
             verified = perf_counter()
             cache.commit(committed.paths, committed.paths_BP)
-            session.commit(committed)
+            ask("commit", session, committed)
             ended = perf_counter()
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)
             spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafts == controller.drafts else None
             controller.note(batch.trees, list(map(len, emitted)), spent_ms)
             if not controller.will_draft:
-                session.close()  # nothing more will be drafted: plain rounds cost what they cost without a drafter
+                drafter = session = None  # nothing more will be drafted: plain rounds cost what they do without it
             ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
             for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
                 texts[row].rounds.append(Round(tree.size, len(tokens), *ms, depth=tree.depth))
@@ -193,6 +282,85 @@ class Engine:
             prompt=longest,
             experience=experience,
         )
+
+
+# -- greedy verification ---------------------------------------------------------------------------------------------
+
+
+class Verifier:
+    """Decides which drafts are accepted. This one is greedy: a draft is accepted when it is the target's argmax, so
+    that the output is that of plain greedy decoding.
+
+    Attributes:
+        draws: whether drafters are asked to draw children, see `Request`.
+        draft_streams: each row's random generator for that.
+    """
+
+    draws = False
+    draft_streams: Sequence[torch.Generator] = ()
+
+    def first(self, logits_BV: Tensor) -> list[int]:
+        """Each row's first token, from the logits after its prompt."""
+        return argmax(logits_BV).tolist()
+
+    def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
+        """Decide one round for every row.
+
+        Args:
+            batch: what was drafted.
+            out: what the target says of it.
+
+        Returns:
+            What is committed; and the roots of the next round: the target's own tokens after it.
+        """
+        choice_BN = argmax(out.logits_BTV)
+        if choice_BN.device.type == "cpu":
+            paths, next_tokens = walk(batch.trees, choice_BN.tolist())
+            return decided(batch, paths, next_tokens, out.aux_hidden_states, out.logits_BTV)
+        return _decided_on_device(batch, out, choice_BN)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+
+
+def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
+    """Follow the target's choices, after each node of each row, down the trees as far as the drafts agree.
+
+    Returns:
+        the accepted nodes of each row, root first, and the target's choice after the last of them.
+    """
+    paths = []
+    for tree, choice in zip(trees, choices, strict=True):
+        index, path = tree.index, [0]
+        while (child := index.get((path[-1], choice[path[-1]]))) is not None:
+            path.append(child)
+        paths.append(path)
+    return paths, [choice[path[-1]] for choice, path in zip(choices, paths, strict=True)]
+
+
+def _decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
+    """The same as `walk` and `decided`, without the host, which waits once, to read what was decided."""
+    parents_BN = batch.parents_BN.expand_as(choice_BN)
+    # A node is right when it holds its parent's choice, and accepted when all on its path are right.
+    right_BN = (choice_BN.gather(1, parents_BN.clamp(min=0)) == batch.tokens_BN) & (parents_BN >= 0)
+    right_BN = right_BN | (batch.depths_BN == 0)
+    accepted_BN = ~(batch.visible_BNN & ~right_BN[:, None]).any(-1)
+    last_B1 = (accepted_BN * (batch.depths_BN + 1)).max(-1, keepdim=True).indices
+    on_path_BN = batch.visible_BNN.expand(len(choice_BN), -1, -1).gather(
+        1, last_B1[:, :, None].expand(-1, -1, choice_BN.shape[1])
+    )[:, 0]
+    paths_BN = (~on_path_BN).long().argsort(dim=1, stable=True)  # its nodes first, in order
+    counts_B1 = on_path_BN.sum(-1, keepdim=True)
+    paths_BN = paths_BN.where(torch.arange(choice_BN.shape[1], device=choice_BN.device) < counts_B1, last_B1)
+    next_B1 = choice_BN.gather(1, last_B1)
+    decided = torch.cat([counts_B1, next_B1, paths_BN], dim=1).tolist()
+    paths = [path[:count] for count, _, *path in decided]
+    paths_BP = paths_BN[:, : max(map(len, paths))]
+    committed = Committed(batch, paths, paths_BP, counts_B1[:, 0], out.aux_hidden_states, out.logits_BTV)
+    return committed, TreeBatch.roots([token for _, token, *_ in decided], on_device=next_B1[:, 0])
+
+
+# -- before the loop, and where a text ends ----------------------------------------------------------------------
 
 
 def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> None:
@@ -227,9 +395,43 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
             )
 
 
-def make_verifier(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> Verifier:
+def make_verifier(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> Verifier | SamplingVerifier:
     """The verifier for these options."""
     if options.verifier == "auto" and options.greedy and not options.needs_prefix:
         return Verifier()
     draws = not options.greedy if options.verifier == "auto" else RULES[options.verifier]
     return SamplingVerifier(options, prompts, options.seed, draws)
+
+
+def extend(text: list[int], tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> str | None:
+    """Append tokens to a row's text as far as it goes, also in the middle of an accepted path.
+
+    Args:
+        text: the row's tokens so far, without the prompt.
+        tokens: what was decided.
+        row: its number, for the caller's own test.
+        options: token limit, stop strings, the caller's own test, whether to ignore the end-of-turn token.
+        target: whose end-of-turn tokens and tokenizer count.
+
+    Returns:
+        why the text ended; None when it goes on.
+    """
+    for token in tokens:
+        text.append(token)
+        stopped = options.stop_test is not None and options.stop_test(row, text)  # sees every token of the text
+        if token in target.end_tokens and not options.ignore_end:
+            return "end"
+        if stopped or _at_stop_string(text, options.stop_strings, target.tokenizer):
+            return "stop"
+        if len(text) == options.max_new_tokens:
+            return "length"
+    return None
+
+
+def _at_stop_string(text: list[int], stop_strings: Sequence[str], tokenizer: Any) -> bool:
+    if not stop_strings:
+        return False
+    # A stop string is at most as many tokens long as it has bytes; the tail holds it whole.
+    tail = text[-max(len(stop.encode()) for stop in stop_strings) - 8 :]
+    decoded = tokenizer.decode(tail, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return any(stop in decoded for stop in stop_strings)

@@ -1,8 +1,8 @@
-"""Verifiers: from drafted trees and the target's logits to the tokens that are emitted.
+"""Verification when sampling: from drafted trees and the target's logits to the tokens that are drawn.
 
-Greedy decoding reads all choices at once. Sampling goes down the trees, all rows together, one depth after the other:
-the target's distribution is computed only at the nodes that rows come to, and the host waits for the device once, for
-what came out.
+It goes down the trees, all rows together, one depth after the other: the target's distribution is computed only at the
+nodes that rows come to, and the host waits for the device once, for what came out. Greedy verification is `Verifier`
+in `loop.py`.
 
 Sampling is lossless when what it emits, continued by the target alone, is distributed as the target's own text,
 whatever was drafted. `tests/reference.py` has the same rule for one node, plainly; the tests prove it by enumeration
@@ -30,103 +30,14 @@ from headstart.decode.options import SamplingOptions
 from headstart.decode.sampling import process, warp
 from headstart.support.rng import Numbers, draw_at, in_parts
 from headstart.target.model import TargetOutput
-from headstart.tree.tree import Committed, Tree, TreeBatch, upload_paths
+from headstart.tree.tree import Committed, TreeBatch, decided
 
 RULES = {"top_k": False, "greedy_draft": True}
 """Names of the ways to sample: whether drafters are asked to draw the last child of each node. What comes out follows
 the same distribution; `greedy_draft` accepts more, and `top_k` draws the very text that plain sampling draws."""
 
 
-class Verifier:
-    """Decides which drafts are accepted. This one is greedy: a draft is accepted when it is the target's argmax, so
-    that the output is that of plain greedy decoding.
-
-    Attributes:
-        draws: whether drafters are asked to draw children, see `Request`.
-        draft_streams: each row's random generator for that.
-    """
-
-    draws = False
-    draft_streams: Sequence[torch.Generator] = ()
-
-    def first(self, logits_BV: Tensor) -> list[int]:
-        """Each row's first token, from the logits after its prompt."""
-        return argmax(logits_BV).tolist()
-
-    def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
-        """Decide one round for every row.
-
-        Args:
-            batch: what was drafted.
-            out: what the target says of it.
-
-        Returns:
-            What is committed; and the roots of the next round: the target's own tokens after it.
-        """
-        choice_BN = argmax(out.logits_BTV)
-        if choice_BN.device.type == "cpu":
-            return _decided(batch, out, *walk(batch.trees, choice_BN.tolist()))
-        return _decided_on_device(batch, out, choice_BN)
-
-    def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
-
-
-def argmax(logits: Tensor) -> Tensor:
-    """Index of the largest logit; that of `argmax`, ties included, and five times faster in bfloat16 on a CPU."""
-    return logits.max(-1).indices
-
-
-def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
-    """Follow the target's choices, after each node of each row, down the trees as far as the drafts agree.
-
-    Returns:
-        the accepted nodes of each row, root first, and the target's choice after the last of them.
-    """
-    paths = []
-    for tree, choice in zip(trees, choices, strict=True):
-        index, path = tree.index, [0]
-        while (child := index.get((path[-1], choice[path[-1]]))) is not None:
-            path.append(child)
-        paths.append(path)
-    return paths, [choice[path[-1]] for choice, path in zip(choices, paths, strict=True)]
-
-
-def _decided(
-    batch: TreeBatch, out: TargetOutput, paths: list[list[int]], next_tokens: list[int]
-) -> tuple[Committed, TreeBatch]:
-    """What was decided on the host; one upload."""
-    paths_BP, counts_B, next_B = upload_paths(paths, next_tokens, batch.tokens_BN.device)
-    committed = Committed(batch, paths, paths_BP, counts_B, out.aux_hidden_states, out.logits_BTV)
-    return committed, TreeBatch.roots(next_tokens, on_device=next_B)
-
-
-def _decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
-    """The same as `walk` and `_decided`, without the host, which waits once, to read what was decided."""
-    parents_BN = batch.parents_BN.expand_as(choice_BN)
-    # A node is right when it holds its parent's choice, and accepted when all on its path are right.
-    right_BN = (choice_BN.gather(1, parents_BN.clamp(min=0)) == batch.tokens_BN) & (parents_BN >= 0)
-    right_BN = right_BN | (batch.depths_BN == 0)
-    accepted_BN = ~(batch.visible_BNN & ~right_BN[:, None]).any(-1)
-    last_B1 = (accepted_BN * (batch.depths_BN + 1)).max(-1, keepdim=True).indices
-    on_path_BN = batch.visible_BNN.expand(len(choice_BN), -1, -1).gather(
-        1, last_B1[:, :, None].expand(-1, -1, choice_BN.shape[1])
-    )[:, 0]
-    paths_BN = (~on_path_BN).long().argsort(dim=1, stable=True)  # its nodes first, in order
-    counts_B1 = on_path_BN.sum(-1, keepdim=True)
-    paths_BN = paths_BN.where(torch.arange(choice_BN.shape[1], device=choice_BN.device) < counts_B1, last_B1)
-    next_B1 = choice_BN.gather(1, last_B1)
-    decided = torch.cat([counts_B1, next_B1, paths_BN], dim=1).tolist()
-    paths = [path[:count] for count, _, *path in decided]
-    paths_BP = paths_BN[:, : max(map(len, paths))]
-    committed = Committed(batch, paths, paths_BP, counts_B1[:, 0], out.aux_hidden_states, out.logits_BTV)
-    return committed, TreeBatch.roots([token for _, token, *_ in decided], on_device=next_B1[:, 0])
-
-
-# -- sampling --------------------------------------------------------------------------------------------------------
-
-
-class SamplingVerifier(Verifier):
+class SamplingVerifier:
     """Draws the text, with random numbers of each row's own.
 
     After a node with the drawn child x ~ q, the child is accepted with probability min(1, p(x) / q(x)). Otherwise, and
@@ -142,7 +53,10 @@ class SamplingVerifier(Verifier):
         sampling: settings; a temperature of 0 leaves one possible token everywhere.
         prompts: of each row; processors read them.
         seed: of the first row; the next row has the next seed.
-        draws: see `Request`.
+        draws: whether drafters are asked to draw children, see `Request`.
+
+    Attributes:
+        draft_streams: each row's random generator for that.
     """
 
     def __init__(self, sampling: SamplingOptions, prompts: Sequence[Sequence[int]], seed: int, draws: bool) -> None:
@@ -154,6 +68,7 @@ class SamplingVerifier(Verifier):
         self.draft_streams = [draft for _, _, draft in generators]
 
     def first(self, logits_BV: Tensor) -> list[int]:
+        """Each row's first token, from the logits after its prompt."""
         _, residual_BK = self._peek(1, logits_BV.device)
         parts = in_parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
         drawn = [
@@ -164,7 +79,7 @@ class SamplingVerifier(Verifier):
         return tokens
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
-        """All rows go down their trees side by side.
+        """Decide one round for every row, see `Verifier.accept`; all rows go down their trees side by side.
 
         Where asking the device costs nothing, or processors must see the text, rows that have ended are left out; else
         they stay, and what they come to is ignored.
@@ -203,11 +118,11 @@ class SamplingVerifier(Verifier):
         tokens, paths = torch.stack([tokens_BK, path_BK]).tolist()
         emitted = [[token for token in row if token >= 0] for row in tokens]
         self._emitted(emitted)
-        return _decided(
-            batch, out, [[0, *(node for node in path if node >= 0)] for path in paths], [row[-1] for row in emitted]
-        )
+        accepted = [[0, *(node for node in path if node >= 0)] for path in paths]
+        return decided(batch, accepted, [row[-1] for row in emitted], out.aux_hidden_states, out.logits_BTV)
 
     def reorder(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
         self._texts = [self._texts[row] for row in rows]
         self._numbers = [self._numbers[row] for row in rows]
         self.draft_streams = [self.draft_streams[row] for row in rows]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from functools import reduce
 
-from headstart.decode.drafting import Drafter
+from headstart.decode.loop import CombinedDrafter, Drafter
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.combine import CombinedDrafter
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.mtp import MtpDrafter
@@ -109,7 +108,7 @@ def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
             return LookaheadDrafter()
         case "early-exit":
             layers = _layers(argument, target) if colon else max(1, target.num_layers // 6)
-            return DraftModelDrafter(early_exit(target, layers), target, name="early-exit")
+            return DraftModelDrafter(early_exit(target, layers), target)
         case "mtp":
             return MtpDrafter(target, _steps(argument) if colon else None)
         case "draft-model":

@@ -54,7 +54,6 @@ class DraftModelDrafter:
         draft: the small model, with the target's vocabulary.
         target: the model that verifies.
         draft_steps: longest chain.
-        name: what reports call it.
 
     Raises:
         UserError: when the two models do not share a vocabulary.
@@ -62,7 +61,7 @@ class DraftModelDrafter:
 
     aux_layers: tuple[int, ...] = ()
 
-    def __init__(self, draft: Target, target: Target, draft_steps: int = 6, name: str = "draft-model") -> None:
+    def __init__(self, draft: Target, target: Target, draft_steps: int = 6) -> None:
         check_tokenizers(draft, target)
         if draft.chains_only:
             raise UserError(
@@ -70,7 +69,6 @@ class DraftModelDrafter:
                 "Use a draft model whose layers all have attention.",
             )
         self.draft = draft
-        self.name = name
         self.draft_steps = draft_steps
         self.max_nodes = draft_steps + 1
         # Chains are cut short about half way.

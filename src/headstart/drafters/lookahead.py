@@ -56,7 +56,6 @@ class LookaheadDrafter:
         seed: of the first guesses, which are random tokens of the prompt.
     """
 
-    name = "lookahead"
     aux_layers: tuple[int, ...] = ()
     draft_share = 0.01
 

@@ -21,12 +21,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headstart.drafters.heads import grow
 from headstart.drafters.queues import Queue, first_read, placed
 from headstart.errors import UserError
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target
 from headstart.target.shipped import Shipped, ShippedModule, read_shipped
-from headstart.tree.growing import grow
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
 DRAFT_STEPS = 3
@@ -77,8 +77,6 @@ class MtpDrafter:
     Raises:
         UserError: no modules, or more steps than several modules take.
     """
-
-    name = "mtp"
 
     def __init__(
         self,

@@ -142,7 +142,6 @@ class NgramDrafter:
         minimum: drafts less likely to be accepted than this are never proposed, whatever the request says.
     """
 
-    name = "ngram"
     aux_layers: tuple[int, ...] = ()
     draft_share = 0.005
 

@@ -24,8 +24,7 @@ import torch
 from rich.console import Console
 
 from headstart.decode.budget import Costs
-from headstart.decode.drafting import Drafter
-from headstart.decode.loop import Engine, Generation, check
+from headstart.decode.loop import Drafter, Engine, Generation, check
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import RULES
 from headstart.drafters.heads import HeadDrafter

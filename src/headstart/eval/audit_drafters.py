@@ -14,7 +14,6 @@ from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 class AlwaysWrongDrafter:
     """Fills a tree with fixed tokens, one per rank, none of which the target ever chooses; see `unused_tokens`."""
 
-    name = "always wrong"
     aux_layers: tuple[int, ...] = ()
 
     def __init__(self, shape: TreeShape, tokens: Sequence[int]) -> None:

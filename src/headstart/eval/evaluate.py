@@ -18,8 +18,7 @@ from rich.console import Console
 
 from headstart.data.prompts.chat import check_template, has_template, prompt_tokens
 from headstart.data.prompts.questions import Question
-from headstart.decode.drafting import Drafter
-from headstart.decode.loop import check
+from headstart.decode.loop import Drafter, check
 from headstart.errors import UserError
 from headstart.eval.bits import count_bits
 from headstart.eval.divergence import Judge, Judgement

@@ -20,8 +20,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.decode.budget import Costs
-from headstart.decode.drafting import Drafter
-from headstart.decode.loop import Engine, Round
+from headstart.decode.loop import Drafter, Engine, Round
 from headstart.decode.options import DecodeOptions, SamplingOptions, TreeKind
 from headstart.errors import UserError
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK

@@ -31,8 +31,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import Finish
 from headstart.target.model import Target
-from headstart.tree.growing import grow
-from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
+from headstart.tree.tree import Committed, TreeShape
 
 
 class HeadConfig(HeadSettings):
@@ -125,7 +124,8 @@ class StepPrediction:
 
 
 class DraftHead(HeadModule, ABC):
-    """A head family. Training (`unroll`) and drafting (`prefill`, `draft`, `commit`, `reorder`) are separate methods.
+    """A head family. Training (`unroll`) and drafting (`prefill`, `draft_step`, `commit`, `reorder`) are separate
+    methods.
 
     A family drafts in one of two ways: level by level (`draft_step`), when what it says after a node depends on the
     tokens on the way there, or all depths in one forward (`OneForwardHead`).
@@ -228,10 +228,6 @@ class DraftHead(HeadModule, ABC):
             states: {layer: [B, T, E]} of the prefill, right-padded: row b is good up to len(prompts[b]).
         """
 
-    def draft(self, state: Any, roots: TreeBatch, request: Request) -> list[Tree]:
-        """Draft after each row's root, which is decided and not yet read by the target, as the decode loop asks."""
-        return grow(self, state, roots, request)
-
     @abstractmethod
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """Draft after the nodes of one level of a tree; the levels of a round come in order.
@@ -308,9 +304,6 @@ class OneForwardHead(DraftHead):
 
         The calls of a round come in order and never twice; the first may keep in `state` what it computes for all.
         """
-
-    def draft(self, state: Any, roots: TreeBatch, request: Request) -> list[Tree]:
-        return grow(self, state, roots, request, depth_logits=self.depth_logits)
 
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         return self.depth_logits(state, tokens_BW[:, 0], range(depth, depth + 1))

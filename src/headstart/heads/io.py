@@ -24,7 +24,7 @@ from headstart.target.frozen import FrozenModel
 
 CONFIG = "config.json"
 WEIGHTS = "heads.safetensors"
-_RUN_RECIPE, _RUN_HEADS = "recipe.yaml", "heads"
+RUN_RECIPE, _RUN_HEADS = "recipe.yaml", "heads"
 """What tells the folder of a run, and where it keeps the heads that it came to."""
 
 
@@ -34,12 +34,12 @@ def heads_folder(path: Path) -> Path:
     Raises:
         UserError: a run that has not come to its heads yet.
     """
-    if (path / CONFIG).is_file() or not (path / _RUN_RECIPE).is_file():
+    if (path / CONFIG).is_file() or not (path / RUN_RECIPE).is_file():
         return path
     if not (path / _RUN_HEADS / CONFIG).is_file():
         raise UserError(
             f"The run in {path} has no heads yet.",
-            f"Finish it: headstart run {path / _RUN_RECIPE} --run-dir {path}",
+            f"Finish it: headstart run {path / RUN_RECIPE} --run-dir {path}",
         )
     return path / _RUN_HEADS
 

@@ -28,11 +28,9 @@ class HeadModule(nn.Module):
         lm_bias_D: bias of the target's LM head, for heads that read logits through it.
         finish: what the target does to its logits, likewise.
         gradient_checkpointing: whether what training computes inside of layers is computed again for the gradients.
-        compiler: compiles what training computes inside of layers; None runs it as it is.
     """
 
     gradient_checkpointing: bool = False
-    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     draft_to_target_D: Tensor
     lm_bias_D: Tensor | None
     finish: Finish | None
@@ -40,7 +38,6 @@ class HeadModule(nn.Module):
     def __init__(self, draft_width: int, chosen: bool) -> None:
         super().__init__()
         self._chosen = chosen
-        self._compiled: dict[Callable[..., Any], Callable[..., Any]] = {}
         self._embedding_VE: Tensor | None = None
         self.register_buffer("draft_to_target_D", torch.arange(draft_width))
         self.register_buffer("lm_bias_D", None, persistent=False)
@@ -64,12 +61,8 @@ class HeadModule(nn.Module):
         return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.learning_rows().items()}
 
     def light(self, function: Callable[..., R], *inputs: Any) -> R:
-        """What a function makes of its inputs; with `gradient_checkpointing` only these are kept for the gradients.
-        It draws no random numbers, and is the same object in every step: it may be compiled."""
-        if self.compiler is not None:
-            if function not in self._compiled:
-                self._compiled[function] = self.compiler(function)
-            function = self._compiled[function]
+        """What a function, which draws no random numbers, makes of its inputs; with `gradient_checkpointing` only these
+        are kept for the gradients."""
         if not (self.gradient_checkpointing and torch.is_grad_enabled()):
             return function(*inputs)
         made: R = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)

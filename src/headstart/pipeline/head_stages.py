@@ -110,8 +110,7 @@ def _whole_target(run: Run) -> Target:
         return run.target
     except NoTarget as error:
         if section.needs_target:
-            setting = "train.decode_every=null" if section.decode_every else "train.joint.rank=0"
-            remedy = f"Or set {setting}: heads then train from the teacher beside the states."
+            remedy = "Or set train.joint.rank=0: heads then train from the teacher beside the states."
         else:
             remedy = "Or add the layers that these heads start from, where the target is: headstart data build."
         raise NoTarget(error.problem, f"{error.remedy} {remedy}") from error

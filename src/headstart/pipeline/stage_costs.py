@@ -234,10 +234,8 @@ def training(planned: Planned) -> tuple[float, float]:
 
 
 def checkpoint_bytes(planned: Planned) -> int:
-    """Weights, the optimisers' moments and the moving average."""
-    section = planned.recipe.train
-    average = 0 if section.ema is None else 4 * planned.learning
-    return 4 * planned.weights + optimizer_bytes(planned.heads, section) + average
+    """Weights and the optimisers' moments."""
+    return 4 * planned.weights + optimizer_bytes(planned.heads, planned.recipe.train)
 
 
 def train_cost(planned: Planned) -> Cost:

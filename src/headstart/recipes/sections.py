@@ -15,17 +15,17 @@ from pydantic.fields import FieldInfo
 
 from headstart.errors import UserError, nearest
 
-PositionWeight = Literal["exponential", "subsampled", "dpace", "accept_until_failure"]
-"""What a recipe can ask for: `exponential`, `dpace` and `accept_until_failure` are in
-`headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
+PositionWeight = Literal["exponential", "subsampled", "dpace"]
+"""What a recipe can ask for: `exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in
+`headstart.train.batches`."""
 
 
 _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 
 FREE_TO_CHANGE = {
-    *("steps", "minutes", "epochs", "eval_every", "save_every", "log_every", "decode_every"),
+    *("steps", "minutes", "epochs", "eval_every", "save_every", "log_every"),
     *("keep_checkpoints", "tracker", "project"),
-    *("gradient_checkpointing", "prefetch", "compile", "shard_target"),
+    *("gradient_checkpointing", "prefetch", "shard_target"),
 }
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
 costs memory or time alone."""
@@ -264,7 +264,7 @@ class JointSection(Section):
 class TrainSection(Section):
     """The training loop."""
 
-    noted_if_set = frozenset({"packing", "ema", "lora_rank", "anchors"})
+    noted_if_set = frozenset({"packing", "lora_rank", "anchors"})
 
     steps: int | None = Field(None, ge=1, description="Optimiser steps; with minutes, whichever ends first.")
     minutes: float | None = Field(None, gt=0, description="Wall-clock budget; the schedule follows the clock.")
@@ -284,10 +284,6 @@ class TrainSection(Section):
     gradient_accumulation_steps: int = Field(1, ge=1, description="Batches per optimiser step.")
     gradient_checkpointing: bool = Field(
         False, description="Compute what lies inside of layers again for the gradients: less memory, more time."
-    )
-    compile: bool = Field(
-        False,
-        description="Compile the inside of layers and the loss with torch.compile.",
     )
     shard_target: bool = Field(
         False,
@@ -310,24 +306,11 @@ class TrainSection(Section):
         "exponential",
         description="How much each step of a draft counts: step_weight to the power k; subsampled (the same on "
         "average: that share of the drafts goes on to step k, and less is computed); dpace (by what the expected "
-        "length gains); accept_until_failure (step_weight to the power k through the draft's first failure, then "
-        "nothing).",
+        "length gains).",
     )
     step_weight: float = Field(0.8, gt=0, le=1, description="Step k of a draft weighs this to the power k.")
     feature_weight: float = Field(
         0.0, ge=0, description="Weight of a smooth L1 loss between drafted features and final states; 0 is none."
-    )
-    noise: float = Field(
-        0.0, ge=0, description="Uniform noise on the states in training, as a share of each state's own size."
-    )
-    round_starts_fraction: float = Field(
-        0.0, ge=0, le=1, description="Share of the run, at its end, that learns only where drafting would start."
-    )
-    ema: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="Decay of a moving average of the weights (0.999), which is then validated and kept; null: none.",
     )
     joint: JointSection = JointSection()
     start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
@@ -342,9 +325,6 @@ class TrainSection(Section):
     save_every: int = Field(200, ge=1, description="Optimiser steps between checkpoints.")
     keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
     log_every: int = Field(10, ge=1, description="Optimiser steps between logged losses.")
-    decode_every: int | None = Field(
-        None, ge=1, description="Optimiser steps between decoding a few validation prompts with the heads; null: never."
-    )
     tracker: Literal["none", "wandb", "trackio", "tensorboard"] = Field("none", description="accelerate tracker.")
     project: str = Field("headstart", description="Project name for the tracker.")
     seed: int = Field(0, description="Seed of initialisation and batch order.")
@@ -352,7 +332,7 @@ class TrainSection(Section):
     @property
     def needs_target(self) -> bool:
         """Whether training runs the target itself, so that its teacher is not enough."""
-        return self.decode_every is not None or self.joint.rank > 0
+        return self.joint.rank > 0
 
     def noted(self, leave_out: Iterable[str] = ()) -> dict[str, Any]:
         """The settings, for records: those of joint training only where there is one."""

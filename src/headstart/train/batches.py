@@ -153,23 +153,6 @@ def states_by_conversation(batch: HeadBatch) -> list[list[Tensor]]:
     return [list(parts) for parts in zip(*(torch.split(state_BTE[0], lengths) for state_BTE in every), strict=True)]
 
 
-def noisy(batch: HeadBatch, noise: float, seed: Sequence[int]) -> HeadBatch:
-    """The batch with uniform noise on its states, so that heads learn to bear states that are not quite right.
-
-    EAGLE (arXiv 2401.15077) adds noise from [-0.1, 0.1] to final states, whose components are of about size 1. Here
-    `noise` is a share of the root mean square of each state, so it means the same at every layer of every model. The
-    same `seed` gives the same noise.
-    """
-    drawn = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    random = torch.Generator(batch.tokens_BT.device).manual_seed(drawn)
-    states = {}
-    for layer, state_BTE in sorted(batch.states.items()):
-        size_BT1 = state_BTE.float().square().mean(-1, keepdim=True).sqrt().to(state_BTE.dtype)
-        uniform_BTE = torch.empty_like(state_BTE).uniform_(-noise, noise, generator=random)
-        states[layer] = state_BTE + size_BT1 * uniform_BTE
-    return dataclasses.replace(batch, states=states)
-
-
 def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
     """The batch with an end drawn for every draft: of those that learn at a step, `share` go on to the next.
 

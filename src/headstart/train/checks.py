@@ -40,9 +40,9 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
     if section.mixed_precision == "fp16" and (recipe.target.device == "cpu" or not torch.cuda.is_available()):
         raise UserError("fp16 training needs a GPU.", "Set train.mixed_precision=bf16 (or no).")
     if section.needs_target and isinstance(target, TeacherModel):
-        name, off = ("train.decode_every", "null") if section.decode_every else ("train.joint", "{rank: 0}")
         raise UserError(
-            f"{name} runs the target itself, and only its teacher is loaded.", f"Set {name}={off}, or load the target."
+            "train.joint runs the target itself, and only its teacher is loaded.",
+            "Set train.joint.rank=0, or load the target.",
         )
     if section.shard_target:
         _check_sharding(recipe)
@@ -60,7 +60,6 @@ def _check_sharding(recipe: Recipe) -> None:
     """
     for name, given, instead in (
         ("data.states=stored", recipe.data.states == "stored", "data.states=online: stored states need no target"),
-        ("train.decode_every", recipe.train.decode_every is not None, "train.decode_every=null"),
         ("target.adapter", recipe.target.adapter is not None, "target.adapter=null"),
         ("target.quantization", recipe.target.quantization != "none", "target.quantization=none"),
     ):
@@ -82,14 +81,10 @@ def _check_joint(recipe: Recipe) -> None:
     for name, given, why in (
         ("data.states=online", recipe.data.states == "online", "compares with stored states of the target as it is"),
         ("train.packing", section.packing, "reads a conversation in a row"),
-        ("train.ema", section.ema is not None, "keeps the adapter that the heads were judged with"),
     ):
         if given:
             default = {"data.states=online": "data.states=stored", "train.packing": "train.packing=false"}
-            raise UserError(
-                f"train.joint {why}, and {name} is set.",
-                f"Set {default.get(name, 'train.ema=null')}, or train.joint.rank=0.",
-            )
+            raise UserError(f"train.joint {why}, and {name} is set.", f"Set {default[name]}, or train.joint.rank=0.")
     if recipe.target.adapter is not None:
         raise UserError(
             "train.joint trains an adapter of its own, and target.adapter names another.",

@@ -1,25 +1,15 @@
-"""What training asks of its machine: to keep freed memory, to compile functions, and to hold signals back."""
+"""What training asks of its machine: to keep freed memory, and to hold signals back."""
 
 from __future__ import annotations
 
 import ctypes
 import platform
-import shutil
 import signal
 import threading
-from collections.abc import Callable
 from time import monotonic
 from types import FrameType, TracebackType
-from typing import Any, TypeVar, cast
+from typing import Any
 
-import torch
-
-from headstart.errors import UserError
-
-F = TypeVar("F", bound=Callable[..., object])
-
-BACKEND = "inductor"
-"""Of `torch.compile`."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
 _SAME_REQUEST = 1.0
@@ -39,39 +29,6 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_M_MMAP_THRESHOLD, _LARGE)) and bool(mallopt(_M_TRIM_THRESHOLD, 2 * _LARGE - 1))
-
-
-def compiled(function: F) -> F:
-    """The function compiled, for batches of any shape (`train.compile`)."""
-    return cast(F, torch.compile(function, dynamic=True, backend=BACKEND))
-
-
-def check_compiler(device: torch.device | str) -> None:
-    """Refuse to compile where what compiles is missing.
-
-    Raises:
-        UserError: no C++ compiler, or on a GPU no triton.
-    """
-    if BACKEND != "inductor":
-        return
-    kind = torch.device(device).type
-    if kind == "cpu":
-        from torch._inductor import config
-
-        names = [name for name in (config.cpp.cxx if isinstance(config.cpp.cxx, tuple) else (config.cpp.cxx,)) if name]
-        if not any(shutil.which(name) for name in [*names, "g++", "clang++"]):
-            raise UserError(
-                "train.compile needs a C++ compiler, and there is none.",
-                "Install g++ (or name one in the variable CXX), or set train.compile=false.",
-            )
-    elif kind == "cuda":
-        from torch.utils._triton import has_triton
-
-        if not has_triton():
-            raise UserError(
-                "train.compile needs triton on a GPU, and it is missing or too old for this one.",
-                "Install triton (pip install triton), or set train.compile=false.",
-            )
 
 
 class Interrupt:

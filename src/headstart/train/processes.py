@@ -20,10 +20,10 @@ from headstart.recipes.recipe import Recipe
 from headstart.support.terminal import complain, explained
 from headstart.target.frozen import FrozenModel
 
-_SPEAKERS, _SPOKEN, _HEARERS, _HEARD = (f"headstart/{key}" for key in ("speakers", "said", "hearers", "heard"))
-"""Keys of the store that all processes read: who wants to speak, and who has heard."""
+_SPEAKERS = "headstart/speakers"
+"""Key of the store that all processes read: how many of them had something to say."""
 _PATIENCE = 10.0
-"""Seconds that a process with something to say waits for the main process, which usually has the same to say."""
+"""Seconds that the main process, which may keep the store, waits for the others."""
 _MEETING = timedelta(seconds=30)
 LOST_CONTACT = (
     "Another process of this training has ended.",
@@ -174,76 +174,53 @@ def one_voice() -> Iterator[None]:
         leave_processes()
     except UserError as error:
         problem, remedy = error.problem, error.remedy
-        speak_once(lambda: complain(problem, remedy))
+        _speak_once(lambda: complain(problem, remedy))
         raise SystemExit(2) from None
     except OSError as error:
         problem, remedy = explained(error)
-        speak_once(lambda: complain(problem, remedy))
+        _speak_once(lambda: complain(problem, remedy))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         leave_processes()
         raise SystemExit(130) from None
     except RuntimeError as error:
-        if not is_lost_contact(error):
+        if not _is_lost_contact(error):
             raise
-        spoken = has_spoken()
-        speak_once(lambda: None if spoken else complain(*LOST_CONTACT))
-        raise SystemExit(2 if spoken else 1) from None
+        raise SystemExit(1 if _speak_once(lambda: complain(*LOST_CONTACT)) else 2) from None
 
 
-def speak_once(say: Callable[[], None]) -> None:
-    """Say what every process of a training has to say and leave it: the main process speaks, the others wait for that.
+def _speak_once(say: Callable[[], None]) -> bool:
+    """Leave the processes of a training, which may all have the same to say: the first of them says it.
 
-    When the main process has nothing to say, or is gone, another one speaks.
+    Returns:
+        Whether this one did.
     """
-    if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        with suppress(RuntimeError, ValueError):  # refused before the processes met
+    with suppress(RuntimeError, ValueError):
+        if not dist.is_initialized():  # refused before the processes met
             PartialState(cpu=True, timeout=_MEETING)
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        say()
-        leave_processes()
-        return
-    main, others = dist.get_rank() == 0, dist.get_world_size() - 1
     try:
+        main, ranks = is_main(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()
-        if (main or not _told(store, _SPOKEN)) and store.add(_SPEAKERS, 1) == 1:
-            say()
-            store.set(_SPOKEN, "")
-    except RuntimeError:  # the store went with the process that kept it
+        first = bool(store.add(_SPEAKERS, 1) == 1)
+    except (RuntimeError, ValueError):  # the store went with the process that kept it
         say()
         leave_processes()
-        return
-    leave_processes()  # others that wait for this one hear of it
-    with suppress(RuntimeError):
-        if not main and store.add(_HEARERS, 1) == others:
-            store.set(_HEARD, "")
-        if main:  # which may keep the store
-            _told(store, _HEARD)
-
-
-def _told(store: Any, key: str) -> bool:
-    """Whether another process sets a key of the store before patience ends."""
+        return True
+    if first:
+        say()
+    leave_processes()  # those that wait for this one hear of it
     end = monotonic() + _PATIENCE
-    while not store.check([key]):
-        if monotonic() > end:
-            return False
-        sleep(0.02)
-    return True
+    with suppress(RuntimeError):
+        while main and store.add(_SPEAKERS, 0) < ranks and monotonic() < end:  # the main process may keep the store
+            sleep(0.02)
+    return first
 
 
-def is_lost_contact(error: BaseException) -> bool:
+def _is_lost_contact(error: BaseException) -> bool:
     """Whether a call between processes failed because another one has ended."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
-    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
-
-
-def has_spoken() -> bool:
-    """Whether a process of this training has said why it ends."""
-    try:
-        return bool(dist.distributed_c10d._get_default_store().check([_SPOKEN]))
-    except RuntimeError:
-        return False
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def leave_processes() -> None:

@@ -26,7 +26,7 @@ from headstart.recipes.sections import PositionWeight
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import Finish
-from headstart.train.losses import Loss, accept_until_failure, dpace, exponential, round_starts, shared_mass, smooth_l1
+from headstart.train.losses import Loss, dpace, exponential, shared_mass, smooth_l1
 
 _BLOCK = {"cpu": 1 << 24}
 """Logits that exist at once, 32 MB of bfloat16 on a CPU."""
@@ -130,7 +130,6 @@ def weighted(
     step_weight: float,
     position_weight: PositionWeight = "exponential",
     feature_weight: float = 0.0,
-    round_starts_only: bool = False,
 ) -> Tensor:
     """Sum over all predictions of a batch of weight times loss: a float32 scalar, not yet normalised.
 
@@ -141,24 +140,19 @@ def weighted(
         loss: between draft and target distributions.
         teacher_logits: the target's side of the batch.
         step_weight: step k weighs this to the power k (not with `dpace`).
-        position_weight: see `headstart.train.losses`; `subsampled` takes the batch as `subsampled` left it.
-            `dpace` and `accept_until_failure` cost one more product with the LM head, to see first how the drafts fare;
-            `accept_until_failure` then skips what weighs nothing.
+        position_weight: see `headstart.train.losses`; `subsampled` takes the batch as `batches.subsampled` left it.
+            `dpace` costs one more product with the LM head, to see first how the drafts fare.
         feature_weight: of `smooth_l1` between drafted features and final states, with the same position weights.
-        round_starts_only: learn only from origins at which drafting would really start; they weigh as much as all
-            together.
 
     Raises:
         UserError: a feature loss for heads that draft no features.
     """
     steps = list(predictions)
-    weights = _position_weights(steps, teacher_logits, step_weight, position_weight, round_starts_only)
+    weights = _position_weights(steps, teacher_logits, step_weight, position_weight)
     total = torch.zeros((), device=teacher_logits.final_SE.device)
     for members in _by_lm_head(steps):
         prediction = _joined([steps[step] for step in members])
         weight_M = torch.cat([weights[step] for step in members])
-        if position_weight == "accept_until_failure" or round_starts_only:
-            prediction, weight_M = _rows_of(prediction, weight_M, weight_M.nonzero()[:, 0])
         if isinstance(teacher_logits, LongTeacherLogits) and len(members) > 1:
             # Steps that are compared with one distribution come together: it is computed once for all of them.
             prediction, weight_M = _rows_of(prediction, weight_M, prediction.source_M.argsort(stable=True))
@@ -216,40 +210,26 @@ def _position_weights(
     teacher_logits: TeacherLogits,
     step_weight: float,
     position_weight: PositionWeight,
-    round_starts_only: bool,
 ) -> list[Tensor]:
     origins = [prediction.origin_M for prediction in steps]
-    drawn = position_weight == "subsampled" and not round_starts_only  # the batch has been subsampled
-    weights = exponential(origins, 1.0 if drawn else step_weight)
-    if not steps or (position_weight in ("exponential", "subsampled") and not round_starts_only):
-        return weights
-    alphas, right = zip(*(agreement(prediction, teacher_logits) for prediction in steps), strict=True)
-    if position_weight == "dpace":
-        weights = dpace(origins, alphas)
-    elif position_weight == "accept_until_failure":
-        weights = accept_until_failure(origins, right, step_weight)
-    if round_starts_only:
-        started = round_starts(origins, right)
-        scale = len(origins[0]) / max(1, int(started[0].sum()))
-        weights = [scale * weight_M * started_M for weight_M, started_M in zip(weights, started, strict=True)]
-    return weights
+    if position_weight == "dpace" and steps:
+        return dpace(origins, [alphas(prediction, teacher_logits) for prediction in steps])
+    # Subsampled drafts end early instead of weighing less.
+    return exponential(origins, 1.0 if position_weight == "subsampled" else step_weight)
 
 
 @torch.no_grad()
-def agreement(prediction: StepPrediction, teacher_logits: TeacherLogits) -> tuple[Tensor, Tensor]:
-    """How a step's drafts fare: alpha [M], and whether draft and target have the same most likely token, bool [M].
-
-    Both are over the draft vocabulary: a token that cannot be drafted counts as little here as in the loss.
-    """
+def alphas(prediction: StepPrediction, teacher_logits: TeacherLogits) -> Tensor:
+    """Alpha of a step's drafts, [M], over the draft vocabulary: a token that cannot be drafted counts as little here as
+    in the loss."""
     rows_M = teacher_logits.rows(prediction.source_M)
-    alphas, right = [torch.zeros(0, device=rows_M.device)], [torch.zeros(0, dtype=torch.bool, device=rows_M.device)]
+    parts = [torch.zeros(0, device=rows_M.device)]
     for block, logits_BD in logits_by_block(prediction):
         table_SD, rows_B = teacher_logits.of(rows_M[block])
         for chunk in _chunks(logits_BD):
-            draft_CD, target_CD = logits_BD[chunk].float(), table_SD[rows_B[chunk]].float()
-            alphas.append(shared_mass(draft_CD, target_CD.softmax(-1)))
-            right.append(draft_CD.argmax(-1) == target_CD.argmax(-1))
-    return torch.cat(alphas), torch.cat(right)
+            target_probs_CD = table_SD[rows_B[chunk]].float().softmax(-1)
+            parts.append(shared_mass(logits_BD[chunk].float(), target_probs_CD))
+    return torch.cat(parts)
 
 
 def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]]:

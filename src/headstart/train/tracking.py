@@ -1,20 +1,24 @@
-"""Trackers: whether the one that a recipe names can start, and starting it, through accelerate."""
+"""Trackers: whether the one that a recipe names can start, starting it through accelerate, and its copy of the report.
+
+A tracker may fail in any way of its own: every failure becomes one kind of error, see `_reported`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
 import os
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from headstart.errors import UserError
 from headstart.recipes.sections import TrainSection
@@ -22,18 +26,26 @@ from headstart.support.files import read_json, write_json
 
 _PACKAGES = {"wandb": ("wandb",), "trackio": ("trackio",), "tensorboard": ("tensorboard", "tensorboardX")}
 """What each tracker needs, any one of them."""
-
 RUN_ID = "tracker.json"
 """In the folder of a training: the id of its run, by tracker."""
 _WITH_ID = ("wandb", "trackio")
 _WANDB_SAYS = {"dir": "WANDB_DIR", "name": "WANDB_NAME", "id": "WANDB_RUN_ID", "resume": "WANDB_RESUME"}
 
-_NONE = "Or set train.tracker=none."
-_REMEDIES = {
-    "wandb": f"Log in (wandb login), or set WANDB_MODE=offline. {_NONE}",
-    "trackio": f"Check that trackio works by itself (trackio show). {_NONE}",
-    "tensorboard": f"Check that tensorboard imports and that the run's folder can be written. {_NONE}",
-}
+
+@contextmanager
+def _reported(name: str, failure: str) -> Iterator[None]:
+    """Whatever a tracker raises inside becomes an error that says what failed, in the tracker's own words.
+
+    Raises:
+        UserError: with what to try.
+    """
+    try:
+        yield
+    except Exception as error:  # every tracker has its own kinds
+        login = (
+            "Log in (wandb login), or set WANDB_MODE=offline." if name == "wandb" else f"See that {name} runs alone."
+        )
+        raise UserError(f"The tracker {name} {failure}: {error}", f"{login} Or set train.tracker=none.") from error
 
 
 def check_tracker(name: str) -> None:
@@ -48,15 +60,18 @@ def check_tracker(name: str) -> None:
     installed = next((package for package in packages if importlib.util.find_spec(package) is not None), None)
     if installed is None:
         raise UserError(f"The tracker {name} is not installed.", f"Run: pip install {packages[0]}")
-    try:
+    with _reported(name, "cannot be imported"):
         module = importlib.import_module(installed)
-    except Exception as error:  # a broken package fails in its own way
-        raise UserError(
-            f"The tracker {name} cannot be imported: {error}",
-            f"Run: pip install --force-reinstall {installed}. {_NONE}",
-        ) from error
-    if name == "wandb" and not _wandb_can_start(module):
-        raise UserError("The tracker wandb has no account to log in with, and nobody to ask.", _REMEDIES["wandb"])
+    with _reported(name, "cannot start"):
+        if name == "wandb" and not _wandb_can_start(module):
+            raise RuntimeError("it has no account to log in with, and nobody to ask")
+
+
+def _wandb_can_start(wandb: Any) -> bool:
+    """Whether `wandb.init` will neither fail for want of an account nor wait for someone to type."""
+    if wandb.setup().settings.mode in ("offline", "disabled", "dryrun") or sys.stdin.isatty():
+        return True
+    return bool(wandb.login(prompt=False))
 
 
 def start_tracker(
@@ -78,36 +93,41 @@ def start_tracker(
     if name == "none":
         return
     folder = Path(accelerator.project_dir)
-    note = _note(folder / RUN_ID) if step is not None else {}
-    run_id = str(note.get(name) or secrets.token_hex(4))
-    options = {name: _options(name, folder, run, run_id, name in note, step)}
+    run_ids = _run_ids(folder) if step is not None else {}
+    run_id = run_ids.get(name) or secrets.token_hex(4)
+    options = {name: _options(name, folder, run, run_id, name in run_ids)}
+    if name == "tensorboard" and step is not None:  # hides what was logged after the checkpoint
+        options[name]["purge_step"] = step + 1
     try:
-        if accelerator.is_main_process:
-            folder.mkdir(parents=True, exist_ok=True)
-        accelerator.init_trackers(section.project, config=flat(settings), init_kwargs=options)
-        if accelerator.is_main_process and name in _WITH_ID:
-            write_json(folder / RUN_ID, {**note, name: run_id})
-    except Exception as error:  # every tracker has its own kinds
+        with _reported(name, "did not start"):
+            if accelerator.is_main_process:
+                folder.mkdir(parents=True, exist_ok=True)
+            accelerator.init_trackers(section.project, config=flat(settings), init_kwargs=options)
+    except UserError:
         accelerator.trackers.clear()  # there is nothing to finish
-        raise UserError(f"The tracker {name} did not start: {error}", _REMEDIES[name]) from error
+        raise
+    if accelerator.is_main_process and name in _WITH_ID:
+        write_json(folder / RUN_ID, {**run_ids, name: run_id})
 
 
-def _options(name: str, folder: Path, run: str, run_id: str, again: bool, step: int | None) -> dict[str, Any]:
+def _options(name: str, folder: Path, run: str, run_id: str, again: bool) -> dict[str, Any]:
     """What a tracker is started with; what its user says by environment variables comes first.
 
-    `again` says whether a run with this id was begun before, `step` where the training goes on from.
+    `again` says whether a run with this id was begun before.
     """
-    if name == "tensorboard":  # hides what was logged after the checkpoint that the training goes on from
-        return {} if step is None else {"purge_step": step + 1}
+    if name == "tensorboard":
+        return {}
+    resume = {"resume": "allow"} if again else {}
     if name == "trackio":  # which knows runs by their names
-        return {"name": f"{run}-{run_id}", **({"resume": "allow"} if again else {})}
-    options = {"dir": str(folder), "name": run, "id": run_id, **({"resume": "allow"} if again else {})}
+        return {"name": f"{run}-{run_id}", **resume}
+    options = {"dir": str(folder), "name": run, "id": run_id, **resume}
     return {key: value for key, value in options.items() if _WANDB_SAYS[key] not in os.environ}
 
 
-def _note(file: Path) -> dict[str, Any]:
+def _run_ids(folder: Path) -> dict[str, str]:
+    """The id of the training's run, by tracker; none where the file is missing or damaged."""
     try:
-        return dict(read_json(file))
+        return dict(read_json(folder / RUN_ID))
     except (UserError, TypeError, ValueError):
         return {}
 
@@ -119,19 +139,6 @@ def finish_trackers(accelerator: Accelerator) -> None:
             tracker.finish()
 
 
-def log_table(
-    accelerator: Accelerator, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], step: int
-) -> None:
-    """Log a table on the main process: wandb has tables, the others get one in Markdown."""
-    if not accelerator.is_main_process or not rows:
-        return
-    for tracker in accelerator.trackers:
-        if tracker.name == "wandb":
-            tracker.log_table(name, list(columns), [list(row) for row in rows], step=step)
-        else:
-            _log_text(tracker, name, _markdown(columns, rows), step)
-
-
 def memory(device: torch.device) -> dict[str, float]:
     """Memory in GB (1e9 bytes) by logged name: resident in this process, and on a GPU the most allocated so far."""
     values = {"memory/rss_gigabytes": psutil.Process().memory_info().rss / 1e9}
@@ -140,81 +147,29 @@ def memory(device: torch.device) -> dict[str, float]:
     return values
 
 
-def alert(accelerator: Accelerator, title: str, text: str, step: int) -> None:
-    """Have the tracker tell people: wandb and trackio send alerts, tensorboard shows a text."""
-    if not accelerator.is_main_process:
-        return
-    for tracker in accelerator.trackers:
-        if tracker.name == "wandb":
-            tracker.tracker.alert(title, text, level="WARN")
-        elif tracker.name == "trackio":
-            tracker.tracker.alert(title, text, step=step)
-        else:
-            _log_text(tracker, "alerts", f"**{title}** {text}", step)
-
-
-def _log_text(tracker: Any, name: str, text: str, step: int) -> None:
-    if tracker.name == "trackio":
-        trackio = importlib.import_module("trackio")
-        tracker.tracker.log({name: trackio.Markdown(text)}, step=step)
-    else:
-        tracker.tracker.add_text(name, text, step)
-        tracker.tracker.flush()
-
-
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table.
-
-    >>> print(_markdown(["a", "b"], [["x|y", 1]]))
-    | a | b |
-    | --- | --- |
-    | x\\|y | 1 |
-    """
-    lines = [columns, ["---"] * len(columns), *rows]
-    cells = [[" ".join(str(cell).split()).replace("|", "\\|") for cell in line] for line in lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
-
-
 def link_report(
     section: TrainSection, folder: Path, run: str, report: Path, summary: Mapping[str, Any], say: Callable[[str], None]
 ) -> None:
-    """Add the report to the run of the tracker that watched the training, when there is one.
+    """Add figures and text of the report to the run of the tracker that watched the training, when there is one.
 
-    wandb gets the figures as the run's summary and the report as an artifact, the others its text. A tracker
-    that fails here is said, and no more: the report itself is there.
+    A tracker that fails here is said, and no more: the report itself is there.
     """
-    name, note = section.tracker, _note(folder / RUN_ID)
-    if name == "none" or (name in _WITH_ID and name not in note):
+    name, folder = section.tracker, folder.resolve()
+    run_ids = _run_ids(folder)
+    if name == "none" or (name in _WITH_ID and name not in run_ids):
         return
     figures = {f"report/{key}": value for key, value in flat(summary).items() if isinstance(value, int | float)}
-    options = _options(name, folder.resolve(), run, str(note.get(name)), True, None)
-    text = (report / "report.md").read_text(encoding="utf-8")
+    options = _options(name, folder, run, run_ids.get(name, ""), True)
+    if name == "tensorboard":
+        options = {"logging_dir": str(folder)}
     try:
-        if name == "wandb":
-            _link_in_wandb(section.project, options, report, figures)
-        elif name == "trackio":
-            trackio = importlib.import_module("trackio")
-            session = trackio.init(project=section.project, **options)
-            session.log({**figures, "report": trackio.Markdown(text)})
-            session.finish()
-        else:
-            tensorboard = importlib.import_module("torch.utils.tensorboard")
-            with tensorboard.SummaryWriter(str(folder.resolve() / section.project)) as writer:
-                for key, value in figures.items():
-                    writer.add_scalar(key, value)
-                writer.add_text("report", text)
-    except Exception as error:  # every tracker has its own kinds
-        say(f"The report is not linked in {name}: {error}")
-
-
-def _link_in_wandb(project: str, options: Mapping[str, Any], report: Path, figures: Mapping[str, Any]) -> None:
-    wandb = importlib.import_module("wandb")
-    session = wandb.init(project=project, **options)
-    session.summary.update(dict(figures))
-    artifact = wandb.Artifact(f"report-{session.id}", type="report")
-    artifact.add_dir(str(report))
-    session.log_artifact(artifact)
-    session.finish()
+        with _reported(name, "did not take the report"):
+            tracker = LOGGER_TYPE_TO_CLASS[name](section.project, **options)
+            tracker.start()
+            tracker.log({**figures, "report": (report / "report.md").read_text(encoding="utf-8")})
+            tracker.finish()
+    except UserError as error:
+        say(error.problem)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
@@ -230,13 +185,3 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int 
         else:
             level[prefix + key] = value if isinstance(value, bool | int | float | str) else str(value)
     return level
-
-
-def _wandb_can_start(wandb: Any) -> bool:
-    """Whether `wandb.init` will neither fail for want of an account nor wait for someone to type."""
-    settings = wandb.setup().settings
-    if settings.mode in ("offline", "disabled", "dryrun") or sys.stdin.isatty():
-        return True
-    if "prompt" not in inspect.signature(wandb.login).parameters:  # versions before it say so when they start
-        return True
-    return bool(wandb.login(prompt=False))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,6 @@ from headstart.train.batches import (
     anchored,
     collate,
     epoch_batches,
-    noisy,
     predictions,
     share,
     subsampled,
@@ -51,14 +50,14 @@ from headstart.train.checkpoint import TrainerState
 from headstart.train.checks import check_training
 from headstart.train.joint import Drift, Joint
 from headstart.train.losses import find_loss
-from headstart.train.machine import Interrupt, check_compiler, compiled, keep_freed_memory
-from headstart.train.optimizers import Ema, learning_rate_now, make_optimizers
+from headstart.train.machine import Interrupt, keep_freed_memory
+from headstart.train.optimizers import learning_rate_now, make_optimizers
 from headstart.train.processes import describe_processes, make_accelerator, on_device, together
 from headstart.train.starting_heads import build_heads, check_store
 from headstart.train.summing import Teacher, weighted
-from headstart.train.tracking import alert, finish_trackers, log_table, memory, start_tracker
+from headstart.train.tracking import finish_trackers, memory, start_tracker
 from headstart.train.training_log import Display, Log, LossWatch, divergence, not_finite
-from headstart.train.validation import EXAMPLE, Tally, Validation, chosen_tokens, decode, draftable_share
+from headstart.train.validation import Tally, Validation, chosen_tokens, draftable_share
 from headstart.train.wrapped import LowRank, Unrolled
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ class TrainResult:
 
     Attributes:
         heads_folder: the heads with the best predicted tokens per round, for `heads.io.load_heads`.
-        last_folder: the heads after the last step; with `train.ema`, both are averages.
+        last_folder: the heads after the last step.
         steps: optimiser steps taken.
         metrics: the validation of the best heads: step, tau, top1, top4, top8, ...
         coverage: share of the validation data's supervised tokens that the heads can draft.
@@ -172,9 +171,6 @@ class _Trainer:
             # The buffers are the same everywhere from the start. What torch has instead, accelerate cannot say yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             self.model, *self.optimizers = accelerator.prepare(wrapped, *optimizers)
-        self.ema = Ema(self.learning, self.section.ema) if self.section.ema is not None else None
-        if self.ema is not None:
-            accelerator.register_for_checkpointing(self.ema)
         self.teacher = Teacher(target, self.heads.draft_to_target_D)
         self.order = Order(self.store, self.section, self.rank, self.ranks)
         self.valid = self._validation_batches()
@@ -188,9 +184,6 @@ class _Trainer:
     def _build_heads(self) -> DraftHead:
         heads = build_heads(self.recipe, self.target, self.store, self.log.say)
         heads.gradient_checkpointing = self.section.gradient_checkpointing
-        if self.section.compile:
-            check_compiler(self.target.device)
-            heads.compiler, self.loss = compiled, compiled(self.loss)
         check_store(self.valid_store, self.target, heads)
         return heads
 
@@ -266,9 +259,7 @@ class _Trainer:
             display.step(self._fraction(self._elapsed()), now - self.started, live)
             if state.step % self.section.log_every == 0:
                 self._log({"loss": loss, "lr": state.lr, "tokens_per_second": speed, "grad_norm": self.grad_norm})
-            self._watch(loss, fraction)
-            if self.section.decode_every and state.step % self.section.decode_every == 0:
-                self._decode()
+            self._watch(loss)
             if state.step % self.section.eval_every == 0:
                 self._validate(display, losses)
             if state.step % self.section.save_every == 0:
@@ -309,13 +300,11 @@ class _Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if self.ema is not None:
-            self.ema.update()
         return mean
 
     def _loss(self, batch: HeadBatch, number: int, fraction: float) -> Tensor:
         """Of one batch, summed; with an adapter that learns, its own loss is in it."""
-        stored, joint, round_starts_only = batch, self.joint, self._starts_only(fraction)
+        stored, joint = batch, self.joint
         joint_learns = joint is not None and joint.learns(fraction)
         if joint is not None and joint_learns:
             with self.accelerator.autocast():
@@ -327,9 +316,8 @@ class _Trainer:
             step_weight=self.section.step_weight,
             position_weight=self.section.position_weight,
             feature_weight=self.section.feature_weight,
-            round_starts_only=round_starts_only,
         )
-        loss: Tensor = self.model(self._augment(batch, number, round_starts_only), consume)
+        loss: Tensor = self.model(self._augment(batch, number), consume)
         if joint is None:
             return loss
         loss = loss + joint.untouched()  # a batch without an answer says nothing to the adapter
@@ -337,30 +325,26 @@ class _Trainer:
             return loss
         return joint.settings.heads_weight * loss + joint.distillation(stored, batch)
 
-    def _augment(self, batch: HeadBatch, number: int, round_starts_only: bool) -> HeadBatch:
+    def _augment(self, batch: HeadBatch, number: int) -> HeadBatch:
         """The batch with what the recipe draws for it, which depends on nothing but where the run stands."""
         index = self.rank + number * self.ranks  # in the group, however it is spread over processes
         seed = [self.section.seed, self.trainer_state.step, index]
-        if self.section.noise:
-            batch = noisy(batch, self.section.noise, seed)
-        if self.section.position_weight == "subsampled" and not round_starts_only:
+        if self.section.position_weight == "subsampled":
             batch = subsampled(batch, self.section.step_weight, seed)
         if self.section.anchors:
             batch = anchored(batch, self.section.anchors, seed)
         return batch
 
-    def _watch(self, loss: float, fraction: float) -> None:
-        if ratio := self.loss_watch.ratio(loss, self._starts_only(fraction)):
-            warning = divergence(loss, ratio, self.trainer_state.step)
-            self.log.say(warning)
-            alert(self.accelerator, "The loss diverges", warning, self.trainer_state.step)
+    def _watch(self, loss: float) -> None:
+        if ratio := self.loss_watch.ratio(loss):
+            self.log.say(divergence(loss, ratio, self.trainer_state.step))
             self._log({"loss_over_median": ratio})
 
     def _finish(self) -> TrainResult:
         state = self.trainer_state
         best = next(row for row in self.records if row["step"] == state.best_step)
         result = TrainResult(self.folder / "best", self.folder / "last", state.step, best, self.coverage)
-        with self._to_keep():
+        with self._whole_heads():
             self._keep_heads(result.last_folder)
         if self.accelerator.is_main_process:
             write_json(
@@ -399,15 +383,12 @@ class _Trainer:
 
     def _validate(self, display: Display, losses: list[float] | None) -> None:
         """Judge the heads, note it, and keep them when they are the best so far; empties `losses`."""
-        with self._to_keep():
+        with self._whole_heads():
             self._judge(display, losses)
 
-    @contextmanager
-    def _to_keep(self) -> Iterator[None]:
-        """Inside, the heads are those to judge and to keep: averages, with their low-rank updates."""
-        averaged = nullcontext() if self.ema is None else self.ema.applied()
-        with averaged, nullcontext() if self.low_rank is None else self.low_rank.merged():
-            yield
+    def _whole_heads(self) -> AbstractContextManager[None]:
+        """Inside, low-rank updates are part of the heads: so they are judged and kept."""
+        return nullcontext() if self.low_rank is None else self.low_rank.merged()
 
     def _judge(self, display: Display, losses: list[float] | None) -> None:
         self.model.eval()
@@ -471,18 +452,6 @@ class _Trainer:
         top1 = {f"valid/top1_step{k}": share for k, share in enumerate(validation.accuracy["top1"])}
         self._log({"valid/tau": validation.tau, "valid/coverage": self.coverage, **top1})
 
-    def _decode(self) -> None:
-        """Decode validation prompts on the main process; the others wait for it in the next step."""
-        if not self.accelerator.is_main_process:
-            return
-        assert isinstance(self.target, Target), "checked before the first step"
-        with self._to_keep():
-            decoded = decode(self.heads, self.target, self.valid_store)
-        self.log.say(f"step {self.trainer_state.step} · {decoded.summary}")
-        if decoded.tau is not None:
-            self._log(decoded.values())
-            log_table(self.accelerator, "decoded/examples", EXAMPLE, decoded.examples, self.trainer_state.step)
-
     def _log(self, values: dict[str, float]) -> None:
         """Tell trackers, with the memory of the main process and where in the data the run stands."""
         state = self.trainer_state
@@ -503,10 +472,6 @@ class _Trainer:
         """How much of the run is done: by steps or by the clock, whichever is further."""
         by_clock = elapsed / (60 * self.section.minutes) if self.section.minutes else 0.0
         return max(self.trainer_state.step / self.total, by_clock)
-
-    def _starts_only(self, fraction: float) -> bool:
-        """Whether the run learns only where drafting would start by now."""
-        return fraction >= 1 - self.section.round_starts_fraction
 
     def _agree(self, count: int, asked: bool) -> tuple[int, float, bool]:
         """(predictions of the step, seconds of the main process, somebody was asked to stop): equal everywhere."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
@@ -135,27 +135,20 @@ class Display:
 
 class LossWatch:
     """Says once that the loss diverges: at the first step whose loss is more than 2 times the median of the up to
-    100 steps before it, once there are 20 of them. A loss of other positions is another quantity: its median begins
-    anew.
+    100 steps before it, once there are 20 of them.
     """
 
     def __init__(self) -> None:
         self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._kind: Hashable = None
         self._told = False
 
-    def ratio(self, loss: float, kind: Hashable = None) -> float | None:
+    def ratio(self, loss: float) -> float | None:
         """The loss of a step as a multiple of the running median, the first time that it is far above it, else None.
-
-        `kind` changes when the loss begins to mean something else.
 
         >>> watch = LossWatch()
         >>> [watch.ratio(loss) for loss in (*[2.0] * 20, 3.9, 4.1, 9.0)][-3:]
         [None, 2.05, None]
         """
-        if kind != self._kind:
-            self._kind = kind
-            self._losses.clear()
         usual = median(self._losses) if len(self._losses) >= FEWEST else 0.0
         self._losses.append(loss)
         if self._told or usual <= 0 or loss <= FACTOR * usual:

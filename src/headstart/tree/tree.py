@@ -12,7 +12,7 @@ vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Self
 
@@ -399,3 +399,60 @@ def upload_paths(
     packed = [[*path, *[path[-1]] * (longest - len(path)), len(path), number] for path, number in rows]
     packed_BX = torch.tensor(packed, device=device)
     return packed_BX[:, :-2], packed_BX[:, -2], packed_BX[:, -1]
+
+
+def decided(
+    batch: TreeBatch,
+    paths: list[list[int]],
+    next_tokens: list[int],
+    states: dict[int, Tensor],
+    logits_BNV: Tensor,
+) -> tuple[Committed, TreeBatch]:
+    """What a round commits, and the roots of the next one; one upload."""
+    paths_BP, counts_B, next_B = upload_paths(paths, next_tokens, batch.tokens_BN.device)
+    committed = Committed(batch, paths, paths_BP, counts_B, states, logits_BNV)
+    return committed, TreeBatch.roots(next_tokens, on_device=next_B)
+
+
+def union(tree: Tree, other: Tree, request: Request) -> Tree:
+    """All nodes of two trees with the same root, as far as a request has room; its probability is the larger of two.
+
+    When there are more nodes than allowed, the least probable ones go. Where probabilities are unknown, or one of the
+    trees has drawn nodes, that tree stays complete and only the other's additions may go: leaving out a drawn node for
+    what it turned out to be would break losslessness.
+
+    >>> both = union(Tree([5, 6], [-1, 0], [1.0, 0.5]), Tree.chain_of([5, 6, 7], [1.0, 0.4, 0.3]), Request(8))
+    >>> both.tokens, both.parents, both.accept_probs
+    ([5, 6, 7], [-1, 0, 1], [1.0, 0.5, 0.3])
+    """
+    levels = max((part.levels for part in (tree, other) if part.levels is not None), default=None)
+    if tree.size == 1 or other.size == 1:
+        return replace(other if tree.size == 1 else tree, levels=levels)
+    assert not (tree.drawn and other.drawn), "only one drafter is asked to draw"
+    if other.drawn:
+        tree, other = other, tree
+    if request.chain:
+        return replace(tree if tree.drawn or _promise(tree) >= _promise(other) else other, levels=levels)
+    known = tree.accept_probs is not None and other.accept_probs is not None
+    both = Tree(
+        list(tree.tokens), list(tree.parents), list(tree.accept_probs or ()) if known else None, tree.drawn, levels
+    )
+    index, numbers = both.index, [0]
+    for node in range(1, other.size):
+        place = (numbers[other.parents[node]], other.tokens[node])
+        prob = other.accept_probs[node] if known and other.accept_probs else None
+        if place not in index:
+            index[place] = both.add(*place, prob)
+        elif both.accept_probs is not None and prob is not None:
+            both.accept_probs[index[place]] = max(both.accept_probs[index[place]], prob)
+        numbers.append(index[place])
+    if both.size > request.max_nodes:
+        complete = tree.size if tree.drawn or not known else 1
+        assert complete <= request.max_nodes, "each drafter keeps to the limit by itself"
+        both.keep(both.best(request.max_nodes, complete))
+    return both
+
+
+def _promise(tree: Tree) -> float:
+    """Expected tokens, as far as known."""
+    return sum(tree.accept_probs) if tree.accept_probs is not None else 1.0

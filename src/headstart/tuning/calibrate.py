@@ -243,7 +243,7 @@ def _best_tree(
 ) -> tuple[set[tuple[int, ...]], int, int]:
     """The rank paths that pay at this rate, how many nodes that is with the root, and how many levels were drafted.
 
-    Grown as `heads.growing.grow` grows, and pruned as `decode.budget` prunes.
+    Grown as `drafters.heads.grow` grows, and pruned as `decode.budget` prunes.
 
     Args:
         probs: of each depth's ranks, after paths that have not left the best one and after those that have.

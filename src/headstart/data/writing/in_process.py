@@ -19,8 +19,7 @@ from torch import Tensor
 
 from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.decode.options import SamplingOptions
-from headstart.decode.sampling import warp
-from headstart.decode.verify import argmax
+from headstart.decode.sampling import argmax, warp
 from headstart.errors import UserError
 from headstart.support.files import format_bytes
 from headstart.support.rng import draw_at
