@@ -5,10 +5,9 @@ Three things differ from transformers' own sdpa path:
 - Texts are read with causal attention and no mask of text by text; longer ones a piece at a time.
 - For trees and single tokens, query heads that share a key-value head are folded into the query length instead of
   repeating keys and values in memory (5-7x faster for one token in a batch of 16-64 on a CPU), and the mask is that of
-  the forward that runs in this thread, with a sliding-window variant for the layers that need one.
-- Where a node of a tree must have the bits of a single step, scores and sums are in float64. The slots of a tree lie in
-  another order than those of a text, with rejected nodes in between, and a sum in float32 depends on the order. In
-  float64 the order moves the result by 1e-16, which rounding to the target's dtype hides.
+  the forward that runs in this thread.
+- Where a node of a tree must have the bits of a single step, scores and sums are in float64: the slots of a tree lie in
+  another order than those of a text, which moves a sum by 1e-16 that rounding to the target's dtype hides.
 
 Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new tokens, S slots in sight, D head size.
 """

@@ -1,8 +1,7 @@
 """Which model a target is: exactly, and as far as rounding its weights leaves it the same model.
 
 What is made of a target's states belongs to these weights in this rounding, and goes by `fingerprint`. Heads fit every
-rounding of the model that they were trained on: float16 and bfloat16 copies, and those with layers in 8 or 4 bits. For
-them there is a `sketch`, some numbers of the weights themselves, to compare with what another copy has in their place.
+rounding of the model that they were trained on, and go by a `sketch`: some numbers of the weights themselves.
 """
 
 from __future__ import annotations

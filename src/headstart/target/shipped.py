@@ -1,10 +1,9 @@
 """Multi-token-prediction modules that a target's checkpoint brings along, read from its files.
 
-transformers leaves these tensors out when it loads a model, and out of what it saves. A module is a norm of the token's
-embedding and one of the state before it, a linear map that joins them, one decoder layer of the target's own kind, and
-a norm. The layer and that norm become a model of one layer of the target's class, which transformers fills (so that
-experts and other conversions are its own) and which takes token trees as any target does; its embeddings are whatever
-is joined. Three arrangements are published:
+transformers leaves these tensors out when it loads a model. A module is a norm of the token's embedding and one of the
+state before it, a linear map that joins them, one decoder layer of the target's own kind, and a norm. The layer and
+that norm become a model of one layer of the target's class, which transformers fills and which takes token trees as any
+target does; its embeddings are whatever is joined. Three arrangements are published:
 
     DeepSeek-V3, GLM-4.5   model.layers.{L + k}.  enorm, hnorm, eh_proj, shared_head.norm and the layer; embedding first
     Qwen3-Next, Qwen3.5    mtp.                   pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, layers.{k}; the

@@ -1,15 +1,13 @@
 """Blocks that draft before they are trained: attention that looks where it should, and output maps that are solved for.
 
-All mask slots of a block read the same embedding, so what tells them apart is their distance to everything else. Some
-attention heads are therefore given queries and keys that see distances and kinds alone: a number read off the layer's
-input is 1 for the context and -1 for a block, whatever the token, and head norms make it exactly one of the two. Times
-a fixed pattern, which rotary positions turn, it gives a score that is highest at the newest token of the context, from
-every slot; with the other sign, at the root. What such heads find there is passed on by as many directions as they
-have numbers, those that say most about the states to come. The other heads keep the target's queries and keys, on the
-slowly turning pairs of a head alone.
+All mask slots of a block read the same embedding: only their distance to everything else tells them apart. Some
+attention heads are therefore given queries and keys that see distances and kinds alone. A number read off the layer's
+input is 1 for the context and -1 for a block, whatever the token; times a fixed pattern, which rotary positions turn,
+it gives a score that is highest at the newest token of the context, from every slot, or with the other sign at the
+root. The values of such heads are the directions that say most about the states to come. The other heads keep the
+target's queries and keys, on the slowly turning pairs of a head alone.
 
-What all heads find, and what the MLP makes of it, then goes through linear maps that are solved for: ridge regression
-on the target's final states.
+Output maps of attention and MLP are then solved for: ridge regression on the target's final states.
 
 Shape suffixes: E hidden size, B rows, T tokens, M origins, S drafted slots, K all slots of a block, X slots of a row's
 blocks (or all tokens), R pairs of a head, A atoms (a pair at a phase), P distances, F what a map reads, I what is read

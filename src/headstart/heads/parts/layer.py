@@ -47,7 +47,7 @@ class LayerConfig(HeadConfig):
     intermediate_size: Annotated[int, FromTarget()] = Field(0, ge=1, description="Width of a layer's MLP.")
     num_attention_heads: Annotated[int, FromTarget()] = Field(0, ge=1, description="Query heads.")
     num_key_value_heads: Annotated[int, FromTarget()] = Field(0, ge=1, description="Key and value heads.")
-    head_dim: Annotated[int, FromTarget()] = Field(0, ge=1, description="Size of an attention head.")
+    head_dim: Annotated[int, FromTarget()] = Field(0, ge=2, multiple_of=2, description="Size of an attention head.")
     hidden_act: Annotated[str, FromTarget()] = Field("silu", description="Activation of the MLP.")
     rms_norm_eps: Annotated[float, FromTarget()] = Field(1e-5, gt=0, description="Epsilon of the norms.")
     rope_parameters: Annotated[dict[str, Any], FromTarget()] = Field(
@@ -157,11 +157,6 @@ class DraftLayer(nn.Module):
             raise UserError(
                 f"{heads} query heads cannot share {kv_heads} key heads evenly.",
                 f"Set heads.num_key_value_heads to a divisor of {heads}, or leave it out for the target's own.",
-            )
-        if config.head_dim % 2:
-            raise UserError(
-                f"heads.head_dim is {config.head_dim}, and rotary positions rotate pairs of numbers.",
-                "Give an even number, or leave it out for the target's own.",
             )
         self.input_norm = nn.RMSNorm(inputs, config.rms_norm_eps) if input_norm else None
         self.qkv = Linear(inputs, (heads + 2 * kv_heads) * config.head_dim, bias=False)
@@ -393,6 +388,6 @@ def norm_scale(norm: nn.Module | None, like: Tensor) -> Tensor:
 
 
 def rotate(x_BHTd: Tensor, cos_BTd: Tensor, sin_BTd: Tensor) -> Tensor:
-    left, right = x_BHTd.chunk(2, dim=-1)
-    rotated: Tensor = x_BHTd * cos_BTd[:, None] + torch.cat([-right, left], dim=-1) * sin_BTd[:, None]
+    first, second = x_BHTd.chunk(2, dim=-1)
+    rotated: Tensor = x_BHTd * cos_BTd[:, None] + torch.cat([-second, first], dim=-1) * sin_BTd[:, None]
     return rotated

@@ -1,14 +1,12 @@
 """Attention heads that look at their own position alone, and so hold a linear map of what the layer reads.
 
-The published EAGLE-3 layer adds attention and an MLP to its stream, and no linear map of the embedding and the state
-that it reads. A head whose attention finds nothing but its own entry is such a map, of rank `head_dim`; with enough of
-them the layer can be given any linear map before it is trained, in the arrangement that serving engines load.
+The published EAGLE-3 layer has no linear map of what it reads. A head whose attention finds nothing but its own entry
+is one, of rank `head_dim`; with enough of them the layer can be given any linear map before it is trained.
 
-A score that is highest at the own position has two parts. The first is the same number for every token, read off its
-embedding (embeddings share a direction), on the pairs of a head that turn quickly: rotary positions make it less at any
-other distance. Those numbers are not quite the same, and a neighbour's may be larger. So the second part, on all other
-pairs, compares a code of the two tokens: for another token it is about zero. A token that comes twice has the same
-code, but also the same number, and then the first part decides.
+A score that is highest at the own position has two parts. The first is nearly the same number for every token, read off
+its embedding (embeddings share a direction), on the pairs of a head that turn quickly: rotary positions make it less at
+any other distance. The second, on all other pairs, compares a code of the two tokens: for another token it is about
+zero. A token that comes twice has the same code, but also the same number, and then the first part decides.
 
 Shape suffixes: E hidden size, I what queries, keys and values are computed from (the normed embedding first), P
 distances, R pairs of a head, V vocabulary, C components, M tokens, O rank.

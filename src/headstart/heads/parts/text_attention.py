@@ -1,14 +1,12 @@
 """Attention of training over whole texts, in memory that grows with their length and not with its square.
 
 Short texts attend in one piece, with a table of all scores. Longer ones attend a few queries at a time: each part sees
-only the stretch of the text that its queries may see, and its scores are computed again in the backward pass instead of
-being kept. Several conversations in one row are a mask like any other; parts then leave out what lies in other
-conversations.
+only the stretch of the text that its queries may see, and its scores are computed again in the backward pass.
 
 Beside the text, queries see tokens of their own: each origin its draft so far (`chain_attention`), or all slots of its
-block (`block_attention`), which has several queries, one for each slot. On CPUs torch's fused kernel for masks is
-slower than two products and a softmax; elsewhere the `_fused` twin of each runs, where a query's own tokens are further
-positions that it alone sees.
+block (`block_attention`), with a query for each slot. On CPUs torch's fused kernel for masks is slower than two
+products and a softmax; elsewhere the `_fused` twin of each runs, where a query's own tokens are further positions that
+it alone sees.
 
 Shape suffixes: B rows, T tokens, A queries of a row (origins, of blocks), S positions in sight, G query heads that
 share a key head, N key heads, d head size, K slots of a block, R query rows of an origin (G * K), M origins.
