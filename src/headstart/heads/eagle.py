@@ -71,8 +71,6 @@ class EagleHead(FinalStateHead):
     def _normed(self, embedded: Tensor) -> Tensor:
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.embedding_norm else embedded
 
-    # -- exchange ------------------------------------------------------------------------------------------------
-
     @property
     def publishing_reads_target(self) -> bool:
         return self.config.embedding_norm or bool(self.fc.bias.any())

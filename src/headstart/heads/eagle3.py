@@ -135,8 +135,6 @@ class Eagle3Head(TransitionStart):
     def lm_head_DE(self) -> Tensor:
         return self.lm_head.weight
 
-    # -- what each step reads and feeds back ---------------------------------------------------------------------
-
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
         return torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
 
@@ -158,8 +156,6 @@ class Eagle3Head(TransitionStart):
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         hidden = normed(self.norm, stream)
         return hidden, stream if self.config.feedback == "pre_norm" else hidden
-
-    # -- the start -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
@@ -200,8 +196,6 @@ class Eagle3Head(TransitionStart):
         """Keep heads that look at their own position as they are, where they really do."""
         if self.config.init == "transition":
             self.keep_own_heads(batches)
-
-    # -- exchange ------------------------------------------------------------------------------------------------
 
     def _by_published_name(self) -> dict[str, Tensor]:
         tensors = {
