@@ -28,7 +28,6 @@ from headstart.heads.parts.layer import (
     DraftLayer,
     LayerConfig,
     normed,
-    refuse_start,
     refused_layers,
     start_from_last_layers,
 )
@@ -160,7 +159,6 @@ class Eagle3Head(TransitionStart):
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
         """The target's last layers on the deepest aux hidden state, then its final norm and LM head."""
-        refuse_start(self.config.num_layers, target)
         self.bind(target)
         if self.config.init == "random":
             return

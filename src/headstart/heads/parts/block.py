@@ -37,7 +37,6 @@ from headstart.heads.parts.layer import (
     linear_of,
     norm_scale,
     normed,
-    refuse_start,
     refused_layers,
     rotate,
     start_from_last_layers,
@@ -234,7 +233,6 @@ class BlockHead(DraftHead):
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
         """The target's last layers and final norm; the context is the deepest state that is read."""
-        refuse_start(self.config.num_layers, target)
         self.bind(target)
         if self.config.init == "random":
             return

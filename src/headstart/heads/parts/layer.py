@@ -337,15 +337,6 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
-def refuse_start(num_layers: int, target: FrozenModel) -> None:
-    """Refuse heads of more layers than the target has for them to start from."""
-    if num_layers > target.num_layers:
-        raise UserError(
-            f"heads.num_layers is {num_layers} and the target has {target.num_layers} layers to start from.",
-            "Lower heads.num_layers.",
-        )
-
-
 def refused_layers(aux_layers: Sequence[int], which: str = "from 1 on") -> UserError:
     """Why these layers of the target cannot be read."""
     return UserError(
@@ -366,6 +357,11 @@ def start_from_last_layers(
 
     The input of the first layer has so many columns `before` what was fused.
     """
+    if len(stack) > target.num_layers:
+        raise UserError(
+            f"heads.num_layers is {len(stack)} and the target has {target.num_layers} layers to start from.",
+            "Lower heads.num_layers.",
+        )
     size = fc.out_features
     fc.weight.zero_()
     fc.weight[:, -size:] = torch.eye(size)
