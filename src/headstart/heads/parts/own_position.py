@@ -73,11 +73,8 @@ def pair_shares(cos_PR: Tensor) -> tuple[Tensor, float]:
 
 
 def number_of_all(*kinds: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    """What a normed embedding is multiplied with to give a number near 1 for every token, [E], and their mean [E].
-
-    Each of the `kinds` of embeddings, [M, E] in parts, counts alike: few of the vocabulary's tokens are common in
-    texts, and what is near 1 for most of the vocabulary is not for them.
-    """
+    """What a normed embedding is multiplied with to give a number near 1 for every token, [E], and their mean [E]. Each
+    of the `kinds` of embeddings, [M, E] in parts, counts alike: few of the vocabulary's tokens are common in texts."""
     gram_EE, mean_E = torch.zeros(()), torch.zeros(())
     for kind in kinds:
         products_EE, sum_E, count = torch.zeros(()), torch.zeros(()), 0
@@ -92,15 +89,8 @@ def number_of_all(*kinds: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def look_at_itself(layer: DraftLayer, heads: int, cos_PR: Tensor, number_E: Tensor, mean_E: Tensor) -> None:
-    """Set queries and keys of a layer's first key heads so that each finds its own position alone.
-
-    Args:
-        layer: whose `qkv` is written; it reads [normed embedding, ...].
-        heads: key heads, and the query heads that share them.
-        cos_PR: as of `pair_shares`.
-        number_E: from `number_of_all`.
-        mean_E: the mean embedding, which codes leave out.
-    """
+    """Set queries and keys of the first key heads of a layer, which reads [normed embedding, ...], so that each finds
+    its own position alone. The number and the mean embedding, which codes leave out, are of `number_of_all`."""
     config, width, groups = layer.config, layer.config.head_dim, layer.groups
     shares_R, worst = pair_shares(cos_PR)
     first_R = (_MARGIN / max(1 - worst, 1e-2) * width**0.5 * shares_R).sqrt()

@@ -260,11 +260,8 @@ def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool)
 
 
 class _Text:
-    """One batch of conversations while its origins are unrolled: the entries of the text, and each origin's own.
-
-    `real_BA` says which origins are not padding, `feedback_BAE` what the step before feeds back; at step 0 the text's
-    own, [B, T, E].
-    """
+    """One batch while its origins are unrolled: entries of the text, and of each origin. `real_BA` says which origins
+    are not padding, `feedback_BAE` what the step before feeds back; at step 0 the text's own, [B, T, E]."""
 
     def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, batch: HeadBatch, origin_M: Tensor) -> None:
         self.heads, self.tokens_BT, self.feedback_BAE = heads, batch.tokens_BT, feedback_BTE

@@ -46,13 +46,8 @@ class Part:
 
 
 class Sight:
-    """What each query of a batch sees: the entries of its own conversation up to a position.
-
-    Args:
-        index_BA: the last position that each sees, ascending in a row up to what pads it.
-        length: T.
-        starts_BA: the first one; None is the first of the row.
-    """
+    """What each query of a batch sees: the entries of its own conversation, of a row of `length` T, up to the position
+    `index_BA` (ascending in a row up to what pads it), from `starts_BA` or the row's first on."""
 
     def __init__(self, index_BA: Tensor, length: int, starts_BA: Tensor | None = None) -> None:
         self.index_BA, self.length, self.starts_BA = index_BA, length, starts_BA
@@ -159,10 +154,8 @@ def attend(
 def attend_blocks(
     queries_BNARd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, sight: Sight, own: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """What each row of each origin's block finds in the text up to the origin and in its own block, [B, N, A, R, d].
-
-    `own` are keys and values [B, N, A, K, d] of the slots of each origin's block, all of which see each other.
-    """
+    """What each row of each origin's block finds in the text up to the origin and in its own block, [B, N, A, R, d]:
+    `own` are keys and values [B, N, A, K, d] of the block's slots, all of which see each other."""
     heads, rows = queries_BNARd.shape[1], queries_BNARd.shape[3]
     if sight.is_short(heads * rows):
         return block_attention(queries_BNARd, keys_BNTd, values_BNTd, sight.hidden_BAT, *own)

@@ -5,11 +5,6 @@ from a final state and the embedding of the token that follows it: the published
 attention heads that look at their own position alone hold it (see `own_position`). And an attention that copies what
 followed the present token before (see `induction`).
 
-On tokens a b c d e (positions 0-4), the draft that starts from the state after `b` (origin 1):
-
-    step 0   state(b), emb(c) -> guess of state(c), which drafts d
-    step 1   that guess, emb(d) -> guess of state(d), which drafts e
-
 Shape suffixes: B rows, T tokens, E hidden size, M positions, P distances, R pairs of a head, X = aux layers * E, I what
 attention reads, J what the solved map reads.
 """
