@@ -163,7 +163,7 @@ class Eagle3Head(TransitionStart):
         if self.config.init == "random":
             return
         before = self.config.hidden_size  # the embedding comes first
-        start_from_last_layers(target, self.stack, self.fc, self.hidden_norm, self.norm, before)
+        start_from_last_layers(target, self.stack, self.fc, hidden_norm=self.hidden_norm, norm=self.norm, before=before)
         self.lm_head.weight.copy_(self.first_lm_head(target))
         if self.config.init == "transition":
             self.warm_start_transition()

@@ -197,14 +197,14 @@ def tree_attention(
         mask = forward.mask.folded(sliding_window is not None, groups, query)
     elif forward.causal:
         window = forward.window if sliding_window is not None else None
-        return causal_attention(query, key, value, scores, window).transpose(1, 2).contiguous(), None
+        return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous(), None
     else:
         mask = None
     query = query.reshape(rows, heads, groups * new_tokens, size)
     if forward.bits:
-        out = _reference(query, key, value, mask, scores, torch.float64)
+        out = _reference(query, key, value, mask, how=scores, exactly=torch.float64)
     elif not scores.plain:
-        out = _reference(query, key, value, mask, scores)
+        out = _reference(query, key, value, mask, how=scores)
     elif forward.spans and mask is not None:
         parts = [
             F.scaled_dot_product_attention(

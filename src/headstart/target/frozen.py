@@ -153,7 +153,9 @@ class FrozenModel:
 
     def differs_from(self, sketched: Mapping[str, Any]) -> str | None:
         """In what this model differs from one that was sketched, but for rounding; None in nothing that shows."""
-        return differs(sketched, self.model, self.tokenizer, self._architecture, self.origin, self.rounded)
+        return differs(
+            sketched, self.model, self.tokenizer, self._architecture, origin=self.origin, rounded=self.rounded
+        )
 
     @property
     def _architecture(self) -> str:

@@ -89,7 +89,7 @@ def load_target(
     # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
     # Quantised models are on theirs already.
     placed = quantization != "none" or getattr(model, "hf_device_map", None)
-    target = Target(model if placed else model.to(where), tokenizer, spec, exact, origin)
+    target = Target(model if placed else model.to(where), tokenizer, spec, exact=exact, origin=origin)
     target.rounded = _locate(spec)[1] is not None
     return target
 

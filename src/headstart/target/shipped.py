@@ -175,7 +175,7 @@ def read_shipped(target: Target) -> Shipped:
         outer = [tensors.pop(f"{head}{part}.weight") for part in arrangement.parts]
         inner = {name.removeprefix(below): tensor for name, tensor in tensors.items()}
         shared |= {name: inner.pop(name) for name in _SHARED if name in inner}
-        modules.append(_module(target, inner, outer, arrangement.state_first, f"{below}*"))
+        modules.append(_module(target, inner, outer, state_first=arrangement.state_first, where=f"{below}*"))
     of_target = (target.lm_head_weight, target.embedding_weight)
     others = [_if_other(shared.get(name), weight) for name, weight in zip(_SHARED, of_target, strict=True)]
     return Shipped(modules, FINAL if arrangement.final else target.num_layers, *others)

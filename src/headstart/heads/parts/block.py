@@ -236,7 +236,7 @@ class BlockHead(DraftHead):
         self.bind(target)
         if self.config.init == "random":
             return
-        start_from_last_layers(target, self.stack, self.fc, self.hidden_norm, self.norm)
+        start_from_last_layers(target, self.stack, self.fc, hidden_norm=self.hidden_norm, norm=self.norm)
 
     def read_states(self, states: Mapping[int, Tensor]) -> Tensor:
         """The context [..., E]."""
@@ -340,7 +340,7 @@ class BlockHead(DraftHead):
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> BlockState:
         some_BPE = states[self.config.aux_layers[0]]
-        cache = LayerCache(self.config, len(self.layers), len(prompts), some_BPE.shape[1], some_BPE)
+        cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=some_BPE.shape[1], like=some_BPE)
         state = BlockState(cache, some_BPE[:, :0])
         self._remember(state, states, [len(prompt) for prompt in prompts])
         return state

@@ -154,7 +154,7 @@ class TransitionStart(RecurrentHead):
         number_E, mean_E = own_position.number_of_all(*kinds)
         cos_PR = self._cosines(own_position.FAR)[:, : self.config.head_dim // 2]
         cos_PR = cos_PR[1:] / cos_PR[0, 0]  # tables of long contexts may carry a factor
-        own_position.look_at_itself(self.stack[0], self.config.own_heads, cos_PR, number_E, mean_E)
+        own_position.look_at_itself(self.stack[0], self.config.own_heads, cos_PR, number_E=number_E, mean_E=mean_E)
 
     def _copy(self, batches: list[HeadBatch]) -> bool:
         """Set the fusion and the attention of the other heads so that they copy; says whether they do."""
@@ -164,7 +164,8 @@ class TransitionStart(RecurrentHead):
         embedded_ME = normed(self.embedding_norm, embedded_ME)
         slow = induction.slow_pairs(self.config, self._cosines(induction.FAR))
         final_ME = aux_MX @ fused_EX.T
-        code = induction.solve(self.stack[0], slow, aux_MX, final_ME, embedded_ME, self.config.own_heads)
+        spare = self.config.own_heads
+        code = induction.solve(self.stack[0], slow, aux_MX, final_ME=final_ME, own_ME=embedded_ME, spare=spare)
         if code is None:
             return False
         self.hidden_norm.weight.fill_(1)
