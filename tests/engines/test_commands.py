@@ -70,7 +70,7 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
         return refused("export", tmp_path / "heads", "--format", form, "--out", tmp_path / "out")
 
     fused = CASES["eagle3"]
-    assert "only as part of the checkpoint" in problem({"family": "mtp", "draft_steps": 2}, "sglang")
+    assert "No serving engine knows mtp heads" in problem({"family": "mtp", "draft_steps": 2}, "sglang")
     assert "No serving engine knows hydra heads" in problem({"family": "hydra", "num_heads": 2}, "gguf")
     assert "heads.input_map=false" in problem({"family": "medusa", "num_heads": 2}, "vllm")
     for case in ("medusa", "medusa-shared"):

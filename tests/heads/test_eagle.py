@@ -213,7 +213,7 @@ def test_a_layer_that_is_set_otherwise_starts_without_effect(name: str, target: 
     ("settings", "message"),
     [
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 key heads"),
-        ({"head_dim": 15}, r"heads\.head_dim is 15.*even number"),
+        ({"head_dim": 15}, r"heads\.head_dim.*multiple of 2"),
         ({"hidden_act": "sillu"}, r"heads\.hidden_act' is 'sillu': transformers has no such activation"),
         ({"rope_parameters": {}}, "default positions need a number as rope_theta"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type is one of default, linear"),

@@ -9,6 +9,7 @@ import torch
 
 from headstart.heads.base import HeadBatch, make_config
 from headstart.heads.hydra import HydraConfig, HydraHead
+from headstart.heads.parts.residual import embed
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.heads.test_contract import batch_of, shake
@@ -105,7 +106,7 @@ def test_linear_start_finds_a_linear_rule(target: Target) -> None:
     heads = hydra(target, num_heads=3)
     rotation, added = torch.linalg.qr(torch.randn(64, 64)).Q, torch.linalg.qr(torch.randn(64, 64)).Q
     tokens_BT = torch.randint(61, (8, 200))
-    embedded_BTE = heads._embed(tokens_BT, torch.zeros(1))
+    embedded_BTE = embed(tokens_BT, heads.target_embeddings, torch.zeros(1))
     states = [torch.randn(8, 64)]
     for index in range(1, 200):
         states.append(0.7 * states[-1] @ rotation + embedded_BTE[:, index] @ added)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -172,12 +171,3 @@ def test_a_target_with_packed_weights_or_an_adapter_has_none(tmp_path: Path) -> 
     assert save_teacher(tmp_path, Target(adapted)) is None
     assert not list(tmp_path.iterdir())
     assert teacher_problem(tmp_path / "teacher-none") is None
-
-
-def test_a_class_that_this_transformers_lacks_is_named(tmp_path: Path) -> None:
-    folder = save_teacher(tmp_path, Target(tiny_model("llama")))
-    assert folder is not None
-    note = json.loads((folder / "teacher.json").read_text())
-    (folder / "teacher.json").write_text(json.dumps({**note, "class": "NewForCausalLM"}))
-    with pytest.raises(UserError, match="has no NewForCausalLM"):
-        load_teacher(folder, CPU)

@@ -52,11 +52,8 @@ class HeadConfig(HeadSettings):
 
     @classmethod
     def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The settings marked with `FromTarget`, for families that have any; `settings` are those of the recipe.
-
-        Raises:
-            UserError: when the family cannot serve this target.
-        """
+        """The settings marked with `FromTarget`, for families that have any; `settings` are those of the recipe. A
+        `UserError` says that the family cannot serve this target."""
         return {}
 
 
@@ -205,10 +202,8 @@ class DraftHead(HeadModule, ABC):
 
     @abstractmethod
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
-        """Predictions of each step in turn, at the positions where every token up to the predicted one is supervised.
-
-        Steps come one at a time so that the logits of all steps never exist at once.
-        """
+        """Predictions of each step in turn, at the positions where every token up to the predicted one is supervised;
+        one at a time, so that the logits of all steps never exist at once."""
 
     def prediction(
         self, hidden_MH: Tensor, lm_head_DH: Tensor, origin_M: Tensor, step: int, feature_ME: Tensor | None = None
@@ -358,11 +353,7 @@ def family(name: str) -> type[DraftHead]:
 
 
 def make_config(settings: HeadSettings | Mapping[str, Any], target: FrozenModel) -> HeadConfig:
-    """A family's config from recipe settings, with what follows from the target filled in.
-
-    Raises:
-        UserError: unknown family or key, a value out of range, or a draft vocabulary larger than the target's.
-    """
+    """A family's config from recipe settings, with what follows from the target filled in."""
     given = settings if isinstance(settings, HeadSettings) else parse_heads(settings)
     assert isinstance(given, HeadConfig), "a family's settings are its config"
     from_recipe = given.to_recipe()

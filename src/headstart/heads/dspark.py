@@ -95,8 +95,6 @@ class DSparkHead(SolvedBlockHead):
         logits: Tensor = self.confidence_head(torch.cat([hidden, following], dim=-1))[..., 0]
         return logits
 
-    # -- the start -----------------------------------------------------------------------------------------------
-
     def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor:
         before_M = batch.tokens_BT.flatten()[origin_M + step + 1]
         return embed(before_M, self.target_embeddings, self.fc.weight)
@@ -128,8 +126,6 @@ class DSparkHead(SolvedBlockHead):
         self.markov_lm_head_DR.data[:, :rank] = head_DR / ratio
         self._start = None
 
-    # -- training ------------------------------------------------------------------------------------------------
-
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         lm_head_DH, following_XR = self.joined_lm_head(), None
         for slots in super().unroll(batch):
@@ -156,8 +152,6 @@ class DSparkHead(SolvedBlockHead):
         """The target's LM head, and beside it the Markov head's."""
         return torch.cat([self.lm_head_DE, self.markov_lm_head_DR], dim=-1)
 
-    # -- drafting ------------------------------------------------------------------------------------------------
-
     def draft_step(self, state: BlockState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         if depth == 0:
             self.run_block(state, tokens_BW[:, 0])
@@ -172,8 +166,6 @@ class DSparkHead(SolvedBlockHead):
             return None
         hidden_BWE = state.hidden_BSE[:, depth : depth + 1].expand(-1, tokens_BW.shape[1], -1)
         return self.trust(hidden_BWE, self.follow(tokens_BW, hidden_BWE)).sigmoid()
-
-    # -- exchange ------------------------------------------------------------------------------------------------
 
     def by_published_name(self) -> dict[str, Tensor]:
         tensors = super().by_published_name()

@@ -71,8 +71,6 @@ class EagleHead(FinalStateHead):
     def _normed(self, embedded: Tensor) -> Tensor:
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.embedding_norm else embedded
 
-    # -- exchange ------------------------------------------------------------------------------------------------
-
     @property
     def publishing_reads_target(self) -> bool:
         return self.config.embedding_norm or bool(self.fc.bias.any())
@@ -125,11 +123,7 @@ class EagleHead(FinalStateHead):
 
     @classmethod
     def _embeddings_of(cls, published: Published, embedding_VE: Tensor) -> tuple[bool, Tensor]:
-        """Whether a checkpoint reads normed embeddings, and what it adds to all of them, [E].
-
-        Raises:
-            UserError: its embeddings have nothing to do with the target's.
-        """
+        """Whether a checkpoint reads normed embeddings, and what it adds to all of them, [E]."""
         own_VE = published.tensors.get(EMBEDDINGS)
         nothing_E = torch.zeros(embedding_VE.shape[1])
         if same_numbers(own_VE, embedding_VE):

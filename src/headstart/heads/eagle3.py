@@ -28,7 +28,6 @@ from headstart.heads.parts.layer import (
     DraftLayer,
     LayerConfig,
     normed,
-    refuse_start,
     refused_layers,
     start_from_last_layers,
 )
@@ -135,8 +134,6 @@ class Eagle3Head(TransitionStart):
     def lm_head_DE(self) -> Tensor:
         return self.lm_head.weight
 
-    # -- what each step reads and feeds back ---------------------------------------------------------------------
-
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
         return torch.cat([states[aux_layer] for aux_layer in self.config.aux_layers], dim=-1)
 
@@ -159,17 +156,14 @@ class Eagle3Head(TransitionStart):
         hidden = normed(self.norm, stream)
         return hidden, stream if self.config.feedback == "pre_norm" else hidden
 
-    # -- the start -----------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
         """The target's last layers on the deepest aux hidden state, then its final norm and LM head."""
-        refuse_start(self.config.num_layers, target)
         self.bind(target)
         if self.config.init == "random":
             return
         before = self.config.hidden_size  # the embedding comes first
-        start_from_last_layers(target, self.stack, self.fc, self.hidden_norm, self.norm, before)
+        start_from_last_layers(target, self.stack, self.fc, hidden_norm=self.hidden_norm, norm=self.norm, before=before)
         self.lm_head.weight.copy_(self.first_lm_head(target))
         if self.config.init == "transition":
             self.warm_start_transition()
@@ -200,8 +194,6 @@ class Eagle3Head(TransitionStart):
         """Keep heads that look at their own position as they are, where they really do."""
         if self.config.init == "transition":
             self.keep_own_heads(batches)
-
-    # -- exchange ------------------------------------------------------------------------------------------------
 
     def _by_published_name(self) -> dict[str, Tensor]:
         tensors = {

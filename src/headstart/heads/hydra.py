@@ -120,8 +120,6 @@ class HydraHead(ResidualHead):
         if self.config.shared_lm_head:
             self.lm_head_DE = self.frozen_lm_head(target, self._heads()[0].input_EF)
 
-    # -- training ------------------------------------------------------------------------------------------------
-
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         final_XE, embedded_XE = self._inputs(batch)
         for step, head in enumerate(self._heads()):
@@ -133,8 +131,6 @@ class HydraHead(ResidualHead):
         final_XE = batch.states[FINAL].flatten(0, 1)
         return final_XE, embed(batch.tokens_BT.flatten(), self.target_embeddings, final_XE)
 
-    # -- drafting ------------------------------------------------------------------------------------------------
-
     def draft_step(self, state: ResidualState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         above_BWF = state.final_BE[:, None]
         if depth:
@@ -143,8 +139,6 @@ class HydraHead(ResidualHead):
         state.seen = torch.cat([above_BWF, embed(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
         head = cast(HydraStep, self.heads[depth])
         return self.finished(linear(head(state.seen), self._lm_head(head), self.lm_bias_D))
-
-    # -- parts ---------------------------------------------------------------------------------------------------
 
     def _heads(self) -> list[HydraStep]:
         return [cast(HydraStep, head) for head in self.heads]

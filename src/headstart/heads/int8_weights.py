@@ -1,9 +1,8 @@
 """Weights of draft heads in 8 bits, for drafting on a CPU.
 
 A draft reads every weight of the heads for a few rows, so its time is that of fetching them from memory. Rounded to 8
-bits, with a scale for each output, they are half as many bytes. Drafts may be wrong without harm, so nothing of what is
-decoded changes; the target's own weights stay as they are. Products with many rows (reading a prompt, training) keep
-the full weights, which are faster there.
+bits, with a scale for each output, they are half as many bytes. Products with many rows (reading a prompt, training)
+keep the full weights, which are faster there.
 
 Shape suffixes: M rows, N outputs, I inputs, K stacked matrices.
 """

@@ -29,11 +29,7 @@ RUN_RECIPE, _RUN_HEADS = "recipe.yaml", "heads"
 
 
 def heads_folder(path: Path) -> Path:
-    """Where the heads lie that a user means by a folder: a folder of heads, or that of a run.
-
-    Raises:
-        UserError: a run that has not come to its heads yet.
-    """
+    """Where the heads lie that a user means by a folder: a folder of heads, or that of a run that has come to them."""
     if (path / CONFIG).is_file() or not (path / RUN_RECIPE).is_file():
         return path
     if not (path / _RUN_HEADS / CONFIG).is_file():
@@ -56,11 +52,12 @@ def save_heads(heads: DraftHead, folder: Path) -> None:
 
 
 def load_heads(folder: Path, target: FrozenModel | None = None, device: torch.device | str | None = None) -> DraftHead:
-    """Read heads that `save_heads` wrote, or that were exported, in the dtype they were saved in.
+    """Read heads that `save_heads` wrote, or that were exported, in the dtype they were saved in, and bind them to the
+    target if there is one.
 
     Args:
         folder: with config.json and heads.safetensors, or the folder of a run.
-        target: binds the heads to it, when they read frozen weights of it.
+        target: what the heads draft for.
         device: where the heads go; the target's device by default, the CPU without a target.
 
     Raises:

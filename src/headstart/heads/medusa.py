@@ -148,8 +148,6 @@ class MedusaHead(ResidualHead, OneForwardHead):
             hidden_ME = self.light(head_hidden, seen_MF, input_EF, weight_LEE, bias_LE)
             yield self.prediction(hidden_ME, lm_head_DE, origin_M, step)
 
-    # -- exchange ------------------------------------------------------------------------------------------------
-
     @property
     def publishing_reads_target(self) -> bool:
         return self.config.shared_lm_head
@@ -205,8 +203,6 @@ class MedusaHead(ResidualHead, OneForwardHead):
             heads.set_draft_vocabulary(published.draft_ids_D)
         heads.bind(target)
         return heads
-
-    # -- drafting ------------------------------------------------------------------------------------------------
 
     def depth_logits(self, state: ResidualState, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:

@@ -19,9 +19,7 @@ from typing import ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from headstart.errors import UserError
 from headstart.heads.base import register
-from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, norm_scale, normed
@@ -81,12 +79,3 @@ class MtpHead(FinalStateHead):
         if self.config.init == "target":
             norm = self.module.norm
             norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), norm.weight))
-
-    def publish(self) -> Published:
-        raise UserError(
-            "Engines load MTP modules only as part of the checkpoint of a target that was trained with them "
-            "(DeepSeek-V3, GLM-4.5, Qwen3-Next, MiMo), never beside another target.",
-            "headstart and transformers decode with these heads (--format headstart); for vLLM, SGLang and llama.cpp "
-            "train eagle3 heads, or for vLLM and SGLang eagle heads with heads.embedding_norm=false, which are built "
-            "alike.",
-        )

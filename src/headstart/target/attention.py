@@ -5,10 +5,9 @@ Three things differ from transformers' own sdpa path:
 - Texts are read with causal attention and no mask of text by text; longer ones a piece at a time.
 - For trees and single tokens, query heads that share a key-value head are folded into the query length instead of
   repeating keys and values in memory (5-7x faster for one token in a batch of 16-64 on a CPU), and the mask is that of
-  the forward that runs in this thread, with a sliding-window variant for the layers that need one.
-- Where a node of a tree must have the bits of a single step, scores and sums are in float64. The slots of a tree lie in
-  another order than those of a text, with rejected nodes in between, and a sum in float32 depends on the order. In
-  float64 the order moves the result by 1e-16, which rounding to the target's dtype hides.
+  the forward that runs in this thread.
+- Where a node of a tree must have the bits of a single step, scores and sums are in float64: the slots of a tree lie in
+  another order than those of a text, which moves a sum by 1e-16 that rounding to the target's dtype hides.
 
 Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new tokens, S slots in sight, D head size.
 """
@@ -198,14 +197,14 @@ def tree_attention(
         mask = forward.mask.folded(sliding_window is not None, groups, query)
     elif forward.causal:
         window = forward.window if sliding_window is not None else None
-        return causal_attention(query, key, value, scores, window).transpose(1, 2).contiguous(), None
+        return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous(), None
     else:
         mask = None
     query = query.reshape(rows, heads, groups * new_tokens, size)
     if forward.bits:
-        out = _reference(query, key, value, mask, scores, torch.float64)
+        out = _reference(query, key, value, mask, how=scores, exactly=torch.float64)
     elif not scores.plain:
-        out = _reference(query, key, value, mask, scores)
+        out = _reference(query, key, value, mask, how=scores)
     elif forward.spans and mask is not None:
         parts = [
             F.scaled_dot_product_attention(

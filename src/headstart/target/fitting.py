@@ -1,8 +1,7 @@
 """How forwards of ours run through a transformers model beside the model's own.
 
-Nothing about the model is switched from one to the other. Its parts ask, in every call, which forward runs in their
-thread (`attention.running`): forwards of ours in several threads with different aux layers, and the model's own
-`generate` in another, do not see each other, and outside of our forwards the model does what it did before.
+Its parts ask, in every call, which forward runs in their thread (`attention.running`): forwards of ours in several
+threads, and the model's own `generate` in another, do not see each other.
 
 - Configs are replaced by a `Config` that names our attention to forwards of ours.
 - Hooks on aux layers give the states to the forward that asks for them.

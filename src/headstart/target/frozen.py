@@ -148,12 +148,14 @@ class FrozenModel:
 
     def sketch(self) -> dict[str, Any]:
         """What tells this model, in any rounding, from others; for JSON. See `differs_from`."""
-        drawn = sketch(self.model, self.tokenizer, self._architecture, self.origin)
-        return {**drawn, "rounded": True} if self.rounded else drawn
+        sketched = sketch(self.model, self.tokenizer, self._architecture, self.origin)
+        return {**sketched, "rounded": True} if self.rounded else sketched
 
-    def differs_from(self, drawn: Mapping[str, Any]) -> str | None:
+    def differs_from(self, sketched: Mapping[str, Any]) -> str | None:
         """In what this model differs from one that was sketched, but for rounding; None in nothing that shows."""
-        return differs(drawn, self.model, self.tokenizer, self._architecture, self.origin, self.rounded)
+        return differs(
+            sketched, self.model, self.tokenizer, self._architecture, origin=self.origin, rounded=self.rounded
+        )
 
     @property
     def _architecture(self) -> str:

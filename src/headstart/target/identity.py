@@ -1,8 +1,7 @@
 """Which model a target is: exactly, and as far as rounding its weights leaves it the same model.
 
 What is made of a target's states belongs to these weights in this rounding, and goes by `fingerprint`. Heads fit every
-rounding of the model that they were trained on: float16 and bfloat16 copies, and those with layers in 8 or 4 bits. For
-them there is a `sketch`, some numbers of the weights themselves, to compare with what another copy has in their place.
+rounding of the model that they were trained on, and go by a `sketch`: some numbers of the weights themselves.
 """
 
 from __future__ import annotations
@@ -107,17 +106,21 @@ def sketch(model: nn.Module, tokenizer: Any, architecture: str, origin: Origin |
         name: {"shape": list(weight.shape), "numbers": [float(number) for number in _sampled(weight)]}
         for name, weight in dict(chosen).items()
     }
-    drawn: dict[str, Any] = {"architecture": architecture, "vocabulary": vocabulary_hash(tokenizer), "weights": weights}
+    sketched: dict[str, Any] = {
+        "architecture": architecture,
+        "vocabulary": vocabulary_hash(tokenizer),
+        "weights": weights,
+    }
     if origin is not None and origin.adapter is not None:
         before = origin.sketch["weights"]
         moved = {name for name, known in weights.items() if name in before and before[name] != known}
-        drawn["adapter"] = origin.adapter.hash
-        drawn["without_adapter"] = {name: before[name]["numbers"] for name in sorted(moved)}
-    return drawn
+        sketched["adapter"] = origin.adapter.hash
+        sketched["without_adapter"] = {name: before[name]["numbers"] for name in sorted(moved)}
+    return sketched
 
 
 def differs(
-    drawn: Mapping[str, Any],
+    sketched: Mapping[str, Any],
     model: nn.Module,
     tokenizer: Any,
     architecture: str,
@@ -131,23 +134,23 @@ def differs(
     its hash, or by whether the numbers are nearer to those with it or without. Of a GGUF file (`rounded`), either this
     one or the one that was sketched, every number has been through few bits: all are compared as a whole.
     """
-    rounded = rounded or bool(drawn.get("rounded"))
-    if drawn.get("architecture") != architecture:
-        return f"it is built otherwise ({architecture}, not {drawn.get('architecture')})"
-    theirs, ours = drawn.get("vocabulary"), vocabulary_hash(tokenizer)
+    rounded = rounded or bool(sketched.get("rounded"))
+    if sketched.get("architecture") != architecture:
+        return f"it is built otherwise ({architecture}, not {sketched.get('architecture')})"
+    theirs, ours = sketched.get("vocabulary"), vocabulary_hash(tokenizer)
     if theirs is not None and ours is not None and theirs != ours:
         return "its tokenizer has other tokens"
-    if (found := _differs_in_adapter(drawn, model, origin)) is not None:
-        return found
+    if (problem := _differs_in_adapter(sketched, model, origin)) is not None:
+        return problem
     equal: list[bool] = []
     alike: list[float] = []
     parameters = dict(model.named_parameters())
     as_read = {} if origin is None else origin.sketch["weights"]
-    for name, known in drawn.get("weights", {}).items():
+    for name, known in sketched.get("weights", {}).items():
         shape, numbers = tuple(known["shape"]), torch.tensor(known["numbers"])
         weight = parameters.get(name)
         if name in as_read:
-            numbers = torch.tensor(drawn.get("without_adapter", {}).get(name, known["numbers"]))
+            numbers = torch.tensor(sketched.get("without_adapter", {}).get(name, known["numbers"]))
             _compare(torch.tensor(as_read[name]["numbers"]), numbers, rounded, equal, alike)
         elif weight is not None and _is_plain(weight) and tuple(weight.shape) == shape:
             _compare(_sampled(weight), numbers, rounded, equal, alike)
@@ -170,29 +173,29 @@ def _compare(ours: Tensor, numbers: Tensor, rounded: bool, equal: list[bool], al
         alike.append(float(torch.cosine_similarity(ours, numbers, dim=0)))
 
 
-def _differs_in_adapter(drawn: Mapping[str, Any], model: nn.Module, origin: Origin | None) -> str | None:
-    theirs, ours = drawn.get("adapter"), None if origin is None else origin.adapter
+def _differs_in_adapter(sketched: Mapping[str, Any], model: nn.Module, origin: Origin | None) -> str | None:
+    theirs, ours = sketched.get("adapter"), None if origin is None else origin.adapter
     if theirs is None:
         return None if ours is None else f"it has the adapter {ours.name}"
     if origin is None or ours is None:
         plain = ((name, weight) for name, weight in model.named_parameters() if _is_plain(weight))
-        share = _share_of_adapter(drawn, {name: _sampled(weight) for name, weight in plain})
+        share = _share_of_adapter(sketched, {name: _sampled(weight) for name, weight in plain})
         return None if share is not None and share > 0.5 else "it lacks the adapter"
     if theirs != ours.hash:
         return f"its adapter {ours.name} is another one"
     before = {name: torch.tensor(known["numbers"]) for name, known in origin.sketch["weights"].items()}
-    share = _share_of_adapter(drawn, before)
+    share = _share_of_adapter(sketched, before)
     return "the adapter was in its weights before, and is twice now" if share is not None and share > 0.5 else None
 
 
-def _share_of_adapter(drawn: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> float | None:
+def _share_of_adapter(sketched: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> float | None:
     """How far numbers are on the way from those without the adapter (0) to those with it (1); None without any."""
     along = size = 0.0
-    for name, without in drawn.get("without_adapter", {}).items():
-        if (found := numbers.get(name)) is not None and len(found) == len(without):
+    for name, without in sketched.get("without_adapter", {}).items():
+        if (here := numbers.get(name)) is not None and len(here) == len(without):
             base = torch.tensor(without)
-            step = torch.tensor(drawn["weights"][name]["numbers"]) - base
-            along += float(((found - base) * step).sum())
+            step = torch.tensor(sketched["weights"][name]["numbers"]) - base
+            along += float(((here - base) * step).sum())
             size += float(step.square().sum())
     return along / size if size else None
 

@@ -89,7 +89,7 @@ def load_target(
     # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
     # Quantised models are on theirs already.
     placed = quantization != "none" or getattr(model, "hf_device_map", None)
-    target = Target(model if placed else model.to(where), tokenizer, spec, exact, origin)
+    target = Target(model if placed else model.to(where), tokenizer, spec, exact=exact, origin=origin)
     target.rounded = _locate(spec)[1] is not None
     return target
 
@@ -225,7 +225,10 @@ def _dequantised(folder: Path, gguf: str) -> Path:
 
     def convert(partial: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, dtype=torch.float32, **_unpacking())
+        options: dict[str, Any] = {"dtype": torch.float32}
+        if hasattr(transformers, "GgufConfig"):  # versions before 5.17 always unpack the weights
+            options["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, **options)
         # A dequantised model is still flagged as quantised, which blocks save_pretrained.
         model.is_quantized = False
         model.hf_quantizer = None
@@ -318,10 +321,3 @@ def _locate(spec: str) -> tuple[str, str | None]:
             f"Unknown target {spec!r}.", f"{nearest(spec, PACKAGED)} A hub id (user/name) or a folder works too."
         )
     return spec, None
-
-
-def _unpacking() -> dict[str, Any]:
-    """What makes transformers unpack the weights of a GGUF file; versions before 5.17 always do."""
-    if not hasattr(transformers, "GgufConfig"):
-        return {}
-    return {"quantization_config": transformers.GgufConfig(dequantize=True)}

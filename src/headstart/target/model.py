@@ -164,7 +164,7 @@ class Target(FrozenModel):
         ends = [before + length for before, length in zip(cache.lengths, lengths, strict=True)]
         if len(set(cache.lengths)) > 1:
             last = {row: length - 1 for row, length in enumerate(lengths)}
-            out = self._forward(cache, TreeBatch.text(tokens_BT), aux_layers, 0, last, ends)
+            out = self._forward(cache, TreeBatch.text(tokens_BT), aux_layers, wanted=last, ends=ends)
             cache.commit([range(length) for length in lengths])
             return out
         if self._reads_again:
@@ -288,7 +288,7 @@ class Target(FrozenModel):
         cache: TreeCache,
         batch: TreeBatch,
         aux_layers: Sequence[int],
-        depth: int,
+        depth: int = 0,
         wanted: Mapping[int, int] | None = None,
         ends: Sequence[int] | None = None,
     ) -> TargetOutput:

@@ -1,10 +1,9 @@
 """Multi-token-prediction modules that a target's checkpoint brings along, read from its files.
 
-transformers leaves these tensors out when it loads a model, and out of what it saves. A module is a norm of the token's
-embedding and one of the state before it, a linear map that joins them, one decoder layer of the target's own kind, and
-a norm. The layer and that norm become a model of one layer of the target's class, which transformers fills (so that
-experts and other conversions are its own) and which takes token trees as any target does; its embeddings are whatever
-is joined. Three arrangements are published:
+transformers leaves these tensors out when it loads a model. A module is a norm of the token's embedding and one of the
+state before it, a linear map that joins them, one decoder layer of the target's own kind, and a norm. The layer and
+that norm become a model of one layer of the target's class, which transformers fills and which takes token trees as any
+target does; its embeddings are whatever is joined. Three arrangements are published:
 
     DeepSeek-V3, GLM-4.5   model.layers.{L + k}.  enorm, hnorm, eh_proj, shared_head.norm and the layer; embedding first
     Qwen3-Next, Qwen3.5    mtp.                   pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, layers.{k}; the
@@ -176,7 +175,7 @@ def read_shipped(target: Target) -> Shipped:
         outer = [tensors.pop(f"{head}{part}.weight") for part in arrangement.parts]
         inner = {name.removeprefix(below): tensor for name, tensor in tensors.items()}
         shared |= {name: inner.pop(name) for name in _SHARED if name in inner}
-        modules.append(_module(target, inner, outer, arrangement.state_first, f"{below}*"))
+        modules.append(_module(target, inner, outer, state_first=arrangement.state_first, where=f"{below}*"))
     of_target = (target.lm_head_weight, target.embedding_weight)
     others = [_if_other(shared.get(name), weight) for name, weight in zip(_SHARED, of_target, strict=True)]
     return Shipped(modules, FINAL if arrangement.final else target.num_layers, *others)

@@ -234,11 +234,8 @@ def other_embeddings() -> UserError:
 
 
 def digest(published: Published) -> str:
-    """A hash of the settings and of every number, in float32: what a file keeps of heads, to be known again.
-
-    EAGLE-3 heads read the target's own embeddings, and block drafters its LM head too, which some files hold beside
-    them: those are not the heads'.
-    """
+    """A hash of the settings and of every number, in float32: what a file keeps of heads, to be known again. Copies of
+    the target's embeddings and LM head that some files hold are not the heads'."""
     hashed = hashlib.sha256(json.dumps(published.settings, sort_keys=True, default=list).encode())
     ids_D = published.draft_ids_D
     tensors = dict(published.tensors)

@@ -1,14 +1,12 @@
 """Heads that draft a block in one pass, with the target's states as keys and values: what DFlash and DSpark share.
 
 Two kinds of inputs meet in every layer's attention. The *context* is one vector for each token that the target has
-read: some of its layers' outputs, fused by a linear map and normed once for all layers. Each layer's own key and value
-maps read it, without the layer's input norm. The *block* starts with the root (the anchor: decided, not read by the
-target), and goes on with as many copies of one mask token as there is to draft; it goes through the layers as a stream
-does, and all of its slots see each other and the whole context. The output is normed and read by the target's frozen LM
-head. The layers are Qwen3's, for every target: published heads are.
+read: some of its layers' outputs, fused by a linear map and normed once for all layers, and read by each layer's key
+and value maps without its input norm. The *block* is the root (decided, not read by the target) and as many copies of
+one mask token as there is to draft; all of its slots see each other and the whole context. The output is normed and
+read by the target's frozen LM head. The layers are Qwen3's, for every target: published heads are.
 
-Training runs one block for each origin. With origins all over a text that is many blocks: draw some of them
-(`train.anchors`).
+Training runs one block for each origin, or for some that are drawn (`train.anchors`).
 
 Shape suffixes: B rows, T tokens, A origins of a row, K slots of a block, S drafted slots (K, or one fewer), M origins,
 E hidden size, X = A * K, P committed tokens, N key heads, G query heads that share a key head, R = G * K, d head size,
@@ -39,7 +37,6 @@ from headstart.heads.parts.layer import (
     linear_of,
     norm_scale,
     normed,
-    refuse_start,
     refused_layers,
     rotate,
     start_from_last_layers,
@@ -236,11 +233,10 @@ class BlockHead(DraftHead):
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
         """The target's last layers and final norm; the context is the deepest state that is read."""
-        refuse_start(self.config.num_layers, target)
         self.bind(target)
         if self.config.init == "random":
             return
-        start_from_last_layers(target, self.stack, self.fc, self.hidden_norm, self.norm)
+        start_from_last_layers(target, self.stack, self.fc, hidden_norm=self.hidden_norm, norm=self.norm)
 
     def read_states(self, states: Mapping[int, Tensor]) -> Tensor:
         """The context [..., E]."""
@@ -344,7 +340,7 @@ class BlockHead(DraftHead):
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> BlockState:
         some_BPE = states[self.config.aux_layers[0]]
-        cache = LayerCache(self.config, len(self.layers), len(prompts), some_BPE.shape[1], some_BPE)
+        cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=some_BPE.shape[1], like=some_BPE)
         state = BlockState(cache, some_BPE[:, :0])
         self._remember(state, states, [len(prompt) for prompt in prompts])
         return state

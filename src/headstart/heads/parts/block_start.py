@@ -1,15 +1,13 @@
 """Blocks that draft before they are trained: attention that looks where it should, and output maps that are solved for.
 
-All mask slots of a block read the same embedding, so what tells them apart is their distance to everything else. Some
-attention heads are therefore given queries and keys that see distances and kinds alone: a number read off the layer's
-input is 1 for the context and -1 for a block, whatever the token, and head norms make it exactly one of the two. Times
-a fixed pattern, which rotary positions turn, it gives a score that is highest at the newest token of the context, from
-every slot; with the other sign, at the root. What such heads find there is passed on by as many directions as they
-have numbers, those that say most about the states to come. The other heads keep the target's queries and keys, on the
-slowly turning pairs of a head alone.
+All mask slots of a block read the same embedding: only their distance to everything else tells them apart. Some
+attention heads are therefore given queries and keys that see distances and kinds alone. A number read off the layer's
+input is 1 for the context and -1 for a block, whatever the token; times a fixed pattern, which rotary positions turn,
+it gives a score that is highest at the newest token of the context, from every slot, or with the other sign at the
+root. The values of such heads are the directions that say most about the states to come. The other heads keep the
+target's queries and keys, on the slowly turning pairs of a head alone.
 
-What all heads find, and what the MLP makes of it, then goes through linear maps that are solved for: ridge regression
-on the target's final states.
+Output maps of attention and MLP are then solved for: ridge regression on the target's final states.
 
 Shape suffixes: E hidden size, B rows, T tokens, M origins, S drafted slots, K all slots of a block, X slots of a row's
 blocks (or all tokens), R pairs of a head, A atoms (a pair at a phase), P distances, F what a map reads, I what is read
@@ -175,7 +173,6 @@ class SolvedBlockHead(BlockHead):
             map_EF = ridge.solve()
             layer.o.weight.copy_(map_EF[:, :width])
             if number == 0 and map_EF.shape[1] > width:
-                assert ridge.gram_FF is not None
                 self.take_beside(map_EF[:, width:], ridge.gram_FF[width:, width:] / ridge.rows)
             ridge = Ridge()
             for lesson, run, mixed_BXF in zip(lessons, runs, attended, strict=True):
@@ -329,22 +326,19 @@ class Ridge:
     """Ridge regression from what is read to what is wanted, in parts."""
 
     def __init__(self) -> None:
-        self.gram_FF: Tensor | None = None
-        self.cross_FE: Tensor | None = None
+        self.gram_FF, self.cross_FE = torch.zeros(()), torch.zeros(())
         self.rows = 0.0
 
     @torch.no_grad()
     def add(self, read_MF: Tensor, wanted_ME: Tensor, weight: float = 1.0) -> None:
         read_MF = read_MF.float()
         weighted_FM = (read_MF * weight).T
-        gram_FF, cross_FE = weighted_FM @ read_MF, weighted_FM @ wanted_ME.float()
-        self.gram_FF = gram_FF if self.gram_FF is None else self.gram_FF.add_(gram_FF)
-        self.cross_FE = cross_FE if self.cross_FE is None else self.cross_FE.add_(cross_FE)
+        self.gram_FF = weighted_FM @ read_MF + self.gram_FF
+        self.cross_FE = weighted_FM @ wanted_ME.float() + self.cross_FE
         self.rows += len(read_MF)
 
     def solve(self) -> Tensor:
         """The map [E, F]."""
-        assert self.gram_FF is not None and self.cross_FE is not None, "there is something to learn from"
         # Some of what is read is a hundred times as large as the rest: the ridge is a share of each number's own size.
         sizes_F = self.gram_FF.diagonal().sqrt().clamp_min(1e-6)
         scaled_FF = self.gram_FF / sizes_F / sizes_F[:, None]
@@ -354,7 +348,6 @@ class Ridge:
 
     def features(self, part: slice, count: int) -> Tensor:
         """Of some of what is read, the directions that say most about what is wanted, [count, part]."""
-        assert self.gram_FF is not None
         map_EI = self.solve()[:, part]
         gram_II = self.gram_FF[part, part] / self.rows
         ridge = 1e-4 * gram_II.diagonal().mean()

@@ -55,10 +55,8 @@ class LayerCache:
 def cached_attention(
     queries_BNGWd: Tensor, kv: tuple[Tensor, Tensor], slots: int, allowed_BWS: Tensor | None
 ) -> Tensor:
-    """What each query finds in the first `slots` slots of a cache, [B, N, G, W, d].
-
-    The queries that share a key head are rows of one attention, so that keys and values need no copy.
-    """
+    """What each query finds in the first `slots` slots of a cache, [B, N, G, W, d]. The queries that share a key head
+    are rows of one attention, so that keys and values need no copy."""
     shape = queries_BNGWd.shape
     mask = None
     if allowed_BWS is not None:

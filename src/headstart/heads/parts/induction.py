@@ -66,13 +66,12 @@ def slow_pairs(config: LayerConfig, cos_Pd: Tensor) -> list[int]:
 def solve(
     layer: DraftLayer, slow: list[int], aux_MX: Tensor, final_ME: Tensor, own_ME: Tensor, spare: int = 0
 ) -> Induction | None:
-    """Set a layer's queries, keys and values so that it copies; None when its heads have too few slow pairs for codes
-    that differ, or when there is too little to learn them from.
-
-    What the layer reads is [embedding, fused state], both normed without weights; its output map is left alone.
+    """Set queries, keys and values of a layer, which reads [embedding, fused state] normed without weights, so that it
+    copies; None when its heads have too few slow pairs for codes that differ, or when there is too little to learn
+    them from.
 
     Args:
-        layer: whose `qkv` is written.
+        layer: its output map is left alone.
         slow: from `slow_pairs`.
         aux_MX: aux hidden states.
         final_ME: the final states among them, or what is made of them.

@@ -47,7 +47,7 @@ class LayerConfig(HeadConfig):
     intermediate_size: Annotated[int, FromTarget()] = Field(0, ge=1, description="Width of a layer's MLP.")
     num_attention_heads: Annotated[int, FromTarget()] = Field(0, ge=1, description="Query heads.")
     num_key_value_heads: Annotated[int, FromTarget()] = Field(0, ge=1, description="Key and value heads.")
-    head_dim: Annotated[int, FromTarget()] = Field(0, ge=1, description="Size of an attention head.")
+    head_dim: Annotated[int, FromTarget()] = Field(0, ge=2, multiple_of=2, description="Size of an attention head.")
     hidden_act: Annotated[str, FromTarget()] = Field("silu", description="Activation of the MLP.")
     rms_norm_eps: Annotated[float, FromTarget()] = Field(1e-5, gt=0, description="Epsilon of the norms.")
     rope_parameters: Annotated[dict[str, Any], FromTarget()] = Field(
@@ -157,11 +157,6 @@ class DraftLayer(nn.Module):
             raise UserError(
                 f"{heads} query heads cannot share {kv_heads} key heads evenly.",
                 f"Set heads.num_key_value_heads to a divisor of {heads}, or leave it out for the target's own.",
-            )
-        if config.head_dim % 2:
-            raise UserError(
-                f"heads.head_dim is {config.head_dim}, and rotary positions rotate pairs of numbers.",
-                "Give an even number, or leave it out for the target's own.",
             )
         self.input_norm = nn.RMSNorm(inputs, config.rms_norm_eps) if input_norm else None
         self.qkv = Linear(inputs, (heads + 2 * kv_heads) * config.head_dim, bias=False)
@@ -342,15 +337,6 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
-def refuse_start(num_layers: int, target: FrozenModel) -> None:
-    """Refuse heads of more layers than the target has for them to start from."""
-    if num_layers > target.num_layers:
-        raise UserError(
-            f"heads.num_layers is {num_layers} and the target has {target.num_layers} layers to start from.",
-            "Lower heads.num_layers.",
-        )
-
-
 def refused_layers(aux_layers: Sequence[int], which: str = "from 1 on") -> UserError:
     """Why these layers of the target cannot be read."""
     return UserError(
@@ -371,6 +357,11 @@ def start_from_last_layers(
 
     The input of the first layer has so many columns `before` what was fused.
     """
+    if len(stack) > target.num_layers:
+        raise UserError(
+            f"heads.num_layers is {len(stack)} and the target has {target.num_layers} layers to start from.",
+            "Lower heads.num_layers.",
+        )
     size = fc.out_features
     fc.weight.zero_()
     fc.weight[:, -size:] = torch.eye(size)
@@ -393,6 +384,6 @@ def norm_scale(norm: nn.Module | None, like: Tensor) -> Tensor:
 
 
 def rotate(x_BHTd: Tensor, cos_BTd: Tensor, sin_BTd: Tensor) -> Tensor:
-    left, right = x_BHTd.chunk(2, dim=-1)
-    rotated: Tensor = x_BHTd * cos_BTd[:, None] + torch.cat([-right, left], dim=-1) * sin_BTd[:, None]
+    first, second = x_BHTd.chunk(2, dim=-1)
+    rotated: Tensor = x_BHTd * cos_BTd[:, None] + torch.cat([-second, first], dim=-1) * sin_BTd[:, None]
     return rotated

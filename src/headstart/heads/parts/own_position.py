@@ -1,14 +1,12 @@
 """Attention heads that look at their own position alone, and so hold a linear map of what the layer reads.
 
-The published EAGLE-3 layer adds attention and an MLP to its stream, and no linear map of the embedding and the state
-that it reads. A head whose attention finds nothing but its own entry is such a map, of rank `head_dim`; with enough of
-them the layer can be given any linear map before it is trained, in the arrangement that serving engines load.
+The published EAGLE-3 layer has no linear map of what it reads. A head whose attention finds nothing but its own entry
+is one, of rank `head_dim`; with enough of them the layer can be given any linear map before it is trained.
 
-A score that is highest at the own position has two parts. The first is the same number for every token, read off its
-embedding (embeddings share a direction), on the pairs of a head that turn quickly: rotary positions make it less at any
-other distance. Those numbers are not quite the same, and a neighbour's may be larger. So the second part, on all other
-pairs, compares a code of the two tokens: for another token it is about zero. A token that comes twice has the same
-code, but also the same number, and then the first part decides.
+A score that is highest at the own position has two parts. The first is nearly the same number for every token, read off
+its embedding (embeddings share a direction), on the pairs of a head that turn quickly: rotary positions make it less at
+any other distance. The second, on all other pairs, compares a code of the two tokens: for another token it is about
+zero. A token that comes twice has the same code, but also the same number, and then the first part decides.
 
 Shape suffixes: E hidden size, I what queries, keys and values are computed from (the normed embedding first), P
 distances, R pairs of a head, V vocabulary, C components, M tokens, O rank.
@@ -75,11 +73,8 @@ def pair_shares(cos_PR: Tensor) -> tuple[Tensor, float]:
 
 
 def number_of_all(*kinds: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    """What a normed embedding is multiplied with to give a number near 1 for every token, [E], and their mean [E].
-
-    Each of the `kinds` of embeddings, [M, E] in parts, counts alike: few of the vocabulary's tokens are common in
-    texts, and what is near 1 for most of the vocabulary is not for them.
-    """
+    """What a normed embedding is multiplied with to give a number near 1 for every token, [E], and their mean [E]. Each
+    of the `kinds` of embeddings, [M, E] in parts, counts alike: few of the vocabulary's tokens are common in texts."""
     gram_EE, mean_E = torch.zeros(()), torch.zeros(())
     for kind in kinds:
         products_EE, sum_E, count = torch.zeros(()), torch.zeros(()), 0
@@ -94,15 +89,8 @@ def number_of_all(*kinds: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def look_at_itself(layer: DraftLayer, heads: int, cos_PR: Tensor, number_E: Tensor, mean_E: Tensor) -> None:
-    """Set queries and keys of a layer's first key heads so that each finds its own position alone.
-
-    Args:
-        layer: whose `qkv` is written; it reads [normed embedding, ...].
-        heads: key heads, and the query heads that share them.
-        cos_PR: as of `pair_shares`.
-        number_E: from `number_of_all`.
-        mean_E: the mean embedding, which codes leave out.
-    """
+    """Set queries and keys of the first key heads of a layer, which reads [normed embedding, ...], so that each finds
+    its own position alone. The number and the mean embedding, which codes leave out, are of `number_of_all`."""
     config, width, groups = layer.config, layer.config.head_dim, layer.groups
     shares_R, worst = pair_shares(cos_PR)
     first_R = (_MARGIN / max(1 - worst, 1e-2) * width**0.5 * shares_R).sqrt()

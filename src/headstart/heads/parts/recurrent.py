@@ -150,7 +150,7 @@ class RecurrentHead(DraftHead):
         seen_BPX = self.select_states(states)
         width = seen_BPX.shape[1]
         following = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
-        cache = LayerCache(self.config, len(self.layers), len(prompts), width, seen_BPX)
+        cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=width, like=seen_BPX)
         tokens_BP = torch.tensor(following, device=seen_BPX.device)
         counts = [len(prompt) for prompt in prompts]
         none = seen_BPX[:, :0]  # until something is drafted
@@ -162,7 +162,7 @@ class RecurrentHead(DraftHead):
         if depth == 0:
             last_B = torch.tensor(state.counts, device=device) - 1
             tokens_BP = state.tokens_BP.index_put((rows_B, last_B), tokens_BW[:, 0])
-            stream_BWE = self._run(state, self.project(state.seen_BPX), tokens_BP, cache.lengths, None, 0, last_B)
+            stream_BWE = self._run(state, self.project(state.seen_BPX), tokens_BP, cache.lengths, last_B=last_B)
             state.base = [length + count - 1 for length, count in zip(cache.lengths, state.counts, strict=True)]
             state.visible_BWS = torch.zeros(len(rows_B), 1, 0, dtype=torch.bool, device=device)
             state.drafted = True
@@ -173,7 +173,7 @@ class RecurrentHead(DraftHead):
             state.visible_BWS = torch.cat([above_BWS, itself_BWW], dim=-1)
             feedback_BWE = state.feedback_BWE[rows_B[:, None], parents_BW]
             starts = [base + 1 + above_BWS.shape[2] for base in state.base]
-            stream_BWE = self._run(state, feedback_BWE, tokens_BW, starts, state.visible_BWS, depth)
+            stream_BWE = self._run(state, feedback_BWE, tokens_BW, starts, visible_BWS=state.visible_BWS, depth=depth)
         hidden_BWE, state.feedback_BWE = self.layer_output(stream_BWE)
         return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
@@ -204,8 +204,8 @@ class RecurrentHead(DraftHead):
         feedback_BWE: Tensor,
         tokens_BW: Tensor,
         starts: Sequence[int],
-        visible_BWS: Tensor | None,
-        depth: int,
+        visible_BWS: Tensor | None = None,
+        depth: int = 0,
         last_B: Tensor | None = None,
     ) -> Tensor:
         """The last layer's stream [B, W, E] over new entries, written to each row's slots from `starts` on.
@@ -260,11 +260,8 @@ def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool)
 
 
 class _Text:
-    """One batch of conversations while its origins are unrolled: the entries of the text, and each origin's own.
-
-    `real_BA` says which origins are not padding, `feedback_BAE` what the step before feeds back; at step 0 the text's
-    own, [B, T, E].
-    """
+    """One batch while its origins are unrolled: entries of the text, and of each origin. `real_BA` says which origins
+    are not padding, `feedback_BAE` what the step before feeds back; at step 0 the text's own, [B, T, E]."""
 
     def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, batch: HeadBatch, origin_M: Tensor) -> None:
         self.heads, self.tokens_BT, self.feedback_BAE = heads, batch.tokens_BT, feedback_BTE

@@ -67,10 +67,8 @@ class ResidualHead(DraftHead):
 
 
 def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
-    """The target's embeddings of tokens of any shape, in the dtype and on the device of `like`.
-
-    Normalised: embeddings are an order of magnitude smaller than final states.
-    """
+    """The target's embeddings of tokens of any shape, in the dtype and on the device of `like`; normalised, since they
+    are an order of magnitude smaller than final states."""
     embedded = F.embedding(tokens.to(embedding_VE.device), embedding_VE).float()
     return F.rms_norm(embedded, embedded.shape[-1:]).to(like)
 
@@ -99,13 +97,8 @@ def map_by_direction(read_MX: Tensor, wanted_ME: Tensor) -> Tensor:
 
 
 class LinearStart:
-    """Ridge regression from what heads read to the states [.., E] that they should have seen, batch by batch.
-
-    Args:
-        widths: how much each head reads, ascending: head k the first `widths[k]` numbers of what the last one reads.
-        size: E.
-        device: where the sums are kept and solved.
-    """
+    """Ridge regression from what heads read to the states of size E that they should have seen, batch by batch: head k
+    reads the first `widths[k]` numbers of what the last one reads."""
 
     def __init__(self, widths: Sequence[int], size: int, device: torch.device | str = "cpu") -> None:
         self.gram_FF = torch.zeros(widths[-1], widths[-1], device=device)

@@ -1,14 +1,12 @@
 """Attention of training over whole texts, in memory that grows with their length and not with its square.
 
 Short texts attend in one piece, with a table of all scores. Longer ones attend a few queries at a time: each part sees
-only the stretch of the text that its queries may see, and its scores are computed again in the backward pass instead of
-being kept. Several conversations in one row are a mask like any other; parts then leave out what lies in other
-conversations.
+only the stretch of the text that its queries may see, and its scores are computed again in the backward pass.
 
 Beside the text, queries see tokens of their own: each origin its draft so far (`chain_attention`), or all slots of its
-block (`block_attention`), which has several queries, one for each slot. On CPUs torch's fused kernel for masks is
-slower than two products and a softmax; elsewhere the `_fused` twin of each runs, where a query's own tokens are further
-positions that it alone sees.
+block (`block_attention`), with a query for each slot. On CPUs torch's fused kernel for masks is slower than two
+products and a softmax; elsewhere the `_fused` twin of each runs, where a query's own tokens are further positions that
+it alone sees.
 
 Shape suffixes: B rows, T tokens, A queries of a row (origins, of blocks), S positions in sight, G query heads that
 share a key head, N key heads, d head size, K slots of a block, R query rows of an origin (G * K), M origins.
@@ -48,13 +46,8 @@ class Part:
 
 
 class Sight:
-    """What each query of a batch sees: the entries of its own conversation up to a position.
-
-    Args:
-        index_BA: the last position that each sees, ascending in a row up to what pads it.
-        length: T.
-        starts_BA: the first one; None is the first of the row.
-    """
+    """What each query of a batch sees: the entries of its own conversation, of a row of `length` T, up to the position
+    `index_BA` (ascending in a row up to what pads it), from `starts_BA` or the row's first on."""
 
     def __init__(self, index_BA: Tensor, length: int, starts_BA: Tensor | None = None) -> None:
         self.index_BA, self.length, self.starts_BA = index_BA, length, starts_BA
@@ -161,10 +154,8 @@ def attend(
 def attend_blocks(
     queries_BNARd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, sight: Sight, own: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """What each row of each origin's block finds in the text up to the origin and in its own block, [B, N, A, R, d].
-
-    `own` are keys and values [B, N, A, K, d] of the slots of each origin's block, all of which see each other.
-    """
+    """What each row of each origin's block finds in the text up to the origin and in its own block, [B, N, A, R, d]:
+    `own` are keys and values [B, N, A, K, d] of the block's slots, all of which see each other."""
     heads, rows = queries_BNARd.shape[1], queries_BNARd.shape[3]
     if sight.is_short(heads * rows):
         return block_attention(queries_BNARd, keys_BNTd, values_BNTd, sight.hidden_BAT, *own)

@@ -5,11 +5,6 @@ from a final state and the embedding of the token that follows it: the published
 attention heads that look at their own position alone hold it (see `own_position`). And an attention that copies what
 followed the present token before (see `induction`).
 
-On tokens a b c d e (positions 0-4), the draft that starts from the state after `b` (origin 1):
-
-    step 0   state(b), emb(c) -> guess of state(c), which drafts d
-    step 1   that guess, emb(d) -> guess of state(d), which drafts e
-
 Shape suffixes: B rows, T tokens, E hidden size, M positions, P distances, R pairs of a head, X = aux layers * E, I what
 attention reads, J what the solved map reads.
 """
@@ -159,7 +154,7 @@ class TransitionStart(RecurrentHead):
         number_E, mean_E = own_position.number_of_all(*kinds)
         cos_PR = self._cosines(own_position.FAR)[:, : self.config.head_dim // 2]
         cos_PR = cos_PR[1:] / cos_PR[0, 0]  # tables of long contexts may carry a factor
-        own_position.look_at_itself(self.stack[0], self.config.own_heads, cos_PR, number_E, mean_E)
+        own_position.look_at_itself(self.stack[0], self.config.own_heads, cos_PR, number_E=number_E, mean_E=mean_E)
 
     def _copy(self, batches: list[HeadBatch]) -> bool:
         """Set the fusion and the attention of the other heads so that they copy; says whether they do."""
@@ -169,7 +164,8 @@ class TransitionStart(RecurrentHead):
         embedded_ME = normed(self.embedding_norm, embedded_ME)
         slow = induction.slow_pairs(self.config, self._cosines(induction.FAR))
         final_ME = aux_MX @ fused_EX.T
-        code = induction.solve(self.stack[0], slow, aux_MX, final_ME, embedded_ME, self.config.own_heads)
+        spare = self.config.own_heads
+        code = induction.solve(self.stack[0], slow, aux_MX, final_ME=final_ME, own_ME=embedded_ME, spare=spare)
         if code is None:
             return False
         self.hidden_norm.weight.fill_(1)
