@@ -396,7 +396,7 @@ def test_a_disk_that_fills_up_while_heads_are_exported(
     assert "The disk is full" in line and "Free some space" in line
     monkeypatch.setattr("headstart.support.files.os.fsync", full)
     assert "The disk is full" in refused("export", finished, "--out", tmp_path / "out" / "heads")
-    assert not list(tmp_path.iterdir()), "nothing is left behind"
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing is left behind"
 
 
 def test_weights_that_the_disk_cannot_hold_are_an_error_of_the_disk(tmp_path: Path, tiny_target: Target) -> None:

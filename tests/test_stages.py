@@ -22,7 +22,7 @@ from headstart.recipes.recipe import load_recipe, parse_recipe, recipe_text
 from headstart.support import provenance as provenance_module
 from headstart.support.artifacts import artifact, held, refer
 from headstart.support.lock import locked
-from headstart.support.provenance import provenance
+from headstart.support.provenance import git_state
 
 
 class Factory:
@@ -207,17 +207,6 @@ def test_an_artifact_is_found_by_what_it_is_whatever_it_is_called(tmp_path: Path
     assert artifact(tmp_path / "other", "things", "another", {"what": 1}).folder == made.folder
 
 
-def test_a_run_that_is_laid_out_otherwise_is_left_alone(tmp_path: Path, factory: Factory) -> None:
-    folder = tmp_path / "run"
-    execute(make_run(folder), factory.stages())
-    file = folder / "stages" / "first.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "layout": 99}))
-    factory.worked.clear()
-    with pytest.raises(UserError, match=r"another version of headstart.*--run-dir"):
-        execute(make_run(folder, data={"seed": 1}), factory.stages())
-    assert factory.worked == []
-
-
 def test_a_folder_takes_one_run_at_a_time(tmp_path: Path, factory: Factory) -> None:
     folder = tmp_path / "run"
     with locked(folder), pytest.raises(UserError, match=f"process {os.getpid()}"):
@@ -269,7 +258,7 @@ def test_a_run_can_be_repeated_from_its_own_files(tmp_path: Path, factory: Facto
 def test_provenance_names_the_commit_only_of_its_own_source_tree(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    sha = provenance().git_sha
+    sha, _ = git_state()
     assert sha is None or len(sha) == 40
     monkeypatch.setattr(provenance_module, "__file__", str(tmp_path / "run.py"))
     assert provenance_module.git_state() == (None, None)

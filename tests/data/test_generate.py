@@ -21,7 +21,7 @@ from headstart.data.conversations.masks import encode
 from headstart.data.conversations.parts import Part
 from headstart.data.prompts import self_prompts
 from headstart.data.prompts.seed_prompts import SEED_PROMPTS, seed_prompt_list
-from headstart.data.writing.in_process import CACHE_PEAK, BatchMemory, InProcess, next_tokens
+from headstart.data.writing.in_process import CACHE_PEAK, InProcess, next_tokens
 from headstart.data.writing.writer import Continuation
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
@@ -329,10 +329,8 @@ def test_a_target_without_template_cannot_prompt_itself(tiny_target: Target) -> 
         self_prompts.user_prefix(Bare())
 
 
-def sample_rows(
-    target: Target, rows: list[list[int]], memory: BatchMemory | None = None, **how: Any
-) -> list[list[int]]:
-    return InProcess(target, memory).continue_rows(rows, Continuation(**how))
+def sample_rows(target: Target, rows: list[list[int]], **how: Any) -> list[list[int]]:
+    return InProcess(target).continue_rows(rows, Continuation(**how))
 
 
 def test_rows_of_a_batch_do_not_depend_on_each_other(tiny_target: Target) -> None:
@@ -370,7 +368,6 @@ def test_a_batch_that_memory_does_not_hold_is_written_in_halves_and_says_the_sam
     temperatures = [float(i % 2) for i in range(11)]
     expected = sample_rows(tiny_target, rows, temperatures=temperatures, **SAMPLED)
 
-    said: list[str] = []
     tried: list[int] = []
     new_cache, forward = Target.new_cache, Target.forward_tree
 
@@ -387,11 +384,9 @@ def test_a_batch_that_memory_does_not_hold_is_written_in_halves_and_says_the_sam
 
     monkeypatch.setattr(Target, "new_cache", small)
     monkeypatch.setattr(Target, "forward_tree", breaks)
-    memory = BatchMemory(said.append)
+    writer = InProcess(tiny_target)
     for _ in range(2):
-        found = sample_rows(tiny_target, rows, temperatures=temperatures, memory=memory, **SAMPLED)
-        assert found == expected
-    assert len(said) == 1 and "11 conversations of up to" in said[0] and "data.batch_size" in said[0]
+        assert writer.continue_rows(rows, Continuation(temperatures=temperatures, **SAMPLED)) == expected
     assert tried.count(11) == 1, "what failed once is not tried again"
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from shutil import copytree
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 def report(
     decoder: Decoder, questions: Sequence[Question], options: EvalOptions, out: Path, console: Console
 ) -> dict[str, Any]:
-    """Measure loaded heads on questions and write results.json, report.md and report.html into `out`; returns what
-    results.json holds.
-
-    Raises:
-        UserError: as `headstart.eval.evaluate.evaluate`.
-    """
+    """Measure loaded heads on questions and write results.json, report.md and report.html; returns the results."""
     from headstart.eval.evaluate import evaluate
     from headstart.eval.report import write_report
 
@@ -39,13 +34,9 @@ def report(
 
 
 def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Console) -> str:
-    """Tune exported heads on this machine, in place; returns what came of it.
+    """Tune the heads of a folder on this machine, in place; returns what came of it.
 
-    Args:
-        decoder: the loaded heads.
-        folder: they were loaded from; its tree, calibration and model card are written anew.
-        calibration: a file of tokenised conversations; by default that of the run which the folder is part of.
-        console: shows progress.
+    `calibration` is a file of tokenised conversations; by default that of the run which the folder is part of.
 
     Raises:
         UserError: heads that are not in a folder here, a folder with other files in it, or no conversations to tune on.
@@ -97,29 +88,18 @@ def calibration_file(folder: Path, named: Path | None) -> Path:
 
 
 def copy_heads(heads: Path, out: Path) -> None:
-    """Copy exported heads to a folder of their own, which must not hold anything else yet.
-
-    Raises:
-        UserError: no whole folder of heads there, or a folder in use.
-    """
+    """Copy a whole folder of heads to one of its own, which must not hold anything else yet."""
     from headstart.hub.format import check_folder
 
     check_folder(heads)
     if out.exists():
         refuse_other_files(out)
 
-    def copy(partial: Path) -> None:
-        shutil.copytree(heads, partial)
-
-    write_atomic(out, copy)
+    write_atomic(out, lambda partial: copytree(heads, partial))
 
 
 def refuse_other_files(folder: Path) -> None:
-    """Refuse to replace a folder that holds, or may hold, anything but exported heads.
-
-    Raises:
-        UserError: naming what would be lost.
-    """
+    """Refuse to replace a folder that holds, or may hold, anything but exported heads."""
     from headstart.heads.io import CONFIG, WEIGHTS
     from headstart.hub.engine_tuning import FILE as ENGINES
     from headstart.hub.format import CALIBRATION, CARD, CUSTOM_GENERATE, TREE, read_config
@@ -147,11 +127,7 @@ def refuse_others(folder: Path, known: set[str]) -> None:
 
 
 def tokenizer_for(file: Path, target: str | None) -> Any:
-    """The tokenizer that a conversation file was written with: `target`'s, or that of the run the file lies in.
-
-    Raises:
-        UserError: neither is known.
-    """
+    """The tokenizer that a conversation file was written with: `target`'s, or that of the run the file lies in."""
     if target is not None:
         from headstart.target.loading import load_target
 

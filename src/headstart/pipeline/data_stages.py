@@ -42,7 +42,6 @@ def is_online(run: Run) -> bool:
 
 
 def _token_bytes(run: Run) -> int:
-    """Bytes of hidden states of one token."""
     from headstart.data.states.store import estimate_bytes
 
     target = run.target
@@ -50,7 +49,6 @@ def _token_bytes(run: Run) -> int:
 
 
 def states_artifact(run: Run) -> Artifact:
-    """The artifact of all hidden states of the run's target."""
     target = run.target
     identity = {
         "version": _STATES_VERSION,
@@ -70,11 +68,8 @@ def _target_settings(run: Run) -> dict[str, Any]:
 
 
 def check_formats(run: Run, target: FrozenModel) -> list[str]:
-    """What the user should know of the formats in `export.formats`, as sentences.
-
-    Raises:
-        UserError: settings of heads that one of them cannot hold; the setting is named, and what to do.
-    """
+    """What the user should know of the formats in `export.formats`, as sentences; refuses settings of heads that one of
+    them cannot hold."""
     formats = run.recipe.export.formats
     if not formats:
         return []
@@ -125,18 +120,11 @@ def _need_room_for_states(run: Run) -> None:
 
 
 def aux_layers(run: Run) -> list[int]:
-    """Hidden states that the recipe's heads need, FINAL among them. Remembered, so that asking again loads no model.
-
-    Raises:
-        UserError: unknown family, or a setting that the family does not have.
-    """
-    file = run.folder / "data" / "taps.json"
-    record = run.record("target")
-    key = {"heads": run.recipe.heads.to_recipe(), "target": record.identity if record and record.whole else ""}
-    if file.is_file():
-        known = read_json(file)
-        if {name: known.get(name) for name in key} == key:
-            return [int(layer) for layer in known["taps"]]
+    """Hidden states that the recipe's heads need, FINAL among them. Remembered, so that asking again loads no model."""
+    file, record = run.folder / "data" / "taps.json", run.whole_record("target")
+    key = {"heads": run.recipe.heads.to_recipe(), "target": record.identity if record else ""}
+    if file.is_file() and (known := read_json(file)).items() >= key.items():
+        return [int(layer) for layer in known["taps"]]
     import torch
 
     from headstart.heads.base import family, make_config
@@ -218,12 +206,10 @@ def _conversations(run: Run) -> Outcome:
 
 
 def conversation_files(run: Run) -> dict[str, Path]:
-    """What is trained on, and what is judged by."""
     return {split: run.folder / CONVERSATIONS / f"{split}.jsonl" for split in _SPLITS}
 
 
 def conversations(run: Run, split: str) -> list[Conversation]:
-    """What the conversation stage wrote."""
     from headstart.data.conversations.records import read_conversations
 
     return read_conversations(conversation_files(run)[split])
@@ -265,11 +251,7 @@ def _broken_states(run: Run) -> str | None:
 
 
 def kept_stores(run: Run) -> dict[str, StateStore]:
-    """The hidden states of both splits, as the stage has left them.
-
-    Raises:
-        UserError: it has not, or they are broken.
-    """
+    """The hidden states of both splits; raises a UserError where they are missing or broken."""
     from headstart.data.states.store import StateStore
 
     return {split: StateStore(run.folder / STATES / split) for split in _SPLITS}

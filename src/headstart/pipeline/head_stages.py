@@ -52,7 +52,7 @@ def _train_settings(run: Run) -> dict[str, Any]:
 
 
 def _train(run: Run) -> Outcome:
-    """Every process of a training calls it; the main process writes."""
+    # Every process of a training calls it; the main process writes.
     from headstart.heads.base import make_config
     from headstart.train.processes import count_processes, is_main, on_main, together
     from headstart.train.trainer import train
@@ -76,7 +76,7 @@ def _train(run: Run) -> Outcome:
 
 
 def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
-    """What training reads of the target, and its conversations: to learn from, and to judge by."""
+    """What training reads of the target, and conversations to learn from and to judge by."""
     from headstart.data.conversations.records import read_conversations
     from headstart.data.states.online import OnlineStates
     from headstart.heads.base import make_config
@@ -100,11 +100,7 @@ def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
 
 
 def _whole_target(run: Run) -> Target:
-    """The target itself, where its teacher is not enough.
-
-    Raises:
-        NoTarget: it cannot be loaded; the message says what heads would train with here.
-    """
+    """The target itself, where its teacher is not enough."""
     section = run.recipe.train
     try:
         return run.target

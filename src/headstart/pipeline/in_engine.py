@@ -38,12 +38,8 @@ def tune_in_engine(
 ) -> EngineTuning:
     """Find out in a serving engine how many drafts pay there, and keep it with the heads and in their card.
 
-    Args:
-        heads: a folder of heads, or of the run that they belong to.
-        calibration: tokenised conversations whose prompts are asked; by default those of the run.
-        console: shows progress.
-        target: of the heads, when it is not where they say.
-        options: the engine, how it is started and what it is asked.
+    `heads` is their folder, or that of their run; the prompts of its validation conversations are asked, or of the file
+    `calibration`.
 
     Raises:
         UserError: no such engine, no numbers of drafts, heads that it cannot load, a target that it cannot find, no
@@ -110,7 +106,6 @@ def tune_in_engine(
 
 
 def describe_engine_tuning(tuning: EngineTuning) -> str:
-    """What came of it, as a sentence."""
     best = tuning.best
     figures = (
         f"expected {best.expected:.2f}x over its plain decoding with {best.drafts} drafts "
@@ -123,11 +118,7 @@ def describe_engine_tuning(tuning: EngineTuning) -> str:
 
 
 def _numbers(typed: str) -> list[int]:
-    """Numbers of drafts from what was typed; none where nothing was.
-
-    Raises:
-        UserError: not numbers from 1 on.
-    """
+    """Numbers of drafts from what was typed; none where nothing was."""
     parts = [part.strip() for part in typed.split(",") if part.strip()]
     if any(not part.isdigit() or not 1 <= int(part) <= 16 for part in parts):
         raise UserError(

@@ -58,7 +58,6 @@ def _exported(run: Run) -> Artifact:
 
 
 def _give(source: Path, path: Path) -> None:
-    """Let a run have the heads of an artifact; refuses to replace a folder that somebody put other files into."""
     if path.exists():
         refuse_other_files(path)
     with keeping_engine_tunings(path):
@@ -73,7 +72,7 @@ def _sources(data: DataSection) -> str:
 
 
 def _training_facts(run: Run) -> dict[str, str]:
-    """Rows of the model card about what the heads learned from."""
+    """Rows of the model card."""
     from headstart.data.states.store import StateStore
     from headstart.pipeline.data_stages import conversations, is_online
 
@@ -131,20 +130,13 @@ def _eval(run: Run) -> Outcome:
     with held(made, run.console) as folder, held(exported, run.console):
         run.refer("eval", made)
         if not (folder / REPORT / "results.json").is_file():
-            options = EvalOptions(
-                limit=section.limit,
-                max_new_tokens=section.max_new_tokens,
-                temperature=section.temperature,
-                compare=section.compare,
-            )
+            chosen = section.model_dump(include={"limit", "max_new_tokens", "temperature", "compare"})
+            options = EvalOptions(**chosen)
             # Read back what was exported: the report is about what people will load.
             decoder = load(exported.folder / HEADS, run.decoded)
             questions = read_questions(file)
 
-            def measure(partial: Path) -> None:
-                report(decoder, questions, options, partial, run.console)
-
-            write_atomic(folder / REPORT, measure)
+            write_atomic(folder / REPORT, lambda partial: report(decoder, questions, options, partial, run.console))
         results = read_json(folder / REPORT / "results.json")
         name = "held-out prompts" if asked == "heldout" else Path(asked).stem
         facts = {"training": _training_facts(run), "measurements": [{"name": name, "results": results}]}

@@ -47,8 +47,6 @@ ADAPTER = "adapter"
 TUNE = "tune"
 HEADS = "heads"
 REPORT = "report"
-LAYOUT = 2
-"""Raised when a run's folder comes to mean something else."""
 
 
 class NoTarget(UserError):
@@ -79,8 +77,8 @@ class Run:
             UserError: it is no longer the model that the run began with.
         """
         target = self.load(self.recipe.target.adapter)
-        record = self.record("target")
-        if record is not None and record.whole and record.identity != target_identity(target):
+        record = self.whole_record("target")
+        if record is not None and record.identity != target_identity(target):
             raise UserError(
                 f"{self.recipe.target.spec} is not the model (or not in the dtype) that the run in {self.folder} began "
                 "with.",
@@ -131,13 +129,12 @@ class Run:
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, self.recipe.data.chat_template_kwargs))
 
     def frozen(self) -> FrozenModel:
-        """What training reads of the target: the target itself where it is loaded, else its teacher where one lies
-        beside the states, else the target, loaded now."""
+        """What training reads of the target: its teacher, where one lies beside the states, unless it is loaded."""
         from headstart.target.loading import pick_device
         from headstart.target.teacher import load_teacher, teacher_folder
 
-        record, states = self.record("target"), referred(self.folder, "states")
-        if "target" in vars(self) or record is None or not record.whole or states is None:
+        record, states = self.whole_record("target"), referred(self.folder, "states")
+        if "target" in vars(self) or record is None or states is None:
             return self.target
         fingerprint, _, dtype = record.identity.split(" ")
         folder = teacher_folder(states, fingerprint, dtype)
@@ -159,24 +156,16 @@ class Run:
         return self.folder / "stages" / f"{stage}.json"
 
     def record(self, stage: str) -> Record | None:
-        """What is known of a stage; None when there is nothing, or nothing readable.
-
-        Raises:
-            UserError: another version of headstart wrote it.
-        """
-        file = self.record_file(stage)
-        if not file.is_file():
-            return None
+        """What is known of a stage; None when there is nothing, or nothing readable."""
         try:
-            record = Record(**read_json(file))
+            return Record(**read_json(self.record_file(stage)))
         except (UserError, TypeError):
             return None
-        if record.layout != LAYOUT:
-            raise UserError(
-                f"The run in {self.folder} was made by another version of headstart, which lays runs out differently.",
-                "Choose another --run-dir, or move the folder away.",
-            )
-        return record
+
+    def whole_record(self, stage: str) -> Record | None:
+        """The record of a stage that is finished."""
+        record = self.record(stage)
+        return record if record is not None and record.whole else None
 
 
 @dataclass
@@ -192,7 +181,7 @@ class Record:
         identity: what later stages depend on: new each time the stage is built, unless the stage knows better.
         seconds: spent on it, interrupted attempts included where they could be timed.
         summary: what came of it, as a short phrase.
-        layout: of the run's folder, see `LAYOUT`.
+        layout: of the run's folder.
         artifact: that the run referred to when the stage was finished; empty for stages that make none.
     """
 
@@ -204,7 +193,7 @@ class Record:
     identity: str = ""
     seconds: float = 0.0
     summary: str = ""
-    layout: int = LAYOUT
+    layout: int = 2
     artifact: str = ""
 
 
@@ -242,19 +231,15 @@ class Stage:
 
 
 def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:
-    """Bring every stage up to date, each after those it reads from; returns whether there was anything to do.
+    """Bring every stage up to date, in order; returns whether there was anything to do.
 
-    Args:
-        run: recipe, folder and console.
-        stages: in order.
-        again: names of stages to do anew even when they are done.
+    Stages named in `again` are done anew even when they are done.
 
     Raises:
         UserError: the folder is in use by another run, or a stage refuses.
     """
     worked = False
     run.again = again
-    run.record(stages[0].name)  # refuses a run of another version before anything in it changes
     with locked(run.folder):
         write_text(run.folder / "recipe.yaml", recipe_text(run.recipe))
         for number, stage in enumerate(stages, start=1):
@@ -262,10 +247,8 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
             wanted, record = _wanted(run, stage), run.record(stage.name)
             reason = _stale(run, stage, wanted, record) if stage.name not in again else "asked for again"
             if reason is None and record is not None and record.whole:
-                done = f"done, {format_seconds(record.seconds)}"
-                run.console.print(
-                    f"{label}  [dim]{done}  {escape(record.summary)}[/dim]", highlight=False, soft_wrap=True
-                )
+                done = f"done, {format_seconds(record.seconds)}  {escape(record.summary)}"
+                run.console.print(f"{label}  [dim]{done}[/dim]", highlight=False, soft_wrap=True)
                 continue
             if not worked:
                 note_provenance(run.folder)
@@ -299,37 +282,29 @@ def left_to_do(run: Run, stages: Sequence[Stage]) -> dict[str, str]:
 def _work(run: Run, stage: Stage, record: Record) -> None:
     record.whole = False
     write_json(run.record_file(stage.name), asdict(record))
-    start, before = perf_counter(), record.seconds
+    start = perf_counter()
     try:
         outcome = stage.work(run)
-    except BaseException:
-        record.seconds = before + perf_counter() - start
+        record.summary = outcome.summary
+        record.artifact = references(run.folder).get(stage.name, "")
+        record.identity = outcome.identity or _hash([record.fingerprint, datetime.now(UTC).isoformat()])
+        record.whole = True
+    finally:
+        record.seconds += perf_counter() - start
         write_json(run.record_file(stage.name), asdict(record))
-        raise
-    record.whole, record.summary = True, outcome.summary
-    record.artifact = references(run.folder).get(stage.name, "")
-    record.seconds = before + perf_counter() - start
-    record.identity = outcome.identity or _hash([record.fingerprint, datetime.now(UTC).isoformat()])
-    write_json(run.record_file(stage.name), asdict(record))
-    run.console.print(
-        f"    {escape(outcome.summary)}  [dim]{format_seconds(record.seconds)}[/dim]", highlight=False, soft_wrap=True
-    )
+    took = f"[dim]{format_seconds(record.seconds)}[/dim]"
+    run.console.print(f"    {escape(outcome.summary)}  {took}", highlight=False, soft_wrap=True)
 
 
 def _wanted(run: Run, stage: Stage) -> Record:
     """The record that the stage should have, not whole yet."""
-    before = {}
-    for name in stage.after:
-        record = run.record(name)
-        assert record, f"stage {name} comes before {stage.name}"
-        assert record.whole, f"stage {name} is finished before {stage.name} begins"
-        before[name] = record.identity
+    earlier = {name: before(run, name) for name in stage.after}
     settings = json.loads(json.dumps(stage.settings(run)))
     record = run.record(stage.name)
     if record is not None and all(record.settings.get(key) == settings[key] for key in settings if _of_recipe(key)):
         settings |= {key: value for key, value in record.settings.items() if _is_elsewhere(key, settings)}
-    fingerprint = _fingerprint(stage.name, stage.version, settings, before)
-    return Record(fingerprint, stage.version, settings, before)
+    fingerprint = _hash([stage.name, stage.version, settings, earlier])
+    return Record(fingerprint, stage.version, settings, earlier)
 
 
 def _of_recipe(key: str) -> bool:
@@ -340,10 +315,6 @@ def _is_elsewhere(key: str, settings: dict[str, Any]) -> bool:
     """Whether a setting tells of files (the target's, prompts) that are not on this machine: they have not changed."""
     found = settings.get(key)
     return not _of_recipe(key) and (found is None or (isinstance(found, list) and not any(found)))
-
-
-def _fingerprint(stage: str, version: int, settings: dict[str, Any], before: dict[str, str]) -> str:
-    return _hash([stage, version, settings, before])
 
 
 def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str | None:
@@ -424,6 +395,6 @@ def conditions(run: Run) -> dict[str, Any]:
 
 def before(run: Run, stage: str) -> str:
     """Identity of a stage that is finished."""
-    record = run.record(stage)
-    assert record is not None and record.whole, f"{stage} is finished"
+    record = run.whole_record(stage)
+    assert record is not None, f"{stage} is finished"
     return record.identity

@@ -27,12 +27,7 @@ def stages_until(name: str) -> tuple[Stage, ...]:
 
 
 def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
-    """Refuse now what would otherwise stop one of these stages after minutes of work.
-
-    Raises:
-        UserError: settings of heads or training that cannot work, a file that is missing or malformed, a report without
-            prompts to measure on, or with a drafter that is none.
-    """
+    """Refuse now what would otherwise stop one of these stages after minutes of work."""
     from headstart.data.prompts.questions import read_questions
     from headstart.drafters.catalog import check_drafter
     from headstart.eval.methods import TREES, wanted
@@ -43,10 +38,10 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
         check_training(recipe)
 
     if "conversations" in names:
-        for one in recipe.data.sources:
-            prompts = Path(one.source).expanduser()
+        for source in recipe.data.sources:
+            prompts = Path(source.source).expanduser()
             if prompts.suffix in (".json", ".jsonl") and not prompts.is_file():
-                raise UserError(f"No file at {one.source}.", "Check data.prompts; a relative path starts here.")
+                raise UserError(f"No file at {source.source}.", "Check data.prompts; a relative path starts here.")
         for file in recipe.data.exclude:
             read_questions(Path(file).expanduser())
     if "eval" not in names:

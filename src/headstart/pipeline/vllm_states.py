@@ -29,11 +29,7 @@ def serve_command(run: Run) -> str:
 
 def import_states(run: Run, source: str) -> Import:
     """Take over the states of the run's conversations from a folder of vLLM's files, or from servers, whose addresses
-    have commas between them.
-
-    Raises:
-        UserError: nothing there, or nothing that can be taken over.
-    """
+    have commas between them."""
     from headstart.data.states.shards import StateKind
     from headstart.data.states.vllm_files import Import
     from headstart.data.states.vllm_servers import take_from_servers

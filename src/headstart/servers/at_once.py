@@ -23,15 +23,11 @@ def answered(
     ask: Callable[[int, threading.Event], T],
     check: Callable[[], None] = lambda: None,
 ) -> Generator[tuple[int, T], None, None]:
-    """Numbers of questions with their answers, as these come. Close it where it is left early: nothing is asked then.
+    """Numbers of questions with their answers, as these come, most of them `at_once`. Close it where it is left early:
+    nothing is asked then.
 
-    What `ask` and `check` raise is raised here.
-
-    Args:
-        count: of the questions.
-        at_once: most that are under way.
-        ask: gives the answer to a question; the event is set once nobody waits for answers any more.
-        check: called while answers are waited for.
+    `ask` gives the answer to a question; its event is set once nobody waits for answers any more. `check` is called
+    while answers are waited for. What both raise is raised here.
     """
     waiting, done = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, T | None, BaseException | None]]()
     for number in range(count):

@@ -7,13 +7,10 @@ reply that no further try would change raises a `UserError` with the server's ad
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from itertools import count
 from time import monotonic
 from typing import Any, TypeVar
@@ -75,7 +72,6 @@ class Endpoint:
         )
 
     def close(self) -> None:
-        """Close all connections."""
         self._client.close()
 
     def send(
@@ -109,7 +105,7 @@ class Endpoint:
         if status in _ABSENT and absent is not None:
             return absent
         if status in _WAITING or status >= 500:
-            after = _retry_after(reply.headers.get("retry-after", ""))
+            after = _seconds_asked(reply.headers.get("retry-after", ""))
             raise Later(f"{status} {words}".strip(), status == 429, after)
         if not reply.is_success:
             remedy = "Serve the recipe's target there, with room for the longest conversation and one token more."
@@ -145,7 +141,7 @@ class Endpoint:
     def failed(self, problem: Later, began: float, jitter: float) -> None:
         """Note that a request which began at this moment came to nothing; those sent together fail together."""
         now = monotonic()
-        seconds = min(problem.seconds, _LONGEST_ASKED_WAIT)
+        seconds = problem.seconds
         if began >= self._failed_at:
             self._failed_at = now
             self.failures += 1
@@ -177,10 +173,8 @@ class Pool:
     ) -> Generator[tuple[int, T], None, None]:
         """Numbers of so many questions with their answers, as these come.
 
-        Args:
-            questions: how many there are.
-            ask: puts a question to a server; raises `Later` where another try may help.
-            check: called while answers are waited for; what it raises ends the work.
+        `ask` puts a question to a server, and raises `Later` where another try may help. `check` is called while
+        answers are waited for; what it raises ends the work.
 
         Raises:
             UserError: no server answered for long.
@@ -193,7 +187,6 @@ class Pool:
             yield from answers
 
     def _answer(self, ask: Callable[[Endpoint], T], stop: threading.Event) -> T:
-        """Ask until there is an answer or no more patience."""
         tries, most = 0, TRIES * len(self._endpoints)
         while True:
             answered_before = self._answered
@@ -242,17 +235,13 @@ class Pool:
         raise Stopped
 
 
-def _retry_after(text: str) -> float:
-    """Seconds that a server asks for: as a number or a date; 0 when it asks for none.
+def _seconds_asked(retry_after: str) -> float:
+    """Seconds that a server asks for; 0 when it asks for none (or names a date).
 
-    >>> _retry_after("7"), _retry_after(""), _retry_after("soon"), _retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
-    (7.0, 0.0, 0.0, 0.0)
+    >>> _seconds_asked("7"), _seconds_asked(""), _seconds_asked("soon")
+    (7.0, 0.0, 0.0)
     """
     try:
-        seconds = float(text)
+        return min(max(0.0, float(retry_after)), _LONGEST_ASKED_WAIT)
     except ValueError:
-        try:
-            seconds = (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
-        except (ValueError, TypeError):
-            return 0.0
-    return max(0.0, seconds) if math.isfinite(seconds) else 0.0
+        return 0.0

@@ -35,12 +35,8 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class Counters:
-    """What an engine has counted of its drafting since it was started.
-
-    Attributes:
-        rounds: passes of the target that verified drafts.
-        drafted: tokens, of which so many were `accepted`, also `by_position` in the chain.
-    """
+    """What an engine has counted of its drafting: passes of the target that verified drafts, and tokens drafted and
+    accepted, the latter also by their position in the chain."""
 
     rounds: int = 0
     drafted: int = 0
@@ -186,7 +182,7 @@ class Server:
         raise UserError(f"{self.engine.name} did not answer: {problem[:300]}", f"Its log is {self.log}.")
 
     def counters(self) -> Counters:
-        """What it has counted so far."""
+        """What it has counted since it was started."""
         try:
             return read_counters(self._endpoint.send("GET", "/metrics").text)
         except Later as error:

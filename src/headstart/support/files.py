@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +19,26 @@ DAMAGED = ".damaged"
 """Suffix of a file that was found damaged and put aside."""
 
 
-def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a neighbour of `path`, then move it into place.
 
     A file replaces a file and a folder replaces a folder, with everything in it. When `write` raises, or the disk is
-    full, `path` is left as it was and nothing beside it. A file is replaced in one step; between the two steps of a
+    full, `path` is left as it was and no file beside it. A file is replaced in one step; between the two steps of a
     folder `path` does not exist.
     """
-    with _made(path.parent):
-        partial = path.with_name(path.name + PARTIAL)
-        remove(partial)
-        try:
-            write(partial)
-            for file in [partial, *partial.rglob("*")]:
-                if file.is_file():
-                    with file.open("rb+") as handle:
-                        os.fsync(handle.fileno())
-        except BaseException:
-            with suppress(OSError):  # what went wrong first is what to tell
-                remove(partial)
-            raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + PARTIAL)
+    remove(partial)
+    try:
+        write(partial)
+        for file in [partial, *partial.rglob("*")]:
+            if file.is_file():
+                with file.open("rb+") as handle:
+                    os.fsync(handle.fileno())
+    except BaseException:
+        with suppress(OSError):  # what went wrong first is what to tell
+            remove(partial)
+        raise
     old = path.with_name(f"{path.name}.old{PARTIAL}")
     if partial.is_dir() and path.exists():
         remove(old)
@@ -48,41 +48,35 @@ def write_atomic(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """See that files can be written into a folder, before the work whose results they hold; leaves no trace.
+    """See that files can be written into a folder, before the work whose results they hold.
 
     Raises:
         UserError: they cannot.
     """
     try:
-        with suppress(_Tried), _made(folder):
-            with tempfile.TemporaryFile(dir=folder) as handle:
-                handle.write(b"x")
-            raise _Tried
+        with tempfile.TemporaryFile(dir=_existing(folder)) as handle:
+            handle.write(b"x")
     except OSError as error:
         raise UserError(f"Cannot write to {folder} ({error.strerror or error}).", "Choose another folder.") from None
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` atomically, as UTF-8."""
-    write_atomic(path, lambda partial: _write_text(partial, text))
+    """Write a file atomically, as UTF-8."""
+    write_atomic(path, lambda partial: partial.write_text(text, encoding="utf-8"))
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
-    """Write `value` to `path` atomically, as JSON."""
+    """Write a file atomically, as JSON."""
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write one JSON object a line to `path`, atomically."""
+    """Write a file atomically, one JSON object a line."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file.
-
-    Raises:
-        UserError: when the file is missing or cut short; the message names it.
-    """
+    """Read a JSON file; a UserError names one that is missing or cut short."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -121,11 +115,14 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise UserError(f"{path} is not UTF-8 text ({error.reason}).", "Convert it to UTF-8.") from None
 
 
+def _existing(folder: Path) -> Path:
+    """A folder or its nearest existing parent."""
+    return next(path for path in [folder, *folder.parents] if path.exists())
+
+
 def free_disk(folder: Path) -> int:
     """Bytes that are free at a folder or its nearest existing parent."""
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(_existing(folder)).free
 
 
 def need_disk(folder: Path, needed_bytes: int, what: str) -> None:
@@ -153,28 +150,6 @@ def format_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
-
-
-class _Tried(Exception):
-    """Writing works: take back what was made for the try."""
-
-
-@contextmanager
-def _made(folder: Path) -> Iterator[None]:
-    """Make a folder and those above it; when the block raises, those that are still empty are taken away again."""
-    missing = [path for path in [folder, *folder.parents] if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        for path in missing:
-            with suppress(OSError):
-                path.rmdir()
-        raise
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def remove(path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import subprocess
 import sys
-from dataclasses import asdict, dataclass, field
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,32 +16,6 @@ from headstart.support.files import read_json, write_json
 PACKAGES = ("headstart", "torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "pydantic")
 """Packages whose versions a run writes down."""
 FILE = "provenance.json"
-
-
-@dataclass
-class Provenance:
-    """One command that worked on a run: what it would take to do it again."""
-
-    argv: list[str]
-    started: str
-    python: str
-    platform: str
-    versions: dict[str, str]
-    git_sha: str | None
-    git_clean: bool | None = field(default=None)
-
-
-def provenance() -> Provenance:
-    """Of this process."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    sha, clean = git_state()
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    return Provenance(sys.argv, now, platform.python_version(), platform.platform(), versions, sha, clean)
 
 
 def git_state() -> tuple[str | None, bool | None]:
@@ -62,10 +36,23 @@ def git_state() -> tuple[str | None, bool | None]:
 
 
 def note_provenance(folder: Path) -> None:
-    """Add this command to those that worked on a run."""
-    file = folder / FILE
+    """Add this command to those that worked on a run: what it would take to do it again."""
+    versions = {}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    sha, clean = git_state()
+    command = {
+        "argv": sys.argv,
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions,
+        "git_sha": sha,
+        "git_clean": clean,
+    }
     try:
-        commands = list(read_json(file)["commands"]) if file.is_file() else []
+        earlier = list(read_json(folder / FILE)["commands"])
     except (UserError, KeyError, TypeError):
-        commands = []
-    write_json(file, {"commands": [*commands, asdict(provenance())]})
+        earlier = []
+    write_json(folder / FILE, {"commands": [*earlier, command]})

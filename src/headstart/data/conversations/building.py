@@ -69,7 +69,7 @@ def build_conversations(
         UserError: no usable prompt, unreadable prompt file, or no chat template.
     """
     board = Board((shared or folder) / JOBS)
-    writer = PartWriter(target, settings, None if console is None else console.print, capture)
+    writer = PartWriter(target, settings, capture)
     writing = _Writing(writer, (shared or folder) / "parts", board)
     counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
     kept: dict[str, list[Conversation]] = {split: [] for split in SPLITS}

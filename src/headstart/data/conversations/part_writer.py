@@ -13,7 +13,7 @@ from headstart.data.prompts.overlap import Excluded
 from headstart.data.prompts.reading import LeftOut, deduplicate
 from headstart.data.prompts.self_prompts import write_prompts
 from headstart.data.prompts.shapes import Prompt
-from headstart.data.writing.in_process import BatchMemory, InProcess
+from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers
 from headstart.data.writing.writer import Writer
 from headstart.recipes.sections import DataSection
@@ -28,26 +28,15 @@ _OF_PLANNING = {"conversations", "heldout", "validation", "minutes", "cache_giga
 
 
 class PartWriter:
-    """Writes parts: the same for the same settings and number, whoever does.
+    """Writes parts: the same for the same settings and number, whoever does; `capture` takes hidden states."""
 
-    `say` is told when memory is short; `capture` takes hidden states.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        settings: DataSection,
-        say: Callable[[str], None] | None = None,
-        capture: KeepsStates | None = None,
-    ) -> None:
+    def __init__(self, target: Target, settings: DataSection, capture: KeepsStates | None = None) -> None:
         self.target = target.with_tokenizer(with_template_kwargs(target.tokenizer, settings.chat_template_kwargs))
         self.settings = settings
         self._capture = capture
         self._excluded = Excluded(settings.exclude)
         self._writer: Writer = (
-            Servers(settings.server, target, settings.server_requests)
-            if settings.server
-            else InProcess(target, BatchMemory(say))
+            Servers(settings.server, target, settings.server_requests) if settings.server else InProcess(target)
         )
 
     @property
@@ -123,4 +112,4 @@ def help_writing(
     """
     settings = DataSection.model_validate(what["settings"])
     states = capture(what["states"], settings.states_dtype) if what["states"] else None
-    return PartWriter(target, settings, None, states).write(what, check)
+    return PartWriter(target, settings, states).write(what, check)

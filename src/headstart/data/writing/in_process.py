@@ -10,8 +10,9 @@ Shape suffixes: B rows, M rows of one temperature, V vocabulary, R candidates.
 from __future__ import annotations
 
 import gc
+import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,7 +22,6 @@ from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.decode.options import SamplingOptions
 from headstart.decode.sampling import argmax, warp
 from headstart.errors import UserError
-from headstart.support.files import format_bytes
 from headstart.support.rng import draw_at
 from headstart.target.memory import free_bytes, out_of_memory
 from headstart.target.model import Target
@@ -39,38 +39,6 @@ _COLDEST = 1e-4
 """Lowest temperature above 0."""
 
 
-class BatchMemory:
-    """How large a batch memory holds: learned from what did not fit, and shared by all batches of a run.
-
-    `say` is told, once, that batches are written in halves.
-    """
-
-    def __init__(self, say: Callable[[str], None] | None = None) -> None:
-        self._say = say
-        self._maximum: float = float("inf")
-
-    def holds(self, target: Target, rows: int, length: int) -> bool:
-        """Whether the cache of so many rows of this length fits, as far as anyone can tell before trying."""
-        if rows * length > self._maximum:
-            return False
-        free = (_CPU_SHARE if target.device.type == "cpu" else _GPU_SHARE) * free_bytes(target.device)
-        return rows * length * target.kv_bytes_per_token * CACHE_PEAK <= free
-
-    def failed(self, rows: int, length: int) -> None:
-        """A batch that seemed to fit did not; larger ones than half of it are not tried again."""
-        self._maximum = min(self._maximum, rows * length / 2)
-
-    def note(self, target: Target, rows: int, length: int) -> None:
-        """Say that this batch is written in parts, unless that was said before."""
-        if self._say is not None:
-            size = format_bytes(rows * length * target.kv_bytes_per_token)
-            self._say(
-                f"Memory does not hold {rows} conversations of up to {length} tokens at a time (a KV cache of {size}): "
-                "such batches are written in halves. A smaller data.batch_size avoids it."
-            )
-        self._say = None
-
-
 class InProcess:
     """The target itself continues rows; see `headstart.data.writing.writer.Writer`.
 
@@ -78,9 +46,9 @@ class InProcess:
     rounding).
     """
 
-    def __init__(self, target: Target, memory: BatchMemory | None = None) -> None:
+    def __init__(self, target: Target) -> None:
         self._target = target
-        self._memory = memory or BatchMemory()
+        self._maximum = math.inf  # rows times tokens: larger batches did not fit into memory
 
     @property
     def shareable(self) -> bool:
@@ -90,9 +58,8 @@ class InProcess:
 
     @torch.inference_mode()
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
-        """Continue each row; rows that memory does not hold at a time are written half by half.
-
-        Hidden states are kept of batches whose states memory has room for.
+        """Continue each row; rows that memory does not hold at a time are written half by half, and hidden states are
+        kept of batches whose states it has room for.
 
         Raises:
             UserError: memory does not hold a single row.
@@ -117,7 +84,7 @@ class InProcess:
         """The tokens added to rows with these numbers; None where memory does not hold them at a time."""
         target, count = self._target, len(numbers)
         length = max(len(rows[number]) for number in numbers) + continuation.max_new_tokens
-        if count == 1 or self._memory.holds(target, count, length):
+        if count == 1 or self._holds(count, length):
             try:
                 return _Batch(target, rows, numbers, continuation).write()
             except Exception as error:
@@ -129,14 +96,20 @@ class InProcess:
                         "Lower data.max_new_tokens or data.max_prompt_tokens, or use another device.",
                     ) from error
             # Only here is the error gone, which holds on to what memory was too small for.
-            self._memory.failed(count, length)
+            self._maximum = min(self._maximum, count * length / 2)
             if continuation.turns is not None:  # what is not kept is read again
                 continuation.turns.forget()
             gc.collect()
             if target.device.type == "cuda":
                 torch.cuda.empty_cache()
-        self._memory.note(target, count, length)
         return None
+
+    def _holds(self, rows: int, length: int) -> bool:
+        """Whether the cache of so many rows of this length fits, as far as anyone can tell before trying."""
+        target = self._target
+        free = (_CPU_SHARE if target.device.type == "cpu" else _GPU_SHARE) * free_bytes(target.device)
+        needed = rows * length * target.kv_bytes_per_token * CACHE_PEAK
+        return rows * length <= self._maximum and needed <= free
 
 
 class _Batch:
@@ -161,7 +134,6 @@ class _Batch:
             self._states.begin(target, len(numbers), capacity)
 
     def write(self) -> list[list[int]]:
-        """The tokens added to each row."""
         logits_BV = self._read()
         while not all(self._ended):
             self._continuation.check()
@@ -236,7 +208,6 @@ class _Batch:
     # -- writing on --------------------------------------------------------------------------------------------------
 
     def _draw(self, logits_BV: Tensor) -> list[int]:
-        """The next token of each row in the cache."""
         temperatures = [self._temperatures[row] for row in self._alive]
         numbers = [self._random[row].random() for row in self._alive]
         return next_tokens(logits_BV, temperatures, self._continuation.top_p, numbers)

@@ -21,14 +21,7 @@ _STATES_SHARE = 0.05
 
 
 class RowStates:
-    """Hidden states of rows that are written, kept as they are computed.
-
-    Args:
-        aux_layers: whose states to keep.
-
-    Attributes:
-        of_row: by row and layer, [tokens of the row and added to it, E].
-    """
+    """Hidden states of rows that are written, kept as they are computed: `of_row` has them by row and layer, [T, E]."""
 
     def __init__(self, aux_layers: Sequence[int]) -> None:
         self.aux_layers = tuple(aux_layers)
@@ -43,7 +36,6 @@ class RowStates:
         return size <= _STATES_SHARE * free_bytes(target.device)
 
     def begin(self, target: Target, rows: int, length: int) -> None:
-        """Make room for a batch."""
         shape = (rows, length, target.hidden_size)
         self._batch = {layer: torch.zeros(shape, dtype=target.dtype) for layer in self.aux_layers}
 
@@ -72,12 +64,8 @@ class TurnCaches:
         self._states: dict[int, Mapping[int, Tensor]] = {}
 
     def begin(self, rows: Sequence[tuple[int, bool, Mapping[int, Tensor]]]) -> None:
-        """The next turn.
-
-        Args:
-            rows: for each, the number of its conversation, whether another turn may follow, and the hidden states of
-                its text so far, empty where they are not known.
-        """
+        """The next turn: for each row the number of its conversation, whether another turn may follow, and the hidden
+        states of its text so far, empty where they are not known."""
         self._conversations = [number for number, _, _ in rows]
         self._wanted = {number for number, more, _ in rows if more}
         self._states = {number: states for number, _, states in rows if states}

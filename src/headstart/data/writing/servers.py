@@ -46,24 +46,22 @@ class Servers:
         Raises:
             UserError: no server answered for long, or one gave what the target cannot have written.
         """
-        asks = [
-            Ask(
-                row,
+
+        def answer(number: int, endpoint: Endpoint) -> list[int]:
+            ask = Ask(
+                rows[number],
                 continuation.max_new_tokens,
-                temperature,
+                continuation.temperatures[number],
                 top_k=CANDIDATES,
                 top_p=continuation.top_p,
                 seed=random.Random(f"{continuation.seed} {number}").getrandbits(31),  # as servers take them
                 ends=continuation.ends,
             )
-            for number, (row, temperature) in enumerate(zip(rows, continuation.temperatures, strict=True))
-        ]
-        answers = self._pool.answers(
-            len(asks), lambda number, endpoint: self._answer(endpoint, asks[number]), continuation.check
-        )
-        with closing(answers):
+            return self._answer(endpoint, ask)
+
+        with closing(self._pool.answers(len(rows), answer, continuation.check)) as answers:
             added = dict(answers)
-        return [added[number] for number in range(len(asks))]
+        return [added[number] for number in range(len(rows))]
 
     def _answer(self, endpoint: Endpoint, ask: Ask) -> list[int]:
         """The added tokens; raises as `Endpoint.ask`, and where the answer cannot be the target's."""
@@ -133,7 +131,7 @@ class Servers:
             )
 
     def _meet(self, endpoint: Endpoint) -> tuple[Dialect, str]:
-        """How the server is asked and what it calls its model; its tokenizer is compared, where it lets anyone ask."""
+        # Its tokenizer is compared, where it lets anyone ask.
         dialect, model = served_by(endpoint, self._target.spec)
         path, body = dialect.tokenize(_PROBE, model)
         theirs = endpoint.ask("POST", path, body, absent={}).get("tokens")

@@ -45,10 +45,7 @@ class Writer(Protocol):
         """Whether several threads may ask at once, each for rows of its own."""
 
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
-        """Continue each row (of any length) until an end token, which is kept, or the longest addition.
-
-        Returns:
-            The added tokens of each row, at least one.
+        """The tokens added to each row, at least one: until an end token, which is kept, or the longest addition.
 
         Raises:
             UserError: a row cannot be continued.
