@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import headstart
 from headstart.api import Decoder
@@ -151,9 +150,7 @@ def once(folder: Path, settings: Mapping[str, Any], work: Callable[[], None]) ->
     write_json(file, {"settings": wanted, "whole": True})
 
 
-def trained(
-    candidate: Arm, target: Target, data: TrainingData, folder: Path, console: Console | None = None
-) -> DraftHead:
+def trained(candidate: Arm, target: Target, data: TrainingData, folder: Path) -> DraftHead:
     """The best heads of an arm, in the target's dtype; trained now unless they were before."""
     settings = {
         "heads": candidate.recipe.heads.to_recipe(),
@@ -164,15 +161,15 @@ def trained(
 
     def work() -> None:
         print(f"training {candidate.name}", flush=True)
-        train(candidate.recipe, target, data.train, data.validation, folder, console)
+        train(candidate.recipe, target, data.train, data.validation, folder)
 
     once(folder, settings, work)
     return load_heads(folder / "best", target).to(target.dtype)
 
 
-def tuned(candidate: Arm, target: Target, data: TrainingData, folder: Path, console: Console | None = None) -> Decoder:
+def tuned(candidate: Arm, target: Target, data: TrainingData, folder: Path) -> Decoder:
     """An arm's heads with their tree, trained and tuned now unless they were before."""
-    heads, section = trained(candidate, target, data, folder / "train", console), candidate.recipe.tune
+    heads, section = trained(candidate, target, data, folder / "train"), candidate.recipe.tune
 
     def work() -> None:
         print(f"tuning {candidate.name}", flush=True)
