@@ -152,7 +152,7 @@ def _measure(
                     bar.update(title=f"{prompts[0].id}: {name.removeprefix(OTHER)}")
                     runs[name] = methods[name].run(tokens, options.max_new_tokens, seed)
                 units.append(Unit(group, prompts, runs))
-                bar.advance(len(prompts), note=_speeds(units))
+                bar.advance(len(prompts))
     return units
 
 
@@ -170,15 +170,6 @@ def _conversations(target: Target, questions: Sequence[Question], units: list[Un
         for number, answer in zip(numbers, units[-1].runs[PLAIN].tokens, strict=True):
             text = target.tokenizer.decode(answer, skip_special_tokens=True)
             messages[number].append({"role": "assistant", "content": text})
-
-
-def _speeds(units: Sequence[Unit]) -> str:
-    """Throughput so far, for the progress bar."""
-    heads, plain = (
-        sum(unit.runs[name].count for unit in units) / sum(unit.runs[name].seconds for unit in units)
-        for name in (HEADS, PLAIN)
-    )
-    return f"{heads:.1f} tokens/s, plain {plain:.1f} ({heads / plain:.2f}x)"
 
 
 # -- judging ---------------------------------------------------------------------------------------------------------
