@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import headstart
 from headstart.api import Decoder
@@ -111,7 +110,7 @@ def training_data(
     With `reuse` the run's own stores serve when they have all aux layers; else stores are built in `out` once, from its
     conversations.
     """
-    aux_layers = sorted(set().union(*(aux_layers_of(target, one.recipe) for one in arms)))
+    aux_layers = sorted(set().union(*(aux_layers_of(target, compared.recipe) for compared in arms)))
     stores = {}
     for split in ("train", "calibration"):
         store = _store_with(run / STATES / split, target, aux_layers) if reuse else None
@@ -141,41 +140,41 @@ def once(folder: Path, settings: Mapping[str, Any], work: Callable[[], None]) ->
     """
     file, wanted = folder / "made_from.json", json.loads(json.dumps(settings))
     if file.is_file():
-        found = read_json(file)
-        if found["settings"] != wanted:
+        kept = read_json(file)
+        if kept["settings"] != wanted:
             raise UserError(f"{folder} was made from other settings.", "Delete it, or give another --out.")
-        if found["whole"]:
+        if kept["whole"]:
             return
     write_json(file, {"settings": wanted, "whole": False})
     work()
     write_json(file, {"settings": wanted, "whole": True})
 
 
-def trained(one: Arm, target: Target, data: TrainingData, folder: Path, console: Console | None = None) -> DraftHead:
+def trained(candidate: Arm, target: Target, data: TrainingData, folder: Path) -> DraftHead:
     """The best heads of an arm, in the target's dtype; trained now unless they were before."""
     settings = {
-        "heads": one.recipe.heads.to_recipe(),
-        "train": one.recipe.train.model_dump(mode="json"),
+        "heads": candidate.recipe.heads.to_recipe(),
+        "train": candidate.recipe.train.model_dump(mode="json"),
         "data": data.train.fingerprint,
         "target": target.identity().fingerprint,
     }
 
     def work() -> None:
-        print(f"training {one.name}", flush=True)
-        train(one.recipe, target, data.train, data.validation, folder, console)
+        print(f"training {candidate.name}", flush=True)
+        train(candidate.recipe, target, data.train, data.validation, folder)
 
     once(folder, settings, work)
     return load_heads(folder / "best", target).to(target.dtype)
 
 
-def tuned(one: Arm, target: Target, data: TrainingData, folder: Path, console: Console | None = None) -> Decoder:
+def tuned(candidate: Arm, target: Target, data: TrainingData, folder: Path) -> Decoder:
     """An arm's heads with their tree, trained and tuned now unless they were before."""
-    heads, section = trained(one, target, data, folder / "train", console), one.recipe.tune
+    heads, section = trained(candidate, target, data, folder / "train"), candidate.recipe.tune
 
     def work() -> None:
-        print(f"tuning {one.name}", flush=True)
-        found = tune(target, heads, data.texts, section)
-        export_heads(folder / "heads", heads, target, found.to_json(), {})
+        print(f"tuning {candidate.name}", flush=True)
+        tuning = tune(target, heads, data.texts, section)
+        export_heads(folder / "heads", heads, target, tuning.to_json(), {})
 
     once(folder / "tune", section.model_dump(mode="json"), work)
     decoder: Decoder = headstart.load(folder / "heads", target)
@@ -203,12 +202,12 @@ def answered(target: Target, questions: Sequence[Question], file: Path, max_new_
     """Questions with the target's plain greedy answers, which are written to `file` once."""
     prompts = [prompt_tokens([{"role": "user", "content": item.turns[0]}], target.tokenizer) for item in questions]
     key = {"target": target.identity().fingerprint, "max_new_tokens": max_new_tokens, "prompts": prompts}
-    known = read_json(file) if file.is_file() else {}
-    if {name: known.get(name) for name in key} != key:
+    kept = read_json(file) if file.is_file() else {}
+    if {name: kept.get(name) for name in key} != key:
         outputs = decode_in_batches(Engine(target), prompts, max_new_tokens, 16)
-        known = {**key, "answers": [output.tokens for output in outputs]}
-        write_json(file, known)
-    return [Text.of(prompt, answer) for prompt, answer in zip(prompts, known["answers"], strict=True)]
+        kept = {**key, "answers": [output.tokens for output in outputs]}
+        write_json(file, kept)
+    return [Text.of(prompt, answer) for prompt, answer in zip(prompts, kept["answers"], strict=True)]
 
 
 def chain_tau(target: Target, heads: DraftHead, texts: Sequence[Text | Conversation], length: int) -> dict[str, Any]:
@@ -244,8 +243,8 @@ def alternate(
     for number, question in enumerate(questions):
         tokens = prompt_tokens([{"role": "user", "content": question.turns[0]}], target.tokenizer)
         file = folder / "runs" / f"{number:04d}.json"
-        known = read_json(file) if file.is_file() else {}
-        if known.get("prompt") != tokens:
+        kept = read_json(file) if file.is_file() else {}
+        if kept.get("prompt") != tokens:
             if not warm:
                 for method in methods.values():
                     method.run([tokens], min(WARM_UP_TOKENS, max_new_tokens), number)
@@ -253,16 +252,16 @@ def alternate(
             first = number % len(names)
             order = names[first:] + names[:first]
             runs = {name: asdict(methods[name].run([tokens], max_new_tokens, number)) for name in order}
-            known = {"prompt": tokens, "runs": {name: {**runs[name], "token_ms": []} for name in names}}
-            write_json(file, known)
+            kept = {"prompt": tokens, "runs": {name: {**runs[name], "token_ms": []} for name in names}}
+            write_json(file, kept)
             print(f"{folder.name}: {number + 1} of {len(questions)}", flush=True)
         prompt = Prompt(str(question.question_id), question.category, tokens)
-        units.append(Unit(number, [prompt], {name: _run(known["runs"][name]) for name in names}))
+        units.append(Unit(number, [prompt], {name: _run(kept["runs"][name]) for name in names}))
     return units
 
 
 def _run(values: dict[str, Any]) -> Run:
-    return Run(**{**values, "rounds": [[Round(**one) for one in row] for row in values["rounds"]]})
+    return Run(**{**values, "rounds": [[Round(**done) for done in row] for row in values["rounds"]]})
 
 
 def row_of(units: Sequence[Unit], method: str, over: Mapping[str, str], seed: int = 0) -> dict[str, Any]:
@@ -282,7 +281,7 @@ def row_of(units: Sequence[Unit], method: str, over: Mapping[str, str], seed: in
         "tau": mean_tokens(drafted) if drafted else None,
         "accepted_per_round": mean_tokens(drafted) - 1 if drafted else None,
         "acceptance_by_position": acceptance_by_position(drafted),
-        "nodes_per_round": sum(one.nodes for one in drafted) / len(drafted) if drafted else None,
+        "nodes_per_round": sum(done.nodes for done in drafted) / len(drafted) if drafted else None,
         "round_ms": mean_round_ms(units, method),
         "drafter_error": next((e for unit in units if (e := unit.runs[method].drafter_error)), None),
     }

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     target = load_target(options.target, options.dtype)
     common = [*options.set, *budget(steps=options.steps)]
-    arms = [arm(name, options.recipe, [*own, *common]) for name, own in arms_of(target).items()]
+    arms = [arm(name, options.recipe, [*differing, *common]) for name, differing in arms_of(target).items()]
     chosen = range(len(arms)) if options.arms is None else options.arms
     data = training_data(options.run, options.out, target, arms, options.gigabytes)
     questions = read_questions(options.questions)[: options.limit]
@@ -65,13 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     rows: list[dict[str, Any]] = []
     for number in chosen:
-        one = arms[number]
+        candidate = arms[number]
         folder = options.out / f"arm-{number}"
-        heads = trained(one, target, data, folder)
+        heads = trained(candidate, target, data, folder)
         first = next(row for _, row in read_jsonl(folder / "metrics.jsonl"))
-        judged = {where: chain_tau(target, heads, own, options.chain) for where, own in texts.items()}
+        judged = {where: chain_tau(target, heads, asked, options.chain) for where, asked in texts.items()}
         start = {"tau": first["tau"], "top1": first["top1"]}
-        rows.append({"name": one.name, **facts(folder), "untrained": start, **judged})
+        rows.append({"name": candidate.name, **facts(folder), "untrained": start, **judged})
         what = f"Arrangements of heads on the same data, {options.steps} steps each; τ of a greedy chain."
         settings = {"recipe": options.recipe, "chain": options.chain, "taps": list(data.train.aux_layers)}
         file = options.out / "arrangements.json"

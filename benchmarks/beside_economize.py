@@ -93,14 +93,14 @@ class TheirMethod:
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
         (prompt,) = prompts
-        found = self._theirs.ask(
+        reply = self._theirs.ask(
             tokens=list(prompt),
             max_new_tokens=max_new_tokens,
             cycle_length=self._drafts + 1,
             ends=self._theirs.ends,
         )
-        rounds = [Round(drafted + 1, accepted + 1, 0.0, 0.0, 0.0, drafted) for drafted, accepted in found["rounds"]]
-        return Run([found["tokens"]], found["seconds"], [], [rounds])
+        rounds = [Round(drafted + 1, accepted + 1, 0.0, 0.0, 0.0, drafted) for drafted, accepted in reply["rounds"]]
+        return Run([reply["tokens"]], reply["seconds"], [], [rounds])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -116,10 +116,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
 
     target = load_target(options.target, options.dtype)
-    own = [*options.set, f"heads.draft_vocab_size={options.vocabulary}"]
+    overrides = [*options.set, f"heads.draft_vocab_size={options.vocabulary}"]
     start = perf_counter()
     data = training_data(
-        options.run, options.out, target, [arm("", options.recipe, own)], options.gigabytes, reuse=False
+        options.run, options.out, target, [arm("", options.recipe, overrides)], options.gigabytes, reuse=False
     )
     clock = options.out / "states" / "seconds.json"
     if not clock.is_file():
@@ -131,14 +131,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     steps = min(read["steps"] for read in theirs.values())
     tokens = round(next(iter(theirs.values()))["tokens_a_step"])
     arms = {
-        "same minutes": arm("same minutes", options.recipe, [*own, *budget(minutes=max(seconds, 1.0) / 60)]),
-        "same steps": arm("same steps", options.recipe, [*own, f"train.batch_tokens={tokens}", *budget(steps=steps)]),
+        "same minutes": arm("same minutes", options.recipe, [*overrides, *budget(minutes=max(seconds, 1.0) / 60)]),
+        "same steps": arm(
+            "same steps", options.recipe, [*overrides, f"train.batch_tokens={tokens}", *budget(steps=steps)]
+        ),
     }
     decoding, always = DecodeOptions(), DecodeOptions(draft="on")
     chain = TreeShape.chain(options.chain)
     methods: dict[str, Method] = {PLAIN: Ours(target, None, decoding)}
-    for name, one in arms.items():
-        heads = trained(one, target, data, folder_of(options, one) / "train")
+    for name, candidate in arms.items():
+        heads = trained(candidate, target, data, folder_of(options, candidate) / "train")
         methods[f"ours, {name}, chain"] = Ours(target, HeadDrafter(heads, chain), always)
     decoder = tuned(arms["same minutes"], target, data, folder_of(options, arms["same minutes"]))
     methods["ours, same minutes, tree"] = Ours(target, decoder.drafter("heads"), decoding, decoder.costs)
@@ -150,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     methods[THEIR_PLAIN] = TheirMethod(processes[0], 0)
 
     trainings = {f"economize {name}": read for name, read in theirs.items()}
-    trainings |= {f"ours, {name}": facts(folder_of(options, one) / "train") for name, one in arms.items()}
+    trainings |= {f"ours, {name}": facts(folder_of(options, candidate) / "train") for name, candidate in arms.items()}
     questions = read_questions(options.questions)[: options.limit]
     settings = {name: read["steps"] for name, read in trainings.items()}
     folder = options.out / options.questions.stem
@@ -211,9 +213,9 @@ def their_training(options: argparse.Namespace, name: str) -> dict[str, Any]:
     return result
 
 
-def folder_of(options: argparse.Namespace, one: Arm) -> Path:
+def folder_of(options: argparse.Namespace, candidate: Arm) -> Path:
     """Where an arm of ours is kept."""
-    folder: Path = options.out / "ours" / one.name.replace(" ", "-")
+    folder: Path = options.out / "ours" / candidate.name.replace(" ", "-")
     return folder
 
 

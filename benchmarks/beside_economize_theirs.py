@@ -88,20 +88,20 @@ def train(options: argparse.Namespace) -> None:
         settings["warmup_steps"] = round(options.warmup * steps)
     model = attach(options)
     start = time.perf_counter()
-    found = fit(model, data, steps=steps, callbacks=[_progress], **settings)
+    fitted = fit(model, data, steps=steps, callbacks=[_progress], **settings)
     seconds = time.perf_counter() - start
     model.save_pretrained(out)
     result = {
         "economize": economize.__version__,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "steps": found.steps,
+        "steps": fitted.steps,
         "seconds": seconds,
         "parameters": sum(parameter.numel() for parameter in model.technique_parameters()),
-        "tokens_a_step": options.batch_size * sum(len(one.input_ids) for one in data) / len(data),
+        "tokens_a_step": options.batch_size * sum(len(item.input_ids) for item in data) / len(data),
         "settings": {**settings, "unroll": options.unroll},
-        "loss": [round(loss, 4) for loss in found.losses],
-        "last": {key: value for key, value in found.history[-1].items() if key.startswith("acc")},
+        "loss": [round(loss, 4) for loss in fitted.losses],
+        "last": {key: value for key, value in fitted.history[-1].items() if key.startswith("acc")},
     }
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
 
@@ -121,10 +121,10 @@ def serve(options: argparse.Namespace) -> None:
         decoding = economize.DecodeConfig(cycle_length=asked["cycle_length"])
         start = time.perf_counter()
         prompt = torch.tensor(asked["tokens"])
-        found = model.decode(prompt, asked["max_new_tokens"], decoding=decoding, stop=asked["ends"])
-        tokens = found.tokens.tolist()
+        decoded = model.decode(prompt, asked["max_new_tokens"], decoding=decoding, stop=asked["ends"])
+        tokens = decoded.tokens.tolist()
         seconds = time.perf_counter() - start
-        print(json.dumps({"tokens": tokens, "seconds": seconds, "rounds": found.acceptance}), flush=True)
+        print(json.dumps({"tokens": tokens, "seconds": seconds, "rounds": decoded.acceptance}), flush=True)
 
 
 if __name__ == "__main__":

@@ -52,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, drafter in drafters(target, options.families).items():
             for temperature in (0.0, 1.0):
                 for rows in options.rows:
-                    found = counted(device, target, drafter, rows, temperature, options.tokens)
-                    results.append({"drafter": name, "temperature": temperature, "rows": rows, **summary(found)})
+                    counts = counted(device, target, drafter, rows, temperature, options.tokens)
+                    results.append({"drafter": name, "temperature": temperature, "rows": rows, **summary(counts)})
                     if options.where:
-                        print(f"{name}, temperature {temperature:g}, {rows} rows:", *where(found), sep="\n  ")
+                        print(f"{name}, temperature {temperature:g}, {rows} rows:", *where(counts), sep="\n  ")
     print(table(results))
     if options.out:
         what = (
@@ -69,15 +69,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def drafters(target: Target, families: Sequence[str]) -> dict[str, Drafter | None]:
     """What drafts in each row of the table, by name."""
-    made: dict[str, Drafter | None] = {"none": None, "ngram": NgramDrafter()}
+    drafters: dict[str, Drafter | None] = {"none": None, "ngram": NgramDrafter()}
     for name in families:
         heads = family(name)(make_config({"family": name}, target))
         torch.manual_seed(0)
         heads.warm_start(target)
         drafter = HeadDrafter(heads.to(CUDA), TreeShape.chain(heads.draft_steps), "dynamic", max_nodes=16)
-        made[name] = drafter
-        made[f"{name}+ngram"] = CombinedDrafter(drafter, NgramDrafter())
-    return made
+        drafters[name] = drafter
+        drafters[f"{name}+ngram"] = CombinedDrafter(drafter, NgramDrafter())
+    return drafters
 
 
 def counted(
@@ -95,16 +95,16 @@ def counted(
 
 def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     """Mean and largest counts of a round."""
-    found: dict[str, Any] = {"rounds": len(rounds)}
+    means: dict[str, Any] = {"rounds": len(rounds)}
     for column in COLUMNS:
-        counts = [getattr(one.counts, column) for one in rounds]
-        found[column] = {"mean": round(sum(counts) / len(counts), 1), "max": max(counts)}
-    return found
+        counts = [getattr(done.counts, column) for done in rounds]
+        means[column] = {"mean": round(sum(counts) / len(counts), 1), "max": max(counts)}
+    return means
 
 
 def where(rounds: Sequence[Round]) -> list[str]:
     """The lines that wait or upload, with how often a round comes by them on average."""
-    seen = Counter((event.kind, event.where, event.operation) for one in rounds for event in one.events)
+    seen = Counter((event.kind, event.where, event.operation) for done in rounds for event in done.events)
     return [
         f"{count / len(rounds):6.2f} {kind} {index} ({operation})"
         for (kind, index, operation), count in sorted(seen.items(), key=lambda item: (-item[1], item[0]))

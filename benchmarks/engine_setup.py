@@ -74,15 +74,15 @@ def environment(folder: Path, *packages: str) -> Path:
 def llama_cpp(folder: Path, jobs: int) -> Path:
     """The folder of llama.cpp's programs, built from source."""
     folder.mkdir(parents=True, exist_ok=True)
-    if not (found := sorted(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))):
+    if not (sources := sorted(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))):
         run(
             *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"),
             *("--dest", folder, LLAMA_CPP),
         )
         with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as packed:
             packed.extractall(folder, filter="data")
-        found = sorted(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
-    source, build = found[0], folder / "build"
+        sources = sorted(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
+    source, build = sources[0], folder / "build"
     words = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").is_file() else []
     switches = [f"-DGGML_{switch}=ON" for flag, switch in CPU_FLAGS.items() if flag in words]
     run(

@@ -77,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for drafts in options.drafts:
                 with start(served_with(engine, exported, drafts), f"{drafts}-drafts") as drafted:
                     compared = measure_drafts(plain, drafted, drafts, asked)
-                texts.append([Text.of(*one) for one in zip(prompts, map(list, compared.drafted), strict=True)])
-                found = compared.row
+                texts.append([Text.of(*pair) for pair in zip(prompts, map(list, compared.drafted), strict=True)])
+                drafts_row = compared.row
                 rows.append(
                     {
                         "engine": engine.name,
@@ -86,15 +86,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                         "served": Path(served).name,
                         "drafts": drafts,
                         "questions": len(prompts),
-                        "tokens_per_second": found.tokens_per_second,
-                        "plain_tokens_per_second": found.plain_tokens_per_second,
-                        "over_plain": found.speedup,
-                        "round_ms": found.round_ms,
-                        "plain_ms": found.plain_ms,
-                        "accepted_per_round": found.accepted,
-                        "acceptance_by_place": list(found.by_position),
+                        "tokens_per_second": drafts_row.tokens_per_second,
+                        "plain_tokens_per_second": drafts_row.plain_tokens_per_second,
+                        "over_plain": drafts_row.speedup,
+                        "round_ms": drafts_row.round_ms,
+                        "plain_ms": drafts_row.plain_ms,
+                        "accepted_per_round": drafts_row.accepted,
+                        "acceptance_by_place": list(drafts_row.by_position),
                         "same_texts": compared.same,
-                        "over_plain_expected": found.expected,
+                        "over_plain_expected": drafts_row.expected,
                     }
                 )
     for row, written in zip(rows, texts, strict=True):
@@ -117,9 +117,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def ours(target: Target, drafter: HeadDrafter, prompts: Sequence[list[int]], options: Any) -> dict[str, Any]:
     """Drafts that our decoder accepts in chains of the same length, a round, and at each place."""
     engine, asked = Engine(target, drafter), DecodeOptions(options.max_new_tokens, draft="on")
-    rounds = [one for prompt in prompts for one in engine.generate([prompt], asked)[0].rounds if one.nodes > 1]
-    depth = max((one.nodes for one in rounds), default=1)
-    places = [sum(one.emitted > place for one in rounds) / len(rounds) for place in range(1, depth)]
+    rounds = [done for prompt in prompts for done in engine.generate([prompt], asked)[0].rounds if done.nodes > 1]
+    depth = max((done.nodes for done in rounds), default=1)
+    places = [sum(done.emitted > place for done in rounds) / len(rounds) for place in range(1, depth)]
     return {"our_accepted_per_round": sum(places), "our_acceptance_by_place": places, "our_rounds": len(rounds)}
 
 

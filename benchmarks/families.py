@@ -50,21 +50,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     spent = budget(steps=options.steps) if options.steps else budget(minutes=options.minutes)
     arms = [arm(Path(name).stem, name, [*spent, *options.set]) for name in options.families]
     data = training_data(options.run, options.out, target, arms, options.gigabytes)
-    decoders = {one.name: tuned(one, target, data, options.out / one.name) for one in arms}
+    decoders = {candidate.name: tuned(candidate, target, data, options.out / candidate.name) for candidate in arms}
     results: dict[str, Any] = {
         "training_tokens": data.train.tokens,
         "minutes": None if options.steps else options.minutes,
         "chain": options.chain,
         "max_new_tokens": options.max_new_tokens,
         "families": {
-            one.name: {
-                **facts(options.out / one.name / "train"),
-                "heads": decoders[one.name].heads.config.model_dump(mode="json"),
-                "flops_per_draft": decoders[one.name].heads.flops_per_draft(),
-                "draft_ms": decoders[one.name].calibration["draft_ms"],
-                "predicted": decoders[one.name].calibration["predicted"],
+            candidate.name: {
+                **facts(options.out / candidate.name / "train"),
+                "heads": decoders[candidate.name].heads.config.model_dump(mode="json"),
+                "flops_per_draft": decoders[candidate.name].heads.flops_per_draft(),
+                "draft_ms": decoders[candidate.name].calibration["draft_ms"],
+                "predicted": decoders[candidate.name].calibration["predicted"],
             }
-            for one in arms
+            for candidate in arms
         },
         "questions": {},
     }

@@ -89,11 +89,12 @@ def compared(
     for number in range(repeats + 1):
         for index in sorted(range(len(targets)), key=lambda index: (index + number) % len(targets)):
             start = perf_counter()
-            found: Tensor = targets[index].forward_tree(caches[index], batch).logits_BTV
+            read: Tensor = targets[index].forward_tree(caches[index], batch).logits_BTV
             if number:  # the first one warms up
                 seconds[index].append(perf_counter() - start)
-            logits[index] = found
-    return [1000 * median(one) for one in seconds], all(torch.equal(one, logits[0]) for one in logits)
+            logits[index] = read
+    same = all(torch.equal(logits_BNV, logits[0]) for logits_BNV in logits)
+    return [1000 * median(times) for times in seconds], same
 
 
 if __name__ == "__main__":

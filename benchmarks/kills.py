@@ -74,17 +74,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         undisturbed(options.out / "killed", recipe, command)
         lost, before = missing(before, made(options.out / "killed"))
         kills.append({"command": command, "moment": None, "killed": False, "lost": lost})
-    found = compare(options.out / "calm", options.out / "killed")
+    compared = compare(options.out / "calm", options.out / "killed")
     losses = sum(len(kill["lost"]) for kill in kills)
     what = (
         f"{sum(kill['killed'] for kill in kills)} kills of a running command; {losses} files lost, "
-        f"{found['twice']} things made twice, {found['reports']} reports, {found['different']} heads that differ."
+        f"{compared['twice']} things made twice, {compared['reports']} reports, "
+        f"{compared['different']} heads that differ."
     )
     rows = by_command(kills, COMMANDS)
     machine = environment(load_target(str(options.out / "target"), "float32", "cpu"))
-    record(options.out / "kills.json", what, rows, machine, __file__, arguments, {"seed": options.seed}, found)
+    record(options.out / "kills.json", what, rows, machine, __file__, arguments, {"seed": options.seed}, compared)
     print(what)
-    if losses or found["twice"] or found["different"] or found["reports"] < len(RUNS):
+    if losses or compared["twice"] or compared["different"] or compared["reports"] < len(RUNS):
         raise SystemExit(1)
 
 

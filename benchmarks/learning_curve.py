@@ -70,9 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for epochs in sorted(options.epochs):  # the cheap cells first
         for part in sorted(options.parts):
             part_of_data = replace(data, train=Part(data.train.folder, max(1, round(part * len(data.train)))))
-            one = arm(f"{part:g}-{epochs}", options.recipe, [*options.set, *budget(epochs=epochs)])
-            folder = options.out / one.name
-            heads = trained(one, target, part_of_data, folder)
+            candidate = arm(f"{part:g}-{epochs}", options.recipe, [*options.set, *budget(epochs=epochs)])
+            folder = options.out / candidate.name
+            heads = trained(candidate, target, part_of_data, folder)
             cells.append(
                 {
                     "part": part,
@@ -102,9 +102,9 @@ def report(results: Mapping[str, Any]) -> str:
     parts, epochs = (sorted({key[index] for key in cells}) for index in (0, 1))
     lines = []
     for part in parts:
-        own = [cells.get((part, number)) for number in epochs]
-        seen = next(cell for cell in own if cell is not None)
-        lines.append([seen["supervised_tokens"], *(_taus(cell) if cell else "" for cell in own)])
+        of_part = [cells.get((part, number)) for number in epochs]
+        seen = next(cell for cell in of_part if cell is not None)
+        lines.append([seen["supervised_tokens"], *(_taus(cell) if cell else "" for cell in of_part)])
     asked = any(cell["questions"] for cell in results["cells"])
     note = (
         "τ of a greedy chain on held-out conversations of the run" + (", and on the questions" if asked else "") + "."

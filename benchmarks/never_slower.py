@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
-    parser.add_argument("--conditions", nargs="+", choices=[one.name for one in CONDITIONS], metavar="NAME")
+    parser.add_argument("--conditions", nargs="+", choices=[condition.name for condition in CONDITIONS], metavar="NAME")
     parser.add_argument("--target", help="where it is, when it is not where the heads say")
     parser.add_argument("--dtype", default="auto", help="that the heads were tuned in")
     parser.add_argument("--quick", action="store_true", help="two prompts, batches of 1 and 2, 8 tokens: does it run?")
@@ -145,7 +145,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.quick:
         options.limit, options.batches, options.max_new_tokens = 2, [1, 2], 8
 
-    chosen = [one for one in CONDITIONS if options.conditions is None or one.name in options.conditions]
+    chosen = [
+        condition for condition in CONDITIONS if options.conditions is None or condition.name in options.conditions
+    ]
     rows: list[dict[str, Any]] = []
     threads, targets = torch.get_num_threads(), dict[str, Target]()
     machine: dict[str, Any] = {}
@@ -179,8 +181,8 @@ def decoder_of(condition: Condition, heads: str, target: Target, cache: Path) ->
     tuning = here(decoder.calibration, target) if condition.tuning else decoder.calibration
     if condition.tuning:
         tuning = condition.tuning(tuning)
-    own = wrong(decoder.heads) if condition.wrong else decoder.heads
-    decoder = Decoder(target, own, decoder.shape, tuning)
+    drafting = wrong(decoder.heads) if condition.wrong else decoder.heads
+    decoder = Decoder(target, drafting, decoder.shape, tuning)
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(cache)  # measured now, once, and never taken from an earlier hour
     try:
@@ -226,11 +228,11 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
     for engine in engines.values():
         engine.generate([prompts[0]] * batch, replace(options, max_new_tokens=2, draft="off"))
     for number in range(count):
-        own = [prompts[(number * batch + row) % len(prompts)] for row in range(batch)]
+        asked = [prompts[(number * batch + row) % len(prompts)] for row in range(batch)]
         first = number % len(names)
         for name in names[first:] + names[:first]:
             start = perf_counter()
-            outputs = engines[name].generate(own, options)
+            outputs = engines[name].generate(asked, options)
             seconds[name] += perf_counter() - start
             emitted[name] += sum(len(output.tokens) for output in outputs)
             rounds[name] += sum(len(output.rounds) for output in outputs)

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     decoder = headstart.load(options.heads, options.target, dtype=options.dtype)
     target, heads = decoder.target, decoder.heads
     nodes = sorted(set(options.nodes or (heads.draft_steps + 1, 16)))
-    texts = [one for one in read_conversations(options.conversations) if True in one.supervised][: options.texts]
+    texts = [item for item in read_conversations(options.conversations) if True in item.supervised][: options.texts]
     fitted = calibrations(target, heads, texts)
     questions = read_questions(options.questions)[: options.limit]
     settings = {
@@ -102,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         every_position = options.every_position and temperature > 0
         methods = methods_of(target, heads, fitted, nodes, temperature, every_position)
         folder = options.out / f"temperature-{temperature:g}{'-every-position' * every_position}"
-        own = {**settings, "every_position": every_position}
-        units = alternate(target, methods, questions, folder, own, options.max_new_tokens)
+        of_arm = {**settings, "every_position": every_position}
+        units = alternate(target, methods, questions, folder, of_arm, options.max_new_tokens)
         rows += rows_of(units, nodes, temperature)
         what = "Tokens a round of chains and trees that verify equally many nodes, all arms taking turns."
         record(options.out / "path_conditioned.json", what, rows, environment(target), __file__, arguments, settings)
@@ -154,7 +154,7 @@ def calibrations(target: Target, heads: DraftHead, texts: Sequence[Supervised]) 
     """Those of each arm that needs one, all on the same texts."""
     console = Console()
     sampled = sampled_answers(target, texts, heads.draft_steps + 2, console)
-    own = [
+    drafts = [
         measure_drafts(target, heads, texts, MAX_RANK, console),
         measure_sampling(target, heads, sampled, MAX_RANK, console),
     ]
@@ -167,8 +167,10 @@ def calibrations(target: Target, heads: DraftHead, texts: Sequence[Supervised]) 
         greedy = fit_calibration(*measured[0].arrays)
         return Fitted(greedy, fit_calibration(*measured[1].arrays, trust=greedy.trust))
 
-    plain = Fitted(*(fit_calibration(*one._replace(confidence_OK=None).arrays, by_path=False) for one in own))
-    return {ONE_CURVE: plain, PATHS: fitted(own), INDEPENDENT: fitted(along)}
+    plain = Fitted(
+        *(fit_calibration(*measured._replace(confidence_OK=None).arrays, by_path=False) for measured in drafts)
+    )
+    return {ONE_CURVE: plain, PATHS: fitted(drafts), INDEPENDENT: fitted(along)}
 
 
 @torch.inference_mode()
@@ -181,7 +183,7 @@ def measure_along(target: Target, heads: DraftHead, texts: Sequence[Supervised])
     to_draft_V = torch.full((target.vocab_size,), -1, device=device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=device)
     steps = range(heads.draft_steps)
-    found: list[list[Tensor]] = []
+    tables_of: list[list[Tensor]] = []
     for text in texts:
         states = target.hidden_states([text.tokens], sorted({*heads.aux_layers, FINAL}))[0]
         own_TD = target.lm_head(states[FINAL]).float().softmax(-1)[:, heads.draft_to_target_D]
@@ -195,14 +197,14 @@ def measure_along(target: Target, heads: DraftHead, texts: Sequence[Supervised])
                 (along.draft_step(session, node_11, node_11, k), along.confidence(session, node_11, k)) for k in steps
             ]
             logits_KD = torch.cat([logits_11D[0] for logits_11D, _ in drafted])
-            said = [said_11.flatten() for _, said_11 in drafted if said_11 is not None]
+            confidences = [confidence_11.flatten() for _, confidence_11 in drafted if confidence_11 is not None]
             next_K = slice(root, root + heads.draft_steps)
             truth_K = truth_T[root + 1 : root + 1 + heads.draft_steps]
             tables = sampling_tables(logits_KD.float(), truth_K, own_TD[next_K], MAX_RANK)
-            found.append([part.cpu() for part in (*tables, *([torch.cat(said)] if said else []))])
+            tables_of.append([part.cpu() for part in (*tables, *([torch.cat(confidences)] if confidences else []))])
             here = {layer: part[:, root : root + 1] for layer, part in read.items()}
             heads.commit(session, Committed.of([[text.tokens[root]]], here, device))
-    return Drafts(*(torch.stack(parts) for parts in zip(*found, strict=True)))
+    return Drafts(*(torch.stack(parts) for parts in zip(*tables_of, strict=True)))
 
 
 class EveryPosition:
@@ -229,10 +231,10 @@ class EveryPosition:
             return OneToken(expected, options, prompts)
 
         with patch("headstart.decode.loop.make_verifier", one_token):
-            found = self._ours.run(prompts, max_new_tokens, seed)
+            run = self._ours.run(prompts, max_new_tokens, seed)
         means = cast(list[int], expected)  # not whole numbers, and nothing below needs them to be
-        rounds = [replace(one, emitted=mean) for one, mean in zip(found.rounds[0], means, strict=True)]
-        return replace(found, rounds=[rounds])
+        rounds = [replace(done, emitted=mean) for done, mean in zip(run.rounds[0], means, strict=True)]
+        return replace(run, rounds=[rounds])
 
 
 class OneToken(SamplingVerifier):
@@ -279,8 +281,8 @@ def methods_of(
     """Each arm with each number of nodes. Without costs, trees take all the nodes they may."""
     shape, along = TreeShape.chain(heads.draft_steps), cast(DraftHead, AlongBestPath(heads))
     dynamic = {
-        arm: partial(HeadDrafter, along if arm == INDEPENDENT else heads, shape, "dynamic", own.greedy)
-        for arm, own in fitted.items()
+        arm: partial(HeadDrafter, along if arm == INDEPENDENT else heads, shape, "dynamic", calibrations.greedy)
+        for arm, calibrations in fitted.items()
     }
     methods: dict[str, Method] = {}
     ours: Callable[[Drafter], Method] = partial(
@@ -311,7 +313,7 @@ def rows_of(units: Sequence[Unit], nodes: Sequence[int], temperature: float) -> 
         for arm in ARMS:
             method = named(arm, count)
             taken = method_rounds(units, method)
-            tau = sum(one.emitted for one in taken) / len(taken)
+            tau = sum(done.emitted for done in taken) / len(taken)
             rows.append(
                 {
                     "drafts": arm,
@@ -319,7 +321,7 @@ def rows_of(units: Sequence[Unit], nodes: Sequence[int], temperature: float) -> 
                     "temperature": temperature,
                     "tau": tau,
                     "accepted_per_round": tau - 1,
-                    "nodes_per_round": sum(one.nodes for one in taken) / len(taken),
+                    "nodes_per_round": sum(done.nodes for done in taken) / len(taken),
                     "over_chain": over(units, method, named(CHAIN, count)),
                     "over_independent": over(units, method, named(INDEPENDENT, count)),
                     "drafter_error": next((e for unit in units if (e := unit.runs[method].drafter_error)), None),

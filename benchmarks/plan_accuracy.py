@@ -91,7 +91,7 @@ def case(name: str, folder: Path, prefix: list[str], more: Sequence[str]) -> tup
     seeds = [seed for _, seed in seed_prompt_list("broad") if seed.endswith("{topic}")]
     asked = [seed.replace("{topic}", topic) for topic in TOPICS for seed in seeds]
     write_jsonl(prompts, [{"prompt": text} for text in asked[:: len(asked) // 100]])
-    settings = [recipe, *SMALL, *(one.format(prompts=prompts) for one in differs), *more]
+    settings = [recipe, *SMALL, *(setting.format(prompts=prompts) for setting in differs), *more]
     run = folder / "runs" / "case"
     place = ["--run-dir", str(run)]
     headstart = [sys.executable, "-m", "headstart"]
@@ -116,7 +116,7 @@ def case(name: str, folder: Path, prefix: list[str], more: Sequence[str]) -> tup
         "bytes": {stage: _size(folder / "runs" / "artifacts" / kind) for stage, kind in ARTIFACTS.items()}
         | {"conversations": _size(folder / "runs" / "artifacts" / "conversations") + _size(run / "data/conversations")},
         "memory": {command: watched[command]["bytes"] for command in COMMANDS},
-        "busy": {command: one["busy"] for command, one in watched.items()},
+        "busy": {command: usage["busy"] for command, usage in watched.items()},
     }
     memory = {
         command: max(planned["memory"][stage] for stage in stages if stage in planned["memory"])
@@ -125,11 +125,11 @@ def case(name: str, folder: Path, prefix: list[str], more: Sequence[str]) -> tup
     guess = {"seconds": planned["seconds"], "bytes": planned["disk"], "memory": memory}
     row: dict[str, Any] = {"name": name, "processes": processes}
     busy = {stage: watched[command]["busy"] for command, stages in COMMANDS.items() for stage in stages}
-    own = {stage: seconds[stage] * busy[stage] for stage in seconds}
-    said = {stage: planned["seconds"][stage] for stage in seconds}
-    row["seconds"] = _ratio(math.fsum(said.values()), math.fsum(own.values()))
+    worked = {stage: seconds[stage] * busy[stage] for stage in seconds}
+    promised = {stage: planned["seconds"][stage] for stage in seconds}
+    row["seconds"] = _ratio(math.fsum(promised.values()), math.fsum(worked.values()))
     for stage in ("conversations", "train", "tune", "eval"):
-        row[f"of_{stage}"] = _ratio(said[stage], own[stage])
+        row[f"of_{stage}"] = _ratio(promised[stage], worked[stage])
     for stage in ("conversations", "states", "train", "export"):
         row[f"bytes_of_{stage}"] = _ratio(planned["disk"][stage], measured["bytes"][stage])
     for command in COMMANDS:
@@ -150,8 +150,8 @@ def _seconds(run: Path, stage: str, processes: int) -> float:
 def _size(folder: Path) -> int:
     """Bytes of a folder's files, those with several names once."""
     files = [info for file in folder.rglob("*") if stat.S_ISREG((info := file.lstat()).st_mode)]
-    found = {(info.st_dev, info.st_ino): info.st_size for info in files}
-    return sum(found.values())
+    sizes = {(info.st_dev, info.st_ino): info.st_size for info in files}
+    return sum(sizes.values())
 
 
 def _watched(command: list[str], log: Path) -> dict[str, float]:
@@ -165,8 +165,8 @@ def _watched(command: list[str], log: Path) -> dict[str, float]:
     with log.open("w") as out:
         process = psutil.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         while process.poll() is None:
-            for one in _alive(process):
-                most[one] = max(most.get(one, 0), _held(one))
+            for pid in _alive(process):
+                most[pid] = max(most.get(pid, 0), _held(pid))
             sleep(0.1)
     after = os.times()
     if process.returncode:

@@ -60,11 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = {"ours": list[str]()}
     settings |= {f"published, lr {lr:g}": [*PUBLISHED, f"train.lr={lr}"] for lr in options.lrs}
     arms = {
-        name: [arm(f"{name} {seed}", options.recipe, [*common, *own, f"train.seed={seed}"]) for seed in options.seeds]
-        for name, own in settings.items()
+        name: [
+            arm(f"{name} {seed}", options.recipe, [*common, *differing, f"train.seed={seed}"]) for seed in options.seeds
+        ]
+        for name, differing in settings.items()
     }
     data = training_data(
-        options.run, options.out, target, [one for ones in arms.values() for one in ones], options.gigabytes
+        options.run, options.out, target, [candidate for ones in arms.values() for candidate in ones], options.gigabytes
     )
     questions = read_questions(options.questions)[: options.limit]
     texts: dict[str, Sequence[Text | Conversation]] = {
@@ -74,11 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: dict[str, list[dict[str, Any]]] = {}
     for name, ones in arms.items():
         rows[name] = []
-        for one in ones:
-            folder = options.out / one.name.replace(", ", "-").replace(" ", "-")
-            heads = trained(one, target, data, folder)
-            judged = {where: chain_tau(target, heads, own, options.chain) for where, own in texts.items()}
-            rows[name].append({"seed": one.recipe.train.seed, **facts(folder), "judged": judged})
+        for candidate in ones:
+            folder = options.out / candidate.name.replace(", ", "-").replace(" ", "-")
+            heads = trained(candidate, target, data, folder)
+            judged = {where: chain_tau(target, heads, asked, options.chain) for where, asked in texts.items()}
+            rows[name].append({"seed": candidate.recipe.train.seed, **facts(folder), "judged": judged})
             results = {"arms": rows}
             what = f"Our recipe and the published one on the same data, {options.steps} steps each."
             settings_of_all = {"recipe": options.recipe, "seeds": options.seeds, "chain": options.chain}
@@ -96,8 +98,8 @@ def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             **{key: ones[0][key] for key in ("parameters", "steps")},
             **{
                 where: {
-                    "accepted_per_round": mean(one["judged"][where]["accepted"] for one in ones),
-                    "top1": [mean(v) for v in zip(*(one["judged"][where]["top1"] for one in ones), strict=True)],
+                    "accepted_per_round": mean(seed["judged"][where]["accepted"] for seed in ones),
+                    "top1": [mean(v) for v in zip(*(seed["judged"][where]["top1"] for seed in ones), strict=True)],
                 }
                 for where in ones[0]["judged"]
             },

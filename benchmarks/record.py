@@ -42,26 +42,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--command", help="that made the report")
     parser.add_argument("--commit", help="that the report was made with; by default the present one")
     options = parser.parse_args(arguments)
-    found = read_json(options.report)
+    report = read_json(options.report)
     _write(
         options.out,
         what=options.what,
-        machine=found["environment"],
+        machine=report["environment"],
         commit=options.commit or commit(),
         command=options.command,
-        settings={key: found["settings"][key] for key in SETTINGS},
-        rows=rows_of(found["compare"]),
+        settings={key: report["settings"][key] for key in SETTINGS},
+        rows=rows_of(report["compare"]),
     )
 
 
 def rows_of(compare: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The `compare` of a report as rows: drafters first, and no method beside itself."""
     rows = []
-    for one in sorted(compare, key=lambda one: bool(_speedup(one["name"]))):
-        row = {key: None if key == _speedup(one["name"]) else one[key] for key in OF_A_REPORT}
-        row["round_total_ms"] = sum(one["round_ms"].values()) if one["round_ms"] else None
-        if one["name"] != PLAIN:
-            row |= {f"outputs_{name}": one["divergences"][key] for name, key in OUTPUTS.items()}
+    for method in sorted(compare, key=lambda method: bool(_speedup(method["name"]))):
+        row = {key: None if key == _speedup(method["name"]) else method[key] for key in OF_A_REPORT}
+        row["round_total_ms"] = sum(method["round_ms"].values()) if method["round_ms"] else None
+        if method["name"] != PLAIN:
+            row |= {f"outputs_{name}": method["divergences"][key] for name, key in OUTPUTS.items()}
         rows.append(row)
     return rows
 
@@ -139,12 +139,12 @@ def command(script: str, arguments: Sequence[str]) -> str:
 def _write(file: Path, what: str, machine: Mapping[str, Any], **values: Any) -> dict[str, Any]:
     """Write a results file; what is not known has its reason."""
     computer = {key: value for key, value in machine.items() if key != "date"}
-    found = {"what": what, "date": machine["date"], "machine": computer, **values}
+    results = {"what": what, "date": machine["date"], "machine": computer, **values}
     reasons = {"commit": "the code does not run from a git checkout", "command": "not given to record.py"}
-    unknown = {key: reason for key, reason in reasons.items() if found[key] is None}
-    found |= {"unknown": unknown} if unknown else {}
-    write_json(file, found)
-    return found
+    unknown = {key: reason for key, reason in reasons.items() if results[key] is None}
+    results |= {"unknown": unknown} if unknown else {}
+    write_json(file, results)
+    return results
 
 
 if __name__ == "__main__":

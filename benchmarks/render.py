@@ -74,17 +74,17 @@ def rendered(text: str, page: Path, results: Path = RESULTS) -> str:
 
     captions: set[str] = set()
 
-    def block(found: re.Match[str]) -> str:
+    def block(match: re.Match[str]) -> str:
         try:
-            if found["kind"] == "value":
-                body = _value(found["spec"], results)
+            if match["kind"] == "value":
+                body = _value(match["spec"], results)
             else:
-                rows, caption = _table(found["spec"], page, results)
+                rows, caption = _table(match["spec"], page, results)
                 body = f"\n{rows}\n" + (f"\n{caption}\n" if caption not in captions else "")
                 captions.add(caption)
         except PageError as error:
-            raise PageError(f"{page.name}, {found['mark']}: {error}") from None
-        return f"{found['mark']}{body}{END}"
+            raise PageError(f"{page.name}, {match['mark']}: {error}") from None
+        return f"{match['mark']}{body}{END}"
 
     return BLOCK.sub(block, text)
 
@@ -98,28 +98,30 @@ def read(name: str, results: Path = RESULTS) -> dict[str, Any]:
     file = results / f"{name}.json"
     if not file.is_file():
         raise PageError(f"no {file.name} in benchmarks/results.")
-    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if "rows" not in found:  # whatever else the only table is called
-        lists = [value for value in found.values() if isinstance(value, list) and value and isinstance(value[0], dict)]
-        found["rows"] = lists[0] if len(lists) == 1 else []
-    if not found["rows"]:
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if "rows" not in content:  # whatever else the only table is called
+        lists = [
+            value for value in content.values() if isinstance(value, list) and value and isinstance(value[0], dict)
+        ]
+        content["rows"] = lists[0] if len(lists) == 1 else []
+    if not content["rows"]:
         raise PageError(f"{file.name} has no rows.")
-    return found
+    return content
 
 
 def _table(spec: str, page: Path, results: Path) -> tuple[str, str]:
     name, _, chosen = (part.strip() for part in spec.partition("|"))
-    found = read(name, results)
+    content = read(name, results)
     columns: list[str | tuple[str, str]] = []
-    for one in re.split(r",\s*", chosen) if chosen else ():
-        path, colon, heading = one.partition(": ")
+    for column in re.split(r",\s*", chosen) if chosen else ():
+        path, colon, heading = column.partition(": ")
         columns.append((path, heading) if colon else path)
     try:
-        rows = figures(found["rows"], columns)
+        rows = figures(content["rows"], columns)
     except KeyError as error:
         raise PageError(f"no row has {error}.") from None
     link = os.path.relpath(results / f"{name}.json", page.parent)
-    return rows, caption_of(found, link)
+    return rows, caption_of(content, link)
 
 
 def _value(spec: str, results: Path) -> str:
@@ -136,16 +138,16 @@ def _value(spec: str, results: Path) -> str:
     return written(value, path)
 
 
-def caption_of(found: Mapping[str, Any], link: str) -> str:
+def caption_of(content: Mapping[str, Any], link: str) -> str:
     """What a table shows: what was measured, on what, when, and where the figures lie.
 
     >>> print(caption_of({"what": "Two prompts.", "machine": {"cpu": "A", "cores": 2, "threads": 1}}, "a.json"))
     *Two prompts. 2 cores of A, 1 thread ([figures](a.json)).*
     """
-    machine = found.get("machine") or found.get("environment") or {}
+    machine = content.get("machine") or content.get("environment") or {}
     if isinstance(machine, str):
         machine = {"cpu": machine}
-    about: dict[str, Any] = {**found, **(found.get("settings") or {}), **machine}
+    about: dict[str, Any] = {**content, **(content.get("settings") or {}), **machine}
     parts = []
     if about.get("gpu"):
         parts.append(about["gpu"])
@@ -155,8 +157,8 @@ def caption_of(found: Mapping[str, Any], link: str) -> str:
         parts.append(about["device"])
     parts += [str(about["dtype"])] if about.get("dtype") else []
     parts += [f"{about['threads']} thread{'s' * (about['threads'] != 1)}"] if about.get("threads") else []
-    parts += [str(date)[:10]] if (date := found.get("date") or machine.get("date")) else []
-    words = [found.get("what"), ", ".join(parts), f"([figures]({link}))."]
+    parts += [str(date)[:10]] if (date := content.get("date") or machine.get("date")) else []
+    words = [content.get("what"), ", ".join(parts), f"([figures]({link}))."]
     return f"*{' '.join(word for word in words if word)}*"
 
 

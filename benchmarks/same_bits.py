@@ -61,8 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # An engine each: what one learns of the costs of rounds must not serve the other setting.
     engines: dict[tuple[str, Exact], Engine] = {}
     for name, exact in product((PLAIN, *options.methods), options.exact):
-        made = decoder.engine(name) if name != PLAIN else None
-        engines[name, exact] = Engine(target, made.drafter if made else None, made.costs if made else None)
+        engine = decoder.engine(name) if name != PLAIN else None
+        engines[name, exact] = Engine(target, engine.drafter if engine else None, engine.costs if engine else None)
     asked = DecodeOptions(options.max_new_tokens, draft=options.draft)
     rows: list[dict[str, Any]] = []
     results = {

@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for vocab in options.vocab:
         for name, shape in SHAPES.items():
             for rule in options.rules:
-                found = compared(rule, shape, vocab, options)
-                results.append({"rule": rule, "drafts": name, "vocab": vocab, "rows": options.rows, **found})
-                cells = f"{found['row_by_row_ms']:.1f} | {found['side_by_side_ms']:.1f} | {found['times']:.1f}"
+                figures = compared(rule, shape, vocab, options)
+                results.append({"rule": rule, "drafts": name, "vocab": vocab, "rows": options.rows, **figures})
+                cells = f"{figures['row_by_row_ms']:.1f} | {figures['side_by_side_ms']:.1f} | {figures['times']:.1f}"
                 print(f"| {rule} | {name} | {vocab} | {cells} |", flush=True)
     if options.out:
         settings = {"device": options.device, "dtype": options.dtype, "repeats": options.repeats}
@@ -106,8 +106,8 @@ def round_of(shape: TreeShape, rows: int, vocab: int, options: argparse.Namespac
             top = q_draft_NV[node].topk(len(below) - 1).indices
             q_draft_V = q_draft_NV[node].index_fill(0, top, 0.0)
             q_draft_V /= q_draft_V.sum()
-            found = [*top.tolist(), int(torch.multinomial(q_draft_V, 1, generator=noise))]
-            for child, token in zip(below, found, strict=True):
+            tokens = [*top.tolist(), int(torch.multinomial(q_draft_V, 1, generator=noise))]
+            for child, token in zip(below, tokens, strict=True):
                 tree.tokens[child] = token
             tree.drawn[below[-1]] = Drawn(q_draft_V.to(options.device))
         trees.append(tree)

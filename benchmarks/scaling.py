@@ -98,7 +98,7 @@ def text() -> str:
 
 def page(before: str) -> str:
     """The page with these figures."""
-    return BLOCK.sub(lambda found: found.group(1) + text() + found.group(2), before)
+    return BLOCK.sub(lambda match: match.group(1) + text() + match.group(2), before)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

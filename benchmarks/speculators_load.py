@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 "name": "our export, loaded by their classes",
                 "tensors": len(file),
                 "equal": sum(
-                    torch.equal(state[name].to(one.dtype), one) for name, one in file.items() if name in state
+                    torch.equal(state[name].to(tensor.dtype), tensor) for name, tensor in file.items() if name in state
                 ),
                 "not_of_the_file": sorted(set(state) - set(file) - of_target),
                 "logits_off": off(theirs(model, target), own(load_heads(options.heads, target).float(), target)),
@@ -67,9 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         with torch.no_grad():
             random = torch.Generator().manual_seed(0)
-            for name, one in model.named_parameters():
+            for name, weight in model.named_parameters():
                 if name not in of_target:
-                    one.add_(0.02 * torch.randn(one.shape, generator=random))
+                    weight.add_(0.02 * torch.randn(weight.shape, generator=random))
         model.save_pretrained(Path(place) / "theirs")
         heads = import_heads(Path(place) / "theirs", target, Path(place) / "imported")
         file, kept = load_file(Path(place) / "theirs" / "model.safetensors"), heads.publish().tensors
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             {
                 "name": "saved by their classes, imported",
                 "tensors": len(kept),
-                "equal": sum(torch.equal(file[name].float(), one.float()) for name, one in kept.items()),
+                "equal": sum(torch.equal(file[name].float(), tensor.float()) for name, tensor in kept.items()),
                 "not_of_the_file": sorted(set(kept) - set(file)),
                 "logits_off": off(theirs(model, target), own(heads.float(), target)),
             }
@@ -158,8 +158,8 @@ def own(heads: DraftHead, target: Target) -> Tensor:
 @torch.no_grad()
 def hidden(target: Target, tokens: Sequence[int], layers: Sequence[int]) -> Tensor:
     """The aux hidden states side by side [1, T, layers * E]."""
-    found = target.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-    return torch.cat([found[layer] for layer in layers], dim=-1)
+    states = target.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    return torch.cat([states[layer] for layer in layers], dim=-1)
 
 
 def off(theirs_D: Tensor, ours_D: Tensor) -> float:

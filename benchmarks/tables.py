@@ -109,10 +109,10 @@ def written(value: Any, key: str = "") -> str:
     if isinstance(value, str):
         return LABELS[value].row if key == "name" and value in LABELS else value
     if isinstance(value, list):
-        return " / ".join([*(written(one, key) for one in value[:_LONGEST]), *["…"] * (len(value) > _LONGEST)])
+        return " / ".join([*(written(part, key) for part in value[:_LONGEST]), *["…"] * (len(value) > _LONGEST)])
     if isinstance(value, Mapping):
         if "mean" not in value:
-            return ", ".join(f"{name} {written(one, key)}" for name, one in value.items())
+            return ", ".join(f"{name} {written(part, key)}" for name, part in value.items())
         mean = written(value["mean"], key)
         low, high, maximum = (written(value.get(end), key) for end in ("low", "high", "max"))
         if low and high:
@@ -148,12 +148,12 @@ def paths(rows: Iterable[Row]) -> list[str]:
     >>> paths([{"name": "a", "ms": {"draft": 1, "verify": 2}}, {"name": "b", "over": {"mean": 1.0}}])
     ['name', 'ms.draft', 'ms.verify', 'over']
     """
-    found: dict[str, None] = {}
+    columns: dict[str, None] = {}
     for row in rows:
         for key, value in row.items():
             inner = isinstance(value, Mapping) and "mean" not in value
-            found |= dict.fromkeys([f"{key}.{one}" for one in paths([value])] if inner else [key])
-    return list(found)
+            columns |= dict.fromkeys([f"{key}.{inner_path}" for inner_path in paths([value])] if inner else [key])
+    return list(columns)
 
 
 def figures(rows: Sequence[Row], columns: Sequence[str | tuple[str, str]] = ()) -> str:
@@ -166,7 +166,7 @@ def figures(rows: Sequence[Row], columns: Sequence[str | tuple[str, str]] = ()) 
     Raises:
         KeyError: no row has a column.
     """
-    chosen = [(one, heading(one)) if isinstance(one, str) else one for one in columns or paths(rows)]
+    chosen = [(column, heading(column)) if isinstance(column, str) else column for column in columns or paths(rows)]
     for path, _ in chosen:
         if all(at(row, path) is None for row in rows):
             raise KeyError(path)

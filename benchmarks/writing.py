@@ -69,23 +69,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(measured(options)))
         return
     arms = [(name, SOURCE) for name in options.arms] + ([("base", options.base.resolve())] if options.base else [])
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in arms}
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name, _ in arms}
     for number in range(options.repeats):
         for name, source in arms if number % 2 == 0 else arms[::-1]:
-            found[name].append(apart("ours" if name == "base" else name, source, options))
-            print(name, {key: value for key, value in found[name][-1].items() if key != "answers"}, flush=True)
-    ours, ours_cpu = (median(one[key] for one in found[arms[0][0]]) for key in SPEEDS)
-    answers = found[arms[0][0]][0]["answers"]
+            runs[name].append(apart("ours" if name == "base" else name, source, options))
+            print(name, {key: value for key, value in runs[name][-1].items() if key != "answers"}, flush=True)
+    ours, ours_cpu = (median(run[key] for run in runs[arms[0][0]]) for key in SPEEDS)
+    answers = runs[arms[0][0]][0]["answers"]
     rows = [
         {
             "writer": name,
-            "tokens_per_second": (speed := median(one[SPEEDS[0]] for one in several)),
-            "tokens_per_cpu_second": (of_cpu := median(one[SPEEDS[1]] for one in several)),
+            "tokens_per_second": (speed := median(run[SPEEDS[0]] for run in several)),
+            "tokens_per_cpu_second": (of_cpu := median(run[SPEEDS[1]] for run in several)),
             "speedup_of_ours": ours / speed,
             "speedup_of_ours_cpu": ours_cpu / of_cpu,
             "same_answers": sum(a == b for a, b in zip(answers, several[0]["answers"], strict=True)) / len(answers),
         }
-        for name, several in found.items()
+        for name, several in runs.items()
     ]
     print(table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
     what = (
@@ -147,12 +147,12 @@ def prompts_of(count: int, longest: int, turns: int) -> list[Prompt]:
     for number in range(count):
         messages = []
         for turn in range(turns):
-            own = number + count * turn
-            text = starts[own % len(starts)].replace("{topic}", TOPICS[7 * own % len(TOPICS)])
-            if own % 2:
-                words = 1 + (own * 37) % (longest // 3)
+            place = number + count * turn
+            text = starts[place % len(starts)].replace("{topic}", TOPICS[7 * place % len(TOPICS)])
+            if place % 2:
+                words = 1 + (place * 37) % (longest // 3)
                 text += "? Think of this text first: " + " ".join(page[3 * number : 3 * number + words])
-            messages.append({"role": "user", "content": text + LENGTHS[own % len(LENGTHS)]})
+            messages.append({"role": "user", "content": text + LENGTHS[place % len(LENGTHS)]})
         prompts.append(Prompt(messages, id=str(number)))
     return prompts
 

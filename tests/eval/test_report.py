@@ -59,7 +59,7 @@ def test_three_files(results: dict[str, Any], tmp_path: Path) -> None:
         assert speedup in text
         assert "1.60" in text, "the prediction stands beside the measurement"
         assert "Tokens per round (τ)" in text
-    assert html.count("<svg") == 5
+    assert html.count("<svg") == 4
 
 
 def test_html_stands_alone(results: dict[str, Any], tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_compared_drafters_share_a_table_and_a_plot(results: dict[str, Any], tmp
     names = [row["name"] for row in results["compare"]]
     assert names == ["dynamic", "plain", "transformers", "transformers_prompt_lookup", "ngram", "a|b"]
     html, markdown = pages(results, tmp_path)
-    assert html.count("<svg") == 5
+    assert html.count("<svg") == 4
     assert "<!-- tokens per second -->" in html
     for text in (html, markdown):
         assert "Every drafter" in text

@@ -63,7 +63,7 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
             tokens, mask_now = rendered(item, subject)
             if item.tokens[: len(tokens)] == tokens and any(mask_now):
                 expected = mask_now + [False] * (len(item.tokens) - len(tokens))
-        file = str(subject.conversation_file(split))
+        file = f"{split}.jsonl"
         yield _Masked(file, item.id, item.tokens, item.supervised, expected)
         if split in stores and index < len(stores[split]):
             folder, sample = stores[split].folder, stores[split].get(index)

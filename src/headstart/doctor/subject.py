@@ -71,14 +71,10 @@ class Subject:
     @cached_property
     def conversations(self) -> dict[str, list[Conversation]]:
         """The run's conversations by split."""
-        return {split: read_conversations(self.conversation_file(split)) for split in SPLITS}
-
-    def conversation_file(self, split: str) -> Path:
-        """Where the conversations of a split lie."""
-        file = self.run / CONVERSATIONS / f"{split}.jsonl" if self.run else None
-        if file is None or not file.is_file():
+        files = {split: self.run / CONVERSATIONS / f"{split}.jsonl" for split in SPLITS} if self.run else {}
+        if not files or not all(file.is_file() for file in files.values()):
             raise Absent("there are no conversations of a run here")
-        return file
+        return {split: read_conversations(file) for split, file in files.items()}
 
     def sampled(self) -> list[tuple[str, int, Conversation]]:
         """Some conversations of each split, as (split, index in it, conversation)."""

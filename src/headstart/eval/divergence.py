@@ -12,7 +12,7 @@ Shape suffixes: T positions, V vocabulary, L leading tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -88,16 +88,12 @@ class Judgement:
 class Judge:
     """Decides which differences rounding explains, in float32: the target's own weights, cast a layer at a time.
 
-    A repetition penalty moves logits, so margins are measured after it. `say` takes a sentence for the user before the
-    first difference is looked at.
+    A repetition penalty moves logits, so margins are measured after it.
     """
 
-    def __init__(
-        self, target: Target, sampling: SamplingOptions | None = None, say: Callable[[str], None] | None = None
-    ) -> None:
+    def __init__(self, target: Target, sampling: SamplingOptions | None = None) -> None:
         self._target = target
         self._sampling = sampling or SamplingOptions()
-        self._say = say
         self._last: dict[tuple[int, ...], Tensor] = {}  # float32 logits [V] after each prefix that was looked at
         self._errors: dict[tuple[int, ...], float] = {}  # of each text that was measured
 
@@ -110,12 +106,6 @@ class Judge:
         compared -= sum(max(0, len(plain[item.prompt]) - item.position - 1) for item in differences)
         if not differences:
             return Judgement(len(prompts), compared)
-        if self._say is not None:
-            self._say(
-                f"Answers differ from the plain loop's, first on {len(differences)} of {len(prompts)} prompts: whether "
-                "rounding explains it is computed in float32, a layer at a time."
-            )
-            self._say = None
         measured = [replace(difference, margin=self._margin(prompts, plain, difference)) for difference in differences]
         # The text where the gap is largest is where rounding must have done most: the error is measured there first.
         worst = sorted(measured, key=lambda difference: -(difference.margin or 0.0))[:MEASURED_PROMPTS]

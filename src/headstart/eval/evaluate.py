@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
-from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -151,7 +151,7 @@ def _measure(
                     bar.update(title=f"{prompts[0].id}: {name.removeprefix(OTHER)}")
                     runs[name] = methods[name].run(tokens, options.max_new_tokens, seed)
                 units.append(Unit(group, prompts, runs))
-                bar.advance(len(prompts), note=_speeds(units))
+                bar.advance(len(prompts))
     return units
 
 
@@ -171,15 +171,6 @@ def _conversations(target: Target, questions: Sequence[Question], units: list[Un
             messages[number].append({"role": "assistant", "content": text})
 
 
-def _speeds(units: Sequence[Unit]) -> str:
-    """Throughput so far, for the progress bar."""
-    heads, plain = (
-        sum(unit.runs[name].count for unit in units) / sum(unit.runs[name].seconds for unit in units)
-        for name in (HEADS, PLAIN)
-    )
-    return f"{heads:.1f} tokens/s, plain {plain:.1f} ({heads / plain:.2f}x)"
-
-
 # -- judging ---------------------------------------------------------------------------------------------------------
 
 
@@ -189,11 +180,11 @@ def _judge(
     """How each method's words compare with the plain loop's; sampled ones do not: each draws its own random numbers."""
     if options.temperature != 0:
         return dict.fromkeys(names, Judgement())
-    say = partial(console.print, style="dim", highlight=False, soft_wrap=True) if console is not None else None
-    judge = Judge(target, options, say)
+    judge = Judge(target, options)
     prompts = [tokens for unit in units for tokens in _tokens(unit)]
     outputs = {name: [tokens for unit in units for tokens in unit.runs[name].tokens] for name in names}
-    return {name: judge.judge(prompts, outputs[PLAIN], outputs[name]) for name in names}
+    with console.status("comparing the words, in float32 where they differ") if console else nullcontext():
+        return {name: judge.judge(prompts, outputs[PLAIN], outputs[name]) for name in names}
 
 
 def _tokens(unit: Unit) -> list[list[int]]:

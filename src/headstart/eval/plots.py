@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headstart.eval.labels import BASELINES, HEADS, HEADS_NGRAM, LABELS, PLAIN
+from headstart.eval.labels import HEADS, HEADS_NGRAM, LABELS, PLAIN
 
 PARTS = {"draft": "#0b6e4f", "verify": "#5b8def", "host": "#c98a2b"}
 _STYLE = {
@@ -33,7 +33,6 @@ def plots(results: Mapping[str, Any]) -> list[dict[str, str]]:
         _acceptance(summary["acceptance_by_position"]),
         _histogram(summary["tokens_per_round_histogram"], summary["tokens_per_round"]),
         _round_time({summary["drafter"]: summary["round_ms"], LABELS[PLAIN].short: summary["plain_round_ms"]}),
-        _categories(results["categories"]),
     ]
     return [plot for plot in plotted if plot is not None]
 
@@ -118,26 +117,6 @@ def _round_time(parts_ms: Mapping[str, Mapping[str, float] | None]) -> dict[str,
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     note = "draft: the drafter proposes. verify: the target reads the tree. host: accepting, committing, bookkeeping."
     return _plot(figure, "Where a round's time goes", note)
-
-
-def _categories(rows: Sequence[Mapping[str, Any]]) -> dict[str, str] | None:
-    keys = [key for key in BASELINES if any(row.get(key) for row in rows)]
-    if not keys or len(rows) < 2:
-        return None
-    figure, axes = _figure(1.2 + 0.14 * len(rows) * (len(keys) + 0.6))
-    height = 0.8 / len(keys)
-    for number, key in enumerate(keys):
-        label = BASELINES[key]
-        indices = [index + (number - (len(keys) - 1) / 2) * height for index, row in enumerate(rows) if row.get(key)]
-        means = [row[key]["mean"] for row in rows if row.get(key)]
-        axes.barh(indices, means, height=height * 0.9, color=label.colour, label=f"over {label.short}")
-    axes.axvline(1.0, color="#333", linewidth=1)
-    axes.set_yticks(range(len(rows)), [str(row["category"]) or "(none)" for row in rows])
-    axes.invert_yaxis()
-    axes.set_xlabel("speed-up, times (1 = equally fast)")
-    axes.grid(axis="y", visible=False)
-    figure.legend(loc="outside upper center", ncols=len(keys), frameon=False, fontsize=9, columnspacing=1.0)
-    return _plot(figure, "Speed-up by category", "Few prompts a category: read it as a hint, not as a figure.")
 
 
 def _figure(height: float = 3.2) -> tuple[Any, Any]:

@@ -131,18 +131,13 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
     >>> target_remarks({"target": "tiny in int8", "quantization": "int8"})
     ["The target's linear layers are in int8: the speed-ups are against its own plain loop, and the words are its own."]
     """
-    remarks = []
+    remarks, comparison = [], "the speed-ups are against its own plain loop, and the words are its own"
     if bits := settings.get("quantization"):
-        remarks.append(
-            f"The target's linear layers are in {bits}: the speed-ups are against its own plain loop, and the words "
-            "are its own."
-        )
+        remarks.append(f"The target's linear layers are in {bits}: {comparison}.")
     adapter = settings.get("adapter") or {}
     if adapter:
-        remarks.append(
-            f"The target is the adapted model, {settings['target']}: the speed-ups are against its own plain loop, and "
-            "the words are its own, which are not always those of the model without the adapter."
-        )
+        without = "which are not always those of the model without the adapter"
+        remarks.append(f"The target is the adapted model, {settings['target']}: {comparison}, {without}.")
     if adapter.get("tokens"):
         before, after = adapter["perplexity_before"], adapter["perplexity_after"]
         remarks.append(
