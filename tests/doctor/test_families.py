@@ -62,6 +62,14 @@ def test_drafting_that_forgets_what_was_accepted_is_named(name: str, coarse: Tar
     assert "traceback" in finding.figures or finding.figures["observed_rounds"] >= 1
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_drafting_equals_training_before_anything_is_trained(name: str, tiny_target: Target) -> None:
+    recipe = parse_recipe({"name": "tiny", "heads": CASES[name]})
+    findings = examine(Subject(tiny_target, recipe, quick=True))
+    finding = next(finding for finding in findings if finding.check == "equality")
+    assert finding.ok is True, finding.sentence
+
+
 # -- one text, learned by heart --------------------------------------------------------------------------------------
 
 
