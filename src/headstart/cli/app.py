@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from headstart.cli.doctor import doctor
 from headstart.cli.engines import engine_table, export, import_checkpoint
 from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder
-from headstart.cli.options import JsonFile, LoadOptions, Overrides, RecipeName, RunDir, with_options
+from headstart.cli.options import JsonFile, Loading, Overrides, RecipeName, RunDir, with_options
 from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
-from headstart.support.terminal import Commands, DataCommands, format_seconds, program, say
+from headstart.support.terminal import Commands, DataCommands, format_seconds, program, say, tell
 
 if TYPE_CHECKING:
     from headstart.pipeline.run import Run, Stage
@@ -65,7 +64,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     work = _run(recipe, overrides, run_dir)
     _execute(work, STAGES)
     took = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
-    work.console.print(f"All stages together took {format_seconds(took)}.\n", highlight=False)
+    tell(work.console, f"All stages together took {format_seconds(took)}.\n")
     show_summary(read_json(work.folder / REPORT / "results.json"), f"{work.recipe.name}: measured", work.console)
     say(
         work.console,
@@ -117,18 +116,16 @@ def gc(
     maximum = None if states_gigabytes is None else int(states_gigabytes * 1e9)
     unused = [*unreferenced(folder), *(over_budget(folder, maximum) if maximum is not None else ())]
     for item in unused:
-        line = f"{format_bytes(item.bytes):>9}  {item.path}  ({item.what})"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if not unused:
-        console.print(f"Nothing to delete: the runs in {folder} use everything that is there.", highlight=False)
-        return
+        tell(console, f"{format_bytes(item.bytes):>9}  {item.path}  ({item.what})")
     total = format_bytes(sum(item.bytes for item in unused))
-    if dry_run:
-        console.print(f"{len(unused)} to delete, {total} at most.", highlight=False)
+    if not unused:
+        tell(console, f"Nothing to delete: the runs in {folder} use everything that is there.")
+    elif dry_run:
+        tell(console, f"{len(unused)} to delete, {total} at most.")
     elif yes or typer.confirm(f"Delete these {len(unused)}, {total} at most?"):
-        console.print(f"Freed {format_bytes(free(folder, unused, maximum))}.", highlight=False)
+        tell(console, f"Freed {format_bytes(free(folder, unused, maximum))}.")
     else:
-        console.print("Nothing was deleted.")
+        tell(console, "Nothing was deleted.")
 
 
 @app.command()
@@ -161,7 +158,7 @@ def plan(
     if json is not None:
         write_json(json, estimate.to_json())
     for problem in estimate.problems:
-        work.console.print("[bold red]Problem:[/]", escape(problem), highlight=False, soft_wrap=True)
+        tell(work.console, f"Problem: {problem}", style="bold red")
     if estimate.problems:
         raise typer.Exit(2)
 
@@ -242,7 +239,7 @@ def tune(
     conversations: Annotated[
         Path | None, typer.Option(help="Calibration conversations, for heads that lie outside their run.")
     ] = None,
-    loading: LoadOptions = LoadOptions(),
+    loading: Loading = Loading(),
     options: EngineOptions = EngineOptions(),
 ) -> None:
     """Measure costs on this machine again and choose the tree that is fastest here.
@@ -267,7 +264,7 @@ def tune(
             Path(path).expanduser(), conversations, Console(), target=loading.target, options=options
         )
         Console().print(engine_table(measured))
-        Console().print(describe_engine_tuning(measured), highlight=False)
+        tell(Console(), describe_engine_tuning(measured))
         return
     from headstart.pipeline.actions import retune
     from headstart.pipeline.stages import stages_until
@@ -277,7 +274,7 @@ def tune(
         work = _run(str(folder / "recipe.yaml"), None, folder)
         _execute(work, stages_until("export"), again={"tune"})
         return
-    Console().print(retune(load_decoder(path, loading), folder, conversations, Console()), highlight=False)
+    tell(Console(), retune(load_decoder(path, loading), folder, conversations, Console()))
 
 
 @app.command()
@@ -297,11 +294,11 @@ def push(
     console = Console()
     done = upload(heads, repo_id, private=private, dry_run=dry_run)
     for name, size in done.files:
-        console.print(f"  {name}  {format_bytes(size)}", highlight=False, markup=False)
+        tell(console, f"  {name}  {format_bytes(size)}")
     for name in done.left_out:
-        console.print(f"  {name}  left out: headstart did not write it", highlight=False, markup=False)
+        tell(console, f"  {name}  left out: headstart did not write it")
     verb = "Would upload" if dry_run else "Uploaded"
-    console.print(f"{verb} {len(done.files)} files, {format_bytes(done.total_bytes)}, to {done.url or repo_id}")
+    tell(console, f"{verb} {len(done.files)} files, {format_bytes(done.total_bytes)}, to {done.url or repo_id}")
 
 
 # -- heads -----------------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
-from headstart.cli.options import Heads, Limit, LoadOptions, Overwrite, listed, with_options
+from headstart.cli.options import Heads, Limit, Loading, Overwrite, listed, with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, meaning
 from headstart.errors import UserError
 from headstart.support.files import check_writable
-from headstart.support.terminal import ask, complain, say
+from headstart.support.terminal import ask, complain, say, tell
 
 if TYPE_CHECKING:
     from headstart.api import Decoder, Stream
@@ -42,7 +42,7 @@ def evaluate(
     options: DecodeOptions = DecodeOptions(),
     batch_size: Annotated[int, typer.Option(min=1, help="Decode so many prompts together.")] = 1,
     multi_turn: Annotated[bool, typer.Option(help="Ask every turn; without it the first only.")] = False,
-    loading: LoadOptions = LoadOptions(),
+    loading: Loading = Loading(),
 ) -> None:
     """Measure heads on a question file against plain decoding, transformers, and other drafters.
 
@@ -106,7 +106,7 @@ def audit(
         ),
     ] = None,
     seed: Annotated[int, typer.Option(help=meaning(DecodeOptions, "seed").text)] = 0,
-    loading: LoadOptions = LoadOptions(),
+    loading: Loading = Loading(),
 ) -> None:
     """Prove that drafts change nothing, on your own target and heads; exits with 1 if they do.
 
@@ -153,7 +153,7 @@ def generate(
     heads: Heads,
     prompt: Annotated[str, typer.Option(help="What the user says.")],
     options: DecodeOptions = DecodeOptions(),
-    loading: LoadOptions = LoadOptions(),
+    loading: Loading = Loading(),
 ) -> None:
     """Answer one prompt; the text goes to stdout, the figures to stderr.
 
@@ -170,7 +170,7 @@ def chat(
     heads: Heads,
     options: DecodeOptions = DecodeOptions(),
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    loading: LoadOptions = LoadOptions(),
+    loading: Loading = Loading(),
 ) -> None:
     """Talk with the target; after each answer its tokens/s and accepted length (τ).
 
@@ -199,10 +199,10 @@ def chat(
 
 def _keywords(options: DecodeOptions) -> DecodeKeywords:
     """The options as keyword arguments of `Decoder.stream`."""
-    return cast(DecodeKeywords, vars(options))
+    return cast(DecodeKeywords, {name: getattr(options, name) for name in DecodeKeywords.__annotations__})
 
 
-def load_decoder(heads: str, loading: LoadOptions, drafter: str = "heads") -> Decoder:
+def load_decoder(heads: str, loading: Loading, drafter: str = "heads") -> Decoder:
     """Heads and their target, ready to generate; a spinner says that it takes a while.
 
     Where the modules of a target's checkpoint draft, what is named as heads may be the target itself.
@@ -213,10 +213,9 @@ def load_decoder(heads: str, loading: LoadOptions, drafter: str = "heads") -> De
         from headstart.hub.pull import has_heads
 
         check_drafter(drafter)
-        settings = dict(vars(loading))
         if {"mtp"} <= kinds_of(drafter) <= {"mtp", "ngram", "lookahead"} and not has_heads(heads):
-            return load(**{**settings, "target": loading.target or heads})
-        return load(heads, **settings)
+            return load(**{**vars(loading), "target": loading.target or heads})
+        return load(heads, **vars(loading))
 
 
 def _pour(stream: Stream) -> str:
@@ -236,20 +235,10 @@ def _pour(stream: Stream) -> str:
     answer = stream.answer
     assert answer is not None, "a stream that ran to its end has an answer"
     console = Console(stderr=True)
-    console.print(
-        f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}, "
-        f"first token after {answer.first_token_ms:.0f} ms",
-        style="dim",
-        highlight=False,
-        soft_wrap=True,
-    )
+    figures = f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}"
+    tell(console, f"{figures}, first token after {answer.first_token_ms:.0f} ms", style="dim")
     if answer.drafter_error:
-        console.print(
-            f"The drafter failed ({answer.drafter_error}); decoding went on plainly.",
-            style="yellow",
-            markup=False,
-            soft_wrap=True,
-        )
+        tell(console, f"The drafter failed ({answer.drafter_error}); decoding went on plainly.", style="yellow")
     return answer.text
 
 

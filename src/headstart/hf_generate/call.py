@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import or_
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -110,7 +111,6 @@ class CustomGenerate:
         """Decode a batch that transformers has prepared: `input_ids` are int64 [B, L], padded on the left.
 
         `drafter`, `tree`, `draft` and `verifier` are as in `DecodeOptions`, and can be given to `model.generate`.
-        `model_kwargs` are what transformers would hand to the model.
 
         Returns:
             int64 [B, S], rows that ended early padded on the right; a `SpeculativeOutput` with
@@ -198,7 +198,7 @@ class _Text:
     def _complete(self, index: int) -> bool:
         """Whether every row has reached this place or ended before it, and one has reached it."""
         reached = [len(tokens) > index for tokens in self._tokens]
-        return any(reached) and all(there or ended for there, ended in zip(reached, self._ended, strict=True))
+        return any(reached) and all(map(or_, reached, self._ended))
 
     def _column(self, index: int) -> list[int]:
         return [tokens[index] if index < len(tokens) else self._pad for tokens in self._tokens]

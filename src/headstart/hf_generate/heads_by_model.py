@@ -45,13 +45,11 @@ def decoder_for(model: Any, heads: str | Path, revision: str | None = None) -> I
 class _Prepared:
     """What is ready for one model.
 
-    Attributes:
-        lock: one call at a time.
-        decoders: by heads, revision, dtype and device; with the file of the heads and when it was written, to notice
-            heads that were exported again.
+    Decoders are kept by heads, revision, dtype and device; with the file of the heads and when it was written, to
+    notice heads that were exported again.
     """
 
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # one call at a time
     decoders: dict[tuple[str, str | None, str, str], tuple[Path, int, Decoder]] = field(default_factory=dict)
 
     def decoder(self, model: Any, heads: str | Path, revision: str | None) -> Decoder:
