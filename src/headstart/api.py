@@ -52,7 +52,7 @@ def load(
     adapter = None if target and asked.any_target else known.adapter_spec(folder)
     if target is None and (not known.spec or (Path(known.spec).is_absolute() and not Path(known.spec).exists())):
         raise UserError(
-            f"The heads in {folder} belong to {known.name}, and {known.spec or 'where it lies'} is not on this machine.",
+            f"The heads in {folder} belong to {known.name}, which is not on this machine.",
             f"Say where {known.name} is: a folder or a hub id as target.",
         )
     loaded = _loaded(target or known.spec, asked, asked.quantization or known.quantization, adapter=adapter)
