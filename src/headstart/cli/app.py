@@ -384,11 +384,7 @@ def root(
 
 
 def _alone() -> None:
-    """Refuse to run everything in one of several processes of a launcher.
-
-    Raises:
-        UserError: it is.
-    """
+    """Refuse (UserError) to run everything in one of several processes of a launcher."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"headstart run is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",

@@ -203,10 +203,7 @@ def _keywords(options: DecodeOptions) -> DecodeKeywords:
 
 
 def load_decoder(heads: str, loading: Loading, drafter: str = "heads") -> Decoder:
-    """Heads and their target, ready to generate; a spinner says that it takes a while.
-
-    Where the modules of a target's checkpoint draft, what is named as heads may be the target itself.
-    """
+    """Heads and their target, ready to generate; where its own modules draft, the target may be named as heads."""
     with Console(stderr=True).status("loading"):
         from headstart.api import load
         from headstart.drafters.catalog import check_drafter, kinds_of
@@ -219,11 +216,7 @@ def load_decoder(heads: str, loading: Loading, drafter: str = "heads") -> Decode
 
 
 def _pour(stream: Stream) -> str:
-    """Write a stream's text to stdout as it comes, then to stderr its figures and what a reader should know of it.
-
-    Returns:
-        The text.
-    """
+    """Write a stream's text to stdout as it comes, then its figures to stderr; returns the text."""
     try:
         for piece in stream:
             sys.stdout.write(piece)

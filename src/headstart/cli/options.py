@@ -55,12 +55,9 @@ def listed(values: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:
-    """Decorator of a command: each of its parameters that is a dataclass of options becomes one option of the command
-    line for each field, described as there; the command gets instances of the classes.
+    """Decorator of a command: a parameter that is a dataclass of options becomes an option for each of its fields.
 
-    Args:
-        without: options that this command does not take.
-        defaults: where this command has others than the class.
+    The command does not take the options `without`; `defaults` are those that differ from the class.
     """
 
     def decorated(command: Command) -> Command:

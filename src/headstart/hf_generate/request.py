@@ -63,11 +63,7 @@ def _cannot(problem: str, remedy: str = "Leave it out") -> UserError:
 
 
 def check_mode(model: Any, config: Any, assistant_model: Any, synced_gpus: Any) -> None:
-    """Refuse ways of generating that draft heads have no part in, and outputs that the decode loop does not keep.
-
-    Raises:
-        UserError: naming the argument.
-    """
+    """Refuse (UserError) ways of generating that heads have no part in, and outputs that are not kept."""
     if model.config.is_encoder_decoder:
         raise _cannot(f"{type(model).__name__} is an encoder-decoder.", "Take a decoder-only model")
     mode = config.get_generation_mode(assistant_model)
