@@ -98,10 +98,10 @@ def gc(
     dry_run: Annotated[bool, typer.Option(help="Only list.")] = False,
     states_gigabytes: Annotated[
         float | None,
-        typer.Option(min=0, help="Keep so much of hidden states; delete the longest unread of finished trainings."),
+        typer.Option(min=0, help="Keep so much of the states; of finished trainings delete those unread the longest."),
     ] = None,
 ) -> None:
-    """List what no run refers to any more, with sizes, and delete it after asking.
+    """List what no run uses any more, with sizes, and delete it after asking.
 
     Nothing else of headstart deletes conversations, states, checkpoints, heads or reports.
 
@@ -133,15 +133,15 @@ def plan(
     recipe: RecipeName,
     overrides: Overrides = None,
     run_dir: RunDir = None,
-    processes: Annotated[int, typer.Option(help="Processes that train, each on a device of its own.")] = 1,
+    processes: Annotated[int, typer.Option(help="Train with so many processes, each on a device of its own.")] = 1,
     prompt_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt, instead of reading some of the prompts.")
+        int | None, typer.Option(help="Take prompts to be this long, instead of reading some of them.")
     ] = None,
     json: JsonFile = None,
 ) -> None:
     """Say what a run would cost in memory, disk, network and time, before any of it is spent.
 
-    Times come from forwards timed here, where the target's weights are; for all else its config.json is enough.
+    Forwards are timed here where the target's weights are. For all else its config.json is enough.
 
     Example: headstart plan quickstart data.conversations=5000
 
@@ -188,8 +188,8 @@ data_app.command("import-states")(import_states)
 @data_app.command("show")
 def data_show(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_FILE", help="A run's folder, or a conversation file.")],
-    index: Annotated[int, typer.Option(help="Which conversation, from 0.")] = 0,
-    target: Annotated[str | None, typer.Option(help="Whose tokenizer to use, for a file outside a run.")] = None,
+    index: Annotated[int, typer.Option(help="Show this conversation, counted from 0.")] = 0,
+    target: Annotated[str | None, typer.Option(help="Use this model's tokenizer, for a file outside a run.")] = None,
 ) -> None:
     """Print a conversation as training sees it: what the heads learn from is coloured.
 
@@ -211,10 +211,9 @@ def data_show(
 
 @app.command()
 def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
-    """Train heads; data that is missing is written first.
+    """Train heads. Data that is missing is written first.
 
-    On several GPUs or machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE, which
-    is this command.
+    On several GPUs or machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE.
 
     Example: headstart train quickstart train.minutes=3
     """
@@ -237,7 +236,7 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
 def tune(
     path: Annotated[str, typer.Argument(metavar="RUN_OR_HEADS", help="A run's folder, or a folder of heads.")],
     conversations: Annotated[
-        Path | None, typer.Option(help="Calibration conversations, for heads that lie outside their run.")
+        Path | None, typer.Option(help="Read these calibration conversations, for heads outside of their run.")
     ] = None,
     loading: Loading = Loading(),
     options: EngineOptions = EngineOptions(),

@@ -26,11 +26,10 @@ def doctor(
         Path | None, typer.Option(help="JSONL with questions as people will ask them: do the heads know such texts?")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the findings with their figures to this file.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Look at less of everything, and train nothing.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Look at less, and train nothing.")] = False,
     target: TargetOption = None,
 ) -> None:
-    """Find out why acceptance is low: which stage disagrees with which, in words, with the fix; exits with 1 if one
-    does.
+    """Find out why acceptance is low: which stage disagrees with which, and how to fix it. Exits with 1 if any does.
 
     Example: headstart doctor runs/quickstart
     """

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headstart.cli.options import HEADS, Loading, TargetOption, listed, with_options
+from headstart.cli.options import HEADS, Loading, TargetOption, listed, names, with_options
 from headstart.errors import UserError
 from headstart.support.terminal import program, say, tell
 
@@ -21,13 +21,9 @@ def export(
     heads: Annotated[str | None, HEADS] = None,
     format: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME,NAME...",
-            help="headstart (our own), vllm, sglang, speculators or gguf; gguf may go with another into one folder.",
-            show_default="headstart",
-        ),
+        names("headstart (our own), vllm, sglang, speculators or gguf; gguf goes with another too.", "headstart"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write this folder.")] = None,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32", "q8_0"] | None,
         typer.Option(help="Numbers to store weights in; q8_0 in GGUF files alone.", show_default="bfloat16"),
@@ -36,15 +32,12 @@ def export(
     check: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads, whoever wrote it.")
     ] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME,NAME...", help="With --check: vllm, sglang, llama.cpp or speculators."),
-    ] = None,
+    engine: Annotated[list[str] | None, names("With --check: vllm, sglang, llama.cpp or speculators.")] = None,
     against: Annotated[
         Path | None, typer.Option(metavar="HEADS", help="With --check: heads of ours that the folder should hold.")
     ] = None,
 ) -> None:
-    """Write heads for a serving engine, or check a folder of heads; prints the command that serves them.
+    """Write heads for serving engines and print the commands that serve them, or check a folder of heads.
 
     Example: headstart export runs/quickstart --format vllm --out served
 
@@ -97,12 +90,12 @@ def import_checkpoint(
         str, typer.Argument(metavar="FOLDER|USER/NAME", help="A published checkpoint: a folder, or a Hub id.")
     ],
     target: Annotated[str, typer.Option(help="The model that the heads were trained on.")],
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    out: Annotated[Path, typer.Option(help="Write this folder.")],
     loading: Loading = Loading(),
 ) -> None:
-    """Make heads of ours from a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint, to decode with and tune.
+    """Make heads of ours from a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint.
 
-    They can be trained further, too. Weights are read from safetensors files alone; pickled ones are refused.
+    They decode, and can be tuned and trained further. Weights come from safetensors files; pickled ones are refused.
 
     Example: headstart import user/eagle3-heads --target user/model --out heads
     """

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
-from headstart.cli.options import Heads, Limit, Loading, Overwrite, listed, with_options
+from headstart.cli.options import Heads, Limit, Loading, Overwrite, listed, names, with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, meaning
 from headstart.errors import UserError
 from headstart.support.files import check_writable
@@ -28,13 +28,12 @@ _OF_ONE_ANSWER = ("stop", "raw")
 def evaluate(
     heads: Heads,
     questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
-    out: Annotated[Path, typer.Option(help="Folder for results.json, report.md and report.html.")],
+    out: Annotated[Path, typer.Option(help="Write results.json, report.md and report.html into this folder.")],
     compare: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME,NAME...",
-            help="Measure other drafters in the same turns: those of --drafter, dynamic, static, chain, "
-            "transformers_assistant:SPEC, or all (every one that needs no second model).",
+        names(
+            "Measure other drafters in the same turns: those of --drafter, dynamic, static, chain, "
+            "transformers_assistant:SPEC, or all (every one that needs no second model)."
         ),
     ] = None,
     overwrite: Overwrite = False,
@@ -76,12 +75,12 @@ def evaluate(
 def audit(
     heads: Heads,
     questions: Annotated[
-        list[Path] | None, typer.Option(help="JSONL with questions; may be repeated. Without it, a few of our own.")
+        list[Path] | None, typer.Option(help="JSONL with questions; may be repeated. Else a few of our own.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for audit.json and audit.md.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write audit.json and audit.md into this folder.")] = None,
     overwrite: Overwrite = False,
     limit: Limit = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest greedy answer, in tokens.")] = 32,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="End greedy answers after so many tokens.")] = 32,
     temperature: Annotated[
         list[float] | None,
         typer.Option(min=0.0, help="Sample at this temperature; may be repeated.", show_default="0.7 and 1"),
@@ -90,30 +89,18 @@ def audit(
     samples: Annotated[int, typer.Option(min=1, help="Draw so many for each prompt, verifier and temperature.")] = 2000,
     drafters: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME,NAME...",
-            help="Prove greedy decoding for these drafters: those of --compare, 'random heads', 'always wrong'.",
-            show_default="one of each kind",
-        ),
+        names("Test greedy decoding with these: as --compare, 'random heads', 'always wrong'.", "one of each kind"),
     ] = None,
-    verifier: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--verifier",
-            metavar="NAME,NAME...",
-            help="Prove sampling for these verifiers.",
-            show_default="both",
-        ),
-    ] = None,
+    verifier: Annotated[list[str] | None, names("Test sampling with these verifiers.", "both")] = None,
     seed: Annotated[int, typer.Option(help=meaning(DecodeOptions, "seed").text)] = 0,
     loading: Loading = Loading(),
 ) -> None:
-    """Prove that drafts change nothing, on your own target and heads; exits with 1 if they do.
+    """Prove on your own target and heads that drafts change nothing. Exits with 1 if they do.
 
     In float32, or in any dtype with --exact bits.
 
-    Greedy: every drafter's tokens are those of plain decoding. Sampling: under every verifier the tokens come with the
-    frequencies that transformers gives them.
+    Greedy decoding writes the same tokens with every drafter as without. Sampling draws tokens as often as transformers
+    does, under every verifier.
 
     Example: headstart audit runs/quickstart --out audit
     """
@@ -155,7 +142,7 @@ def generate(
     options: DecodeOptions = DecodeOptions(),
     loading: Loading = Loading(),
 ) -> None:
-    """Answer one prompt; the text goes to stdout, the figures to stderr.
+    """Answer one prompt. The text goes to stdout, its figures to stderr.
 
     Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
     """
@@ -172,7 +159,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     loading: Loading = Loading(),
 ) -> None:
-    """Talk with the target; after each answer its tokens/s and accepted length (τ).
+    """Talk with the target. Each answer is followed by its tokens/s and tokens a round (τ).
 
     Example: headstart chat runs/quickstart
     """

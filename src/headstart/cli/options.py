@@ -30,7 +30,7 @@ RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_def
 
 HEADS = typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
 Heads = Annotated[str, HEADS]
-Limit = Annotated[int | None, typer.Option(min=1, help="Questions at most.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Ask at most so many questions.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a report that is there already.")]
 JsonFile = Annotated[Path | None, typer.Option(help="Write the same to this file, for programs.")]
 
@@ -43,6 +43,11 @@ class Loading(LoadOptions):
 
 
 TargetOption = Annotated[str | None, typer.Option("--target", help=meaning(Loading, "target").text)]
+
+
+def names(help: str, default: str | None = None) -> Any:
+    """An option that takes names: it may be repeated, and hold several with commas (see `listed`)."""
+    return typer.Option(metavar="NAME,NAME...", help=help, show_default=default or False)
 
 
 def listed(values: Sequence[str] | None) -> tuple[str, ...]:
