@@ -194,7 +194,7 @@ def test_the_three_kinds_of_prompt(decoder: Decoder) -> None:
         ),
         ({"prompt": [1, "a"]}, "not understood"),
         ({"prompt": [{"role": "user", "content": "a"}, 3]}, "not understood"),
-        ({"prompt": [{"role": "user"}]}, "Message 0 lacks"),
+        ({"prompt": [{"role": "user"}]}, "A message lacks role or content"),
         ({"prompt": [1, 100_000]}, "Token ids run from 1 to 100000"),
         ({"prompt": [-1]}, "Token ids"),
         ({"prompt": "a", "drafter": "head"}, "Did you mean 'heads'"),

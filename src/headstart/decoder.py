@@ -10,7 +10,7 @@ from headstart.data.prompts.chat import Message, prompt_tokens
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.loop import Drafter, Engine, Generation, check
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
-from headstart.drafters.catalog import DEFAULT, DRAFTERS, make_drafter, parts_of
+from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, nearest
 from headstart.heads.base import DraftHead
@@ -57,39 +57,26 @@ class Decoder:
 
     @property
     def heads(self) -> DraftHead:
-        """The heads.
-
-        Raises:
-            UserError: only a target was loaded.
-        """
+        """The heads; a UserError where only a target was loaded."""
         if self._loaded is None:
             raise UserError(f"{self.target.name} was loaded without heads.", "Name a folder of heads.")
         return self._loaded
 
     @property
     def costs(self) -> Costs | None:
-        """What drafting and verifying cost here, which the number of drafts follows; None without a calibration.
-
-        Heads that were tuned under other conditions are measured the first time that this is asked for.
-        """
+        """What drafting and verifying cost here, measured when it is first asked for; None without a calibration."""
         here = self._tuned_here()
         return here.costs if here else None
 
     def drafter(self, name: str = "heads", tree: TreeKind | None = None) -> Drafter | None:
-        """A drafter by its name, see `DecodeOptions`; None decodes plainly.
-
-        Raises:
-            UserError: no such drafter, one that cannot draft for this target, or heads not tuned for such trees.
-        """
-        return self._drafter(name, tree, self._tuned_here() if _drafts(name, tree) else self.tuning)
+        """A drafter by its name, see `DecodeOptions`; None decodes plainly. A UserError where it cannot draft here."""
+        _check_drafting(name, tree)
+        return self._drafter(name, tree, self.tuning if name == "none" else self._tuned_here())
 
     def engine(self, drafter: str = DEFAULT, tree: TreeKind | None = None, drafts: bool = True) -> Engine:
-        """The decode loop with a drafter, see `drafter`; made once, so that a draft model is loaded once.
-
-        Costs are measured here where they have to be, before the clock of an answer starts; without `drafts`, for plain
-        decoding, there are none.
-        """
-        drafts = drafts and _drafts(drafter, tree)
+        """The decode loop with a drafter, made once; costs are measured first, and without `drafts` there are none."""
+        _check_drafting(drafter, tree)
+        drafts = drafts and drafter != "none"
         with self._lock:
             tuning = self._tuned_here() if drafts else self._here or self.tuning
             key = (drafter, tree, drafts)
@@ -113,24 +100,17 @@ class Decoder:
         return self.generate_batch([prompt], **options)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[DecodeKeywords]) -> list[Answer]:
-        """Answer several prompts at once; prompt b samples with seed + b.
-
-        Raises:
-            UserError: as `generate`.
-        """
+        """Answer several prompts at once; prompt b samples with seed + b. Errors are those of `generate`."""
         asked = DecodeOptions.of(options)
         tokens, engine = self._prepared(prompts, asked)
         return [self._answer(generation) for generation in engine.generate(tokens, asked)]
 
     def stream(self, prompt: Prompt, **options: Unpack[DecodeKeywords]) -> Stream:
-        """Answer one prompt, piece by piece.
+        """Answer one prompt, piece by piece; errors are those of `generate`.
 
         Returns:
             An iterator over pieces of text. They never break a character, and joined they are the answer's text; its
             `answer` is there at the end. Decoding starts with the first piece asked for, and leaving the loop ends it.
-
-        Raises:
-            UserError: as `generate`.
         """
         tokenizer = self.target.tokenizer
         if tokenizer is None:
@@ -141,16 +121,12 @@ class Decoder:
         return Stream(lambda on_tokens: self._answer(engine.generate(tokens, asked, on_tokens)[0]), pieces)
 
     def tokens(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Token ids that the target reads for a prompt, see `generate`.
-
-        Raises:
-            UserError: as `generate`.
-        """
+        """Token ids that the target reads for a prompt; errors are those of `generate`."""
         tokenizer = self.target.tokenizer
-        text = prompt if isinstance(prompt, str) else _last_words(prompt)
-        if text is not None and not (text if raw else text.strip()):
-            raise UserError("The prompt is empty.", "Write what the target is to answer.")
+        empty = UserError("The prompt is empty.", "Write what the target is to answer.")
         if isinstance(prompt, str) and raw:
+            if not prompt:
+                raise empty
             if tokenizer is None:
                 raise UserError("A text prompt needs a tokenizer.", "Pass token ids.")
             return list(tokenizer.encode(prompt))
@@ -161,23 +137,17 @@ class Decoder:
                     f"{self.target.name} has no chat template to render messages with.",
                     "Pass token ids, or a text with raw=True to have it continued as it is.",
                 )
-            for number, message in enumerate(items):
-                if not {"role", "content"} <= message.keys():
-                    raise UserError(
-                        f"Message {number} lacks a role or a content.", 'Write {"role": .., "content": ..}.'
-                    )
+            if lacking := [item for item in items if not {"role", "content"} <= item.keys()]:
+                raise UserError(f"A message lacks role or content: {lacking[0]}.", "Write both.")
+            last = items[-1]
+            if last["role"] == "user" and isinstance(last["content"], str) and not last["content"].strip():
+                raise empty
             return prompt_tokens(items, tokenizer)
         if not all(isinstance(item, int) for item in items):
-            raise UserError(
-                "A prompt of this kind is not understood.",
-                "Pass a text, a list of messages with role and content, or a list of token ids.",
-            )
+            raise UserError("A prompt of this kind is not understood.", "Pass a text, a list of messages or token ids.")
         if items and not 0 <= min(items) <= max(items) < self.target.vocab_size:
-            raise UserError(
-                f"Token ids run from {min(items)} to {max(items)}, and {self.target.name} knows 0 to "
-                f"{self.target.vocab_size - 1}.",
-                "Use the target's own tokenizer.",
-            )
+            given, known = f"{min(items)} to {max(items)}", f"0 to {self.target.vocab_size - 1}"
+            raise UserError(f"Token ids run from {given}, and the target knows {known}.", "Use its own tokenizer.")
         return items
 
     def _prepared(self, prompts: Sequence[Prompt], asked: DecodeOptions) -> tuple[list[list[int]], Engine]:
@@ -198,8 +168,6 @@ class Decoder:
             return self._here
 
     def _drafter(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> Drafter | None:
-        if tree not in (None, *TREES):
-            raise UserError(f"Unknown tree {tree!r}.", nearest(str(tree), TREES))
         parts = name.split("+")
         heads = self._heads(tree, tuning) if "heads" in parts and self._loaded is not None else None
         if "heads" in parts and heads is None:  # no tree pays: whatever else was asked for drafts alone
@@ -225,17 +193,10 @@ class Decoder:
         )
 
 
-def _last_words(prompt: Sequence[Any]) -> str | None:
-    """What the last of a list of messages says, when it is the user's; None for any other prompt."""
-    last = prompt[-1] if prompt else None
-    content = last.get("content") if isinstance(last, dict) and last.get("role") == "user" else None
-    return content if isinstance(content, str) else None
-
-
-def _drafts(name: str, tree: TreeKind | None) -> bool:
-    """Whether a drafter of this name needs costs: not plain decoding, nor one that is refused."""
-    known = all(part.partition(":")[0] in DRAFTERS for part in parts_of(name))
-    return known and name != "none" and tree in (None, *TREES)
+def _check_drafting(drafter: str, tree: TreeKind | None) -> None:
+    check_drafter(drafter)
+    if tree not in (None, *TREES):
+        raise UserError(f"Unknown tree {tree!r}.", nearest(str(tree), TREES))
 
 
 def _tuning(calibration: dict[str, Any]) -> Tuning | None:

@@ -7,14 +7,7 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """Bad input, with its remedy.
-
-    The command line prints it without a traceback and exits with code 2.
-
-    Args:
-        problem: what is wrong, as one sentence, with the value that is wrong in it.
-        remedy: what to do about it, as one sentence.
-    """
+    """Bad input, with its remedy, each as one sentence; the command line prints it and exits with code 2."""
 
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem} {remedy}".strip())

@@ -40,8 +40,7 @@ class Answer:
 class Stream(Iterator[str]):
     """Pieces of a text as they are decided.
 
-    The decoding runs in a thread of its own and hands over token ids once a round; turning them into text happens in
-    the reader's thread, beside the next forward.
+    Decoding runs in a thread of its own and hands over token ids once a round; they become text in the reader's.
     """
 
     def __init__(self, run: Callable[[OnTokens], Answer], pieces: IncrementalDetokenizer) -> None:
@@ -116,14 +115,10 @@ def _end_streams() -> None:
 
 
 class IncrementalDetokenizer:
-    """Token ids to text, a few at a time, without breaking a character.
+    """Token ids to text, a few at a time, without breaking a character; the tokens `ends` are not text.
 
     Bytes of a character that is not complete yet decode to U+FFFD; text that ends with it is held back. Only the last
     piece and the new tokens are decoded again, so that the work does not grow with the text.
-
-    Args:
-        tokenizer: of the target.
-        ends: ids of end-of-turn tokens; they are not text.
     """
 
     def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -154,7 +155,7 @@ def test_a_server_is_stopped_with_what_it_started(tmp_path: Path) -> None:
         process = server._process
         assert process is not None
         group = process.pid
-    assert not [one for one in Path("/proc").glob("[0-9]*/stat") if _in_group(one, group)]
+    assert _ends(group)
 
 
 def test_a_command_that_is_ended_takes_its_engines_with_it(tmp_path: Path) -> None:
@@ -174,7 +175,16 @@ def test_a_command_that_is_ended_takes_its_engines_with_it(tmp_path: Path) -> No
         group = int(process.stdout.readline())
         process.terminate()
         assert process.wait(30) == 128 + signal.SIGTERM
-    assert not [one for one in Path("/proc").glob("[0-9]*/stat") if _in_group(one, group)]
+    assert _ends(group)
+
+
+def _ends(group: int) -> bool:
+    """Whether no process of a group is left, which were told to end just now."""
+    for _ in range(100):
+        if not [stat for stat in Path("/proc").glob("[0-9]*/stat") if _in_group(stat, group)]:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def _in_group(stat: Path, group: int) -> bool:

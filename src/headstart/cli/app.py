@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from headstart.cli.doctor import doctor
 from headstart.cli.engines import engine_table, export, import_checkpoint
 from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder
-from headstart.cli.options import JsonFile, LoadOptions, Overrides, RecipeName, RunDir, with_options
+from headstart.cli.options import JsonFile, Loading, Overrides, RecipeName, RunDir, with_options
 from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
-from headstart.support.terminal import Commands, DataCommands, format_seconds, program, say
+from headstart.support.terminal import Commands, DataCommands, format_seconds, program, say, tell
 
 if TYPE_CHECKING:
     from headstart.pipeline.run import Run, Stage
@@ -65,7 +64,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     work = _run(recipe, overrides, run_dir)
     _execute(work, STAGES)
     took = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
-    work.console.print(f"All stages together took {format_seconds(took)}.\n", highlight=False)
+    tell(work.console, f"All stages together took {format_seconds(took)}.\n")
     show_summary(read_json(work.folder / REPORT / "results.json"), f"{work.recipe.name}: measured", work.console)
     say(
         work.console,
@@ -99,10 +98,10 @@ def gc(
     dry_run: Annotated[bool, typer.Option(help="Only list.")] = False,
     states_gigabytes: Annotated[
         float | None,
-        typer.Option(min=0, help="Keep so much of hidden states; delete the longest unread of finished trainings."),
+        typer.Option(min=0, help="Keep so much of the states; of finished trainings delete those unread the longest."),
     ] = None,
 ) -> None:
-    """List what no run refers to any more, with sizes, and delete it after asking.
+    """List what no run uses any more, with sizes, and delete it after asking.
 
     Nothing else of headstart deletes conversations, states, checkpoints, heads or reports.
 
@@ -117,18 +116,16 @@ def gc(
     maximum = None if states_gigabytes is None else int(states_gigabytes * 1e9)
     unused = [*unreferenced(folder), *(over_budget(folder, maximum) if maximum is not None else ())]
     for item in unused:
-        line = f"{format_bytes(item.bytes):>9}  {item.path}  ({item.what})"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    if not unused:
-        console.print(f"Nothing to delete: the runs in {folder} use everything that is there.", highlight=False)
-        return
+        tell(console, f"{format_bytes(item.bytes):>9}  {item.path}  ({item.what})")
     total = format_bytes(sum(item.bytes for item in unused))
-    if dry_run:
-        console.print(f"{len(unused)} to delete, {total} at most.", highlight=False)
+    if not unused:
+        tell(console, f"Nothing to delete: the runs in {folder} use everything that is there.")
+    elif dry_run:
+        tell(console, f"{len(unused)} to delete, {total} at most.")
     elif yes or typer.confirm(f"Delete these {len(unused)}, {total} at most?"):
-        console.print(f"Freed {format_bytes(free(folder, unused, maximum))}.", highlight=False)
+        tell(console, f"Freed {format_bytes(free(folder, unused, maximum))}.")
     else:
-        console.print("Nothing was deleted.")
+        tell(console, "Nothing was deleted.")
 
 
 @app.command()
@@ -136,15 +133,15 @@ def plan(
     recipe: RecipeName,
     overrides: Overrides = None,
     run_dir: RunDir = None,
-    processes: Annotated[int, typer.Option(help="Processes that train, each on a device of its own.")] = 1,
+    processes: Annotated[int, typer.Option(help="Train with so many processes, each on a device of its own.")] = 1,
     prompt_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of a prompt, instead of reading some of the prompts.")
+        int | None, typer.Option(help="Take prompts to be this long, instead of reading some of them.")
     ] = None,
     json: JsonFile = None,
 ) -> None:
     """Say what a run would cost in memory, disk, network and time, before any of it is spent.
 
-    Times come from forwards timed here, where the target's weights are; for all else its config.json is enough.
+    Forwards are timed here where the target's weights are. For all else its config.json is enough.
 
     Example: headstart plan quickstart data.conversations=5000
 
@@ -161,7 +158,7 @@ def plan(
     if json is not None:
         write_json(json, estimate.to_json())
     for problem in estimate.problems:
-        work.console.print("[bold red]Problem:[/]", escape(problem), highlight=False, soft_wrap=True)
+        tell(work.console, f"Problem: {problem}", style="bold red")
     if estimate.problems:
         raise typer.Exit(2)
 
@@ -191,8 +188,8 @@ data_app.command("import-states")(import_states)
 @data_app.command("show")
 def data_show(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_FILE", help="A run's folder, or a conversation file.")],
-    index: Annotated[int, typer.Option(help="Which conversation, from 0.")] = 0,
-    target: Annotated[str | None, typer.Option(help="Whose tokenizer to use, for a file outside a run.")] = None,
+    index: Annotated[int, typer.Option(help="Show this conversation, counted from 0.")] = 0,
+    target: Annotated[str | None, typer.Option(help="Use this model's tokenizer, for a file outside a run.")] = None,
 ) -> None:
     """Print a conversation as training sees it: what the heads learn from is coloured.
 
@@ -214,10 +211,9 @@ def data_show(
 
 @app.command()
 def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
-    """Train heads; data that is missing is written first.
+    """Train heads. Data that is missing is written first.
 
-    On several GPUs or machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE, which
-    is this command.
+    On several GPUs or machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE.
 
     Example: headstart train quickstart train.minutes=3
     """
@@ -240,9 +236,9 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
 def tune(
     path: Annotated[str, typer.Argument(metavar="RUN_OR_HEADS", help="A run's folder, or a folder of heads.")],
     conversations: Annotated[
-        Path | None, typer.Option(help="Calibration conversations, for heads that lie outside their run.")
+        Path | None, typer.Option(help="Read these calibration conversations, for heads outside of their run.")
     ] = None,
-    loading: LoadOptions = LoadOptions(),
+    loading: Loading = Loading(),
     options: EngineOptions = EngineOptions(),
 ) -> None:
     """Measure costs on this machine again and choose the tree that is fastest here.
@@ -267,7 +263,7 @@ def tune(
             Path(path).expanduser(), conversations, Console(), target=loading.target, options=options
         )
         Console().print(engine_table(measured))
-        Console().print(describe_engine_tuning(measured), highlight=False)
+        tell(Console(), describe_engine_tuning(measured))
         return
     from headstart.pipeline.actions import retune
     from headstart.pipeline.stages import stages_until
@@ -277,7 +273,7 @@ def tune(
         work = _run(str(folder / "recipe.yaml"), None, folder)
         _execute(work, stages_until("export"), again={"tune"})
         return
-    Console().print(retune(load_decoder(path, loading), folder, conversations, Console()), highlight=False)
+    tell(Console(), retune(load_decoder(path, loading), folder, conversations, Console()))
 
 
 @app.command()
@@ -297,11 +293,11 @@ def push(
     console = Console()
     done = upload(heads, repo_id, private=private, dry_run=dry_run)
     for name, size in done.files:
-        console.print(f"  {name}  {format_bytes(size)}", highlight=False, markup=False)
+        tell(console, f"  {name}  {format_bytes(size)}")
     for name in done.left_out:
-        console.print(f"  {name}  left out: headstart did not write it", highlight=False, markup=False)
+        tell(console, f"  {name}  left out: headstart did not write it")
     verb = "Would upload" if dry_run else "Uploaded"
-    console.print(f"{verb} {len(done.files)} files, {format_bytes(done.total_bytes)}, to {done.url or repo_id}")
+    tell(console, f"{verb} {len(done.files)} files, {format_bytes(done.total_bytes)}, to {done.url or repo_id}")
 
 
 # -- heads -----------------------------------------------------------------------------------------------------------
@@ -387,11 +383,7 @@ def root(
 
 
 def _alone() -> None:
-    """Refuse to run everything in one of several processes of a launcher.
-
-    Raises:
-        UserError: it is.
-    """
+    """Refuse (UserError) to run everything in one of several processes of a launcher."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"headstart run is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",

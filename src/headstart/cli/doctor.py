@@ -11,6 +11,7 @@ from rich.console import Console
 from headstart.cli.options import RunDir, TargetOption
 from headstart.errors import UserError
 from headstart.support.files import check_writable, read_json
+from headstart.support.terminal import tell
 
 
 def doctor(
@@ -28,8 +29,7 @@ def doctor(
     quick: Annotated[bool, typer.Option("--quick", help="Look at less of everything.")] = False,
     target: TargetOption = None,
 ) -> None:
-    """Find out why acceptance is low: which stage disagrees with which, in words, with the fix; exits with 1 if one
-    does.
+    """Find out why acceptance is low: which stage disagrees with which, and how to fix it. Exits with 1 if any does.
 
     Example: headstart doctor runs/quickstart
     """
@@ -38,20 +38,20 @@ def doctor(
     console = Console()
     with console.status("") as status:
 
-        def tell(doing: str) -> None:
+        def progress(doing: str) -> None:
             """A line that changes; in a log, one after the other."""
             if console.is_terminal:
                 status.update(doing)
             else:
-                console.print(doing, highlight=False, markup=False, soft_wrap=True)
+                tell(console, doing)
 
-        tell("loading the target")
+        progress("loading the target")
         from headstart.doctor.examination import examine
         from headstart.doctor.findings import show, write
         from headstart.doctor.subject import find_subject
 
         subject = find_subject(path, run_dir, questions, target, quick)
-        findings = list(examine(subject, lambda stage, name: tell(f"examining {stage}: {name}")))
+        findings = list(examine(subject, lambda stage, name: progress(f"examining {stage}: {name}")))
     show(findings, console)
     if json is not None:
         write(findings, path, json)

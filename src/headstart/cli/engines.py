@@ -2,70 +2,42 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from headstart.cli.options import LoadOptions, TargetOption, listed, with_options
+from headstart.cli.options import HEADS, Loading, TargetOption, listed, names, with_options
 from headstart.errors import UserError
-from headstart.support.terminal import program, say
+from headstart.support.terminal import program, say, tell
 
 if TYPE_CHECKING:
     from headstart.hub.engine_tuning import EngineTuning
 
 
-class FormatChoice(StrEnum):
-    """What `--format` takes."""
-
-    headstart = "headstart"
-    vllm = "vllm"
-    sglang = "sglang"
-    speculators = "speculators"
-    gguf = "gguf"
-
-
-class WeightDtype(StrEnum):
-    """What `--dtype` of an export takes."""
-
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-    float32 = "float32"
-    q8_0 = "q8_0"
-
-
 def export(
-    heads: Annotated[
-        str | None,
-        typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name)."),
-    ] = None,
+    heads: Annotated[str | None, HEADS] = None,
     format: Annotated[
-        list[FormatChoice] | None,
-        typer.Option(
-            help="headstart is our own; the others are for engines, and gguf goes with one of them in one folder.",
-            show_default="headstart",
-        ),
+        list[str] | None,
+        names("headstart (our own), vllm, sglang, speculators or gguf; gguf goes with another too.", "headstart"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to write.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write this folder.")] = None,
     dtype: Annotated[
-        WeightDtype | None, typer.Option(help="Of the weights; q8_0 in GGUF files alone.", show_default="bfloat16")
+        Literal["bfloat16", "float16", "float32", "q8_0"] | None,
+        typer.Option(help="Numbers to store weights in; q8_0 in GGUF files alone.", show_default="bfloat16"),
     ] = None,
     target: TargetOption = None,
     check: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads, whoever wrote it.")
     ] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME,NAME...", help="With --check: vllm, sglang, llama.cpp or speculators."),
-    ] = None,
+    engine: Annotated[list[str] | None, names("With --check: vllm, sglang, llama.cpp or speculators.")] = None,
     against: Annotated[
         Path | None, typer.Option(metavar="HEADS", help="With --check: heads of ours that the folder should hold.")
     ] = None,
 ) -> None:
-    """Write heads for a serving engine, or check a folder of heads; prints the command that serves them.
+    """Write heads for serving engines and print the commands that serve them, or check a folder of heads.
 
     Example: headstart export runs/quickstart --format vllm --out served
 
@@ -88,22 +60,27 @@ def export(
     from headstart.hub.pull import locate
 
     folder = locate(heads)
-    formats = format or [FormatChoice.headstart]
-    if FormatChoice.headstart in formats:
+    formats = listed(format) or ("headstart",)
+    if "headstart" in formats:
         if len(formats) > 1:
             raise UserError(
                 "Our own format has a config.json of its own, which engines cannot read.",
                 "Write it into another folder than those for engines.",
             )
-        _copy(folder, out, dtype)
+        if dtype is not None:
+            raise UserError("Our own format keeps the dtype that the heads have.", "Leave --dtype out.")
+        from headstart.pipeline.actions import copy_heads
+
+        copy_heads(folder, out)
+        say(Console(), ("Heads", out), ("Share them", f"{program()} push {out} user/name"))
         return
     console = Console()
     with console.status("exporting"):
         from headstart.hub.engines.export import export_for
 
-        done = export_for(folder, out, [each.value for each in formats], target=target, dtype=dtype and dtype.value)
+        done = export_for(folder, out, formats, target=target, dtype=dtype)
     for remark in done.remarks:
-        console.print(remark, highlight=False, markup=False, soft_wrap=True)
+        tell(console, remark)
     say(console, ("Heads", out), *((f"Serve with {name}", command) for name, command in done.commands.items()))
 
 
@@ -113,12 +90,12 @@ def import_checkpoint(
         str, typer.Argument(metavar="FOLDER|USER/NAME", help="A published checkpoint: a folder, or a Hub id.")
     ],
     target: Annotated[str, typer.Option(help="The model that the heads were trained on.")],
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
-    loading: LoadOptions = LoadOptions(),
+    out: Annotated[Path, typer.Option(help="Write this folder.")],
+    loading: Loading = Loading(),
 ) -> None:
-    """Make heads of ours from a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint, to decode with and tune.
+    """Make heads of ours from a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint.
 
-    They can be trained further, too. Weights are read from safetensors files alone; pickled ones are refused.
+    They decode, and can be tuned and trained further. Weights come from safetensors files; pickled ones are refused.
 
     Example: headstart import user/eagle3-heads --target user/model --out heads
     """
@@ -157,15 +134,6 @@ def engine_table(measured: EngineTuning) -> Table:
     return table
 
 
-def _copy(folder: Path, out: Path, dtype: WeightDtype | None) -> None:
-    from headstart.pipeline.actions import copy_heads
-
-    if dtype is not None:
-        raise UserError("Our own format keeps the dtype that the heads have.", "Leave --dtype out.")
-    copy_heads(folder, out)
-    say(Console(), ("Heads", out), ("Share them", f"{program()} push {out} user/name"))
-
-
 def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target: str | None) -> None:
     """Print what is wrong, and exit with 1 if anything is."""
     from headstart.hub.engines.export import check_export, export_remarks, readers_of
@@ -173,10 +141,9 @@ def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target:
     findings = check_export(folder, engines, against, target)
     console = Console()
     for finding in findings:
-        line = f"{finding.engine}: {finding.problem} {finding.remedy}"
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+        tell(console, f"{finding.engine}: {finding.problem} {finding.remedy}")
     if findings:
         raise typer.Exit(1)
-    names = " and ".join(readers_of(folder, engines))
-    for line in (f"{folder} is whole, and all of it is read by {names}.", *export_remarks(folder, engines)):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    tell(console, f"{folder} is whole, and all of it is read by {' and '.join(readers_of(folder, engines))}.")
+    for remark in export_remarks(folder, engines):
+        tell(console, remark)

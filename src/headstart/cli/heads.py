@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 from rich.console import Console
 
-from headstart.cli.options import Heads, LoadOptions, Overwrite, listed, with_options
+from headstart.cli.options import Heads, Loading, Overwrite, listed, with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions
 from headstart.errors import UserError
 from headstart.eval.options import AuditOptions, EvalOptions
 from headstart.support.files import check_writable
-from headstart.support.terminal import ask, complain, say
+from headstart.support.terminal import ask, complain, say, tell
 
 if TYPE_CHECKING:
     from headstart.api import Decoder, Stream
@@ -30,10 +30,10 @@ _OF_ONE_ANSWER = ("stop", "raw")
 def evaluate(
     heads: Heads,
     questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
-    out: Annotated[Path, typer.Option(help="Folder for results.json, report.md and report.html.")],
+    out: Annotated[Path, typer.Option(help="Write results.json, report.md and report.html into this folder.")],
     overwrite: Overwrite = False,
     options: EvalOptions = EvalOptions(),
-    loading: LoadOptions = LoadOptions(),
+    loading: Loading = Loading(),
 ) -> None:
     """Measure heads on a question file against plain decoding, transformers, and other drafters.
 
@@ -59,19 +59,19 @@ def evaluate(
 def audit(
     heads: Heads,
     questions: Annotated[
-        list[Path] | None, typer.Option(help="JSONL with questions; may be repeated. Without it, a few of our own.")
+        list[Path] | None, typer.Option(help="JSONL with questions; may be repeated. Else a few of our own.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for audit.json and audit.md.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write audit.json and audit.md into this folder.")] = None,
     overwrite: Overwrite = False,
     options: AuditOptions = AuditOptions(),
-    loading: LoadOptions = LoadOptions(),
+    loading: Loading = Loading(),
 ) -> None:
-    """Prove that drafts change nothing, on your own target and heads; exits with 1 if they do.
+    """Prove on your own target and heads that drafts change nothing. Exits with 1 if they do.
 
     In float32, or in any dtype with --exact bits.
 
-    Greedy: every drafter's tokens are those of plain decoding. Sampling: under every verifier the tokens come with the
-    frequencies that transformers gives them.
+    Greedy decoding writes the same tokens with every drafter as without. Sampling draws tokens as often as transformers
+    does, under every verifier.
 
     Example: headstart audit runs/quickstart --out audit
     """
@@ -101,9 +101,9 @@ def generate(
     heads: Heads,
     prompt: Annotated[str, typer.Option(help="What the user says.")],
     options: DecodeOptions = DecodeOptions(),
-    loading: LoadOptions = LoadOptions(),
+    loading: Loading = Loading(),
 ) -> None:
-    """Answer one prompt; the text goes to stdout, the figures to stderr.
+    """Answer one prompt. The text goes to stdout, its figures to stderr.
 
     Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
     """
@@ -118,9 +118,9 @@ def chat(
     heads: Heads,
     options: DecodeOptions = DecodeOptions(),
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
-    loading: LoadOptions = LoadOptions(),
+    loading: Loading = Loading(),
 ) -> None:
-    """Talk with the target; after each answer its tokens/s and accepted length (τ).
+    """Talk with the target. Each answer is followed by its tokens/s and tokens a round (τ).
 
     Example: headstart chat runs/quickstart
     """
@@ -147,32 +147,24 @@ def chat(
 
 def _keywords(options: DecodeOptions) -> DecodeKeywords:
     """The options as keyword arguments of `Decoder.stream`."""
-    return cast(DecodeKeywords, vars(options))
+    return cast(DecodeKeywords, {name: getattr(options, name) for name in DecodeKeywords.__annotations__})
 
 
-def load_decoder(heads: str, loading: LoadOptions, drafter: str = "heads") -> Decoder:
-    """Heads and their target, ready to generate; a spinner says that it takes a while.
-
-    Where the modules of a target's checkpoint draft, what is named as heads may be the target itself.
-    """
+def load_decoder(heads: str, loading: Loading, drafter: str = "heads") -> Decoder:
+    """Heads and their target, ready to generate; where its own modules draft, the target may be named as heads."""
     with Console(stderr=True).status("loading"):
         from headstart.api import load
         from headstart.drafters.catalog import check_drafter, kinds_of
         from headstart.hub.pull import has_heads
 
         check_drafter(drafter)
-        settings = dict(vars(loading))
         if {"mtp"} <= kinds_of(drafter) <= {"mtp", "ngram", "lookahead"} and not has_heads(heads):
-            return load(**{**settings, "target": loading.target or heads})
-        return load(heads, **settings)
+            return load(**{**vars(loading), "target": loading.target or heads})
+        return load(heads, **vars(loading))
 
 
 def _pour(stream: Stream) -> str:
-    """Write a stream's text to stdout as it comes, then to stderr its figures and what a reader should know of it.
-
-    Returns:
-        The text.
-    """
+    """Write a stream's text to stdout as it comes, then its figures to stderr; returns the text."""
     try:
         for piece in stream:
             sys.stdout.write(piece)
@@ -184,20 +176,10 @@ def _pour(stream: Stream) -> str:
     answer = stream.answer
     assert answer is not None, "a stream that ran to its end has an answer"
     console = Console(stderr=True)
-    console.print(
-        f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}, "
-        f"first token after {answer.first_token_ms:.0f} ms",
-        style="dim",
-        highlight=False,
-        soft_wrap=True,
-    )
+    figures = f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}"
+    tell(console, f"{figures}, first token after {answer.first_token_ms:.0f} ms", style="dim")
     if answer.drafter_error:
-        console.print(
-            f"The drafter failed ({answer.drafter_error}); decoding went on plainly.",
-            style="yellow",
-            markup=False,
-            soft_wrap=True,
-        )
+        tell(console, f"The drafter failed ({answer.drafter_error}); decoding went on plainly.", style="yellow")
     return answer.text
 
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, fields, is_dataclass
-from enum import StrEnum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
 from headstart.decode.options import Meaning, meaning, option
+from headstart.hub.options import LoadOptions
 
 Command = Callable[..., None]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 # -- runs ------------------------------------------------------------------------------------------------------------
 
@@ -29,34 +28,25 @@ RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_def
 
 # -- heads -----------------------------------------------------------------------------------------------------------
 
-Heads = Annotated[
-    str, typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
-]
+HEADS = typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
+Heads = Annotated[str, HEADS]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a report that is there already.")]
 JsonFile = Annotated[Path | None, typer.Option(help="Write the same to this file, for programs.")]
 
 
 @dataclass(frozen=True)
-class LoadOptions:
-    """How heads and their target are loaded, see `headstart.load`."""
+class Loading(LoadOptions):
+    """How heads and their target are loaded, and where the target is."""
 
-    dtype: Dtype = option("auto", "Numbers to compute in; auto is bfloat16 where the machine is fast at it.")
     target: str | None = option(None, "Load the target from here, when it is not where the heads say.")
-    any_target: bool = option(False, "Take a target that the heads were not trained on, if its sizes fit.")
-    exact: Literal["auto", "bits", "tokens"] = option(
-        "auto",
-        "bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower). "
-        "tokens, which auto takes: equal up to rounding at near-ties.",
-    )
-    quantization: Literal["none", "int8", "int4"] | None = option(
-        None,
-        "Put the target's linear layers into so many bits (needs torchao).",
-        shown="as when the heads were exported or tuned",
-    )
-    revision: str | None = option(None, "Branch, tag or commit of heads on the Hub.")
 
 
-TargetOption = Annotated[str | None, typer.Option("--target", help=meaning(LoadOptions, "target").text)]
+TargetOption = Annotated[str | None, typer.Option("--target", help=meaning(Loading, "target").text)]
+
+
+def names(help: str, default: str | None = None) -> Any:
+    """An option that takes names: it may be repeated, and hold several with commas (see `listed`)."""
+    return typer.Option(metavar="NAME,NAME...", help=help, show_default=default or False)
 
 
 def listed(values: Sequence[str] | None) -> tuple[str, ...]:
@@ -69,12 +59,9 @@ def listed(values: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:
-    """Decorator of a command: each of its parameters that is a dataclass of options becomes one option of the command
-    line for each field, described as there; the command gets instances of the classes.
+    """Decorator of a command: a parameter that is a dataclass of options becomes an option for each of its fields.
 
-    Args:
-        without: options that this command does not take.
-        defaults: where this command has others than the class.
+    The command does not take the options `without`; `defaults` are those that differ from the class.
     """
 
     def decorated(command: Command) -> Command:
@@ -110,16 +97,13 @@ def _typed(options: Any, without: Sequence[str]) -> list[Field[Any]]:
 
 
 def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
-    """An option of the command line for a field: words to choose from for literals, a list for what may be many."""
+    """An option of the command line for a field; what may be many is a list."""
     known: Meaning = item.metadata["meaning"]
-    words = [word for part in (kind, *get_args(kind)) if get_origin(part) is Literal for word in get_args(part)]
-    typed: Any = kind
-    if words:
-        choice: Any = StrEnum
-        typed = choice(item.name, {word: word for word in ([known.unset, *words] if known.unset else words)})
-        default = typed(default or known.unset) if default or known.unset else None
+    if known.unset:
+        words = [word for part in get_args(kind) for word in get_args(part)]
+        kind, default = Literal[known.unset, *words], default or known.unset
     elif default == ():
-        typed, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]  # known when it runs
+        kind, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]  # known when it runs
     shown = typer.Option(
         f"--{item.name.replace('_', '-')}",
         help=known.text,
@@ -127,14 +111,14 @@ def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
         metavar=known.metavar,
         show_default=known.shown or True,
     )
-    typed = typed if default is not None else typed | None
     return inspect.Parameter(
-        item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[typed, shown]
+        item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
     )
 
 
 def _chosen(item: Field[Any], value: Any) -> Any:
     """A field's value from what was typed."""
-    if isinstance(value, StrEnum):
-        return None if value == item.metadata["meaning"].unset else value.value
+    known: Meaning = item.metadata["meaning"]
+    if known.unset and value == known.unset:
+        return None
     return item.default if value is None else value

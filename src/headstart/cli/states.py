@@ -46,23 +46,21 @@ def import_states(
         changes, source = [source, *changes], None
     loaded = load_recipe(recipe, changes)
     run = Run(loaded, run_dir or Path("runs") / loaded.name, Console())
-    remedy = "import-states compares what it takes over with the target's own states: give it where the target is."
-    if source is None:
-        try:
-            command = serve_command(run)
-        except NoTarget as error:
-            raise UserError(error.problem, f"{error.remedy} {remedy}") from None
-        print(command)
-        again = f"{program()} data import-states {recipe} http://localhost:8000"
-        say(Console(stderr=True), ("Then", " ".join([again, *changes])))
-        return
-    stages = stages_until("conversations")
-    check_inputs(run.recipe, stages)
     try:
+        if source is None:
+            print(serve_command(run))
+            again = f"{program()} data import-states {recipe} http://localhost:8000"
+            say(Console(stderr=True), ("Then", " ".join([again, *changes])))
+            return
+        stages = stages_until("conversations")
+        check_inputs(run.recipe, stages)
         execute(run, stages)
         done = take(run, source)
     except NoTarget as error:
-        raise UserError(error.problem, f"{error.remedy} {remedy}") from None
+        compares = (
+            "import-states compares what it takes over with the target's own states: give it where the target is."
+        )
+        raise UserError(error.problem, f"{error.remedy} {compares}") from None
     for reason, files in done.left_out.items():
         names = ", ".join(files[:_SHOWN]) + (", ..." if len(files) > _SHOWN else "")
         print(f"Left out {len(files)} file{'s' * (len(files) > 1)}: {reason} ({names}).")

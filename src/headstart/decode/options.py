@@ -146,14 +146,14 @@ class DecodeOptions(SamplingOptions):
         Raises:
             UserError: an unknown name; the nearest known one is named.
         """
-        known = [item.name for item in fields(cls)]
+        known = list(DecodeKeywords.__annotations__)
         if unknown := sorted(set(keywords) - set(known)):
             raise UserError(f"Unknown option {unknown[0]!r}.", nearest(unknown[0], known))
         return cls(**keywords)
 
 
 class DecodeKeywords(TypedDict, total=False):
-    """The fields of `DecodeOptions` as keyword arguments; what they mean is said there."""
+    """The fields of `DecodeOptions` that users give, as keyword arguments; what they mean is said there."""
 
     max_new_tokens: int
     temperature: float
@@ -169,8 +169,6 @@ class DecodeKeywords(TypedDict, total=False):
     tree: TreeKind | None
     stop: str | Sequence[str]
     raw: bool
-    ignore_end: bool
-    stop_test: StopTest | None
 
 
 @explained

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import or_
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,9 +51,6 @@ def generate(
     """What `model.generate(..., custom_generate=HEADS, trust_remote_code=True)` runs when HEADS are a repository.
 
     The arguments are those of `model.generate`; all but those named here go on to it.
-
-    Raises:
-        UserError: see `CustomGenerate`.
     """
     heads = _caller_argument("custom_generate")
     if not isinstance(heads, str):
@@ -75,11 +73,7 @@ def generate(
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]  # transformers has no types
-    """What `return_dict_in_generate=True` gives; of transformers' own fields only `sequences` is filled.
-
-    Attributes:
-        tokens_per_round: float [B], τ of each row: tokens per forward of the model after the prompt.
-    """
+    """What `return_dict_in_generate=True` gives: `sequences`, and τ of each row, float [B]."""
 
     tokens_per_round: Tensor | None = None
 
@@ -110,7 +104,6 @@ class CustomGenerate:
         """Decode a batch that transformers has prepared: `input_ids` are int64 [B, L], padded on the left.
 
         `drafter`, `tree`, `draft` and `verifier` are as in `DecodeOptions`, and can be given to `model.generate`.
-        `model_kwargs` are what transformers would hand to the model.
 
         Returns:
             int64 [B, S], rows that ended early padded on the right; a `SpeculativeOutput` with
@@ -131,7 +124,7 @@ class CustomGenerate:
             padding = prompts.padding[group[0]]
             options = DecodeOptions(
                 max_new_tokens=ending.limit - input_ids.shape[1],
-                seed=_seed() if generation_config.do_sample else 0,
+                seed=int(torch.randint(1 << 48, ())) if generation_config.do_sample else 0,
                 ignore_end=True,  # `text` knows the ends of this call
                 processors=chain.processors(input_ids[group[0], :padding].tolist()),
                 verifier=verifier,
@@ -198,15 +191,10 @@ class _Text:
     def _complete(self, index: int) -> bool:
         """Whether every row has reached this place or ended before it, and one has reached it."""
         reached = [len(tokens) > index for tokens in self._tokens]
-        return any(reached) and all(there or ended for there, ended in zip(reached, self._ended, strict=True))
+        return any(reached) and all(map(or_, reached, self._ended))
 
     def _column(self, index: int) -> list[int]:
         return [tokens[index] if index < len(tokens) else self._pad for tokens in self._tokens]
-
-
-def _seed() -> int:
-    """From torch's global generator, so that torch.manual_seed makes sampling reproducible."""
-    return int(torch.randint(1 << 48, ()))
 
 
 def _caller_argument(name: str) -> Any:

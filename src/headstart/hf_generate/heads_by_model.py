@@ -25,11 +25,7 @@ from headstart.target.model import Target
 def decoder_for(model: Any, heads: str | Path, revision: str | None = None) -> Iterator[Decoder]:
     """A decoder of this model and these heads; the model is as before when the block ends.
 
-    The first call for a model and heads checks that they belong together and loads the heads; later ones do not. Calls
-    for the same model wait for each other. While the block runs, the model's own `forward` is not to be used.
-
-    Raises:
-        UserError: no such heads, heads of another model, or a model that cannot verify a token tree.
+    Calls for the same model wait for each other. While the block runs, the model's own `forward` is not to be used.
     """
     prepared = _PREPARED.setdefault(model, _Prepared())
     with prepared.lock, _restored(model):
@@ -45,13 +41,11 @@ def decoder_for(model: Any, heads: str | Path, revision: str | None = None) -> I
 class _Prepared:
     """What is ready for one model.
 
-    Attributes:
-        lock: one call at a time.
-        decoders: by heads, revision, dtype and device; with the file of the heads and when it was written, to notice
-            heads that were exported again.
+    Decoders are kept by heads, revision, dtype and device; with the file of the heads and when it was written, to
+    notice heads that were exported again.
     """
 
-    lock: threading.RLock = field(default_factory=threading.RLock)
+    lock: threading.RLock = field(default_factory=threading.RLock)  # one call at a time
     decoders: dict[tuple[str, str | None, str, str], tuple[Path, int, Decoder]] = field(default_factory=dict)
 
     def decoder(self, model: Any, heads: str | Path, revision: str | None) -> Decoder:

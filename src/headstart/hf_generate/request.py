@@ -37,8 +37,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from headstart.decode.options import Processor
 from headstart.errors import UserError
 
-PLAIN = "leave out custom_generate to decode with transformers' own loop"
-
 _WARPERS = (
     (MinPLogitsWarper, "min_p"),
     (TopPLogitsWarper, "top_p"),
@@ -55,33 +53,30 @@ _WHOLE_BATCH = (
 )
 """Processors that tell rows apart by their index in the batch; the decode loop calls them one row at a time."""
 
-_HARMLESS = {"attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache"}
+_OWN = {"attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache"}
 """Model arguments that transformers prepares and the decode loop has its own of; the first three are checked."""
+_OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+
+
+def _cannot(problem: str, remedy: str = "Leave it out") -> UserError:
+    return UserError(problem, f"{remedy}, or leave out custom_generate to decode with transformers' own loop.")
 
 
 def check_mode(model: Any, config: Any, assistant_model: Any, synced_gpus: Any) -> None:
-    """Refuse ways of generating that draft heads have no part in, and outputs that the decode loop does not keep.
-
-    Raises:
-        UserError: naming the argument.
-    """
+    """Refuse (UserError) ways of generating that heads have no part in, and outputs that are not kept."""
     if model.config.is_encoder_decoder:
-        raise UserError(f"{type(model).__name__} is an encoder-decoder.", f"Heads need a decoder-only model; {PLAIN}.")
+        raise _cannot(f"{type(model).__name__} is an encoder-decoder.", "Take a decoder-only model")
     mode = config.get_generation_mode(assistant_model)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        raise UserError(
+        raise _cannot(
             f"Heads decode greedily or by sampling, and these arguments ask for {mode.value.replace('_', ' ')}.",
-            "Leave out num_beams, assistant_model, prompt_lookup_num_tokens, penalty_alpha, dola_layers, constraints "
-            f"and the like, or {PLAIN}.",
+            "Leave out num_beams, assistant_model, prompt_lookup_num_tokens, penalty_alpha, constraints and the like",
         )
     if synced_gpus:
-        raise UserError("A model whose weights are sharded over processes cannot be lent to heads.", f"Or: {PLAIN}.")
-    for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
+        raise _cannot("Heads cannot use a model that is sharded over processes.", "Load it in one process")
+    for name in _OUTPUTS:
         if config.return_dict_in_generate and getattr(config, name, None):
-            raise UserError(
-                f"{name} is not available: the tokens of a round are verified at once, and only tokens are kept.",
-                f"Leave {name} out, or {PLAIN}.",
-            )
+            raise _cannot(f"{name} is not available: of a verified round only tokens are kept.")
 
 
 @dataclass(frozen=True)
@@ -100,19 +95,15 @@ class Prompts:
                 or inputs that are no token ids.
         """
         for name, value in model_kwargs.items():
-            if value is not None and name not in _HARMLESS and not name.startswith("output_"):
-                raise UserError(f"{name} cannot be given together with heads.", f"Leave it out, or {PLAIN}.")
+            if value is not None and name not in _OWN and not name.startswith("output_"):
+                raise _cannot(f"{name} cannot be given together with heads.")
         cache = model_kwargs.get("past_key_values")
         if cache is not None and (cache.get_seq_length() > 0 or getattr(cache, "_is_user_defined", False)):
-            raise UserError(
-                "Heads decode with a cache of their own and cannot go on from past_key_values.",
-                f"Give the whole text as input_ids, or {PLAIN}.",
-            )
+            raise _cannot("Heads cannot go on from past_key_values.", "Give the whole text as input_ids")
         rows, length = input_ids_BL.shape
         mask_BL = model_kwargs.get("attention_mask")
-        if mask_BL is None:
-            mask_BL = torch.ones_like(input_ids_BL)
-        mask_BL = mask_BL.to(input_ids_BL.device) != 0
+        mask_BL = torch.ones_like(input_ids_BL) if mask_BL is None else mask_BL.to(input_ids_BL.device)
+        mask_BL = mask_BL != 0
         padding_B = length - mask_BL.sum(-1)
         index_L = torch.arange(length, device=mask_BL.device)
         if mask_BL.shape != (rows, length) or not torch.equal(mask_BL, index_L >= padding_B[:, None]):
@@ -136,11 +127,9 @@ class Prompts:
 
 @dataclass(frozen=True)
 class LogitsChain:
-    """A list of logits processors, split.
+    """A list of logits processors: `settings` of DecodeOptions for what the decode loop does itself, and the `rest`.
 
-    Attributes:
-        settings: fields of DecodeOptions, for what the decode loop does itself.
-        rest: the others, in their order; the loop applies them before `settings`, but for the repetition penalty.
+    The loop applies the rest in its order before the settings, but for the repetition penalty.
     """
 
     settings: dict[str, Any]
@@ -194,13 +183,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a row ends.
-
-    Attributes:
-        limit: length of a whole sequence, the padded prompt included.
-        ends: tokens that end a row.
-        criteria: everything else, called with one row at a time.
-    """
+    """Where a row ends: at a length with the padded prompt, at a token, or by criteria that see one row at a time."""
 
     limit: int
     ends: frozenset[int]
@@ -230,16 +213,13 @@ class Ending:
 
 
 def _check_processor(processor: Any, prompts: Prompts) -> None:
-    name = type(processor).__name__
+    name, ignored = type(processor).__name__, _ignored(processor)
     if isinstance(processor, _STATEFUL):
-        raise UserError(f"{name} keeps a state and cannot be applied to a token tree.", f"Leave it out, or {PLAIN}.")
+        raise _cannot(f"{name} keeps a state and cannot be applied to a token tree.")
     if isinstance(processor, _WHOLE_BATCH) and len(prompts.rows) > 1:
-        raise UserError(f"{name} tells rows apart by their index in the batch.", f"Give one prompt a call, or {PLAIN}.")
-    ignored = _ignored(processor)
+        raise _cannot(f"{name} tells rows apart by their index in the batch.", "Give one prompt a call")
     if isinstance(ignored, Tensor) and ignored.tolist() != prompts.padding:
-        raise UserError(
-            f"{name} has a prompt_ignore_length of its own for each row.", "Give one number, or one prompt a call."
-        )
+        raise _cannot(f"{name} ignores a number of tokens of its own in each row.", "Give one number")
 
 
 def _usual(warper: Any) -> bool:

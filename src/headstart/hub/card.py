@@ -36,12 +36,8 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
 
     Args:
         folder: with config.json, tree.json and heads.safetensors.
-        facts: all optional.
-            measurements: list of {"name": what was asked, "results": content of an eval's results.json}.
-            training: {label: value} rows about the training data and the training.
-
-    Raises:
-        ValueError: a fact with an unknown name.
+        facts: "measurements", a list of {"name": what was asked, "results": content of an eval's results.json}, and
+            "training", {label: value} rows about the training; each may be left out.
     """
     for name in facts:
         if name not in FACTS:

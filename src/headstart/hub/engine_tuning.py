@@ -114,12 +114,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Compared:
-    """A number of drafts beside plain decoding.
-
-    Attributes:
-        drafted: the answers' tokens with heads.
-        same: answers that are the same without.
-    """
+    """A number of drafts beside plain decoding: the answers' tokens with heads, and how many are the same without."""
 
     row: DraftsRow
     drafted: Sequence[tuple[int, ...]]
@@ -135,12 +130,7 @@ def tune_engine(
 ) -> tuple[str, list[Compared]]:
     """Time plain decoding and chains of each length in a serving engine.
 
-    Args:
-        start: makes its servers.
-        drafting: arguments that add heads which draft so many tokens.
-        drafts: numbers of tokens to try.
-        asked: of all servers.
-        progress: told what is being done.
+    `drafting` gives the arguments that add heads which draft so many tokens; `progress` is told what is being done.
 
     Returns:
         The engine's version, and a comparison for each number of drafts.
@@ -162,11 +152,7 @@ def tune_engine(
 
 
 def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked) -> Compared:
-    """Ask both servers the same prompts in turns, another one first each time.
-
-    Raises:
-        UserError: the one with heads drafted nothing.
-    """
+    """Ask both servers the same prompts in turns, another one first each time; a UserError where nothing is drafted."""
     servers, prompts = (plain, drafted), asked.prompts
     for server in servers:
         server.answer(prompts[0], min(8, asked.max_new_tokens))  # buffers are made and caches are warmed
@@ -215,11 +201,7 @@ def write_engine_tuning(folder: Path, tuning: EngineTuning) -> None:
 
 
 def read_engine_tunings(folder: Path) -> dict[str, EngineTuning]:
-    """What was measured with these heads, by engine; nothing where nothing was.
-
-    Raises:
-        UserError: the file is not one of ours.
-    """
+    """What was measured with these heads, by engine; a UserError where the file is not one of ours."""
     file = folder / FILE
     if not file.is_file():
         return {}

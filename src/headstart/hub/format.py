@@ -67,14 +67,7 @@ class HeadsAdapter(BaseModel):
 
 
 class HeadsTarget(BaseModel):
-    """The target that heads belong to, as config.json has it.
-
-    Attributes:
-        spec: what `load_target` takes; empty where nobody but its owner can find it.
-        name: what people call it.
-        sketch: see `FrozenModel.sketch`.
-        quantization: what its linear layers were put into when the heads were exported or tuned.
-    """
+    """The target that heads belong to, as config.json has it; an empty `spec` where only its owner can find it."""
 
     spec: str
     name: str
@@ -91,17 +84,14 @@ class HeadsTarget(BaseModel):
 def export_heads(
     folder: Path, heads: DraftHead, target: Target, tuning: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
-    """Write heads with everything that decoding with them needs, replacing what is there in one step.
+    """Write heads, in the dtype they have, with all that decoding with them needs, in place of what is there.
 
     Args:
         folder: where to.
-        heads: keep the dtype they have.
+        heads: no deeper and wider a tree than theirs is written (UserError).
         target: the model they were trained on; no other one is accepted at loading.
         tuning: `Tuning.to_json()`; `paths` go to tree.json, the rest to calibration.json.
         facts: for the model card, see `headstart.hub.card.write_card`.
-
-    Raises:
-        UserError: the tree is deeper or wider than the heads.
     """
     paths = [list(path) for path in tuning["paths"]]
     _shape({"paths": paths}, heads, folder)
@@ -186,11 +176,7 @@ def heads_target(folder: Path) -> HeadsTarget:
 
 
 def check_folder(folder: Path) -> None:
-    """See that a folder is whole, without loading the target: cheap, so worth doing before anything slow.
-
-    Raises:
-        UserError: a file is missing or cut short, or a newer headstart wrote the folder.
-    """
+    """See (UserError) that a folder is whole, without loading the target: cheap, so worth doing before slow work."""
     adapter = heads_target(folder).adapter
     bundled = [f"{BUNDLED}/{name}" for name in ADAPTER_FILES] if adapter is not None and not adapter.spec else []
     for name in (*_NEEDED, *bundled):
@@ -208,11 +194,7 @@ def check_folder(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of an exported folder, checked.
-
-    Raises:
-        UserError: not a folder of ours, or one that a newer headstart wrote.
-    """
+    """config.json of an exported folder; a UserError where it is not ours, or of a newer headstart."""
     if not folder.is_dir():
         raise UserError(
             f"No folder at {folder}.", "Give a folder that headstart export wrote, or a Hub id (user/name)."

@@ -18,11 +18,7 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def fetch(repo_id: str, revision: str | None = None) -> Path:
-    """Download a repository of heads into the Hub's cache, as far as it is not there; returns its folder there.
-
-    Raises:
-        UserError: no such repository or revision, no access, or no network and nothing in the cache.
-    """
+    """Download a repository of heads into the Hub's cache, as far as it is not there; returns its folder there."""
     with explained("Cannot fetch", repo_id, revision):
         # Only our own files: an id of a whole model, given by mistake, is refused after a few kilobytes.
         ours = ["*.json", WEIGHTS, CARD, f"{CUSTOM_GENERATE}/*", f"{BUNDLED}/*"]
@@ -30,11 +26,7 @@ def fetch(repo_id: str, revision: str | None = None) -> Path:
 
 
 def has_heads(path: str) -> bool:
-    """Whether what a user named is a folder here with heads, or that of a run.
-
-    Raises:
-        UserError: a run that has no heads yet.
-    """
+    """Whether what a user named is a folder here with heads, or that of a run."""
     folder = Path(path).expanduser()
     return folder.is_dir() and (heads_folder(folder) / WEIGHTS).is_file()
 

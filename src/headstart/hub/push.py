@@ -55,8 +55,7 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
         dry_run: only say what would be uploaded; nothing is sent and no token is needed.
 
     Raises:
-        UserError: the folder is not whole, the id is none, there is no token, it may not write there, a repository
-            that should be private is public, or the Hub cannot be reached.
+        UserError: the folder is not whole, the token may not write there, or it is public and should not be.
     """
     folder = heads_folder(folder)
     if not HUB_ID.fullmatch(repo_id):

@@ -23,7 +23,6 @@ class TargetFacts:
 
     Attributes:
         spec: what `load_target` takes; empty where it is not known here.
-        vocab_size: rows of the LM head.
         folder: that transformers loads, or a Hub id; empty where there is none.
         gguf: the target as a GGUF file, where it is one.
         architectures: of transformers.

@@ -51,7 +51,7 @@ class Commands(TyperGroup):
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             again = f" Go on with: {command_line()}" if ctx.invoked_subcommand in RESUMABLE else ""
-            Console(stderr=True).print(f"\nStopped.{again}", highlight=False, markup=False, soft_wrap=True)
+            tell(Console(stderr=True), f"\nStopped.{again}")
             raise SystemExit(130) from None
         except OSError as error:
             if error.errno == errno.EPIPE:  # whoever read what is printed has gone: nobody is there to be told
@@ -94,7 +94,7 @@ def complain(problem: str, remedy: str) -> None:
     """One line on stderr: what is wrong, and what to do about it."""
     console = Console(stderr=True)
     console.print("Error:", style="bold red", end=" ")
-    console.print(" ".join(f"{problem} {remedy}".split()), highlight=False, markup=False, soft_wrap=True)
+    tell(console, " ".join(f"{problem} {remedy}".split()))
 
 
 def command_line() -> str:
@@ -109,10 +109,15 @@ def program() -> str:
     return os.path.relpath(sys.argv[0])
 
 
+def tell(console: Console, text: str, style: str | None = None) -> None:
+    """A sentence as it is: nothing in it is markup, and a terminal wraps it."""
+    console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
+
+
 def say(console: Console, *pairs: tuple[str, object]) -> None:
     """Lines of a label and a value, such as where something lies."""
     for label, value in pairs:
-        console.print(f"{label + ':':<14} {value}", highlight=False, markup=False, soft_wrap=True)
+        tell(console, f"{label + ':':<14} {value}")
 
 
 def ask(console: Console) -> str:

@@ -101,11 +101,7 @@ class Format(ABC):
 
     @abstractmethod
     def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
-        """Why an engine could not serve these heads in this format.
-
-        Raises:
-            UserError: the format cannot hold them.
-        """
+        """Why an engine could not serve these heads; a UserError where the format cannot hold them."""
 
     @abstractmethod
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
@@ -117,19 +113,11 @@ class Format(ABC):
 
     @abstractmethod
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
-        """The heads that a folder holds.
-
-        Raises:
-            UserError: they are not whole, or not to be told.
-        """
+        """The heads that a folder holds; a UserError where they are not whole, or not to be told."""
 
     @abstractmethod
     def faults(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> Faults:
-        """What an engine would refuse, ignore, or fill with noise.
-
-        Raises:
-            UserError: a fault that leaves nothing else to check.
-        """
+        """What an engine would refuse, ignore, or fill with noise; a UserError where nothing else can be checked."""
 
     def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
         """All faults of a folder's files."""

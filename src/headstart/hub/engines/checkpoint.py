@@ -79,11 +79,7 @@ class Checkpoint:
         return Written.of(self.config.get(NOTE))
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its published name, on the CPU.
-
-        Raises:
-            UserError: its file is damaged.
-        """
+        """A tensor by its published name, on the CPU; a UserError where its file is damaged."""
         return self.tensors[self.names[name]].load()
 
 
@@ -135,22 +131,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 
 def whole(value: Any, name: str, minimum: int = 1, maximum: int = 1 << 24) -> int:
-    """A number of a config, in bounds that no model reaches.
-
-    Raises:
-        UserError: it is none, or out of them.
-    """
+    """A number of a config; a UserError where it is none, or out of bounds that no model reaches."""
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
         raise _wrong_setting(value, name, f"a whole number from {minimum} to {maximum}")
     return value
 
 
 def small(value: Any, name: str) -> float:
-    """A number of a config that is added to what a norm divides by.
-
-    Raises:
-        UserError: it is none, or not between 0 and 1.
-    """
+    """A number of a config that is added to what a norm divides by; a UserError unless it is between 0 and 1."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
         raise _wrong_setting(value, name, "a number from 0 to below 1")
     return float(value)

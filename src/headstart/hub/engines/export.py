@@ -37,7 +37,6 @@ class Exported:
     Attributes:
         engines: that serve it.
         published: the heads, as engines know them.
-        facts: of their target.
         drafts: tokens of the chain by engine, where they were measured.
         remarks: sentences that the user should read.
     """
@@ -113,13 +112,10 @@ def export_for(
 
 
 def check_heads(name: str, published: Published, facts: TargetFacts) -> list[str]:
-    """Refuse heads that a format, or an engine it is for, cannot hold.
+    """Refuse heads that a format, or an engine it is for, cannot hold (UserError).
 
     Returns:
         What the user should know: other engines that cannot serve these heads, and why.
-
-    Raises:
-        UserError: naming the reason and what to do instead.
     """
     return _served([_format_named(name)], published, facts)[1]
 
@@ -163,11 +159,7 @@ def _not_paying(formats: Sequence[Format], measured: Mapping[str, EngineTuning])
 
 
 def publish(heads: Path, target: Target | str | None = None) -> tuple[Published, TargetFacts]:
-    """Heads as engines know them, and what is known of their target; it is loaded only where heads read its weights.
-
-    Raises:
-        UserError: as `export_for`.
-    """
+    """Heads as engines know them, and what is known of their target; it is loaded only where heads read its weights."""
     folder = heads_folder(heads)
     check_folder(folder)
     built = build_heads(read_config(folder)["heads"], folder / WEIGHTS)
@@ -197,11 +189,7 @@ def _spec(facts: TargetFacts) -> str:
 
 
 def refuse_used(out: Path) -> None:
-    """Refuse to replace a folder that holds anything but an earlier export for an engine.
-
-    Raises:
-        UserError: naming what would be lost.
-    """
+    """Refuse (UserError) to replace a folder that holds anything but an earlier export for an engine."""
     if not out.exists():
         return
     if not out.is_dir():
@@ -218,11 +206,7 @@ def refuse_used(out: Path) -> None:
 
 
 def formats_of(folder: Path) -> list[Format]:
-    """The formats that a folder of heads is in, whoever wrote it; the first one is read where one has to do.
-
-    Raises:
-        UserError: none that engines read.
-    """
+    """The formats that a folder of heads is in, whoever wrote it; the first is read where one has to do."""
     if folder.suffix == ".gguf":
         return [FORMATS["gguf"]]
     if not folder.is_dir():
@@ -234,11 +218,7 @@ def formats_of(folder: Path) -> list[Format]:
 
 
 def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
-    """For each engine the format by which it reads a folder; by default the engines that its formats are mainly for.
-
-    Raises:
-        UserError: no such folder or engine.
-    """
+    """For each engine the format by which it reads a folder; by default the engines that its formats are mainly for."""
     formats = formats_of(folder)
     readers = {engine: name for name, format in reversed(FORMATS.items()) for engine in format.readers}
     read_by = {engine: format for format in reversed(formats) for engine in format.readers}
@@ -264,9 +244,6 @@ def check_export(
         engines: that it is for; those that its formats are mainly for by default.
         against: heads of ours that it should hold: settings and numbers are compared.
         target: of these heads, where it is not where they say.
-
-    Raises:
-        UserError: no such folder or engine.
     """
     readers = readers_of(folder, engines)
     held, facts = (None, None) if against is None else publish(against, target)

@@ -39,11 +39,7 @@ class FolderFormat(Format):
 
     @abstractmethod
     def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
-        """Config and tensors of heads in the numbers that the file holds.
-
-        Raises:
-            UserError: the format has no such heads.
-        """
+        """Config and tensors of heads in the numbers that the file holds; a UserError where there are no such heads."""
 
     @abstractmethod
     def knows(self, checkpoint: Checkpoint) -> bool:
@@ -186,10 +182,7 @@ def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_archite
 
 
 def _layers_config(published: Published, facts: TargetFacts, dtype: str) -> dict[str, Any]:
-    """The keys of a Llama that has only the heads' layers, of a Qwen3 for block drafters, whatever the target is.
-
-    Rotary positions come in both spellings that are in use.
-    """
+    """A Llama of the heads' layers alone, a Qwen3 for block drafters; with both spellings of rotary positions."""
     layer = published.layer
     assert layer is not None, "these heads have decoder layers"
     rope = dict(layer.rope_parameters)
@@ -273,11 +266,7 @@ def _markov_keys(published: Published) -> dict[str, Any]:
 
 
 def _medusa_config(published: Published, dtype: str) -> dict[str, Any]:
-    """As vLLM up to 0.32 reads it.
-
-    No key with "num" and "heads" in its name but `num_heads`, and none with "num" and "layers" but
-    `num_hidden_layers`: vLLM renames all of them to these two.
-    """
+    """As vLLM up to 0.32 reads it, which renames every other key with "num" and "heads" or "layers" in its name."""
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -307,13 +296,7 @@ def _vocabulary_map(published: Published) -> dict[str, Tensor]:
 
 
 def _without_bias(published: Published) -> Published:
-    """The same heads without the joining map's bias, which goes into embeddings of their own.
-
-    What is added to every embedding is what the map turns into the bias.
-
-    Raises:
-        UserError: the map does not give it back.
-    """
+    """The same heads without the joining map's bias: every embedding gets what the map turns into it."""
     tensors = dict(published.tensors)
     bias_E = tensors.pop("fc.bias", None)
     if bias_E is None or not bias_E.any():

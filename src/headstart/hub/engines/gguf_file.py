@@ -75,11 +75,7 @@ _REFUSED = {
 
 
 def library() -> Any:
-    """The package `gguf` with its `quants`.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """The package `gguf` with its `quants`; a UserError where it is not installed."""
     try:
         gguf = importlib.import_module("gguf")
         importlib.import_module("gguf.quants")
@@ -162,11 +158,7 @@ def file_of(folder: Path) -> Path | None:
 
 
 class GgufFile:
-    """An opened GGUF file, whose numbers stay in the file until they are used.
-
-    Raises:
-        UserError: there is none, or it is damaged.
-    """
+    """An opened GGUF file, whose numbers stay in the file until they are used; a UserError where it is damaged."""
 
     def __init__(self, folder: Path) -> None:
         file = file_of(folder)
@@ -186,11 +178,7 @@ class GgufFile:
         return default if field is None else field.contents()
 
     def setting(self, key: str) -> Any:
-        """What the file says under a key that one of its architecture must have.
-
-        Raises:
-            UserError: it is missing.
-        """
+        """What the file says under a key that one of its architecture must have; a UserError where it is missing."""
         content = self.value(f"{self.architecture}.{key}")
         if content is None:
             raise UserError(f"The GGUF file does not say {self.architecture}.{key}.", AGAIN)
@@ -209,11 +197,7 @@ class GgufFile:
 
 
 def read_settings(file: GgufFile) -> Published:
-    """Everything of a file's heads but their tensors.
-
-    Raises:
-        UserError: no heads, a key is missing, or one says what headstart does not have.
-    """
+    """Everything of a file's heads but their tensors; a UserError where headstart does not have such heads."""
     of = file.architecture
     if of not in (EAGLE3, BLOCK):
         raise UserError(
@@ -276,11 +260,7 @@ def _layer_sizes(file: GgufFile) -> LayerSizes:
 
 
 def read_heads(file: GgufFile) -> Published:
-    """The heads of a file.
-
-    Raises:
-        UserError: as `read_settings`, or tensors that are missing, unknown or of other shapes.
-    """
+    """The heads of a file; a UserError where tensors are missing, unknown or of other shapes."""
     settings, shapes = read_settings(file), file.shapes
     for fault in wrong_tensors(settings, shapes):
         raise UserError(*fault)

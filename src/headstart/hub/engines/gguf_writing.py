@@ -33,11 +33,7 @@ _NORMAL, _CONTROL, _UNUSED = 1, 3, 5
 
 
 def write_gguf(file: Path, published: Published, facts: TargetFacts, dtype: str) -> None:
-    """Write heads that llama.cpp can draft with.
-
-    Raises:
-        UserError: the package gguf is missing, or the target's tokenizer cannot be read.
-    """
+    """Write heads that llama.cpp can draft with; a UserError without the package gguf or the target's tokenizer."""
     held, stored = _stored(published, dtype)
     writer = library().GGUFWriter(file, ARCHITECTURES[published.layout])
     writer.add_name(f"Draft heads for {facts.name}")

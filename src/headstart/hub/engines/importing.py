@@ -46,11 +46,7 @@ def import_heads(source: str | Path, target: Target, out: Path, revision: str | 
 
 
 def read_checked(folder: Path, target: Target) -> Published:
-    """The heads of a folder, once they are seen to fit a target.
-
-    Raises:
-        UserError: they do not.
-    """
+    """The heads of a folder; a UserError where they do not fit the target."""
     facts = facts_of_target(target)
     published = formats_of(folder)[0].read(folder, facts)
     if (published.hidden_size, published.vocab_size) != (facts.hidden_size, facts.vocab_size):

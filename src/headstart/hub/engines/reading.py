@@ -26,6 +26,7 @@ _WITHOUT = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that say nothing that others do not."""
 _MASK = "mask_embedding.pt"
 _ANOTHER = "Take another checkpoint."
+_AGAIN = f"Fetch the checkpoint again, or correct its {CONFIG}."
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout | None:
@@ -46,11 +47,7 @@ def layout_of(checkpoint: Checkpoint) -> Layout | None:
 
 
 def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> Published:
-    """The heads of a folder.
-
-    Args:
-        checkpoint: opened; its headers are checked.
-        facts: of the target, for what a config leaves to it.
+    """The heads of a folder; the target's facts say what a config leaves to it.
 
     Raises:
         UserError: no published arrangement, settings that are out of bounds or not said, tensors that are missing,
@@ -68,11 +65,7 @@ def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> 
 
 
 def settings_of(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
-    """Everything of the heads but their tensors.
-
-    Raises:
-        UserError: as `read_published`.
-    """
+    """Everything of the heads but their tensors; errors are those of `read_published`."""
     if layout is Layout.MEDUSA:
         return _medusa_settings(checkpoint)
     return (_block_settings if layout in BLOCKS else _eagle_settings)(checkpoint, layout, facts)
@@ -83,8 +76,7 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
     size = whole(config.get("hidden_size"), "hidden_size")
     if config.get("target_hidden_size") not in (None, size):
         raise UserError(
-            f"The checkpoint's heads are {size} wide and their target {config['target_hidden_size']}.",
-            "headstart has heads of their target's width alone; take another checkpoint.",
+            f"The checkpoint's heads are {size} wide and their target {config['target_hidden_size']}.", _ANOTHER
         )
     fused = layout is Layout.EAGLE3
     return Published(
@@ -155,16 +147,10 @@ def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Itera
     config = checkpoint.settings
     rope, kinds = config.get("rope_parameters"), config.get("layer_types") or []
     if "rope_theta" not in config and not (isinstance(rope, Mapping) and "rope_theta" in rope):
-        yield (
-            "The config says no rope_theta; of block drafters engines then take different ones.",
-            f"Write the base that the heads were trained with into {CONFIG}.",
-        )
+        yield "The config says no rope_theta, and engines then take different ones.", f"Write it into {CONFIG}."
     if config.get("draft_vocab_size") not in (None, vocab):
-        yield (
-            f"The checkpoint drafts from {config.get('draft_vocab_size')} of {vocab} tokens through an LM head of its "
-            "own; block drafters of headstart draft through the target's.",
-            _ANOTHER,
-        )
+        count = config["draft_vocab_size"]
+        yield f"The checkpoint drafts from {count} of {vocab} tokens through an LM head of its own.", _ANOTHER
     anchor = samples_from_anchor(config, layout)
     if anchor is None:
         yield (
@@ -174,42 +160,28 @@ def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Itera
         )
     elif anchor and layout is Layout.DFLASH:
         yield (
-            "The checkpoint's slots draft the place after their own (sample_from_anchor: true); DFlash's draft their "
-            "own, here and in engines: every draft is off by one.",
+            "The checkpoint's slots draft the place after their own (sample_from_anchor: true), and DFlash's their "
+            "own: every draft is off by one.",
             "Take another checkpoint, or train such heads as dspark.",
         )
     elif not anchor and layout is Layout.DSPARK:
         yield (
-            "The checkpoint's slots draft their own place (sample_from_anchor: false), and those of headstart's DSpark "
-            "the next one.",
-            "Take a checkpoint with sample_from_anchor: true.",
+            "The checkpoint's slots draft their own place (sample_from_anchor: false), and DSpark's the next one.",
+            _ANOTHER,
         )
     if not isinstance(kinds, list):
-        yield (
-            f"layer_types is {kinds!r}, and a list with a kind for each layer is expected.",
-            f"Correct layer_types in {CONFIG}, or fetch it again.",
-        )
+        yield f"layer_types is {kinds!r}, and a list with a kind for each layer is expected.", _AGAIN
     elif "sliding_attention" in kinds or block_setting(config, "use_swa"):
         yield "The checkpoint has sliding layers, and block drafters of headstart have full attention.", _ANOTHER
     if block_setting(config, "causal") or config.get("is_causal"):
-        yield (
-            "Slots of the checkpoint do not see those after them (causal), and slots of headstart's blocks do.",
-            f"Take another checkpoint; if it is not so, leave causal and is_causal out of {CONFIG}.",
-        )
+        yield "Slots of the checkpoint do not see those after them (causal); those of headstart's blocks do.", _ANOTHER
     if (markov := block_setting(config, "markov_head_type") or "vanilla") != "vanilla":
         yield f"The checkpoint's Markov head is {markov!r}, and headstart has the vanilla one.", _ANOTHER
     with_markov = block_setting(config, "confidence_head_with_markov")
     if block_setting(config, "enable_confidence_head") and with_markov is False:
-        yield (
-            "The checkpoint's confidence head does not read the token before, and headstart's does.",
-            _ANOTHER,
-        )
+        yield "The checkpoint's confidence head does not read the token before, and headstart's does.", _ANOTHER
     if (checkpoint.folder / _MASK).exists():
-        yield (
-            f"The checkpoint has an embedding of its own for the mask token ({_MASK}), and headstart's block drafters "
-            "take the target's.",
-            _ANOTHER,
-        )
+        yield f"The checkpoint has an embedding of its own for the mask token ({_MASK}).", _ANOTHER
 
 
 def block_setting(config: Mapping[str, Any], name: str) -> Any:
@@ -238,10 +210,13 @@ def _block_aux_layers(config: Mapping[str, Any], facts: TargetFacts | None) -> t
             f"Write them into {CONFIG}: target_layer_ids count layers' outputs from 0.",
         )
     aux_layers = tuple(layer + added for layer in ids)
+    return _in_target(aux_layers, facts)
+
+
+def _in_target(aux_layers: tuple[int, ...], facts: TargetFacts | None) -> tuple[int, ...]:
     if facts is not None and not all(0 < layer <= facts.num_layers for layer in aux_layers):
         raise UserError(
-            f"The heads read the outputs of layers {[layer - 1 for layer in aux_layers]} (from 0), and {facts.name} "
-            f"has {facts.num_layers} layers.",
+            f"The heads read the layers {list(aux_layers)}, and {facts.name} has {facts.num_layers} layers.",
             "Name the target that they were trained on.",
         )
     return aux_layers
@@ -296,12 +271,7 @@ def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int,
             f"{checkpoint.folder / CONFIG} does not say which layers are read ({name}).",
             "Name the target with --target: engines then take (2, L // 2, L - 3) of its L layers.",
         )
-    if facts is not None and any(not 0 < layer <= facts.num_layers for layer in aux_layers):
-        raise UserError(
-            f"The heads read the layers {list(aux_layers)}, and {facts.name} has {facts.num_layers}.",
-            "Name the target that they were trained on.",
-        )
-    return aux_layers
+    return _in_target(aux_layers, facts)
 
 
 def _norm_before_residual(checkpoint: Checkpoint) -> bool:
@@ -340,11 +310,7 @@ def are_layers(ids: Any) -> bool:
 
 
 def draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:
-    """Absolute ids of the drafted tokens, from offsets or ids; None without a reduced vocabulary.
-
-    Raises:
-        UserError: neither reading makes distinct tokens of the target.
-    """
+    """Absolute ids of the drafted tokens, from offsets or ids; None without a reduced vocabulary."""
     names = checkpoint.names
     if "token_map" in names:
         ids_D = checkpoint.read("token_map").to(torch.int64)
@@ -356,11 +322,7 @@ def draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:
     given_D = checkpoint.read("d2t")
     kind = kind_of_map(given_D, checkpoint.read("t2d") if "t2d" in names else None, vocab_size)
     if kind is None:
-        raise UserError(
-            "d2t names neither as offsets nor as ids distinct tokens of the target"
-            + (" that t2d marks." if "t2d" in names else "."),
-            "Fetch the checkpoint again.",
-        )
+        raise UserError("d2t names neither as offsets nor as ids distinct tokens of the target.", _AGAIN)
     ids_D = absolute_ids(given_D) if kind == "offsets" else given_D.to(torch.int64)
     return ids_D if len(ids_D) < vocab_size else None
 
@@ -408,29 +370,22 @@ def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
             f"{checkpoint.folder} has no lm_head.weight.",
             "Heads that draft with the target's own LM head cannot be read; take a checkpoint that has one.",
         )
-    missing = sorted(set(wanted) - set(sources))
-    if missing:
-        raise UserError(
-            f"{checkpoint.folder} lacks the tensor {missing[0]!r}"
-            + (f" and {len(missing) - 1} more" if len(missing) > 1 else "")
-            + ", which its config asks for.",
-            "Fetch the checkpoint again, or correct its config.json.",
-        )
+    if missing := sorted(set(wanted) - set(sources)):
+        raise UserError(f"{checkpoint.folder} lacks the tensor {missing[0]!r}, which its config asks for.", _AGAIN)
     optional = _optional(settings, sources)
     if unknown := sorted(set(sources) - set(wanted) - set(optional)):
         raise UserError(
-            f"{checkpoint.folder} has the tensor {unknown[0]!r}, which headstart has no place for.",
-            "Its heads would not be what was trained; take another checkpoint.",
+            f"{checkpoint.folder} has the tensor {unknown[0]!r}, which headstart has no place for.", _ANOTHER
         )
     tensors = {}
     for name, shape in {**wanted, **optional}.items():
         in_file = checkpoint.names[sources[name]]
-        kept = checkpoint.tensors[in_file]
-        if kept.shape != shape or not kept.is_float:
+        stored = checkpoint.tensors[in_file]
+        if stored.shape != shape or not stored.is_float:
             raise UserError(
-                f"{in_file} in {checkpoint.folder} is {kept.dtype} {list(kept.shape)}, and its config asks for "
+                f"{in_file} in {checkpoint.folder} is {stored.dtype} {list(stored.shape)}, and its config asks for "
                 f"floating-point numbers {list(shape)}.",
-                "Fetch the checkpoint again, or correct its config.json.",
+                _AGAIN,
             )
         tensors[name] = checkpoint.read(sources[name])
     return tensors

@@ -53,11 +53,7 @@ _ARCHITECTURES = {
 
 
 def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Faults:
-    """Everything that an engine would get wrong with a folder of heads.
-
-    Raises:
-        UserError: what leaves nothing else to check.
-    """
+    """Everything an engine would get wrong with a folder of heads; a UserError where nothing else can be checked."""
     layout = layout_of(checkpoint)
     if layout is None:
         yield f"{checkpoint.folder} holds no draft heads.", "Give the folder of draft heads."

@@ -29,12 +29,9 @@ def serve_commands(
     facts: TargetFacts,
     drafts: Mapping[str, int],
 ) -> dict[str, list[str]]:
-    """The words of the command that serves target and heads, by engine.
+    """The words of the command that serves target and heads, for each engine that is a server.
 
-    Args:
-        engines: those that are no servers are left out.
-        folder: of the heads' files.
-        drafts: tokens of the chain by engine, where they were measured.
+    `drafts` are tokens of the chain by engine, where they were measured.
     """
     makers = {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama_cpp}
     return {

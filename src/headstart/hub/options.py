@@ -1,0 +1,44 @@
+"""How heads and their target are loaded, defined once for Python and the command line. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypedDict
+
+from headstart.decode.options import explained, option
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Exact = Literal["auto", "bits", "tokens"]
+Quantization = Literal["none", "int8", "int4"]
+
+
+@explained
+@dataclass(frozen=True)
+class LoadOptions:
+    """How heads and their target are loaded. A target that is loaded already keeps dtype, device and quantization."""
+
+    dtype: Dtype = option("auto", "Numbers to compute in; auto is bfloat16 where the machine is fast at it.")
+    device: str = option("auto", "Where to compute; auto is a GPU where there is one.", typed=False)
+    any_target: bool = option(False, "Take a target that the heads were not trained on, if its sizes fit.")
+    exact: Exact = option(
+        "auto",
+        "bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower). "
+        "tokens, which auto takes: equal up to rounding at near-ties.",
+    )
+    quantization: Quantization | None = option(
+        None,
+        "Put the target's linear layers into so many bits (needs torchao).",
+        shown="as when the heads were exported or tuned",
+    )
+    revision: str | None = option(None, "Branch, tag or commit of heads on the Hub.")
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The fields of `LoadOptions` as keyword arguments; what they mean is said there."""
+
+    dtype: Dtype
+    device: str
+    any_target: bool
+    exact: Exact
+    quantization: Quantization | None
+    revision: str | None
