@@ -23,7 +23,7 @@ from headstart.eval.environment import environment
 from headstart.pipeline.run import CONVERSATIONS
 from headstart.support.files import read_jsonl
 from headstart.target.loading import load_target
-from headstart.tuning.acceptance import measure_ranks
+from headstart.tuning.acceptance import measure_drafts
 from headstart.tuning.tune import path_values
 
 NODES = 16
@@ -48,9 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         build_conversations(target, one.recipe.data, folder / CONVERSATIONS, Console())
         data = training_data(folder, folder, target, [one], options.gigabytes)
         heads = trained(one, target, data, folder / "train")
-        own = path_values(measure_ranks(target, heads, data.texts, MAX_RANK), MAX_RANK)
+        own = path_values(measure_drafts(target, heads, data.texts, MAX_RANK).ranks_OK, MAX_RANK)
         tree = sorted(own, key=lambda path: (-own[path], len(path), path))[: NODES - 1]
-        values = path_values(measure_ranks(target, heads, texts, MAX_RANK), MAX_RANK)
+        values = path_values(measure_drafts(target, heads, texts, MAX_RANK).ranks_OK, MAX_RANK)
         written = [row["supervised"] for _, row in read_jsonl(folder / CONVERSATIONS / "train.jsonl")]
         rows.append(
             {

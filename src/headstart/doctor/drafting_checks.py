@@ -24,7 +24,7 @@ from headstart.pipeline.run import TRAIN
 from headstart.support.files import read_jsonl
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeShape
-from headstart.tuning.acceptance import Text, measure_ranks
+from headstart.tuning.acceptance import Text, measure_drafts
 from headstart.tuning.tune import replay
 
 _TOLERANCE = 5e-3
@@ -232,7 +232,7 @@ def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
     error = next((row.drafter_error for row in rows if row.drafter_error), None)
     mean = sum(accepted) / max(1, len(accepted))
     try:
-        ranks_OK = measure_ranks(subject.target, subject.heads, texts, max_rank=1)
+        ranks_OK = measure_drafts(subject.target, subject.heads, texts, max_rank=1).ranks_OK
     except UserError:  # every answer is shorter than the heads look ahead
         return Decoded(mean, None, None, error)
     predicted = replay(ranks_OK, _chain(subject.heads).paths) - 1

@@ -23,7 +23,7 @@ from headstart.recipes.recipe import parse_recipe
 from headstart.recipes.sections import TrainSection
 from headstart.target.fitting import FINAL
 from headstart.train.trainer import train
-from headstart.tuning.acceptance import measure_ranks
+from headstart.tuning.acceptance import measure_drafts
 
 STEPS = (150, 450, 1200)
 """Optimiser steps after which the heads are asked; training goes on only while they do not know the text."""
@@ -47,7 +47,7 @@ def overfit(subject: Subject) -> Finding:
     with tempfile.TemporaryDirectory(prefix="headstart-doctor-") as folder:
         for steps in STEPS:
             heads = _learn(subject, item, Path(folder), steps)
-            known_OK = measure_ranks(subject.target, heads, [item], max_rank=1) == 0
+            known_OK = measure_drafts(subject.target, heads, [item], max_rank=1).ranks_OK == 0
             shares: list[float] = known_OK.double().mean(0).tolist()
             accepted = _accepted(subject, heads, item)
             all_accepted = sum(accepted) >= PERFECT * heads.draft_steps * len(accepted)

@@ -32,7 +32,7 @@ from headstart.recipes.sections import TuneSection
 from headstart.target.model import Target
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import RankPath, TreeShape
-from headstart.tuning.acceptance import Supervised, measure_drafts, measure_sampling, sampled_answers
+from headstart.tuning.acceptance import Supervised, measure_drafts, sampled_answers
 from headstart.tuning.calibrate import fit_calibration, replay_dynamic
 from headstart.tuning.stopwatch import Timing, measure_costs
 
@@ -142,24 +142,17 @@ class Tuning:
         (to_int8 if self.packed else drop_int8)(heads)
         if tree == "chain":
             return HeadDrafter(heads, TreeShape.chain(self.chain))
-        calibration, sampled = self._calibrations()
-        if not calibration.reached:  # imported heads that nobody tuned; the table of the best path is close
-            calibration = replace(calibration, reached=tuple(sum(best[:3]) for best in self.acceptance))
-        return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
-
-    def _calibrations(self) -> tuple[Calibration, Calibration | None]:
-        """For greedy decoding, and for sampling where it was measured."""
         try:
-            calibration = Calibration.from_knots(self.calibration) or Calibration()
+            calibration = Calibration.from_knots(self.calibration)
             sampled = Calibration.from_knots(self.calibration, "sampled_")
-            if sampled is not None:
+            if calibration is not None and sampled is not None:
                 calibration.towards(sampled, 0.5)  # as temperatures between the two ask for
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
                 f"The heads' calibration is damaged ({type(error).__name__}: {error}).",
                 "Export or fetch the heads again, or tune them again: headstart tune.",
             ) from None
-        return calibration, sampled
+        return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
 
     @property
     def shape(self) -> TreeShape:
@@ -195,9 +188,9 @@ def tune(
     Args:
         target: the model.
         heads: trained heads, in the target's dtype and on its device.
-        conversations: for calibration, kept out of training; the target answers some of them again at temperature 1.
-        options: what is timed and considered, as in a recipe.
-        console: shows progress; None is silent.
+        conversations: kept out of training; the target answers some of them again at temperature 1.
+        options: what is timed and considered.
+        console: shows progress.
 
     Raises:
         UserError: when no conversation holds a position that reaches the last head.
@@ -219,7 +212,7 @@ def tune(
     chain = _best_chain([replay(ranks_OK, TreeShape.chain(length).paths) for length in range(costs.levels + 1)], costs)
     calibration = fit_calibration(*drafts.arrays)
     texts = sampled_answers(target, conversations, heads.draft_steps + 2, console)
-    drawn = measure_sampling(target, heads, texts, max_rank, console)
+    drawn = measure_drafts(target, heads, texts, max_rank, console, sampling=True)
     sampled = fit_calibration(*drawn.arrays, trust=calibration.trust)
     ranks, log_probs, *_, confidence = drafts.arrays
     dynamic = replay_dynamic(ranks, log_probs, calibration, costs, confidence_OK=confidence)
