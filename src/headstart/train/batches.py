@@ -144,15 +144,6 @@ def collate(
     )
 
 
-def states_by_conversation(batch: HeadBatch) -> list[list[Tensor]]:
-    """The states [T, E] of each conversation of a batch, in its order; padding may follow them."""
-    every = list(batch.states.values())
-    if batch.starts_BT is None:
-        return [[state_BTE[row] for state_BTE in every] for row in range(len(batch.tokens_BT))]
-    lengths = torch.unique_consecutive(batch.starts_BT[0], return_counts=True)[1].tolist()
-    return [list(parts) for parts in zip(*(torch.split(state_BTE[0], lengths) for state_BTE in every), strict=True)]
-
-
 def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
     """The batch with an end drawn for every draft: of those that learn at a step, `share` go on to the next.
 
