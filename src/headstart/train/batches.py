@@ -216,14 +216,8 @@ class Order:
         read: Callable[[States, Batch, torch.device, bool], HeadBatch],
         device: torch.device,
     ) -> Generator[tuple[list[Batch], list[HeadBatch]]]:
-        """The batches of each step still to do, and those of this process on their device.
-
-        Args:
-            trainer_state: where the run stands when the first is asked for.
-            total: steps of the whole run.
-            read: makes a batch of conversations on a device, packed or not.
-            device: where batches are used.
-        """
+        """The batches of each of the `total` steps still to do, and those of this process on the device; `read` makes a
+        batch of conversations on a device, packed or not."""
         ahead = self._section.prefetch if self._store.stored else 0  # the target computes where training does
         on_host = ahead > 0 and device.type == "cuda"
         where = torch.device("cpu") if on_host else device
@@ -270,12 +264,8 @@ def read_ahead(
 ) -> Generator[tuple[Step, list[HeadBatch]]]:
     """Each step with its batches, in the order of the steps; an error of reading comes at the step that it belongs to.
 
-    Close the iterator when no more steps are wanted: what is being read is then waited for.
-
-    Args:
-        steps: known without what training makes of the ones before.
-        read: the batches of a step, in another thread unless `ahead` is 0; never two at a time.
-        ahead: steps that are read in advance.
+    Close the iterator when no more steps are wanted: what is being read is then waited for. One thread reads `ahead`
+    steps in advance; with 0 each is read when it is its turn.
     """
     if not ahead:
         for step in steps:

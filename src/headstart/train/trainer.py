@@ -94,15 +94,8 @@ def train(
     """Train heads, or go on where an interrupted run in `folder` stopped.
 
     Leaves `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation), `log.txt` (what was
-    said) and `result.json`. Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt.
-
-    Args:
-        recipe: its `heads` and `train` parts are read.
-        target: the frozen model whose states the stores hold, or its teacher.
-        train_store: conversations to learn from.
-        valid_store: conversations to judge by.
-        folder: of this run's training.
-        console: for messages and the live line; None is silent.
+    said) and `result.json`. The target may be its teacher. Ctrl-C finishes the step, writes a checkpoint and raises
+    KeyboardInterrupt.
 
     Raises:
         UserError: bad settings, nothing supervised, a loss that is not a number, or a folder with checkpoints of other

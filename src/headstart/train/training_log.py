@@ -22,12 +22,8 @@ _EVERY = 60.0
 class Log:
     """The voice of the main process.
 
-    The file is begun when the context is entered: a training that is refused before leaves no trace. What was said
-    until then is written with the time at which it was said. Later sessions add to the file.
-
-    Args:
-        console: where sentences go; None shows nothing.
-        folder: for the file `log.txt`; None writes none (every process but the main one).
+    The file `log.txt` is begun when the context is entered: a training that is refused before leaves no trace. Later
+    sessions add to it. Without a folder none is written, as by every process but the main one.
     """
 
     def __init__(self, console: Console | None, folder: Path | None) -> None:
@@ -69,12 +65,8 @@ class Log:
 
 
 class Display:
-    """One live line on a terminal, else a line a minute; and a line for each validation.
-
-    Args:
-        log: takes every line; its console shows the live one.
-        fraction: how much of the run was done before this session, in [0, 1].
-    """
+    """One live line on a terminal, else a line a minute; and a line for each validation. `fraction` of the run was done
+    before this session."""
 
     def __init__(self, log: Log, fraction: float) -> None:
         self._log, self._first = log, fraction
@@ -95,13 +87,8 @@ class Display:
         self._open.close()
 
     def step(self, fraction: float, seconds: float, figures: str) -> None:
-        """Update the live line; once a minute, a line for the log and for whoever has no terminal.
-
-        Args:
-            fraction: of the run that is done, in [0, 1].
-            seconds: since this session began.
-            figures: of the step.
-        """
+        """Update the live line; once a minute, a line for the log and for whoever has no terminal. `seconds` are since
+        this session began."""
         if self._bar is None:
             return
         gained = fraction - self._first
