@@ -40,7 +40,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.train.trainer import train
 from headstart.tree.tree import TreeShape
-from headstart.tuning.acceptance import Text, measure_ranks
+from headstart.tuning.acceptance import Text, measure_drafts
 from headstart.tuning.tune import replay, tune
 
 WARM_UP_TOKENS = 32
@@ -217,7 +217,7 @@ def chain_tau(target: Target, heads: DraftHead, texts: Sequence[Text | Conversat
         tau (tokens a round, the target's own included), accepted (drafts a round), top1 (of each step on its own).
     """
     length = min(length, heads.draft_steps)
-    ranks_OK = measure_ranks(target, heads, texts, MAX_RANK)[:, :length]
+    ranks_OK = measure_drafts(target, heads, texts, MAX_RANK).ranks_OK[:, :length]
     tau = replay(ranks_OK, TreeShape.chain(length).paths)
     top1 = [round(float((ranks_OK[:, step] == 0).float().mean()), 4) for step in range(length)]
     return {"drafts": length, "tau": round(tau, 4), "accepted": round(tau - 1, 4), "top1": top1}

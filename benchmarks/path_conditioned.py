@@ -55,7 +55,6 @@ from headstart.tuning.acceptance import (
     Drafts,
     Supervised,
     measure_drafts,
-    measure_sampling,
     sampled_answers,
     sampling_tables,
 )
@@ -156,7 +155,7 @@ def calibrations(target: Target, heads: DraftHead, texts: Sequence[Supervised]) 
     sampled = sampled_answers(target, texts, heads.draft_steps + 2, console)
     drafts = [
         measure_drafts(target, heads, texts, MAX_RANK, console),
-        measure_sampling(target, heads, sampled, MAX_RANK, console),
+        measure_drafts(target, heads, sampled, MAX_RANK, console, sampling=True),
     ]
     along = [
         measure_along(target, heads, texts)._replace(likely_OKR=None, sampled_OKR=None),
@@ -175,7 +174,7 @@ def calibrations(target: Target, heads: DraftHead, texts: Sequence[Supervised]) 
 
 @torch.inference_mode()
 def measure_along(target: Target, heads: DraftHead, texts: Sequence[Supervised]) -> Drafts:
-    """What `measure_sampling` measures, for drafts along the best path, whatever the text goes on with.
+    """What `measure_drafts` measures for sampling, for drafts along the best path, whatever the text goes on with.
 
     Drafted as decoding does, from every position of the answers in turn.
     """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import Engine, Verifier, extend
+from headstart.decode.loop import Engine, Generation, Verifier
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
@@ -141,11 +141,11 @@ def test_a_stop_string_with_a_space_before_punctuation_is_seen(tiny_target: Targ
     tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     tokens = tokenizer("to a . b")["input_ids"]
     assert " ." not in tokenizer.decode(tokens), "this tokenizer tidies"
-    text: list[int] = []
     target: Any = SimpleNamespace(tokenizer=tokenizer, end_tokens=frozenset())
-    finish_reason = extend(text, tokens, 0, DecodeOptions(max_new_tokens=40, stop=(" .",)), target)
-    assert finish_reason == "stop"
-    assert tokenizer.decode(text, clean_up_tokenization_spaces=False) == "to a ."
+    text = Generation()
+    text.extend(tokens, 0, DecodeOptions(max_new_tokens=40, stop=(" .",)), target)
+    assert text.finish_reason == "stop"
+    assert tokenizer.decode(text.tokens, clean_up_tokenization_spaces=False) == "to a ."
 
 
 def test_streaming_gives_every_token_once_in_order() -> None:

@@ -10,7 +10,7 @@ import pytest
 from headstart.cli import heads as cli_heads
 from headstart.decode.loop import CombinedDrafter, Engine
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.catalog import DEFAULT, DRAFTERS, describe, make_drafter
+from headstart.drafters.catalog import DEFAULT, make_drafter
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -72,10 +72,6 @@ def test_bad_names_are_refused(tiny_target: Target, name: str, message: str) -> 
     with pytest.raises(UserError) as caught:
         make_drafter(name, tiny_target)
     assert message in str(caught.value)
-
-
-def test_every_name_is_described_in_one_line() -> None:
-    assert [line.split(": ")[0] for line in describe().splitlines()] == list(DRAFTERS)
 
 
 def test_what_is_used_when_nothing_is_said_is_the_same_everywhere() -> None:

@@ -74,18 +74,3 @@ def test_progress_is_a_line_a_minute(tmp_path: Path, terminal: bool) -> None:
     assert [line[: len(start)] for line, start in zip(lines(tmp_path), steps, strict=True)] == steps
     plain = [line for line in shown(to).splitlines() if line.startswith(tuple(steps))]
     assert plain == ([] if terminal else lines(tmp_path))
-
-
-def test_a_loss_far_above_its_running_median_is_said_once(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    take = trainer._Trainer._step
-
-    def diverging(self: Any, *args: Any) -> float:
-        return take(self, *args) * (5 if self.trainer_state.step in (25, 26) else 1)
-
-    monkeypatch.setattr(trainer._Trainer, "_step", diverging)
-    to = console()
-    run(tmp_path, to, steps=28)
-    (said,) = (line for line in lines(tmp_path) if "times the median" in line)
-    assert said.startswith("Warning: the loss of step 26 is") and shown(to).count("times the median") == 1

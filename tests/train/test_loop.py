@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_conversation(
 ) -> None:
     run(tmp_path, steps=4)
     train_store.get(7).states[FINAL][-5:] = math.nan  # small stores are kept in memory
-    with pytest.raises(UserError, match=r"not finite at step \d+ .*conversations 7 are not finite"):
+    with pytest.raises(UserError, match=r"not finite at step \d+ .*conversations .*\b7\b"):
         run(tmp_path, steps=40)
     newest = max((tmp_path / "checkpoints").iterdir())
     assert all(tensor.isfinite().all() for tensor in load_file(newest / "model.safetensors").values())
@@ -124,7 +124,7 @@ def test_a_gradient_that_is_not_finite_names_the_batch(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trainer, "find_loss", lambda name: lambda logits, probs: logits.sum(-1) * math.inf)
-    with pytest.raises(UserError, match=r"at step 1 .*its batches held training conversations \d+"):
+    with pytest.raises(UserError, match=r"at step 1 .*of training conversations \d+"):
         run(tmp_path)
 
 

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, origins
 from headstart.recipes.recipe import parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.train import trainer
-from headstart.train.batches import collate, packed_batches, predictions, states_by_conversation
+from headstart.train.batches import collate, packed_batches, predictions
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
@@ -88,16 +86,6 @@ def test_no_draft_goes_from_one_conversation_into_the_next(target: Target) -> No
     assert origins(packed, 1).tolist() == [0, 7, 8]
 
 
-def test_states_are_found_by_conversation(target: Target) -> None:
-    heads = build("medusa", target)
-    padded, packed = both(target, heads, [4, 3, 5])
-    for one, other, length in zip(
-        states_by_conversation(padded), states_by_conversation(packed), [4, 3, 5], strict=True
-    ):
-        assert [len(state_TE) for state_TE in other] == [length]
-        assert torch.equal(one[0][:length], other[0])
-
-
 def test_batches_hold_every_conversation_once_and_little_room_is_left() -> None:
     lengths = torch.randint(5, 400, (300,), generator=torch.Generator().manual_seed(0)).tolist()
     first = packed_batches(lengths, 1024, seed=0, epoch=0)
@@ -117,20 +105,6 @@ def test_a_packed_training_goes_on_where_it_stopped(run: Train, tmp_path: Path) 
     for name, steps in (("cut", 4), ("cut", 7), ("once", 7)):
         run(tmp_path / name, steps=steps, **settings)
     assert_same(tmp_path / "cut" / "last", tmp_path / "once" / "last")
-
-
-def test_a_packed_conversation_that_is_not_finite_is_named(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def poisoned(store: StateStore, batch: list[int], *args: Any) -> HeadBatch:
-        made = collate(store, batch, *args)
-        if 5 in batch and store.folder.name == "train":
-            states_by_conversation(made)[batch.index(5)][0][-5:] = torch.nan
-        return made
-
-    monkeypatch.setattr(trainer, "collate", poisoned)
-    with pytest.raises(UserError, match="training conversations 5 are not finite"):
-        run(tmp_path, packing=True)
 
 
 def test_packed_trainings_are_others(run: Train, tmp_path: Path) -> None:

@@ -274,7 +274,7 @@ def test_a_loss_that_is_not_finite_on_one_process_stops_both_with_one_message(
     file, run = workplace(steps=40, eval_every=100, save_every=100)
     ended = together(ranks.train_poisoned, file, "--run-dir", run)
     assert_codes(ended, 2, 2)
-    assert_one_voice(ended, "not finite at step", f"training conversations {ranks.POISONED} are not finite")
+    assert_one_voice(ended, "not finite at step")
 
 
 def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from headstart.decode.budget import Costs
 from headstart.tree.calibration import Calibration
-from headstart.tuning.calibrate import fit_calibration, replay_dynamic
+from headstart.tuning.calibrate import fit_calibration
 
 
 def overconfident(origins: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
@@ -122,18 +121,6 @@ def test_what_heads_say_of_their_drafts_counts_where_it_is_right() -> None:
     assert fit_calibration(ranks, log_probs, None, None, said).trust == 0
 
 
-def test_the_replay_reads_what_heads_say() -> None:
-    """Of equal drafts the tree verifies those that the heads trust, and not the others."""
-    said = np.tile(np.array([[0.95], [0.05], [0.05]], dtype=np.float32), (40, 1))
-    ranks, log_probs = np.where(said > 0.5, 0, 1), np.full((120, 1, 1), np.log(0.5), dtype=np.float32)
-    calibration = fit_calibration(ranks, log_probs, None, None, said, trust=1.0)
-    costs = Costs((1, 64), (10.0, 199.0), 0.0, 0.0, 1)
-    blind = fit_calibration(ranks, log_probs)
-    blind_ms, ms = (replay_dynamic(ranks, log_probs, one, costs, confidence_OK=said)[1] for one in (blind, calibration))
-    assert blind_ms == pytest.approx(13.0), "a draft in every round"
-    assert ms == pytest.approx(11.5), "in every second one: an accepted draft takes the text past the next"
-
-
 def test_few_paths_lean_on_all_of_them() -> None:
     """Two of the paths that left, both right: far too few to believe."""
     ranks = np.array([[0, 1]] * 400 + [[1, 0]] * 2)
@@ -142,47 +129,7 @@ def test_few_paths_lean_on_all_of_them() -> None:
     assert found.after(True).probs(1, log_probs[0, 0, :1])[0] == pytest.approx(0.5, abs=0.01)
 
 
-def test_the_replay_takes_paths_that_left_for_what_they_are() -> None:
-    """After a wrong best draft the second level is not worth its nodes, and is not verified."""
-    ranks = np.tile([[1, 0]], (60, 1))
-    log_probs = np.full((60, 2, 2), np.log(0.5), dtype=np.float32)
-    flat = ((-9.0, 0.0),) * 2
-    costs = Costs((1, 64), (10.0, 73.0), 0.0, 0.0, 2)
-    even = Calibration(flat, ((0.5, 0.5),) * 2)
-    assert replay_dynamic(ranks, log_probs, even, costs)[0] == 3.0
-    hopeless = Calibration(flat, ((0.5, 0.5),) * 2, left=Calibration(flat, ((0.5, 0.5), (0.01, 0.01))))
-    assert replay_dynamic(ranks, log_probs, hopeless, costs)[0] == 2.0
-
-
 def test_without_measurements_the_heads_are_believed() -> None:
     assert Calibration().probs(2, np.log(np.array([0.25], dtype=np.float32)))[0] == pytest.approx(0.25)
     empty = fit_calibration(np.zeros((0, 2), dtype=np.int64), np.zeros((0, 2, 3), dtype=np.float32))
     assert empty.probs(0, np.zeros(1, dtype=np.float32))[0] == 1.0
-
-
-def test_replay_of_certain_drafts_accepts_all_of_them() -> None:
-    ranks = np.zeros((30, 2), dtype=np.int64)
-    log_probs = np.full((30, 2, 1), -1e-6, dtype=np.float32)
-    tokens, ms = replay_dynamic(ranks, log_probs, Calibration(), Costs((1, 4), (10.0, 11.0), 1.0))
-    assert tokens == 3.0
-    assert ms == pytest.approx(10.0 + 2 / 3 + 1.0)
-
-
-@pytest.mark.parametrize(
-    ("best_child", "level_ms", "tokens"), [(1.0, 4.0, 3.0), (0.1, 4.0, 2.0), (0.56, 4.0, 2.0), (1.0, 9.0, 2.0)]
-)
-def test_the_replay_drafts_a_level_where_growing_would(best_child: float, level_ms: float, tokens: float) -> None:
-    """Certain drafts, at 10 ms a round and 1 ms a node: the second level promises `best_child` less the worth of a
-    node."""
-    ranks = np.zeros((60, 2), dtype=np.int64)
-    log_probs = np.full((60, 2, 1), -1e-6, dtype=np.float32)
-    costs = Costs((1, 64), (10.0, 73.0), 10.0, level_ms, 2)
-    calibration = Calibration(reached=(1.0, best_child))
-    assert replay_dynamic(ranks, log_probs, calibration, costs)[0] == tokens
-
-
-def test_replay_of_hopeless_drafts_verifies_nothing() -> None:
-    ranks = np.full((30, 2), 3)
-    log_probs = np.full((30, 2, 1), -8.0, dtype=np.float32)
-    tokens, ms = replay_dynamic(ranks, log_probs, Calibration(), Costs((1, 4), (10.0, 20.0), 1.0))
-    assert (tokens, ms) == (1.0, 11.0)

@@ -1,8 +1,8 @@
 """The decode loop: propose, verify with one tree forward, accept, commit.
 
 `Engine.generate` is the loop. Around it stands what greedy decoding needs: what a drafter promises (`Drafter`), which
-drafts are accepted (`Verifier`), where a text ends (`extend`). Sampling has its verifier in `verify.py`. Plain decoding
-is the same loop without a drafter, so the two differ in nothing but the drafts.
+drafts are accepted (`Verifier`), where a text ends (`Generation.extend`). Sampling has its verifier in `verify.py`.
+Plain decoding is the same loop without a drafter, so the two differ in nothing but the drafts.
 
 Shape suffixes: B rows, T tokens, N tree nodes, P nodes of an accepted path, V vocabulary, E hidden size.
 """
@@ -80,6 +80,22 @@ class Generation:
     def tokens_per_round(self) -> float:
         """τ: mean tokens emitted a round, the target's own included; 1 for plain decoding."""
         return sum(r.emitted for r in self.rounds) / len(self.rounds) if self.rounds else 1.0
+
+    def extend(self, tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> None:
+        """Append tokens as far as the text goes, also in the middle of an accepted path; notes why it ends if it does.
+        `row` is for the caller's own test."""
+        for token in tokens:
+            self.tokens.append(token)
+            # The caller's test sees every token of the text.
+            stopped = options.stop_test is not None and options.stop_test(row, self.tokens)
+            if token in target.end_tokens and not options.ignore_end:
+                self.finish_reason = "end"
+            elif stopped or _at_stop_string(self.tokens, options.stop_strings, target.tokenizer):
+                self.finish_reason = "stop"
+            elif len(self.tokens) == options.max_new_tokens:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                return
 
 
 OnTokens = Callable[[int, list[int]], None]
@@ -208,7 +224,7 @@ class Engine:
             now_ms = 1e3 * (perf_counter() - started)
             for row, tokens in zip(rows, emitted, strict=True):
                 text, before = texts[row], len(texts[row].tokens)
-                text.finish_reason = extend(text.tokens, tokens, row, options, target) or ""
+                text.extend(tokens, row, options, target)
                 added = text.tokens[before:]
                 text.token_ms += [now_ms] * len(added)
                 if on_tokens is not None and added:
@@ -339,7 +355,7 @@ def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[
 
 
 def _decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
-    """The same as `walk` and `decided`, without the host, which waits once, to read what was decided."""
+    """The same as `walk` and `decided`, without the host but for reading what was decided."""
     parents_BN = batch.parents_BN.expand_as(choice_BN)
     # A node is right when it holds its parent's choice, and accepted when all on its path are right.
     right_BN = (choice_BN.gather(1, parents_BN.clamp(min=0)) == batch.tokens_BN) & (parents_BN >= 0)
@@ -353,14 +369,14 @@ def _decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -
     counts_B1 = on_path_BN.sum(-1, keepdim=True)
     paths_BN = paths_BN.where(torch.arange(choice_BN.shape[1], device=choice_BN.device) < counts_B1, last_B1)
     next_B1 = choice_BN.gather(1, last_B1)
-    decided = torch.cat([counts_B1, next_B1, paths_BN], dim=1).tolist()
-    paths = [path[:count] for count, _, *path in decided]
+    on_host = torch.cat([counts_B1, next_B1, paths_BN], dim=1).tolist()  # one wait
+    paths = [path[:count] for count, _, *path in on_host]
     paths_BP = paths_BN[:, : max(map(len, paths))]
     committed = Committed(batch, paths, paths_BP, counts_B1[:, 0], out.aux_hidden_states, out.logits_BTV)
-    return committed, TreeBatch.roots([token for _, token, *_ in decided], on_device=next_B1[:, 0])
+    return committed, TreeBatch.roots([token for _, token, *_ in on_host], on_device=next_B1[:, 0])
 
 
-# -- before the loop, and where a text ends ----------------------------------------------------------------------
+# -- before the loop ----------------------------------------------------------------------
 
 
 def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> None:
@@ -401,31 +417,6 @@ def make_verifier(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> V
         return Verifier()
     draws = not options.greedy if options.verifier == "auto" else RULES[options.verifier]
     return SamplingVerifier(options, prompts, options.seed, draws)
-
-
-def extend(text: list[int], tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> str | None:
-    """Append tokens to a row's text as far as it goes, also in the middle of an accepted path.
-
-    Args:
-        text: the row's tokens so far, without the prompt.
-        tokens: what was decided.
-        row: its number, for the caller's own test.
-        options: token limit, stop strings, the caller's own test, whether to ignore the end-of-turn token.
-        target: whose end-of-turn tokens and tokenizer count.
-
-    Returns:
-        why the text ended; None when it goes on.
-    """
-    for token in tokens:
-        text.append(token)
-        stopped = options.stop_test is not None and options.stop_test(row, text)  # sees every token of the text
-        if token in target.end_tokens and not options.ignore_end:
-            return "end"
-        if stopped or _at_stop_string(text, options.stop_strings, target.tokenizer):
-            return "stop"
-        if len(text) == options.max_new_tokens:
-            return "length"
-    return None
 
 
 def _at_stop_string(text: list[int], stop_strings: Sequence[str], tokenizer: Any) -> bool:

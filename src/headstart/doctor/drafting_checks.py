@@ -24,7 +24,7 @@ from headstart.eval.audit_drafters import random_weights
 from headstart.heads.base import DraftHead, HeadBatch, make_config
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeShape
-from headstart.tuning.acceptance import Text, measure_ranks
+from headstart.tuning.acceptance import Text, measure_drafts
 from headstart.tuning.tune import replay
 
 _TOLERANCE = 5e-3
@@ -229,7 +229,7 @@ def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
     mean = sum(accepted) / max(1, len(accepted))
     texts = [Text.of(prompt, row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
     try:
-        ranks_OK = measure_ranks(target, heads, texts, max_rank=1)
+        ranks_OK = measure_drafts(target, heads, texts, max_rank=1).ranks_OK
     except UserError:
         raise Absent(f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead") from None
     return Decoded(mean, replay(ranks_OK, chain.paths) - 1, float((ranks_OK[:, 0] == 0).float().mean()))

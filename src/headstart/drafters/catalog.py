@@ -15,16 +15,8 @@ from headstart.errors import UserError, nearest
 from headstart.target.loading import DTYPES, load_target
 from headstart.target.model import Target
 
-DRAFTERS = {
-    "none": "plain decoding",
-    "heads": "trained heads",
-    "ngram": "what followed the same words before, in the prompt or the answer",
-    "lookahead": "n-grams from the target's own guesses (a Jacobi window in every tree)",
-    "early-exit": "the target's first layers; early-exit:K takes K of them, by default a sixth",
-    "mtp": "the multi-token-prediction modules that the target's checkpoint brings along; mtp:K drafts K tokens",
-    "draft-model": "a smaller model with the same tokenizer: draft-model:SPEC, a hub id, folder or .gguf file",
-}
-"""What each name drafts with. Two or more joined with + draft together, as in heads+ngram."""
+DRAFTERS = ("none", "heads", "ngram", "lookahead", "early-exit", "mtp", "draft-model")
+"""Names, which `DecodeOptions.drafter` explains. Two or more joined with + draft together, as in heads+ngram."""
 
 
 _MOST_STEPS = 16
@@ -88,15 +80,6 @@ def kinds_of(name: str) -> set[str]:
     ['mtp', 'ngram']
     """
     return {part.partition(":")[0] for part in parts_of(name)}
-
-
-def describe() -> str:
-    """One line for each name.
-
-    >>> print(describe().splitlines()[0])
-    none: plain decoding
-    """
-    return "\n".join(f"{name}: {what}" for name, what in DRAFTERS.items())
 
 
 def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:

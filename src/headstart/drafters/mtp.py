@@ -4,12 +4,11 @@ Entry p of a module reads the state of token p and the embedding of a later toke
 module takes every step and is fed its own output, as serving engines use it; several take one step each, module k
 reading what module k - 1 made of the same token.
 
-Each level of a tree is one forward of one module: over what it has not read of the text, whose last entry is the
-root's, and over all nodes drafted so far. Entries of the text before the root's are committed. The root's own is read
-again at each level and in the next round, so that drafted nodes always hang on a node.
+Each draft of a chain is one forward of one module: over what it has not read of the text, whose last entry is the
+root's, and over all drafts so far. Entries of the text before the root's are committed. The root's own is read again
+for each draft and in the next round, so that drafts always follow a node.
 
-Shape suffixes: B rows, P pending entries of the text, W nodes of a level, N nodes so far without the root, E hidden
-size, V vocabulary.
+Shape suffixes: B rows, P pending entries of the text, N drafts so far, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from headstart.drafters.queues import Queue, first_read, placed
 from headstart.errors import UserError
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target
-from headstart.target.shipped import Shipped, ShippedModule, read_shipped
+from headstart.target.shipped import ShippedModule, read_shipped
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
 DRAFT_STEPS = 3
@@ -45,19 +44,15 @@ class _Session:
         queues: what each module reads next, beside the embeddings.
         tokens_BT: committed tokens, and the root after them; padded on the right.
         lengths: committed tokens of each row.
-        nodes_BN: tokens of the nodes of this round without the root.
-        parents: of these, for each row; 0 is the root, others come after it in order.
-        width: nodes of the last level.
-        made_BNE: what was made of the root and of all nodes before the last level.
+        drafts_BN: of this round.
+        made_BNE: what was made of the root and of all drafts but the last.
     """
 
     caches: list[TreeCache]
     queues: list[Queue]
     tokens_BT: Tensor
     lengths: list[int]
-    nodes_BN: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
-    parents: list[list[int]] = field(default_factory=list)
-    width: int = 1
+    drafts_BN: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
     made_BNE: Tensor | None = None
 
     def place(self, tokens_BP: Tensor) -> None:
@@ -66,27 +61,19 @@ class _Session:
 
 
 class MtpDrafter:
-    """Draft with a target's own MTP modules.
+    """Draft chains with a target's own MTP modules.
 
     Args:
         target: the model that verifies; its checkpoint has such modules.
         draft_steps: longest draft; None for `DRAFT_STEPS`, and as many as there are modules where there are several.
-        max_nodes: nodes of a tree at most, root included; None drafts chains.
-        shipped: the modules, where they are read already.
 
     Raises:
         UserError: no modules, or more steps than several modules take.
     """
 
-    def __init__(
-        self,
-        target: Target,
-        draft_steps: int | None = None,
-        max_nodes: int | None = None,
-        shipped: Shipped | None = None,
-    ) -> None:
+    def __init__(self, target: Target, draft_steps: int | None = None) -> None:
         self._target = target
-        self._shipped = shipped or read_shipped(target)
+        self._shipped = read_shipped(target)
         count = len(self.modules)
         if count > 1 and draft_steps is not None and draft_steps > count:
             raise UserError(
@@ -95,8 +82,7 @@ class MtpDrafter:
                 f"Ask for {count} at most.",
             )
         self.draft_steps = draft_steps or (DRAFT_STEPS if count == 1 else count)
-        self.max_nodes = max_nodes or self.draft_steps + 1
-        self._chain = max_nodes is None
+        self.max_nodes = self.draft_steps + 1
         self.aux_layers: tuple[int, ...] = (self._shipped.state_layer,)
         self.draft_to_target_D = torch.arange(target.vocab_size, device=target.device)
         lm_head = target.lm_head_weight.numel()
@@ -116,32 +102,27 @@ class MtpDrafter:
     def propose(self, session: _Session, roots: TreeBatch, request: Request) -> list[Tree]:
         if min(session.lengths) < len(self.modules):  # a module in the middle would have nothing to read
             return roots.trees
-        return grow(self, session, roots, replace(request, chain=request.chain or self._chain))
+        return grow(self, session, roots, replace(request, chain=True))
 
     def draft_step(self, state: _Session, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        """See `DraftHead.draft_step`."""
-        rows_B1 = torch.arange(len(tokens_BW), device=tokens_BW.device)[:, None]
+        """See `DraftHead.draft_step`; a level is one draft of a chain, so every parent is the draft before."""
         number = depth if len(self.modules) > 1 else 0
         if depth == 0:
             state.place(tokens_BW)
-            state.nodes_BN, state.parents, state.width = tokens_BW[:, :0], [[] for _ in rows_B1], 1
+            state.drafts_BN = tokens_BW[:, :0]
             feedback_BNE = state.queues[0].values_BPE[:, :0]
         else:
             assert state.made_BNE is not None, "levels in order"
-            first = state.nodes_BN.shape[1] + 1 - state.width  # of the level before, the root being 0
-            for row, parents in zip(state.parents, (parents_BW + first).tolist(), strict=True):
-                row += parents
-            state.nodes_BN, state.width = torch.cat([state.nodes_BN, tokens_BW], dim=1), tokens_BW.shape[1]
-            feedback_BNE = state.made_BNE[rows_B1, torch.tensor(state.parents, device=tokens_BW.device)]
+            state.drafts_BN = torch.cat([state.drafts_BN, tokens_BW], dim=1)
+            feedback_BNE = state.made_BNE
         made_BPE, counts = self._read_text(state, number)
-        made_BXE = self._read_tree(state, number, feedback_BNE)
+        state.made_BNE = self._read_drafts(state, number, feedback_BNE)
         if number + 1 < len(self.modules):
             state.queues[number + 1] = state.queues[number + 1].joined(made_BPE, counts)
-        state.made_BNE = made_BXE
-        hidden_BWE = made_BXE[:, -state.width :]
+        hidden_B1E = state.made_BNE[:, -1:]
         if self._shipped.lm_head_VE is None:
-            return self._target.lm_head(hidden_BWE)
-        return self._target.finish(F.linear(hidden_BWE, self._shipped.lm_head_VE))
+            return self._target.lm_head(hidden_B1E)
+        return self._target.finish(F.linear(hidden_B1E, self._shipped.lm_head_VE))
 
     def confidence(self, state: _Session, tokens_BW: Tensor, depth: int) -> None:
         """See `DraftHead.confidence`: modules do not know."""
@@ -178,14 +159,14 @@ class MtpDrafter:
         session.queues[number] = queue.after(counts)
         return made_BPE, counts
 
-    def _read_tree(self, session: _Session, number: int, feedback_BNE: Tensor) -> Tensor:
-        """What a module makes of the root and of the nodes so far, [B, 1 + N, E]; nothing is committed."""
+    def _read_drafts(self, session: _Session, number: int, feedback_BNE: Tensor) -> Tensor:
+        """What a module makes of the root and of the drafts so far, [B, 1 + N, E]; nothing is committed."""
         module, queue = self.modules[number], session.queues[number]
         cache = self._with_room(session, number, 1 + feedback_BNE.shape[1])
         root_B1E = self._joined(session, number, queue.values_BPE[:, :1])
-        node_BNE = module.joined(self._embed(session.nodes_BN, feedback_BNE), feedback_BNE)
-        parents = [[-1, *row] for row in session.parents]
-        return module.read_tree(cache, torch.cat([root_B1E, node_BNE], dim=1), parents)
+        draft_BNE = module.joined(self._embed(session.drafts_BN, feedback_BNE), feedback_BNE)
+        parents = list(range(-1, draft_BNE.shape[1]))
+        return module.read_tree(cache, torch.cat([root_B1E, draft_BNE], dim=1), [parents] * len(draft_BNE))
 
     def _joined(self, session: _Session, number: int, states_BPE: Tensor) -> Tensor:
         """What a module's layer reads at the next entries of the text."""
@@ -197,9 +178,8 @@ class MtpDrafter:
         return self.modules[number].joined(self._embed(tokens_BP, states_BPE), states_BPE)
 
     def _embed(self, tokens_BP: Tensor, like: Tensor) -> Tensor:
-        own_VE = self._shipped.embedding_VE
-        if own_VE is not None:
-            return F.embedding(tokens_BP, own_VE)
+        if self._shipped.embedding_VE is not None:
+            return F.embedding(tokens_BP, self._shipped.embedding_VE)
         embedded: Tensor = self._target.model.get_input_embeddings()(tokens_BP)
         return embedded.to(like)
 

@@ -144,15 +144,6 @@ def collate(
     )
 
 
-def states_by_conversation(batch: HeadBatch) -> list[list[Tensor]]:
-    """The states [T, E] of each conversation of a batch, in its order; padding may follow them."""
-    every = list(batch.states.values())
-    if batch.starts_BT is None:
-        return [[state_BTE[row] for state_BTE in every] for row in range(len(batch.tokens_BT))]
-    lengths = torch.unique_consecutive(batch.starts_BT[0], return_counts=True)[1].tolist()
-    return [list(parts) for parts in zip(*(torch.split(state_BTE[0], lengths) for state_BTE in every), strict=True)]
-
-
 def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
     """The batch with an end drawn for every draft: of those that learn at a step, `share` go on to the next.
 
@@ -225,14 +216,8 @@ class Order:
         read: Callable[[States, Batch, torch.device, bool], HeadBatch],
         device: torch.device,
     ) -> Generator[tuple[list[Batch], list[HeadBatch]]]:
-        """The batches of each step still to do, and those of this process on their device.
-
-        Args:
-            trainer_state: where the run stands when the first is asked for.
-            total: steps of the whole run.
-            read: makes a batch of conversations on a device, packed or not.
-            device: where batches are used.
-        """
+        """The batches of each of the `total` steps still to do, and those of this process on the device; `read` makes a
+        batch of conversations on a device, packed or not."""
         ahead = self._section.prefetch if self._store.stored else 0  # the target computes where training does
         on_host = ahead > 0 and device.type == "cuda"
         where = torch.device("cpu") if on_host else device
@@ -279,12 +264,8 @@ def read_ahead(
 ) -> Generator[tuple[Step, list[HeadBatch]]]:
     """Each step with its batches, in the order of the steps; an error of reading comes at the step that it belongs to.
 
-    Close the iterator when no more steps are wanted: what is being read is then waited for.
-
-    Args:
-        steps: known without what training makes of the ones before.
-        read: the batches of a step, in another thread unless `ahead` is 0; never two at a time.
-        ahead: steps that are read in advance.
+    Close the iterator when no more steps are wanted: what is being read is then waited for. One thread reads `ahead`
+    steps in advance; with 0 each is read when it is its turn.
     """
     if not ahead:
         for step in steps:

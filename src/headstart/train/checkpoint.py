@@ -82,8 +82,7 @@ def save(
 ) -> None:
     """Write a checkpoint into `folder`, move it into place in one step, and delete all but the newest `keep`.
 
-    Every process calls it. `settings` must be equal for a run to go on from here; `best` holds the heads of
-    `trainer_state.best_step`.
+    Every process calls it. `best` holds the heads of `trainer_state.best_step`.
     """
     path = folder / f"step-{trainer_state.step:08d}"
     partial = path.with_name(path.name + PARTIAL)

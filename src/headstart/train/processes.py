@@ -42,10 +42,7 @@ def is_main() -> bool:
 
 
 def join_processes(device: str) -> str | None:
-    """Join the processes that a launcher started, if there are several.
-
-    Args:
-        device: as a recipe names it: auto, cpu, cuda or, for a single process, cuda:1.
+    """Join the processes that a launcher started, if there are several; `device` is the recipe's.
 
     Returns:
         The device of this process; None for a process alone, which takes that of the recipe.

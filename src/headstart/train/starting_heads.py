@@ -136,11 +136,7 @@ def check_store(store: States, target: FrozenModel, heads: DraftHead) -> None:
 
 
 def _check_same(config: HeadConfig, earlier: HeadConfig) -> None:
-    """Refuse low-rank updates of heads that are not those of the recipe.
-
-    Raises:
-        UserError: a setting of theirs differs.
-    """
+    """Refuse low-rank updates of heads that are not those of the recipe."""
     ours, theirs = ({"family": heads.family, **heads.model_dump(mode="json")} for heads in (config, earlier))
     if differing := [key for key, value in ours.items() if theirs.get(key) != value]:
         key = differing[0]

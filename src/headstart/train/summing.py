@@ -63,11 +63,8 @@ class Teacher:
 
     @torch.no_grad()
     def read(self, batch: HeadBatch) -> TeacherLogits:
-        """The target's logits at every position of a batch that a draft step can be asked about.
-
-        The logits are computed once here, since most positions are used by several steps, unless their table would be
-        too large.
-        """
+        """The target's logits at every position of a batch that a draft step can be asked about: a table, since most
+        positions are used by several steps, unless it would be too large."""
         positions_S = positions_before_answers(batch)
         row_X = torch.full((batch.supervised_BT.numel(),), -1, device=positions_S.device)
         row_X[positions_S] = torch.arange(len(positions_S), device=positions_S.device)
@@ -137,8 +134,8 @@ def weighted(
 
     Args:
         predictions: of each step in turn.
-        loss: between draft and target distributions.
-        teacher_logits: the target's side of the batch.
+        loss: see `headstart.train.losses`.
+        teacher_logits: of the batch.
         step_weight: step k weighs this to the power k (not with `dpace`).
         position_weight: see `headstart.train.losses`; `subsampled` takes the batch as `batches.subsampled` left it.
             `dpace` costs one more product with the LM head, to see first how the drafts fare.
@@ -259,14 +256,8 @@ def summed(
 ) -> Tensor:
     """Weighted sum of a loss over predictions that share an LM head: a float32 scalar.
 
-    Its gradient reaches what the LM head reads and, where it is trained, the LM head but for its frozen columns.
-
-    Args:
-        loss: between draft and target distributions.
-        prediction: of one step, or of several.
-        teacher_logits: the target's side of the batch.
-        weight_M: float32, how much each prediction counts; a constant.
-        alpha_M: float32, is filled with the mass that each prediction shares with the target's distribution.
+    Its gradient reaches what the LM head reads and, where it is trained, the LM head but for its frozen columns; the
+    weights are constants. `alpha_M` is filled with the mass that each prediction shares with the target's distribution.
     """
     hidden_MH, lm_head_DH = prediction.hidden_MH, prediction.lm_head_DH
     assert len(hidden_MH) == len(prediction.source_M) == len(weight_M), "one source and weight for each prediction"
@@ -332,11 +323,8 @@ def _differentiate(
     learning: bool,
     alpha_B: Tensor | None,
 ) -> Tensor:
-    """The weighted loss of a block; `learning` replaces its logits by their gradient.
-
-    `target` is a table of the target's logits, and where in it those of the block's rows are. `alpha_B` is filled with
-    the mass that each draft distribution shares with the target's.
-    """
+    """The weighted loss of a block; `learning` replaces its logits by their gradient. `target` is as `TeacherLogits.of`
+    gives it, `alpha_B` as in `summed`."""
     kind = torch.promote_types(logits_BD.dtype, torch.float32)
     total = torch.zeros((), dtype=kind, device=logits_BD.device)
     table_SD, rows_B = target

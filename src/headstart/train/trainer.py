@@ -56,7 +56,7 @@ from headstart.train.processes import describe_processes, make_accelerator, on_d
 from headstart.train.starting_heads import build_heads, check_store
 from headstart.train.summing import Teacher, weighted
 from headstart.train.tracking import finish_trackers, memory, start_tracker
-from headstart.train.training_log import Display, Log, LossWatch, divergence, not_finite
+from headstart.train.training_log import Display, Log, not_finite
 from headstart.train.validation import Tally, Validation, chosen_tokens, draftable_share
 from headstart.train.wrapped import LowRank, Unrolled
 
@@ -94,15 +94,8 @@ def train(
     """Train heads, or go on where an interrupted run in `folder` stopped.
 
     Leaves `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation), `log.txt` (what was
-    said) and `result.json`. Ctrl-C finishes the step, writes a checkpoint and raises KeyboardInterrupt.
-
-    Args:
-        recipe: its `heads` and `train` parts are read.
-        target: the frozen model whose states the stores hold, or its teacher.
-        train_store: conversations to learn from.
-        valid_store: conversations to judge by.
-        folder: of this run's training.
-        console: for messages and the live line; None is silent.
+    said) and `result.json`. The target may be its teacher. Ctrl-C finishes the step, writes a checkpoint and raises
+    KeyboardInterrupt.
 
     Raises:
         UserError: bad settings, nothing supervised, a loss that is not a number, or a folder with checkpoints of other
@@ -178,7 +171,6 @@ class _Trainer:
         self.trainer_state = TrainerState()
         self.seconds_before = self.grad_norm = 0.0
         self.drift = Drift(accelerator.device)
-        self.loss_watch = LossWatch()
         self.records: list[dict[str, Any]] = []
 
     def _build_heads(self) -> DraftHead:
@@ -259,7 +251,6 @@ class _Trainer:
             display.step(self._fraction(self._elapsed()), now - self.started, live)
             if state.step % self.section.log_every == 0:
                 self._log({"loss": loss, "lr": state.lr, "tokens_per_second": speed, "grad_norm": self.grad_norm})
-            self._watch(loss)
             if state.step % self.section.eval_every == 0:
                 self._validate(display, losses)
             if state.step % self.section.save_every == 0:
@@ -296,7 +287,7 @@ class _Trainer:
         mean = float(self.accelerator.reduce(summed, "sum")) / count
         # With fp16 a gradient may overflow now and then: the scaler skips that step by itself.
         if not math.isfinite(mean) or not (math.isfinite(self.grad_norm) or self.accelerator.mixed_precision == "fp16"):
-            raise not_finite(self.trainer_state.step + 1, mean, group, share(group, self.rank, self.ranks), batches)
+            raise not_finite(self.trainer_state.step + 1, mean, group)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -334,11 +325,6 @@ class _Trainer:
         if self.section.anchors:
             batch = anchored(batch, self.section.anchors, seed)
         return batch
-
-    def _watch(self, loss: float) -> None:
-        if ratio := self.loss_watch.ratio(loss):
-            self.log.say(divergence(loss, ratio, self.trainer_state.step))
-            self._log({"loss_over_median": ratio})
 
     def _finish(self) -> TrainResult:
         state = self.trainer_state

@@ -79,16 +79,8 @@ def learning_numbers(heads: DraftHead, rank: int) -> int:
 
 
 class LowRank(nn.Module):
-    """Heads of which only low-rank updates learn.
-
-    Args:
-        unrolled: with the heads; their own weights no longer learn.
-        rank: R; of a matrix that is smaller, its smaller side.
-
-    Attributes:
-        down: A of each matrix, by its name in the heads with dashes for dots.
-        up: B of each.
-    """
+    """Heads of which only low-rank updates learn: `down` has A of each matrix and `up` B, by its name in the heads with
+    dashes for dots. Of a matrix that is smaller than `rank`, its smaller side is taken."""
 
     def __init__(self, unrolled: Unrolled, rank: int) -> None:
         super().__init__()
@@ -113,7 +105,6 @@ class LowRank(nn.Module):
         return {}
 
     def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
-        """What `consume` makes of the batch's predictions, see `Unrolled`."""
         if self._merged:
             return cast(R, self.unrolled(batch, consume))
         weights = {f"heads.{name}": weight + self._update(name) for name, weight in self._matrices()}

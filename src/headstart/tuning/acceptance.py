@@ -43,17 +43,6 @@ class Supervised(Protocol):
     def supervised(self) -> list[bool]: ...
 
 
-def measure_ranks(
-    target: Target,
-    heads: DraftHead,
-    conversations: Sequence[Supervised],
-    max_rank: int,
-    console: Console | None = None,
-) -> Tensor:
-    """The ranks of `measure_drafts` alone, [O, K]."""
-    return measure_drafts(target, heads, conversations, max_rank, console).ranks_OK
-
-
 class Drafts(NamedTuple):
     """What heads would have drafted on texts, and how much of it would be accepted.
 
@@ -82,72 +71,20 @@ class Drafts(NamedTuple):
         return tuple(None if part is None else part.numpy() for part in self)
 
 
+@torch.inference_mode()
 def measure_drafts(
     target: Target,
     heads: DraftHead,
     conversations: Sequence[Supervised],
     max_rank: int,
     console: Console | None = None,
+    sampling: bool = False,
 ) -> Drafts:
-    """What greedy decoding would accept of the drafts after a text.
+    """What greedy decoding, or sampling at temperature 1, would accept of the drafts after a text.
 
     Raises:
         UserError: when there is no origin from which every step is supervised.
     """
-    return _measure(target, heads, conversations, max_rank, sampling=False, console=console)
-
-
-def measure_sampling(
-    target: Target,
-    heads: DraftHead,
-    conversations: Sequence[Supervised],
-    max_rank: int,
-    console: Console | None = None,
-) -> Drafts:
-    """What sampling at temperature 1 would accept; see `measure_drafts`."""
-    return _measure(target, heads, conversations, max_rank, sampling=True, console=console)
-
-
-def sampling_tables(logits_MD: Tensor, truth_M: Tensor, p_target_MD: Tensor, max_rank: int) -> tuple[Tensor, ...]:
-    """The first four tables of `Drafts` for sampling, of one step.
-
-    Args:
-        logits_MD: of the heads.
-        truth_M: the true token's index in the draft vocabulary, below 0 where it cannot be drafted.
-        p_target_MD: the target's own probabilities of the draft vocabulary.
-        max_rank: drafts considered.
-    """
-    log_probs_MR, best_MR = _best(logits_MD, max_rank)
-    q_draft_MD = logits_MD.softmax(-1)
-    sampled = []
-    for rank in range(min(_SAMPLED, best_MR.shape[1])):
-        rest_M1 = q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        sampled.append(torch.minimum(p_target_MD, q_draft_MD / rest_M1).sum(-1))
-        q_draft_MD.scatter_(1, best_MR[:, rank, None], 0.0)
-    return _rank(logits_MD, truth_M, max_rank), log_probs_MR, p_target_MD.gather(1, best_MR), torch.stack(sampled, 1)
-
-
-def _rank(logits_MD: Tensor, truth_M: Tensor, max_rank: int) -> Tensor:
-    """Rank [M] of the true token, `max_rank` for anything worse and for tokens that cannot be drafted (below 0)."""
-    truth_M1 = logits_MD.gather(1, truth_M.clamp(min=0)[:, None])
-    return torch.where(truth_M < 0, max_rank, (logits_MD > truth_M1).sum(-1).clamp(max=max_rank))
-
-
-def _best(logits_MD: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and indices of the best drafts, [M, R]."""
-    best = logits_MD.topk(min(max_rank, logits_MD.shape[1]), dim=-1)
-    return best.values - logits_MD.logsumexp(-1, keepdim=True), best.indices
-
-
-@torch.inference_mode()
-def _measure(
-    target: Target,
-    heads: DraftHead,
-    conversations: Sequence[Supervised],
-    max_rank: int,
-    sampling: bool,
-    console: Console | None,
-) -> Drafts:
     to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
     measured: list[dict[str, Tensor]] = []
@@ -192,6 +129,34 @@ def _measure(
             "Write longer answers (data.max_new_tokens), or more of them (data.validation).",
         )
     return Drafts(**{name: torch.cat([table[name] for table in measured]) for name in measured[0]})
+
+
+def sampling_tables(logits_MD: Tensor, truth_M: Tensor, p_target_MD: Tensor, max_rank: int) -> tuple[Tensor, ...]:
+    """The first four tables of `Drafts` for sampling, of one step.
+
+    `truth_M` is the true token's index in the draft vocabulary, below 0 where it cannot be drafted; `p_target_MD` the
+    target's own probabilities of the draft vocabulary.
+    """
+    log_probs_MR, best_MR = _best(logits_MD, max_rank)
+    q_draft_MD = logits_MD.softmax(-1)
+    sampled = []
+    for rank in range(min(_SAMPLED, best_MR.shape[1])):
+        rest_M1 = q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        sampled.append(torch.minimum(p_target_MD, q_draft_MD / rest_M1).sum(-1))
+        q_draft_MD.scatter_(1, best_MR[:, rank, None], 0.0)
+    return _rank(logits_MD, truth_M, max_rank), log_probs_MR, p_target_MD.gather(1, best_MR), torch.stack(sampled, 1)
+
+
+def _rank(logits_MD: Tensor, truth_M: Tensor, max_rank: int) -> Tensor:
+    """Rank [M] of the true token, `max_rank` for anything worse and for tokens that cannot be drafted (below 0)."""
+    truth_M1 = logits_MD.gather(1, truth_M.clamp(min=0)[:, None])
+    return torch.where(truth_M < 0, max_rank, (logits_MD > truth_M1).sum(-1).clamp(max=max_rank))
+
+
+def _best(logits_MD: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and indices of the best drafts, [M, R]."""
+    best = logits_MD.topk(min(max_rank, logits_MD.shape[1]), dim=-1)
+    return best.values - logits_MD.logsumexp(-1, keepdim=True), best.indices
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""How far the heads' probabilities can be believed, and what dynamic trees would have come to on known texts.
+"""How far the heads' probabilities can be believed: curves of acceptance, fitted to known texts.
 
 Shape suffixes: O origins, K steps, R ranks.
 """
@@ -8,19 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.decode.budget import Costs, node_threshold
 from headstart.tree.calibration import Calibration, Curve, between, rest
 
 _BINS = 40
 """Bins of equally many drafts that acceptance is counted in, at each depth."""
-_MIN_ACCEPT_PROB = 0.01
-"""Paths less likely than this are left out of the replay, whatever nodes cost."""
 _TRIED = 3
 """Drafts of a node that count as its best: what a tree usually verifies of them."""
 _CERTAIN = 1e-4
@@ -195,78 +191,3 @@ def _isotonic(values: NDArray[np.float32], right: NDArray[np.generic]) -> Curve:
             (total, hits, size), (more_total, more_hits, more) = pools[-2:]
             pools[-2:] = [(total + more_total, hits + more_hits, size + more)]
     return tuple(total / size for total, _, size in pools), tuple(hits / size for _, hits, size in pools)
-
-
-def replay_dynamic(
-    ranks_OK: NDArray[np.int64],
-    log_probs_OKR: NDArray[np.float32],
-    calibration: Calibration,
-    costs: Costs,
-    max_nodes: int = 32,
-    confidence_OK: NDArray[np.float32] | None = None,
-) -> tuple[float, float]:
-    """(τ, milliseconds of a round) that dynamic trees would have reached on these origins, decoded one after the other.
-
-    Drafts of a depth are taken to be the same whatever the path before them, but for the calibration of paths that have
-    left the best one; for families whose drafts follow the path this looks at the true path only.
-    """
-    depths, scores_OKR = range(ranks_OK.shape[1]), calibration.scores(log_probs_OKR, confidence_OK)
-    kept, left = (
-        np.stack([calibration.after(gone).probs(depth, scores_OKR[:, depth]) for depth in depths], axis=1).tolist()
-        for gone in (False, True)
-    )
-    truth = ranks_OK.tolist()
-    costs_ms = [costs.verify(nodes) for nodes in range(max_nodes + 1)]
-    rate, tokens_per_round, round_ms = 1 / costs_ms[1], 1.0, costs_ms[1]
-    for _ in range(3):  # the rate that decoding reaches decides what a node must bring; it settles at once
-        position = rounds = emitted = 0
-        spent = 0.0
-        while position < len(truth):
-            probs = kept[position], left[position]
-            tree, nodes, levels = _best_tree(probs, rate, calibration, costs, costs_ms)
-            depth = 0
-            while depth < len(truth[position]) and tuple(truth[position][: depth + 1]) in tree:
-                depth += 1
-            rounds, emitted, position = rounds + 1, emitted + depth + 1, position + depth + 1
-            spent += costs_ms[nodes] + costs.draft(levels)
-        tokens_per_round, round_ms = emitted / rounds, spent / rounds
-        rate = max(1 / costs_ms[1], tokens_per_round / round_ms)
-    return tokens_per_round, round_ms
-
-
-def _best_tree(
-    probs: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]],
-    rate: float,
-    calibration: Calibration,
-    costs: Costs,
-    costs_ms: Sequence[float],
-) -> tuple[set[tuple[int, ...]], int, int]:
-    """The rank paths that pay at this rate, how many nodes that is with the root, and how many levels were drafted.
-
-    Grown as `drafters.heads.grow` grows, and pruned as `decode.budget` prunes.
-
-    Args:
-        probs: of each depth's ranks, after paths that have not left the best one and after those that have.
-    """
-    threshold = node_threshold(costs, rate)
-    nodes: list[tuple[float, tuple[int, ...]]] = []
-    level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
-    drafted = 0
-    for depth, tables in enumerate(zip(*probs, strict=True)):
-        children = (accept_prob * calibration.best_child(depth, any(path)) for accept_prob, path in level)
-        net = sum(max(0.0, accept_prob - threshold) for accept_prob in children)
-        if depth and (not level or net < rate * costs.level_ms):
-            break
-        drafted += 1
-        level = [
-            (accept_prob * prob, (*path, rank))
-            for accept_prob, path in level
-            for rank, prob in enumerate(tables[any(path)])
-            if accept_prob * prob >= max(threshold, _MIN_ACCEPT_PROB)
-        ]
-        nodes += level
-    nodes = sorted(nodes, key=lambda node: (-node[0], node[1]))[: len(costs_ms) - 2]
-    expected = accumulate([1.0, *(accept_prob for accept_prob, _ in nodes)])
-    nets = [tokens - rate * costs_ms[count] for count, tokens in enumerate(expected, start=1)]
-    best = max(range(len(nets)), key=nets.__getitem__)
-    return {path for _, path in nodes[:best]}, best + 1, drafted

@@ -32,8 +32,8 @@ from headstart.recipes.sections import TuneSection
 from headstart.target.model import Target
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import RankPath, TreeShape
-from headstart.tuning.acceptance import Supervised, measure_drafts, measure_sampling, sampled_answers
-from headstart.tuning.calibrate import fit_calibration, replay_dynamic
+from headstart.tuning.acceptance import Supervised, measure_drafts, sampled_answers
+from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.stopwatch import Timing, measure_costs
 
 
@@ -52,9 +52,9 @@ class Tuning:
         acceptance: for each depth and rank, how often that draft is right when the better choices above it were
             right (rank 0 at every depth above).
         predicted: `tokens_per_round` (τ, replayed on the calibration answers), `speedup` over plain decoding,
-            `tokens_per_second`, of decoding with `tree`.
+            `tokens_per_second`, of decoding with the static tree; dynamic trees do as well or better.
         curve: for each node count of a static tree tried, the predicted speed-up.
-        tree: what decodes fastest by prediction: "dynamic" trees, or the "static" one.
+        tree: "dynamic" trees, or the "static" one where nothing pays or the target takes chains alone.
         chain: length of the best chain.
         calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, `sampled_` for temperature 1,
             `sampled_drawn_` for sampled children and `sampled_drawn_drawn_` for those below guesses; each with
@@ -142,24 +142,17 @@ class Tuning:
         (to_int8 if self.packed else drop_int8)(heads)
         if tree == "chain":
             return HeadDrafter(heads, TreeShape.chain(self.chain))
-        calibration, sampled = self._calibrations()
-        if not calibration.reached:  # imported heads that nobody tuned; the table of the best path is close
-            calibration = replace(calibration, reached=tuple(sum(best[:3]) for best in self.acceptance))
-        return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
-
-    def _calibrations(self) -> tuple[Calibration, Calibration | None]:
-        """For greedy decoding, and for sampling where it was measured."""
         try:
-            calibration = Calibration.from_knots(self.calibration) or Calibration()
+            calibration = Calibration.from_knots(self.calibration)
             sampled = Calibration.from_knots(self.calibration, "sampled_")
-            if sampled is not None:
+            if calibration is not None and sampled is not None:
                 calibration.towards(sampled, 0.5)  # as temperatures between the two ask for
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise UserError(
                 f"The heads' calibration is damaged ({type(error).__name__}: {error}).",
                 "Export or fetch the heads again, or tune them again: headstart tune.",
             ) from None
-        return calibration, sampled
+        return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
 
     @property
     def shape(self) -> TreeShape:
@@ -195,9 +188,9 @@ def tune(
     Args:
         target: the model.
         heads: trained heads, in the target's dtype and on its device.
-        conversations: for calibration, kept out of training; the target answers some of them again at temperature 1.
-        options: what is timed and considered, as in a recipe.
-        console: shows progress; None is silent.
+        conversations: kept out of training; the target answers some of them again at temperature 1.
+        options: what is timed and considered.
+        console: shows progress.
 
     Raises:
         UserError: when no conversation holds a position that reaches the last head.
@@ -219,19 +212,15 @@ def tune(
     chain = _best_chain([replay(ranks_OK, TreeShape.chain(length).paths) for length in range(costs.levels + 1)], costs)
     calibration = fit_calibration(*drafts.arrays)
     texts = sampled_answers(target, conversations, heads.draft_steps + 2, console)
-    drawn = measure_sampling(target, heads, texts, max_rank, console)
+    drawn = measure_drafts(target, heads, texts, max_rank, console, sampling=True)
     sampled = fit_calibration(*drawn.arrays, trust=calibration.trust)
-    ranks, log_probs, *_, confidence = drafts.arrays
-    dynamic = replay_dynamic(ranks, log_probs, calibration, costs, confidence_OK=confidence)
-    grows = bool(static.paths) and not target.chains_only
-    grows = grows and dynamic[0] / dynamic[1] > static.tokens_per_round / static.round_ms
     return Tuning(
         paths=tuple(TreeShape.from_paths(static.paths).paths),
         widths=costs.widths,
         verify_ms=costs.verify_ms,
         draft_ms=costs.draft_ms,
         acceptance=_acceptance(ranks_OK, max_rank),
-        predicted=_predicted(*(dynamic if grows else (static.tokens_per_round, static.round_ms)), costs),
+        predicted=_predicted(static.tokens_per_round, static.round_ms, costs),
         curve=static.curve,
         settings={
             "target": target.name,
@@ -243,7 +232,7 @@ def tune(
             "positions": len(ranks_OK),
             "sampled_positions": len(drawn.ranks_OK),
         },
-        tree="dynamic" if grows else "static",
+        tree="dynamic" if static.paths and not target.chains_only else "static",
         chain=chain,
         calibration=calibration.knots() | sampled.knots("sampled_"),
         level_ms=costs.level_ms,
