@@ -143,10 +143,10 @@ def test_the_command_names_the_problem_and_fails(run: Path, tmp_path: Path) -> N
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     result = call("doctor", run, "--quick", "--json", tmp_path / "found.json")
     assert result.exit_code == 1
-    said = " ".join(result.stdout.split())
-    assert "data: mask The mask is one token late" in said
-    assert "Fix: Build the data again" in said
-    assert "Begin with mask (data)" in said
+    printed = " ".join(result.stdout.split())
+    assert "data: mask The mask is one token late" in printed
+    assert "Fix: Build the data again" in printed
+    assert "Begin with mask (data)" in printed
     written = json.loads((tmp_path / "found.json").read_text())
     assert written["ok"] is False
     (wrong,) = [finding for finding in written["findings"] if finding["ok"] is False]

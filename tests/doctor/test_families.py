@@ -24,7 +24,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.train.trainer import train
 from headstart.tree.tree import TreeShape
-from headstart.tuning.acceptance import measure_ranks
+from headstart.tuning.acceptance import measure_drafts
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 
@@ -133,7 +133,7 @@ def learns_by_heart(name: str, target: Target, folder: Path) -> None:
     item = varied_text(target)
     for steps in STEPS:
         heads = learn(name, target, item, folder, steps)
-        right_OK = measure_ranks(target, heads, [item], max_rank=1) == 0
+        right_OK = measure_drafts(target, heads, [item], max_rank=1).ranks_OK == 0
         counts = accepted(target, heads, item)
         shares = [*right_OK.double().mean(0).tolist(), sum(counts) / (len(counts) * heads.draft_steps)]
         if min(shares) >= PERFECT:

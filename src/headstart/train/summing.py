@@ -70,8 +70,7 @@ class Teacher:
         row_X[positions_S] = torch.arange(len(positions_S), device=positions_S.device)
         final_SE = batch.states[FINAL].flatten(0, 1)[positions_S].to(self._weight_DE.dtype)
         if len(final_SE) * len(self._weight_DE) > _TABLE.get(final_SE.device.type, _TABLE_ELSEWHERE):
-            none_SD = final_SE.new_empty(0, len(self._weight_DE))
-            return LongTeacherLogits(none_SD, final_SE, row_X, self._logits)
+            return TeacherLogits(None, final_SE, row_X, self._logits)
         return TeacherLogits(self._logits(final_SE), final_SE, row_X)
 
     @torch.no_grad()
@@ -85,14 +84,16 @@ class TeacherLogits:
     """The target's logits over the draft vocabulary for one batch, and the states they come from.
 
     Attributes:
-        logits_SD: in the target's dtype.
+        logits_SD: in the target's dtype; None where the text is too long for a table of all.
         final_SE: the stored final states that gave them.
         row_X: int64, the row of the two that belongs to a flat position, -1 where no supervised token follows.
+        read: logits from final states, where there is no table.
     """
 
-    logits_SD: Tensor
+    logits_SD: Tensor | None
     final_SE: Tensor
     row_X: Tensor
+    read: Callable[[Tensor], Tensor] | None = None
 
     def rows(self, source_M: Tensor) -> Tensor:
         """Rows of the teacher logits for flat positions, all of which precede a supervised token."""
@@ -102,20 +103,9 @@ class TeacherLogits:
 
     def of(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
         """A table of logits, and where in it those of a block's rows are."""
-        return self.logits_SD, rows_B
-
-
-@dataclass
-class LongTeacherLogits(TeacherLogits):
-    """Those of a text too long for a table of all: `logits_SD` stays empty.
-
-    Attributes:
-        read: logits from final states.
-    """
-
-    read: Callable[[Tensor], Tensor]
-
-    def of(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
+        if self.logits_SD is not None:
+            return self.logits_SD, rows_B
+        assert self.read is not None, "logits come from a table or are read"
         read_U, at_B = torch.unique(rows_B, return_inverse=True)
         return self.read(self.final_SE[read_U]), at_B
 
@@ -150,7 +140,7 @@ def weighted(
     for members in _by_lm_head(steps):
         prediction = _joined([steps[step] for step in members])
         weight_M = torch.cat([weights[step] for step in members])
-        if isinstance(teacher_logits, LongTeacherLogits) and len(members) > 1:
+        if teacher_logits.logits_SD is None and len(members) > 1:
             # Steps that are compared with one distribution come together: it is computed once for all of them.
             prediction, weight_M = _rows_of(prediction, weight_M, prediction.source_M.argsort(stable=True))
         confidence_M = prediction.confidence_M

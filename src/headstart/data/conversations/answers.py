@@ -20,11 +20,7 @@ from headstart.target.model import Target
 
 
 class KeepsStates(Protocol):
-    """Takes hidden states that writing computes anyway (`headstart.data.states.shards.Capture`).
-
-    Attributes:
-        aux_layers: whose states to keep.
-    """
+    """Takes hidden states that writing computes anyway (`headstart.data.states.shards.Capture`)."""
 
     aux_layers: tuple[int, ...]
 
@@ -138,19 +134,11 @@ class _Running:
         self.states: dict[int, Tensor] = {}
 
     def ask(self, tokenizer: Any, longest: int, room: int) -> bool:
-        """Append the next user turn (with a system turn before it) and the generation prompt.
+        """Append the next user turn (with a system turn before it) and the generation prompt; whether there is one.
 
-        The conversation ends before a turn that is too long, before one that the template refuses, and before one at
-        which it rewrites earlier turns (dropped thinking, say): what the target read and wrote would no longer be what
-        the template shows.
-
-        Args:
-            tokenizer: with a chat template.
-            longest: most tokens of the turn.
-            room: most tokens of the conversation with it.
-
-        Returns:
-            Whether there is something to answer.
+        The conversation ends before a turn that is too long (of more than `longest` tokens, or `room` with what comes
+        before), before one that the template refuses, and before one at which it rewrites earlier turns (dropped
+        thinking, say): what the target read and wrote would no longer be what the template shows.
         """
         turn: list[Message] = []
         while self.remaining:
@@ -186,7 +174,6 @@ class _Running:
             self.remaining = []
 
     def conversation(self, sampling: dict[str, Any]) -> Conversation:
-        """What was written, and how."""
         how = {**sampling, "temperature": self.temperature}
         return Conversation(
             self.prompt.id, self.tokens, self.supervised, self.messages, category=self.prompt.category, sampling=how

@@ -15,13 +15,7 @@ _OPEN, _CLOSE = "⟦", "⟧"
 
 
 def show_conversation(conversation: Conversation, tokenizer: Any, console: Console) -> None:
-    """Print a conversation with its special tokens; what the heads learn from is coloured and stands in ⟦brackets⟧.
-
-    Args:
-        conversation: tokens and mask.
-        tokenizer: of the target that the conversation was written for.
-        console: where to print; without colours the brackets remain.
-    """
+    """Print a conversation with its special tokens; what the heads learn from is coloured and stands in ⟦brackets⟧."""
     title = Text(conversation.id, style="bold")
     if conversation.category:
         title.append(f"  {conversation.category}", style="cyan")
@@ -36,7 +30,6 @@ def show_conversation(conversation: Conversation, tokenizer: Any, console: Conso
 
 
 def conversation_text(conversation: Conversation, tokenizer: Any) -> Text:
-    """The decoded tokens, supervised runs styled and bracketed."""
     text = Text()
     pairs = zip(conversation.tokens, conversation.supervised, strict=True)
     for flag, run in groupby(pairs, key=lambda pair: pair[1]):

@@ -61,7 +61,6 @@ class PartWriter:
         }
 
     def write(self, what: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
-        """Write the part of a job; `check` is called now and then."""
         split, number = str(what["split"]), int(what["number"])
         seed = (self.settings.seed * 1_000_003 + number) * len(SPLITS) + list(SPLITS).index(split)
         left_out = LeftOut()

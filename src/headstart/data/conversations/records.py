@@ -19,11 +19,8 @@ class Conversation:
 
     Attributes:
         id: unique within its file.
-        tokens: the rendered conversation.
         supervised: for each token, whether the assistant wrote it; its end-of-turn token counts, the template's text
             after that does not.
-        messages: the turns as text.
-        category: kind of request, for reports; may be empty.
         sampling: how the answers were drawn (temperature, seed, ...); empty when they were given.
     """
 
@@ -64,11 +61,7 @@ class Conversation:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Conversation:
-        """Back from `to_json`.
-
-        Raises:
-            ValueError: a field is missing or of another type.
-        """
+        """Back from `to_json`; a ValueError says which field is missing or of another type."""
         try:
             tokens = [int(token) for token in row["tokens"]]
             supervised = [False] * len(tokens)
@@ -95,11 +88,7 @@ class Conversation:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read what `write_conversations` wrote.
-
-    Raises:
-        UserError: missing file, or a line that is not a conversation; the message names file and line.
-    """
+    """Read what `write_conversations` wrote; a UserError names the line that is not a conversation."""
     conversations: list[Conversation] = []
     for number, row in read_jsonl(path):
         try:

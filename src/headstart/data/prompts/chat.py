@@ -30,11 +30,8 @@ class Unfit(UserError):
 def prompt_tokens(messages: Sequence[Message], tokenizer: Any) -> list[int]:
     """What the target reads before it answers: the rendered messages and the generation prompt.
 
-    A target without a chat template reads the text of a single user message as it is, and goes on with it.
-
-    Raises:
-        UserError: no tokenizer, or several messages for a target without a chat template.
-        Unfit: the template refuses these messages.
+    A target without a chat template reads the text of a single user message as it is, and goes on with it. Raises as
+    `render`.
     """
     if tokenizer is not None and not has_template(tokenizer) and [message["role"] for message in messages] == ["user"]:
         return list(tokenizer.encode(messages[0]["content"]))
@@ -71,7 +68,6 @@ def added_tokens(before: str, after: str, last_token: int, tokenizer: Any) -> li
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether a target can chat; without a chat template it can only go on with a text."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
@@ -96,7 +92,6 @@ def with_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> Any:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Refuse a target without a tokenizer or chat template."""
     if tokenizer is None or not has_template(tokenizer):
         raise UserError(
             "The target's tokenizer has no chat template, so there is no telling what the assistant wrote.",
@@ -117,7 +112,7 @@ def check_prompts(tokenizer: Any, prompts: object) -> None:
 
 
 def check_offsets(tokenizer: Any) -> None:
-    """Refuse a (slow) tokenizer that does not tell where its tokens lie in a text."""
+    """Refuse a slow tokenizer, which does not tell where its tokens lie in a text."""
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"{type(tokenizer).__name__} does not tell which characters a token covers.",

@@ -43,9 +43,8 @@ class Excluded:
         """Why a prompt, what the user says turn by turn, is left out; None for one that gives nothing away.
 
         It is left out when its first turn equals a question's (see `normalise`), or when any turn has `OVERLAP_WORDS`
-        words in a row that stand in any turn of a question; punctuation and case do not matter. In scripts without
-        blanks each character counts as a word. A question that is shorter than that and stands inside a longer prompt
-        is not found.
+        words in a row that stand in any turn of a question; punctuation and case do not matter. A shorter question that
+        stands inside a longer prompt is not found.
         """
         if turns and normalise(turns[0]) in self._asked:
             return SAME

@@ -27,32 +27,23 @@ T = TypeVar("T")
 
 
 class LeftOut:
-    """Records that cannot be used, counted by reason.
-
-    Attributes:
-        counts: by reason, worded for `notice`, such as "repeated".
-        examples: the first record of each reason, and what is wrong with it.
-    """
+    """Records that cannot be used, counted by reason; `examples` has the first of each, and what is wrong with it."""
 
     def __init__(self, counts: Mapping[str, int] | None = None, examples: Mapping[str, str] | None = None) -> None:
         self.counts = dict(counts or {})
         self.examples = dict(examples or {})
 
     def add(self, reason: str, example: str = "", count: int = 1) -> None:
-        """Count records that are left out for a reason."""
         self.counts[reason] = self.counts.get(reason, 0) + count
         self.examples.setdefault(reason, example)
 
     def add_all(self, other: LeftOut) -> None:
-        """Count what another has counted as well."""
         for reason, count in other.counts.items():
             self.add(reason, other.examples[reason], count)
 
     @property
     def notice(self) -> str:
         """One sentence, the most frequent reason first; empty when nothing was left out.
-
-        Of records of a shape that is not understood, which somebody may want to correct, the first is named.
 
         >>> left_out = LeftOut()
         >>> for reason in ("repeated", "over 384 tokens", "repeated"):
@@ -69,12 +60,8 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts in the order in which they were drawn.
-
-    Attributes:
-        left_out: the other records that were read on the way.
-        used_up: sources among several that had no more; the others gave their share.
-    """
+    """Prompts in the order in which they were drawn, the other records that were read on the way, and the sources among
+    several that had no more."""
 
     prompts: list[Prompt]
     left_out: LeftOut
@@ -86,8 +73,8 @@ class Limits:
     """Which records are left out or cut.
 
     Attributes:
-        max_tokens: of a prompt's first turn, rendered by the chat template; longer prompts are left out.
-        prefix_tokens: tokens of a plain text that are the prompt; at most `max_tokens`.
+        max_tokens: of a prompt's first turn, rendered by the chat template.
+        prefix_tokens: of a plain text that are the prompt; at most `max_tokens`.
         exclude: question files; prompts that give one of their questions away are left out.
     """
 
@@ -122,16 +109,15 @@ def load_prompts(
     Args:
         sources: .jsonl files, .json files with a list, or names (or folders) that `datasets.load_dataset` knows;
             "name:config" chooses a configuration.
-        tokenizer: needed with `max_tokens`. Without a chat template only rows of plain text are taken, with one all
-            others.
+        tokenizer: needed with `limits.max_tokens`. Without a chat template only rows of plain text are taken, with one
+            all others.
         limits: which records are left out or cut.
         limit: stop after so many prompts.
         seed: of the order; None takes the records as they stand.
         whole: a dataset of the hub may be downloaded as a whole; when false only what is read is.
 
     Raises:
-        UserError: missing file, malformed line (file and line are named), unknown dataset, split or revision, or no
-            prompt left in one of the sources.
+        UserError: a source that cannot be read, or that has no prompt.
     """
     rule = _Rule(tokenizer, limits or Limits())
     readings = [_Reading(source, seed, whole, rule) for source in sources]
@@ -174,7 +160,7 @@ def in_turns(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterat
 
 
 class _Rule:
-    """Which records make a prompt; one for all sources, so that none is repeated."""
+    """Which records make a prompt: one rule for all sources, so that none is repeated."""
 
     def __init__(self, tokenizer: Any, limits: Limits) -> None:
         if limits.max_tokens is not None and tokenizer is None:
@@ -198,19 +184,15 @@ class _Rule:
         key = _key(prompt)
         if key in self._seen:
             raise Unusable("repeated")
-        self._check_length(prompt)
+        if self._max_tokens is not None:
+            try:
+                length = len(prompt_tokens(prompt.opening, self._tokenizer))
+            except Unfit as refusal:
+                raise Unusable(refusal.reason) from None
+            if length > self._max_tokens:
+                raise Unusable(f"over {self._max_tokens} tokens")
         self._seen.add(key)
         return prompt
-
-    def _check_length(self, prompt: Prompt) -> None:
-        if self._max_tokens is None:
-            return
-        try:
-            tokens = prompt_tokens(prompt.opening, self._tokenizer)
-        except Unfit as refusal:
-            raise Unusable(refusal.reason) from None
-        if len(tokens) > self._max_tokens:
-            raise Unusable(f"over {self._max_tokens} tokens")
 
 
 class _Reading:
@@ -257,11 +239,8 @@ def _none_left(where: str, read: int, left_out: LeftOut) -> UserError:
     problem = f"No usable prompt in {where}: {read} read, {', '.join(reasons)}."
     accepted = "Accepted records: " + "; ".join(SHAPES) + "."
     if CHAT in counts:
-        return UserError(
-            f"{problem} The target's tokenizer has no chat template.",
-            'Give rows of plain text ({"text": ..}), choose an instruction-tuned target, or set '
-            "tokenizer.chat_template and save it with the model.",
-        )
+        remedy = 'Give rows of plain text ({"text": ..}), or choose an instruction-tuned target.'
+        return UserError(f"{problem} The target's tokenizer has no chat template.", remedy)
     if PLAIN in counts:
         remedy = "Give requests or conversations, or a target without a chat template (a base model)."
         return UserError(problem, f"{remedy} {accepted}")

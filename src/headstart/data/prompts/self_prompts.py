@@ -30,11 +30,7 @@ class SelfPrompt:
 
 
 def user_prefix(tokenizer: Any) -> str:
-    """What the chat template writes before the user's first words.
-
-    Raises:
-        UserError: the target has no chat template.
-    """
+    """What the chat template writes before the user's first words."""
     check_prompts(tokenizer, "self")
     text = str(tokenizer.apply_chat_template([{"role": "user", "content": _SENTINEL}], tokenize=False))
     return text[: text.index(_SENTINEL)]
@@ -48,15 +44,10 @@ def write_prompts(
     writer: Writer | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> list[SelfPrompt]:
-    """Let the target write `count` requests, one batch; those of poor quality are left out.
+    """Let the target write `count` requests, one batch, the same for the same seed; those of poor quality are left out.
 
-    Args:
-        target: the model, with its tokenizer.
-        count: rows of the batch.
-        breadth: "broad" draws seed prompts over what people ask, "none" starts from nothing.
-        seed: of seed prompts and draws; the same seed gives the same requests.
-        writer: the target in this process by default.
-        check: called now and then; what it raises ends the work.
+    `breadth` "broad" draws seed prompts over what people ask, "none" starts from nothing. `check` is called now and
+    then; what it raises ends the work.
     """
     rng = random.Random(seed)
     by_category: dict[str, list[str]] = {}

@@ -46,7 +46,6 @@ class Prompt:
     Attributes:
         messages: the turns as given, from the system message or the first user message on. Where no answers were
             given, two user messages follow one another.
-        category: kind of request, for reports; may be empty.
         id: the record's own, or its file and line.
         plain: the one message is a text to go on with, not a request.
         calls_tools: an answer that was given calls tools, which the messages do not show.
@@ -66,7 +65,6 @@ class Prompt:
 
     @property
     def turns(self) -> list[str]:
-        """What the user says, turn by turn."""
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
 
@@ -109,7 +107,6 @@ def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
 
 
 def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
-    """The messages in the column that tells a record's shape."""
     value = row[column]
     if column in ("messages", "conversations", "conversation") or (column == "prompt" and isinstance(value, list)):
         return _turns(value, column)
@@ -157,7 +154,6 @@ def _calls_tools(turns: Any) -> bool:
 
 
 def _text(value: Any) -> str:
-    """A text, or the texts of a list of parts put together."""
     if isinstance(value, list):
         return "".join(_part(part) for part in value)
     if value is None:
