@@ -244,18 +244,14 @@ def _nearest_key(name: str, section: type[BaseModel]) -> str:
 
 def _not_of_this_family(name: str, section: type[BaseModel]) -> UserError:
     """What to say of a setting that a family of heads does not have: another family may."""
-    settings = {family: {key for key, _, _ in section_fields(config)} for family, config in head_settings().items()}
+    families = {family: {key for key, _, _ in section_fields(config)} for family, config in head_settings().items()}
     family = _family_of(section) or ""
-
-    def owners(setting: str) -> str:
-        return " and ".join(other for other in sorted(settings) if setting in settings[other])
-
-    if owners(name):
-        remedy = f"It is a setting of {owners(name)}; of {family}: {', '.join(sorted(settings[family]))}."
-    elif close(name, settings[family]) is None and (meant := close(name, set().union(*settings.values()))):
-        remedy = f"Did you mean {meant!r}? It is a setting of {owners(meant)}."
+    elsewhere = close(name, set().union(*families.values()))
+    if close(name, families[family]) or not elsewhere:
+        remedy = nearest(name, families[family])
     else:
-        remedy = nearest(name, settings[family])
+        owners = " and ".join(sorted(other for other in families if elsewhere in families[other]))
+        remedy = f"{elsewhere!r} is a setting of {owners}; of {family}: {', '.join(sorted(families[family]))}."
     return UserError(f"{family} heads have no setting {name!r}.", remedy)
 
 

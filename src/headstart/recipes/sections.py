@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from headstart.errors import UserError, nearest
+from headstart.errors import UserError
 
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
 """What a recipe can ask for: `exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in
@@ -372,24 +372,17 @@ class ExportSection(Section):
 
 
 def _source(value: Any, number: int) -> PromptSource:
-    """One of the sources of a list.
-
-    Raises:
-        UserError: it is none; its number is named.
-    """
-    if isinstance(value, PromptSource):
-        return value
+    """One of the sources of a list, checked; a UserError names its number."""
     try:
         source = PromptSource.model_validate({"source": value} if isinstance(value, str) else value)
     except ValidationError as error:
-        first = max(error.errors(), key=lambda mistake: mistake["type"] == "extra_forbidden")
-        name = str(first["loc"][-1]) if first["loc"] else ""
-        if first["type"] == "extra_forbidden":
-            meant = nearest("source" if name in ("path", "file", "name") else name, PromptSource.model_fields)
-            raise UserError(f"Source {number} of data.prompts has an unknown key {name!r}.", meant) from None
-        reason = f"{name}: {first['msg'][0].lower()}{first['msg'][1:]}".removeprefix(": ")
+        mistake = max(error.errors(), key=lambda mistake: mistake["type"] == "extra_forbidden")
+        name = str(mistake["loc"][-1]) if mistake["loc"] else ""
+        if mistake["type"] == "extra_forbidden":
+            remedy = f"A source has {', '.join(PromptSource.model_fields)}."
+            raise UserError(f"Source {number} of data.prompts has an unknown key {name!r}.", remedy) from None
         raise UserError(
-            f"Source {number} of data.prompts is {value!r}: {reason}.",
+            f"Source {number} of data.prompts is {value!r}: {name} {mistake['msg'].lower()}.",
             "Write {source: FILE.jsonl, weight: 2}; the weight is above 0.",
         ) from None
     if source.source == "self":

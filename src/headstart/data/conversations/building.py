@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -21,7 +22,7 @@ from headstart.data.conversations.answers import KeepsStates
 from headstart.data.conversations.jobs import JOBS, Board, share
 from headstart.data.conversations.part_writer import SPLITS, PartWriter
 from headstart.data.conversations.parts import CLOCKS, Part, TimeBudget
-from headstart.data.conversations.planning import GivenPrompts, PartPlan, Wanted, answered_until
+from headstart.data.conversations.planning import GivenPrompts, PartPlan, answered_until
 from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.data.conversations.workers import Workers
 from headstart.data.prompts.overlap import normalise
@@ -151,22 +152,26 @@ class _Writing:
                 break
             yield part, False
         else:
-            yield from ((part, True) for part in self._new(Wanted(split, count, missing, clock)))
+            plan = PartPlan(self.prompts, self._parts, split=split, count=count, missing=missing, clock=clock)
+            yield from ((part, True) for part in self._new(plan, count))
         clock.stop()
         self.time_is_up = self.time_is_up or clock.ended
 
-    def _new(self, wanted: Wanted) -> Iterator[Part]:
+    def _new(self, plan: PartPlan, count: int) -> Iterator[Part]:
         """Further parts; while one is waited for, the next ones are being written, here and by those who help."""
         writer = self._writer
-        plan = PartPlan(writer, self.prompts, wanted, self._parts)
-        jobs = -(-wanted.count // writer.settings.batch_size) if writer.shareable else 1
+        jobs = -(-count // writer.settings.batch_size) if writer.shareable else 1
         with Workers(writer.target.device, jobs) as workers:
-            for job, written in share(plan, lambda what: writer.write(what, workers.check), workers, self._board):
+
+            def write(what: dict[str, Any]) -> dict[str, Any]:
+                return writer.write(what, workers.check)
+
+            for job, written in share(plan.next, write, workers, self._board, still=plan.still):
                 self.prompts.answering.add_all(LeftOut(written["left_out"], written["examples"]))
                 part = Part.of(job.what, written, plan.lap())
                 part.write(self._folder)
-                is_wanted = wanted.missing() > 0
+                is_wanted = plan.missing() > 0
                 self._add(part)
-                wanted.clock.note(part.seconds)
+                plan.clock.note(part.seconds)
                 if is_wanted:  # else it was begun before it was known that there is enough: it stays for later
                     yield part

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from headstart.data.prompts.chat import check_prompts
@@ -19,14 +18,6 @@ from headstart.target.model import Target
 
 _SENTINEL = "\u2603headstart\u2603"
 _MAX_PROMPT_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class SelfPrompt:
-    """A request that the target wrote, and the kind of its seed prompt."""
-
-    text: str
-    category: str
 
 
 def user_prefix(tokenizer: Any) -> str:
@@ -43,8 +34,10 @@ def write_prompts(
     seed: int,
     writer: Writer | None = None,
     check: Callable[[], None] = lambda: None,
-) -> list[SelfPrompt]:
+) -> list[tuple[str, str]]:
     """Let the target write `count` requests, one batch, the same for the same seed; those of poor quality are left out.
+
+    Each comes with the category of its seed prompt.
 
     `breadth` "broad" draws seed prompts over what people ask, "none" starts from nothing. `check` is called now and
     then; what it raises ends the work.
@@ -69,7 +62,7 @@ def write_prompts(
             continue  # cut off in the middle
         text = seed_prompt + _added_text(target.tokenizer, row, tokens[:-1])
         if acceptable(text, target.tokenizer.all_special_tokens):
-            prompts.append(SelfPrompt(text.strip(), category))
+            prompts.append((text.strip(), category))
     return prompts
 
 

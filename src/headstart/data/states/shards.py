@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.data.conversations.jobs import JOBS, Board, InOrder, Job, owner_of, share
+from headstart.data.conversations.jobs import JOBS, Board, Job, owner_of, share
 from headstart.data.conversations.records import Conversation
 from headstart.data.conversations.workers import Workers
 from headstart.data.states.checksums import KEY, checksums
@@ -206,7 +206,8 @@ def _computed(target: Target, shards: Path, jobs: Iterable[Job], board: Board) -
         def compute(what: dict[str, Any]) -> dict[str, Any]:
             return compute_shard(target, what, shards, workers.check)
 
-        for job, result in share(InOrder(jobs), compute, workers, board):
+        waiting = iter(jobs)
+        for job, result in share(lambda *_: next(waiting, None), compute, workers, board):
             yield job, shards / result["file"]
 
 
@@ -254,13 +255,10 @@ class ShardIndex:
         try:
             with safe_open(file, framework="pt") as handle:  # refuses a file of another length than its header's
                 metadata = handle.metadata() or {}
-        except (SafetensorError, OSError):
+            keys, lengths, layers = (json.loads(metadata[name]) for name in ("keys", "lengths", "taps"))
+        except (SafetensorError, OSError, ValueError, KeyError):
             return
         if metadata.get("owner") != self.owner:
-            return
-        try:
-            keys, lengths, layers = (json.loads(metadata[name]) for name in ("keys", "lengths", "taps"))
-        except (ValueError, KeyError):
             return
         start = 0
         for key, length in zip(keys, lengths, strict=True):

@@ -47,20 +47,16 @@ def engine_layers(aux_layers: Iterable[int], target: Target) -> list[int]:
 
 def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder: Path) -> str:
     """What starts a vLLM that loads this model, the target, and writes its states at these layers into a folder."""
-    options = ["--dtype", _name(target.dtype), "--no-enable-prefix-caching"]
-    return shlex.join(["vllm", "serve", model, *options, *serve_arguments(target, aux_layers, folder)])
-
-
-def serve_arguments(target: Target, aux_layers: Iterable[int], folder: Path, **connector: str) -> list[str]:
-    """The arguments of vLLM that ask for these states; keys of its connector's config may be others."""
     layers = {"eagle_aux_hidden_state_layer_ids": engine_layers(aux_layers, target)}
     method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    config = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer", **connector}
+    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
     extra = {"shared_storage_path": str(folder)}
-    return [
+    words = [
+        *("vllm", "serve", model, "--dtype", _name(target.dtype), "--no-enable-prefix-caching"),
         *("--speculative-config", json.dumps({**method, "draft_model_config": {"hf_config": layers}})),
-        *("--kv-transfer-config", json.dumps({**config, "kv_connector_extra_config": extra})),
+        *("--kv-transfer-config", json.dumps({**connector, "kv_connector_extra_config": extra})),
     ]
+    return shlex.join(words)
 
 
 class Import:
