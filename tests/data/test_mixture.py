@@ -187,7 +187,6 @@ def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPa
         ("data.prompts=[{source: b, weight: 0}]", "Source 1 .* weight input should be greater than 0"),
         ("data.prompts=[{weight: 1}]", "Source 1 .* source field required"),
         ("data.prompts=[self, b.jsonl]", "Source 1 of data.prompts is 'self'"),
-        ("data.chat_template_kwargs={tokenize: true}", "'tokenize', which is no variable of chat templates"),
     ],
 )
 def test_mistakes_in_the_recipe_are_answered(override: str, said: str) -> None:

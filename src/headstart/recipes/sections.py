@@ -16,10 +16,7 @@ from pydantic.fields import FieldInfo
 from headstart.errors import UserError
 
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
-"""What a recipe can ask for: `exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in
-`headstart.train.batches`."""
-
-
+"""`exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
 _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 
 FREE_TO_CHANGE = {
@@ -29,14 +26,6 @@ FREE_TO_CHANGE = {
 }
 """Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
 costs memory or time alone."""
-
-
-_NOT_OF_TEMPLATES = {
-    *("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"),
-    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    "tokenizer_kwargs",
-}
-"""What `apply_chat_template` takes that is not handed on to the template, or is not a recipe's to say."""
 
 
 class Section(BaseModel):
@@ -56,10 +45,7 @@ class Section(BaseModel):
 @dataclass(frozen=True)
 class FromTarget:
     """Marks a setting of heads that is the target's own where a recipe leaves it out: `Annotated[int, FromTarget()]`.
-
-    Attributes:
-        settable: whether a recipe may say otherwise.
-    """
+    If it is `settable`, a recipe may say otherwise."""
 
     settable: bool = True
 
@@ -80,12 +66,7 @@ class HeadSettings(Section):
     )
 
     def check(self) -> None:
-        """Refuse settings that do not go together; what is still to be filled in from the target is passed over.
-
-        Raises:
-            UserError: when they do not.
-        """
-        return None
+        """Refuse settings that do not go together; what is still to be filled in from the target is passed over."""
 
     def to_recipe(self) -> dict[str, Any]:
         """The settings as a recipe says them: every one with its value, but for what the target is to fill in."""
@@ -222,17 +203,6 @@ class DataSection(Section):
     @classmethod
     def _one_file(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in value:
-            if name in _NOT_OF_TEMPLATES:
-                raise UserError(
-                    f"data.chat_template_kwargs has {name!r}, which is no variable of chat templates.",
-                    "Remove it: it is set where conversations are rendered.",
-                )
-        return value
 
     @model_validator(mode="after")
     def _one_revision_each(self) -> DataSection:

@@ -43,16 +43,10 @@ class EngineAnswer:
 
 
 class Server:
-    """A running engine; a context manager that stops it.
+    """A running engine; a context manager that stops it. What it prints goes to `log`.
 
-    Args:
-        engine: which.
-        target: as the engine takes it: a folder, a Hub id or a GGUF file.
-        drafting: arguments that add heads; none for plain decoding.
-        log: takes what the engine prints.
-        command: in place of the engine's own.
-        options: further arguments, as one would type them.
-        start_seconds: after which an engine that does not answer has failed.
+    `drafting` are arguments that add heads, none for plain decoding; `options` are further ones, as one types them,
+    and `command` replaces the engine's own.
 
     Raises:
         UserError: the command is not there, it ended, or it did not answer in time; with the end of its log.
@@ -101,17 +95,8 @@ class Server:
             for sent, handler in self._handlers.items():
                 signal.signal(sent, handler)
 
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return self._endpoint.url
-
     def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
-        """The engine's greedy answer to token ids, which ends as the target ends it.
-
-        Raises:
-            UserError: it refused, or went away.
-        """
+        """The engine's greedy answer to token ids, which ends as the target ends it."""
         path, body = self.engine.dialect.request(Ask(prompt, max_new_tokens), self.engine.model)
         started = perf_counter()
         try:

@@ -57,10 +57,7 @@ def build_conversations(
     Held-out and validation conversations come first, so that a time budget cuts the training ones only.
 
     Args:
-        target: the model, with its tokenizer.
-        settings: the recipe's data section.
         folder: where `train.jsonl`, `calibration.jsonl` and `heldout.jsonl` go.
-        console: shows a progress bar with the time left; None is silent.
         shared: folder of the parts, and of the jobs that other processes may take; runs with the same `identity` may
             share it. By default the parts lie in `folder` and all are written here.
         max_tokens: training conversations are written until they and those for validation have so many tokens.
@@ -112,12 +109,7 @@ def _notices(writing: _Writing, settings: DataSection, count: int) -> Iterator[s
 
 
 class _Writing:
-    """The parts of a folder: those that are there, and further ones as they are asked for.
-
-    Attributes:
-        prompts: those given.
-        time_is_up: whether a budget of time is what ended the writing.
-    """
+    """The parts of a folder: those that are there, and further ones as they are asked for."""
 
     def __init__(self, writer: PartWriter, folder: Path, board: Board) -> None:
         settings = writer.settings

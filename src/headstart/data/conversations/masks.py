@@ -25,12 +25,8 @@ def encode(
 ) -> tuple[list[int], list[bool]]:
     """Tokens of a rendered conversation, and for each of them whether the assistant wrote it.
 
-    Args:
-        messages: the turns, at least one of them the assistant's.
-        tokenizer: a fast tokenizer with a chat template.
-        strict: refuse a conversation in which the template rewrites an answer (reasoning that is dropped once another
-            turn follows, for example). When false such answers are left unsupervised and the others are kept.
-        max_tokens: keep only so many tokens from the beginning.
+    An answer that the template rewrites (it drops reasoning once another turn follows, for example) is refused where
+    `strict`, else left unsupervised. At most `max_tokens` tokens are kept, from the beginning.
 
     Raises:
         UserError: no chat template, or a tokenizer that does not tell where its tokens lie in a text.

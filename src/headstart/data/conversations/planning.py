@@ -15,9 +15,7 @@ from headstart.data.prompts.shapes import Prompt
 class GivenPrompts:
     """The prompts that a recipe names, in one order, read as far as they are needed; none for self-prompts.
 
-    Attributes:
-        answering: counts prompts that could not be used once they were answered.
-        used_up: sources among several that have no more.
+    `answering` counts those that could not be used once they were answered.
     """
 
     def __init__(self, writer: PartWriter, limit: int) -> None:

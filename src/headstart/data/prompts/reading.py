@@ -43,14 +43,7 @@ class LeftOut:
 
     @property
     def notice(self) -> str:
-        """One sentence, the most frequent reason first; empty when nothing was left out.
-
-        >>> left_out = LeftOut()
-        >>> for reason in ("repeated", "over 384 tokens", "repeated"):
-        ...     left_out.add(reason)
-        >>> left_out.notice
-        'Left out: 2 repeated, 1 over 384 tokens.'
-        """
+        """One sentence, the most frequent reason first; empty when nothing was left out."""
         phrases = []
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             first = f" (the first: {self.examples[reason]})" if reason == MISSHAPEN else ""
@@ -79,9 +72,7 @@ def load_prompts(
 
     Without a tokenizer no prompt is too long. With a chat template rows of plain text are left out, without one all
     others. `whole`: a dataset of the hub may be downloaded as a whole; otherwise only what is read is.
-
-    Raises:
-        UserError: a source that cannot be read, or that has no prompt.
+    A UserError names a source that cannot be read, or that has no prompt.
     """
     sources = data.sources
     rule = _Rule(tokenizer, data)

@@ -73,13 +73,7 @@ def _added_text(tokenizer: Any, before: list[int], tokens: list[int]) -> str:
 
 
 def acceptable(text: str, special_tokens: list[str]) -> bool:
-    """Whether a self-written request is worth answering: a few words, readable, not a loop.
-
-    >>> acceptable("Write a poem about the sea", [])
-    True
-    >>> acceptable("the the the the the the the the the the the the the the the the the the the the", [])
-    False
-    """
+    """Whether a self-written request is worth answering: a few words, readable, not a loop."""
     words = text.split()
     if not 3 <= len(words) <= 300 or any(token in text for token in special_tokens):
         return False

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headstart.data.conversations.records import Conversation
-from headstart.data.states.shards import check_conversations
 from headstart.data.states.store import Sample, States
 from headstart.target.model import Target
 
@@ -26,9 +25,6 @@ class OnlineStates(States):
 
     They are what `build_store` keeps but for the order of sums: there the rows of a forward are as long as each other,
     here those of a training batch.
-
-    Raises:
-        UserError: nothing to learn from, or a conversation that the target cannot read.
     """
 
     stored = False
@@ -36,7 +32,6 @@ class OnlineStates(States):
     def __init__(
         self, folder: Path, conversations: Sequence[Conversation], target: Target, aux_layers: Sequence[int]
     ) -> None:
-        check_conversations(conversations, target)
         self.folder, self._conversations, self._target = folder, conversations, target
         self.aux_layers = tuple(dict.fromkeys(aux_layers))
         self.hidden_size = target.hidden_size

@@ -118,10 +118,8 @@ class States(ABC):
 class StateStore(States):
     """A finished store; samples are numbered like the conversations it was built from.
 
-    Shards are kept in memory when the whole store has at most `cache_bytes`, and read from disk otherwise.
-
-    Raises:
-        UserError: not a store, unfinished, or a shard is missing or cut short.
+    Shards are kept in memory when the whole store has at most `cache_bytes`, and read from disk otherwise. A
+    UserError says that the folder holds no finished store, or that a shard is missing, cut short or damaged.
     """
 
     stored = True
@@ -175,11 +173,7 @@ class StateStore(States):
         )
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
-        """Those of a batch.
-
-        Raises:
-            UserError: a shard is damaged; it is put aside then.
-        """
+        """Those of a batch; a damaged shard is put aside."""
         samples = []
         for index in indices:
             if not 0 <= index < len(self):
