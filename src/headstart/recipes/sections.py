@@ -37,9 +37,8 @@ class Section(BaseModel):
 
     def unset(self) -> set[str]:
         """Those of `noted_if_set` that are at their defaults."""
-        fields = type(self).model_fields
-        defaults = {name: fields[name].get_default(call_default_factory=True) for name in self.noted_if_set}
-        return {name for name, default in defaults.items() if getattr(self, name) == default}
+        untouched = type(self)()
+        return {name for name in self.noted_if_set if getattr(self, name) == getattr(untouched, name)}
 
 
 @dataclass(frozen=True)

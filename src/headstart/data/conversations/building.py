@@ -89,23 +89,21 @@ def build_conversations(
             "Give more prompts or minutes, lower data.heldout and data.validation, or raise data.max_prompt_tokens.",
         )
     if console is not None:
-        for notice in filter(None, _notices(writing, settings, len(kept["train"]))):
+        notices, count = [writing.prompts.left_out.notice], len(kept["train"])
+        if 0 < len(writing.prompts.used_up) < len(settings.sources):
+            used_up = ", ".join(writing.prompts.used_up)
+            notices.append(f"No more prompts in {used_up}: the other sources stand in for the rest.")
+        if writing.time_is_up and count < settings.conversations:
+            notices.append(
+                f"{count} of the {settings.conversations} conversations asked for: data.minutes={settings.minutes:g} "
+                "is spent. Raise it for more."
+            )
+        for notice in filter(None, notices):
             console.print(f"    {notice}", highlight=False, markup=False, soft_wrap=True)
     board.clear()
     for split, conversations in kept.items():
         write_conversations(folder / f"{split}.jsonl", conversations)
     return Splits(kept["train"], kept["calibration"], kept["heldout"])
-
-
-def _notices(writing: _Writing, settings: DataSection, count: int) -> Iterator[str]:
-    yield writing.prompts.left_out.notice
-    if 0 < len(writing.prompts.used_up) < len(settings.sources):
-        yield f"No more prompts in {', '.join(writing.prompts.used_up)}: the other sources stand in for the rest."
-    if writing.time_is_up and count < settings.conversations:
-        yield (
-            f"{count} of the {settings.conversations} conversations asked for: data.minutes={settings.minutes:g} is "
-            "spent. Raise it for more."
-        )
 
 
 class _Writing:
