@@ -71,7 +71,7 @@ def test_short_texts_are_prompts_as_they_are_and_alike_beginnings_repeat(base: T
     alike = "The same beginning of both, long enough: "
     rows = [{"text": "the user"}, {"text": alike + "one"}, {"text": alike + "two"}, {"text": "é" * 40}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = load(str(path), "train", base.tokenizer, max_tokens=40, prefix_tokens=9)
+    found = load(str(path), "train", base.tokenizer, max_prompt_tokens=40, prefix_tokens=9)
     first, second, third = (prompt.turns[0] for prompt in found.prompts)
     assert first == "the user" and alike.startswith(second) and third == "é" * 5, "no character is cut"
     assert found.left_out.counts == {"repeated": 1}
@@ -80,12 +80,12 @@ def test_short_texts_are_prompts_as_they_are_and_alike_beginnings_repeat(base: T
 def test_chats_are_left_out_and_counted_and_alone_refused(base: Target, tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n{"text": "the user is"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
-    found = load(str(path), "train", base.tokenizer, max_tokens=40)
+    found = load(str(path), "train", base.tokenizer, max_prompt_tokens=40)
     assert [prompt.turns for prompt in found.prompts] == [["the user is"]]
     assert found.left_out.notice == f"Left out: 2 {CHAT}."
     path.write_text('{"prompt": "a"}\n' * 1001)
     with pytest.raises(UserError, match=r"1000 read.*no chat template.*rows of plain text .{\"text\""):
-        load(str(path), "train", base.tokenizer, max_tokens=40)
+        load(str(path), "train", base.tokenizer, max_prompt_tokens=40)
 
 
 def test_the_length_of_beginnings_is_part_of_its_identity_alone(base: Target, tiny_target: Target) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart.data.prompts.reading import Limits, Prompts, load_prompts
-from headstart.recipes.sections import PromptSource
+from headstart.data.prompts.reading import Prompts, load_prompts
+from headstart.recipes.sections import DataSection
 
 
 def load(source: str, split: str = "train", tokenizer: Any = None, **how: Any) -> Prompts:
-    """The prompts of a source; `how` are fields of `Limits`, a revision, and what `load_prompts` takes."""
-    limits = Limits(**{name: how.pop(name) for name in ("max_tokens", "prefix_tokens", "exclude") if name in how})
-    given = PromptSource(source=source, split=split, revision=how.pop("revision", None))
-    return load_prompts((given,), tokenizer, limits, **how)
+    """The prompts of a source; `how` are settings of the data, and what `load_prompts` takes."""
+    names = ("max_prompt_tokens", "prefix_tokens", "exclude", "revision")
+    settings = {name: how.pop(name) for name in names if name in how}
+    data = DataSection(prompts=source, split=split).model_copy(update=settings)
+    return load_prompts(data, tokenizer, **how)

@@ -178,7 +178,7 @@ class TestRefusals:
     def test_reasoning_dropped_from_earlier_turns(self) -> None:
         messages = turns("a", "<think>hm</think>b", "c", "d")
         tokenizer = tiny_tokenizer(DROPS_THINKING)
-        with pytest.raises(UserError, match=r"message 2 of 4 once another turn follows.*single-turn"):
+        with pytest.raises(UserError, match=r"message 2 of 4: .*once another turn follows"):
             encode(messages, tokenizer)
         tokens, supervised = encode(messages, tokenizer, strict=False)
         assert supervised_text(tokenizer, tokens, supervised) == ["d<|im_end|>"]

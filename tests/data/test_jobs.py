@@ -54,7 +54,7 @@ class Numbers:
 
 def squares(plan: Numbers, board: Board, do: Callable[[dict[str, Any]], dict[str, Any]]) -> list[int]:
     with Workers(CPU, 1) as workers:
-        return [result["square"] for _, result in share(plan, do, workers, board)]
+        return [result["square"] for _, result in share(plan.next, do, workers, board, still=plan.still)]
 
 
 def square(what: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ import pytest
 from headstart.data.conversations import part_writer
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import identity
-from headstart.data.prompts import self_prompts
 from headstart.data.prompts.overlap import OVERLAP_WORDS, OVERLAPPING, SAME, Excluded
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection
@@ -76,7 +75,7 @@ def test_they_are_left_out_of_self_prompts(
 ) -> None:
     def write_prompts(_target: Any, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         asked = ["What is 2 + 2?", *(f"Question {seed} {i}" for i in range(1, count))]
-        return [self_prompts.SelfPrompt(text, "why") for text in asked]
+        return [(text, "why") for text in asked]
 
     monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
     sizes = {"conversations": 6, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 8}

@@ -164,7 +164,7 @@ def test_a_record_that_makes_no_prompt_is_left_out_and_counted(
 def test_what_is_left_out_is_counted_by_reason(tmp_path: Path) -> None:
     tool = {"messages": [user("a"), {"role": "tool", "content": "b"}]}
     path = write(tmp_path / "p.jsonl", tool, {"prompt": "a"}, tool, {"prompt": "A."}, {"prompt": "a" * 99}, tool)
-    found = load(path, "train", tiny_tokenizer(), max_tokens=40)
+    found = load(path, "train", tiny_tokenizer(), max_prompt_tokens=40)
     assert found.left_out.notice == "Left out: 3 with a message of the role 'tool', 1 repeated, 1 over 40 tokens."
     assert len(found.prompts) == 1
 
@@ -173,7 +173,7 @@ def test_what_the_chat_template_refuses_is_left_out(tmp_path: Path) -> None:
     template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system') }}{% endif %}" + CHATML
     system = {"messages": [{"role": "system", "content": "s"}, user("a")]}
     path = write(tmp_path / "p.jsonl", system, {"prompt": "b"})
-    found = load(path, "train", tiny_tokenizer(template), max_tokens=40)
+    found = load(path, "train", tiny_tokenizer(template), max_prompt_tokens=40)
     assert [prompt.turns for prompt in found.prompts] == [["b"]]
     assert found.left_out.notice == "Left out: 1 that the chat template refuses."
 
@@ -184,7 +184,7 @@ def test_prompts_are_drawn_from_the_whole_file_and_more_of_them_go_on_in_the_sam
     path = write(tmp_path / "p.jsonl", *rows)
 
     def drawn(limit: int | None, seed: int = 1) -> list[str]:
-        found = load(path, "train", tiny_tokenizer(), max_tokens=40, limit=limit, seed=seed)
+        found = load(path, "train", tiny_tokenizer(), max_prompt_tokens=40, limit=limit, seed=seed)
         return [prompt.turns[0] for prompt in found.prompts]
 
     everything = drawn(None)
@@ -239,11 +239,11 @@ def test_a_shared_system_message_makes_no_duplicates() -> None:
 def test_long_prompts_are_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", {"prompt": "x" * 100}, {"prompt": "short"})
     tokenizer = tiny_tokenizer()
-    assert [prompt.turns for prompt in load(path, "train", tokenizer, max_tokens=40).prompts] == [["short"]]
+    assert [prompt.turns for prompt in load(path, "train", tokenizer, max_prompt_tokens=40).prompts] == [["short"]]
     with pytest.raises(UserError, match=r"2 read, 2 over 3 tokens.*max_prompt_tokens"):
-        load(path, "train", tokenizer, max_tokens=3)
+        load(path, "train", tokenizer, max_prompt_tokens=3)
     with pytest.raises(UserError, match="no chat template"):
-        load(path, "train", tiny_tokenizer(None), max_tokens=40)
+        load(path, "train", tiny_tokenizer(None), max_prompt_tokens=40)
 
 
 OLD, NEW = "1" * 40, "2" * 40
@@ -308,7 +308,7 @@ class TestDatasets:
 
         def drawn(limit: int | None, seed: int = 0) -> list[str]:
             found = load(
-                "someone/chats", "train", tiny_tokenizer(), max_tokens=40, limit=limit, seed=seed, revision=OLD
+                "someone/chats", "train", tiny_tokenizer(), max_prompt_tokens=40, limit=limit, seed=seed, revision=OLD
             )
             return [prompt.turns[0] for prompt in found.prompts]
 

@@ -23,7 +23,7 @@ from headstart.errors import UserError
 from headstart.recipes.recipe import load_recipe
 from headstart.recipes.sections import DataSection
 from headstart.servers import client
-from headstart.servers.at_once import Stopped
+from headstart.servers.client import Stopped
 from headstart.target.model import Target
 
 ENDS = frozenset({2})

@@ -59,9 +59,9 @@ def test_they_reach_the_template_wherever_it_is_rendered(switched: Target, tmp_p
     for item in (*splits.train, *splits.validation, *splits.heldout):
         assert switched.tokenizer.decode(item.tokens).startswith("quiet <|im_start|>user")
     longest = len(prompt_tokens([{"role": "user", "content": "Question 1"}], switched.tokenizer))
-    assert len(load(path, "train", switched.tokenizer, max_tokens=longest).prompts) == 9
+    assert len(load(path, "train", switched.tokenizer, max_prompt_tokens=longest).prompts) == 9
     with pytest.raises(UserError, match="9 over"):
-        load(path, "train", bound, max_tokens=longest)
+        load(path, "train", bound, max_prompt_tokens=longest)
 
 
 def test_a_runs_target_has_them(switched: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

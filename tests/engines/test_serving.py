@@ -30,7 +30,7 @@ from headstart.hub.engines.export import export_for
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
 from headstart.servers.engines import ENGINES
-from headstart.servers.process import Counters, Server, read_counters
+from headstart.servers.process import Server, read_counters
 from headstart.support.files import read_json
 from headstart.target.model import Target
 from tests.test_benchmarks import script
@@ -151,7 +151,7 @@ def test_a_server_is_stopped_with_what_it_started(tmp_path: Path) -> None:
     words = shlex.join([sys.executable, str(script)])
     with Server(ENGINES["vllm"], "target", (), tmp_path / "log", command=words) as server:
         assert server.answer([1, 2], 3).tokens == (7, 8, 9)
-        assert server.counters() == Counters()
+        assert not server.counters()
         process = server._process
         assert process is not None
         group = process.pid
@@ -258,9 +258,7 @@ def test_drafts_beyond_the_end_of_an_answer_do_not_make_rounds_longer(tmp_path: 
 def test_counters_add_up_over_engines_of_one_server() -> None:
     page = 'vllm:spec_decode_num_drafts_total{engine="0"} 3.0\nvllm:spec_decode_num_drafts_total{engine="1"} 2.0\n'
     page += 'vllm:spec_decode_num_drafts_created{engine="0"} 1.7e9\n'
-    assert read_counters(page) == Counters(rounds=5)
-    later = Counters(9, 27, 12, (8, 4))
-    assert later.since(Counters()) == later and later.since(Counters(4, 12, 5, (5,))) == Counters(5, 15, 7, (3, 4))
+    assert read_counters(page) == {"drafts": 5}
 
 
 def test_heads_that_are_broken_are_not_asked_about(heads: Path, texts: Path) -> None:

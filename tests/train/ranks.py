@@ -24,8 +24,8 @@ from torch import nn
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: its links are called train, data, eval ...
 
 from headstart.cli.app import app
-from headstart.data.states.online import OnlineStates, States
-from headstart.data.states.store import StateStore
+from headstart.data.states.online import OnlineStates
+from headstart.data.states.store import States, StateStore
 from headstart.errors import UserError
 from headstart.heads.base import families
 from headstart.heads.io import save_heads

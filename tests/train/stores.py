@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from headstart.data.states.online import States
-from headstart.data.states.store import Sample
+from headstart.data.states.store import Sample, States
 
 
 class _Wrapped:

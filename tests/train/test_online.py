@@ -115,14 +115,6 @@ def test_an_online_training_is_an_artifact_of_its_own(
     assert stored.name != computed.name == again.name
 
 
-def test_conversations_that_the_target_cannot_read_are_refused(tiny_target: Target, tmp_path: Path) -> None:
-    (long,) = conversations(1, 0, tiny_target.vocab_size)
-    long.tokens.extend([5] * tiny_target.max_length)
-    long.supervised.extend([True] * tiny_target.max_length)
-    with pytest.raises(UserError, match="the context of tiny"):
-        OnlineStates(tmp_path, [long], tiny_target, [FINAL])
-
-
 def test_the_command_trains_online_and_stores_nothing(
     workplace: Callable[..., tuple[Path, Path]], tiny_target: Target, tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ and is taken from the calibration of the heads, which has seen more texts than c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate
@@ -18,7 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from headstart.errors import UserError
-from headstart.servers.process import Counters, EngineAnswer, Server
+from headstart.servers.process import EngineAnswer, Server
 from headstart.support.files import write_json
 
 FILE = "engines.json"
@@ -156,7 +157,7 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked) ->
     servers, prompts = (plain, drafted), asked.prompts
     for server in servers:
         server.answer(prompts[0], min(8, asked.max_new_tokens))  # buffers are made and caches are warmed
-    counted = Counters()
+    counted: Counter[str | int] = Counter()
     answers: tuple[list[EngineAnswer], list[EngineAnswer]] = ([], [])
     reading_seconds = [0.0, 0.0]
     for number, prompt in enumerate(prompts):
@@ -164,8 +165,8 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked) ->
             reading_seconds[which] += servers[which].answer(prompt, 1).seconds
             before = servers[which].counters()
             answers[which].append(servers[which].answer(prompt, asked.max_new_tokens))
-            counted += servers[which].counters().since(before)
-    if not counted.rounds or not counted.drafted:
+            counted += servers[which].counters() - before
+    if not counted["drafts"] or not counted["draft_tokens"]:
         raise UserError(
             f"{drafted.engine.name} loaded the heads and drafted nothing.", f"Its log, {drafted.log}, may say why."
         )
@@ -174,15 +175,15 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked) ->
     plain_ms = 1e3 * (plain_seconds - reading_seconds[0]) / max(1, plain_tokens - len(prompts))
     # Every pass after the first writes a token of the target's and what was accepted. Drafts may be accepted beyond the
     # end of an answer, which cuts them off, and a pass may draft nothing: the larger count is the right one.
-    rounds = max(counted.rounds, tokens - len(prompts) - counted.accepted)
+    rounds = max(counted["drafts"], tokens - len(prompts) - counted["accepted_tokens"])
     round_ms = 1e3 * (seconds - reading_seconds[1]) / rounds
     first_ranks = [level[0] for level in asked.acceptance[:drafts]]
     row = DraftsRow(
         drafts=drafts,
         round_ms=round_ms,
         plain_ms=plain_ms,
-        accepted=counted.accepted / counted.rounds,
-        by_position=tuple(count / counted.rounds for count in counted.by_position),
+        accepted=counted["accepted_tokens"] / counted["drafts"],
+        by_position=tuple(counted[place] / counted["drafts"] for place in range(drafts)),
         tokens_per_second=tokens / seconds,
         plain_tokens_per_second=plain_tokens / plain_seconds,
         expected=(1 + sum(accumulate(first_ranks, mul))) * plain_ms / round_ms,

@@ -32,7 +32,7 @@ from headstart.support.artifacts import artifact, held
 from headstart.support.files import read_json, write_json
 
 if TYPE_CHECKING:
-    from headstart.data.states.online import States
+    from headstart.data.states.store import States
     from headstart.heads.base import DraftHead
     from headstart.target.frozen import FrozenModel
     from headstart.target.model import Target

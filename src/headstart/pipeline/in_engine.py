@@ -21,8 +21,8 @@ from headstart.hub.engines.export import Exported, export_for
 from headstart.hub.engines.serving import drafts_to_try
 from headstart.hub.format import CALIBRATION
 from headstart.pipeline.actions import calibration_file, refuse_other_files
-from headstart.servers.engines import ENGINES
-from headstart.servers.process import Engine, Server
+from headstart.servers.engines import ENGINES, Engine
+from headstart.servers.process import Server
 from headstart.support.files import read_json
 from headstart.support.terminal import program
 
@@ -30,7 +30,7 @@ from headstart.support.terminal import program
 def served_with(engine: Engine, exported: Exported, drafts: int) -> list[str]:
     """Arguments that add exported heads to an engine which serves their target: what `export` prints, behind that."""
     words = exported.words({engine.name: drafts})[engine.name]
-    return words[len(shlex.split(engine.command)) + len(engine.target_arguments("")) :]
+    return words[len(shlex.split(engine.command)) + len(engine.target_option) + 1 :]
 
 
 def tune_in_engine(

@@ -104,9 +104,9 @@ def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
     Raises:
         UserError: prompts that cannot be read.
     """
-    from headstart.data.prompts.reading import prompts_for
+    from headstart.data.prompts.reading import load_prompts
 
-    return [] if data.prompts == "self" else prompts_for(data, tokenizer, SAMPLE, whole=False).prompts
+    return [] if data.prompts == "self" else load_prompts(data, tokenizer, limit=SAMPLE, whole=False).prompts
 
 
 def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int) -> Lengths:

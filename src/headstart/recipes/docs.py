@@ -93,12 +93,10 @@ def markdown() -> str:
         if section is None:
             continue
         lines += ["", f"## {name}", "", _summary(section), ""]
-        if not issubclass(section, HeadSettings):
-            lines += _table(settings_of(section, f"{name}."))
-            continue
         lines += _table(settings_of(section, f"{name}."))
         common = {setting.key for setting in settings_of(section, f"{name}.")}
-        for family, config in sorted(head_settings().items()):
+        families = head_settings() if issubclass(section, HeadSettings) else {}
+        for family, config in sorted(families.items()):
             lines += ["", f"### heads.family={family}", "", _summary(config), ""]
             lines += _table(setting for setting in settings_of(config, f"{name}.") if setting.key not in common)
     return "\n".join(lines) + "\n"

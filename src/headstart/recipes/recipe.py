@@ -82,20 +82,13 @@ def packaged_recipes() -> dict[str, Path]:
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """A packaged recipe by name or a YAML file by path, with `key.sub=value` overrides.
-
-    Raises:
-        UserError: as `parse_recipe`, and for an unknown recipe or unreadable YAML.
-    """
+    """A packaged recipe by name or a YAML file by path, with `key.sub=value` overrides; raises as
+    `parse_recipe`, and for an unknown recipe or unreadable YAML."""
     return parse_recipe(read_values(name, overrides))
 
 
 def read_values(name: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """What a recipe says, with those that it extends and the overrides, not checked: loads no family of heads.
-
-    Raises:
-        UserError: unknown recipe, unreadable YAML, or an override that is none.
-    """
+    """What a recipe says, with those that it extends and the overrides, not checked: loads no family of heads."""
     values = _read(name, Path(), [])
     for override in sorted(overrides, key=lambda text: not text.startswith("heads.family=")):  # it drops the others
         _override(values, override)
@@ -103,12 +96,7 @@ def read_values(name: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def parse_recipe(values: Mapping[str, Any]) -> Recipe:
-    """A recipe from its values, checked.
-
-    Raises:
-        UserError: unknown or missing key (the nearest is named), a value out of range, or settings of heads that do
-            not go together.
-    """
+    """A recipe from its values; a UserError names the first mistake, and the nearest key to an unknown one."""
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
@@ -118,11 +106,7 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
 
 
 def parse_heads(settings: Any) -> HeadSettings:
-    """Check the settings of heads, each by itself; `HeadSettings.check` checks them together.
-
-    Raises:
-        UserError: unknown family or setting (the nearest is named), or a value out of range.
-    """
+    """Check the settings of heads, each by itself; `HeadSettings.check` checks them together."""
     if not isinstance(settings, Mapping):
         raise UserError(f"The recipe's 'heads' are {settings!r}.", "Write a family and its settings.")
     known = head_settings()
@@ -244,18 +228,14 @@ def _nearest_key(name: str, section: type[BaseModel]) -> str:
 
 def _not_of_this_family(name: str, section: type[BaseModel]) -> UserError:
     """What to say of a setting that a family of heads does not have: another family may."""
-    settings = {family: {key for key, _, _ in section_fields(config)} for family, config in head_settings().items()}
+    families = {family: {key for key, _, _ in section_fields(config)} for family, config in head_settings().items()}
     family = _family_of(section) or ""
-
-    def owners(setting: str) -> str:
-        return " and ".join(other for other in sorted(settings) if setting in settings[other])
-
-    if owners(name):
-        remedy = f"It is a setting of {owners(name)}; of {family}: {', '.join(sorted(settings[family]))}."
-    elif close(name, settings[family]) is None and (meant := close(name, set().union(*settings.values()))):
-        remedy = f"Did you mean {meant!r}? It is a setting of {owners(meant)}."
+    elsewhere = close(name, set().union(*families.values()))
+    if close(name, families[family]) or not elsewhere:
+        remedy = nearest(name, families[family])
     else:
-        remedy = nearest(name, settings[family])
+        owners = " and ".join(sorted(other for other in families if elsewhere in families[other]))
+        remedy = f"{elsewhere!r} is a setting of {owners}; of {family}: {', '.join(sorted(families[family]))}."
     return UserError(f"{family} heads have no setting {name!r}.", remedy)
 
 

@@ -13,13 +13,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from headstart.errors import UserError, nearest
+from headstart.errors import UserError
 
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
-"""What a recipe can ask for: `exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in
-`headstart.train.batches`."""
-
-
+"""`exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
 _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 
 FREE_TO_CHANGE = {
@@ -31,14 +28,6 @@ FREE_TO_CHANGE = {
 costs memory or time alone."""
 
 
-_NOT_OF_TEMPLATES = {
-    *("conversation", "messages", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"),
-    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
-    "tokenizer_kwargs",
-}
-"""What `apply_chat_template` takes that is not handed on to the template, or is not a recipe's to say."""
-
-
 class Section(BaseModel):
     """A part of a recipe. Unknown keys are refused with the nearest known one."""
 
@@ -48,18 +37,14 @@ class Section(BaseModel):
 
     def unset(self) -> set[str]:
         """Those of `noted_if_set` that are at their defaults."""
-        fields = type(self).model_fields
-        defaults = {name: fields[name].get_default(call_default_factory=True) for name in self.noted_if_set}
-        return {name for name, default in defaults.items() if getattr(self, name) == default}
+        untouched = type(self)()
+        return {name for name in self.noted_if_set if getattr(self, name) == getattr(untouched, name)}
 
 
 @dataclass(frozen=True)
 class FromTarget:
     """Marks a setting of heads that is the target's own where a recipe leaves it out: `Annotated[int, FromTarget()]`.
-
-    Attributes:
-        settable: whether a recipe may say otherwise.
-    """
+    If it is `settable`, a recipe may say otherwise."""
 
     settable: bool = True
 
@@ -80,12 +65,7 @@ class HeadSettings(Section):
     )
 
     def check(self) -> None:
-        """Refuse settings that do not go together; what is still to be filled in from the target is passed over.
-
-        Raises:
-            UserError: when they do not.
-        """
-        return None
+        """Refuse settings that do not go together; what is still to be filled in from the target is passed over."""
 
     def to_recipe(self) -> dict[str, Any]:
         """The settings as a recipe says them: every one with its value, but for what the target is to fill in."""
@@ -222,17 +202,6 @@ class DataSection(Section):
     @classmethod
     def _one_file(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _of_the_template(cls, value: dict[str, Any]) -> dict[str, Any]:
-        for name in value:
-            if name in _NOT_OF_TEMPLATES:
-                raise UserError(
-                    f"data.chat_template_kwargs has {name!r}, which is no variable of chat templates.",
-                    "Remove it: it is set where conversations are rendered.",
-                )
-        return value
 
     @model_validator(mode="after")
     def _one_revision_each(self) -> DataSection:
@@ -372,24 +341,17 @@ class ExportSection(Section):
 
 
 def _source(value: Any, number: int) -> PromptSource:
-    """One of the sources of a list.
-
-    Raises:
-        UserError: it is none; its number is named.
-    """
-    if isinstance(value, PromptSource):
-        return value
+    """One of the sources of a list, checked; a UserError names its number."""
     try:
         source = PromptSource.model_validate({"source": value} if isinstance(value, str) else value)
     except ValidationError as error:
-        first = max(error.errors(), key=lambda mistake: mistake["type"] == "extra_forbidden")
-        name = str(first["loc"][-1]) if first["loc"] else ""
-        if first["type"] == "extra_forbidden":
-            meant = nearest("source" if name in ("path", "file", "name") else name, PromptSource.model_fields)
-            raise UserError(f"Source {number} of data.prompts has an unknown key {name!r}.", meant) from None
-        reason = f"{name}: {first['msg'][0].lower()}{first['msg'][1:]}".removeprefix(": ")
+        mistake = max(error.errors(), key=lambda mistake: mistake["type"] == "extra_forbidden")
+        name = str(mistake["loc"][-1]) if mistake["loc"] else ""
+        if mistake["type"] == "extra_forbidden":
+            remedy = f"A source has {', '.join(PromptSource.model_fields)}."
+            raise UserError(f"Source {number} of data.prompts has an unknown key {name!r}.", remedy) from None
         raise UserError(
-            f"Source {number} of data.prompts is {value!r}: {reason}.",
+            f"Source {number} of data.prompts is {value!r}: {name} {mistake['msg'].lower()}.",
             "Write {source: FILE.jsonl, weight: 2}; the weight is above 0.",
         ) from None
     if source.source == "self":

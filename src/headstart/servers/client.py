@@ -7,18 +7,18 @@ reply that no further try would change raises a `UserError` with the server's ad
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import closing
+from contextlib import suppress
 from itertools import count
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import httpx
 
 from headstart.errors import UserError
-from headstart.servers.at_once import Stopped, answered
 
 T = TypeVar("T")
 
@@ -33,10 +33,15 @@ _ANSWER_SECONDS = 1800.0
 _CONNECT_SECONDS = 10.0
 _KEPT_SECONDS = 2.0
 """An idle connection is used again: servers close theirs after five."""
+_CHECK_SECONDS = 0.1
 _WAITING = {408, 409, 425, 429}
 """Statuses below 500 that may pass."""
 _ABSENT = {400, 404, 405, 422, 501}
 """Statuses that say that a server has no such page, or another one."""
+
+
+class Stopped(Exception):
+    """Raised by work whose result nobody waits for any more."""
 
 
 class Later(Exception):
@@ -51,13 +56,9 @@ class Later(Exception):
 
 
 class Endpoint:
-    """One server, with or without the `/v1` of OpenAI's paths. Its counts belong to who holds the lock of the `Pool`.
+    """One server, with or without the `/v1` of OpenAI's paths. Its counts belong to who holds the lock of the `Pool`:
 
-    Attributes:
-        under_way: requests.
-        last: number of the last of them, among those of the pool.
-        failures: in a row.
-        rests_until: the moment before which it is not asked again.
+    requests `under_way`, the number of the `last` of them, `failures` in a row, and when it may be asked again.
     """
 
     def __init__(self, url: str) -> None:
@@ -77,11 +78,7 @@ class Endpoint:
     def send(
         self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = _ANSWER_SECONDS
     ) -> httpx.Response:
-        """One request, whose body is sent as JSON, and its reply, whatever the status.
-
-        Raises:
-            Later: no reply.
-        """
+        """One request, whose body is sent as JSON, and its reply, whatever the status; `Later` where there is none."""
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
             return self._client.request(method, self.url + path, json=body, timeout=timeout)
@@ -93,9 +90,7 @@ class Endpoint:
     ) -> dict[str, Any]:
         """The JSON object that a request is answered with; `absent` where the server has no such page, unless None.
 
-        Raises:
-            Later: it may work another time.
-            UserError: it will not.
+        Raises `Later` where it may work another time, and a UserError where it will not.
         """
         return self.read(self.send(method, path, body), absent)
 
@@ -121,10 +116,7 @@ class Endpoint:
         return page
 
     def once(self, find: Callable[[Endpoint], T]) -> T:
-        """What the first of the requests that need it finds out about the server.
-
-        A failure counts for all requests that waited for it.
-        """
+        """What the first request finds out about the server; a failure counts for all that waited for it."""
         came = monotonic()
         with self._meeting:
             if not self._known:
@@ -183,8 +175,7 @@ class Pool:
         def patiently(number: int, stop: threading.Event) -> T:
             return self._answer(lambda endpoint: ask(number, endpoint), stop)
 
-        with closing(answered(questions, self._requests, patiently, check)) as answers:
-            yield from answers
+        return _answered(questions, self._requests, patiently, check)
 
     def _answer(self, ask: Callable[[Endpoint], T], stop: threading.Event) -> T:
         tries, most = 0, TRIES * len(self._endpoints)
@@ -235,12 +226,54 @@ class Pool:
         raise Stopped
 
 
-def _seconds_asked(retry_after: str) -> float:
-    """Seconds that a server asks for; 0 when it asks for none (or names a date).
+def _answered(
+    count: int,
+    at_once: int,
+    ask: Callable[[int, threading.Event], T],
+    check: Callable[[], None],
+) -> Generator[tuple[int, T], None, None]:
+    """Numbers of questions with their answers, as these come, most of them `at_once`. Close it where it is left early:
+    nothing is asked then.
 
-    >>> _seconds_asked("7"), _seconds_asked(""), _seconds_asked("soon")
-    (7.0, 0.0, 0.0)
+    `ask` gives the answer to a question; its event is set once nobody waits for answers any more. `check` is called
+    while answers are waited for. What both raise is raised here.
     """
+    waiting, done = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, T | None, BaseException | None]]()
+    for number in range(count):
+        waiting.put(number)
+    stop = threading.Event()
+
+    def work() -> None:
+        with suppress(queue.Empty):
+            while not stop.is_set():
+                number = waiting.get_nowait()
+                try:
+                    done.put((number, ask(number, stop), None))
+                except BaseException as error:
+                    done.put((number, None, error))
+                    return
+
+    try:
+        for _ in range(min(at_once, count)):
+            # An answer that nobody waits for any more does not keep the program from ending.
+            threading.Thread(target=work, name="request", daemon=True).start()
+        remaining = count
+        while remaining:
+            check()
+            try:
+                number, answer, error = done.get(timeout=_CHECK_SECONDS)
+            except queue.Empty:
+                continue
+            if error is not None:
+                raise error
+            remaining -= 1
+            yield number, cast(T, answer)
+    finally:
+        stop.set()
+
+
+def _seconds_asked(retry_after: str) -> float:
+    """Seconds that a server asks for; 0 when it asks for none (or names a date)."""
     try:
         return min(max(0.0, float(retry_after)), _LONGEST_ASKED_WAIT)
     except ValueError:

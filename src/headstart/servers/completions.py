@@ -18,8 +18,7 @@ class NoTokenIds(KeyError):
 class Ask:
     """What a server is to continue, and how; at a temperature of 0 greedily.
 
-    Attributes:
-        ends: tokens that end the answer, where the server can be told; None leaves it to the server's own.
+    `ends` are tokens that end the answer, where the server can be told; None leaves it to the server's own.
     """
 
     prompt: Sequence[int]
@@ -41,13 +40,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server wrote.
+    """What a server wrote: the ids after the prompt's.
 
-    Attributes:
-        tokens: ids, the prompt's left out.
-        prompt: the ids that it says it read, or only how many (`prompt_length`); None where it does not say.
-        at_own_end: whether it stopped at a token that ends answers for the server.
-        aborted: whether the server gave up in the middle.
+    `prompt` are the ids that it says it read, or only how many (`prompt_length`); None where it does not say. It may
+    have stopped at an end that is the server's alone (`at_own_end`), or given up in the middle.
     """
 
     tokens: list[int]
@@ -66,12 +62,7 @@ class Dialect(ABC):
 
     @abstractmethod
     def read(self, reply: dict[str, Any]) -> Reply:
-        """What was written.
-
-        Raises:
-            NoTokenIds: the reply has none.
-            KeyError, IndexError, TypeError: it is no reply of this kind of server.
-        """
+        """What was written; a KeyError (`NoTokenIds` among them), IndexError or TypeError where the reply is none."""
 
     @abstractmethod
     def tokenize(self, text: str, model: str) -> tuple[str, dict[str, Any]]:
@@ -124,11 +115,7 @@ class LlamaServer(Dialect):
 
 
 def served_by(endpoint: Endpoint, spec: str) -> tuple[Dialect, str]:
-    """How a server is asked, and what it calls the model of this Hub id or path; its first model by default.
-
-    Raises:
-        Later, UserError: as `Endpoint.ask`.
-    """
+    """How a server is asked, and what it calls the model of this Hub id or path; its first model by default."""
     listed = endpoint.ask("GET", "/v1/models", absent={"data": []}).get("data")
     models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
     served = next((model for model in models if spec in (model.get("id"), model.get("root"))), (models or [{}])[0])

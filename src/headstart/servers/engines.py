@@ -2,54 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.servers.completions import LlamaServer, OpenAI
-from headstart.servers.process import HOST, Engine
+from headstart.servers.completions import Dialect, LlamaServer, OpenAI
 
 
-class Vllm(Engine):
-    """`vllm serve`: loads folders of the format of the same name."""
+@dataclass(frozen=True)
+class Engine:
+    """What is particular to an engine.
 
-    name = "vllm"
-    format = "vllm"
-    command = "vllm serve"
-    two_at_a_time = (
-        "Two servers run at a time: leave memory for both with "
-        '--engine-arguments "--gpu-memory-utilization 0.4" (which stands for main memory on a CPU).'
-    )
-    dialect = OpenAI()
-    model = "target"
-    version_page = "/version", "version"
+    Attributes:
+        name: that users type, also among the engines of `format`.
+        format: of `headstart.hub.engines` that it loads.
+        command: that starts it; the words of `target_option`, the target and options come after it.
+        server_options: what makes its counts and answers whole.
+        version_page: path, and the key there, of what the running engine says of its version.
+        model: what it calls its target; empty where it needs no name.
+        two_at_a_time: what to do where two of them do not fit into memory, as a sentence.
+    """
 
-    def own_target(self, folder: str, gguf: Path | None) -> str:
-        return folder
-
-    def target_arguments(self, target: str) -> list[str]:
-        return [target]
-
-    def server_arguments(self, port: int) -> list[str]:
-        # What is found in a cache of prefixes would be timed as if it had been read.
-        return ["--host", HOST, "--port", str(port), "--served-model-name", self.model, "--no-enable-prefix-caching"]
-
-
-class LlamaCpp(Engine):
-    """`llama-server`: loads GGUF files."""
-
-    name = "llama.cpp"
-    format = "gguf"
-    command = "llama-server"
-    dialect = LlamaServer()
-    version_page = "/props", "build_info"
+    name: str
+    format: str
+    command: str
+    dialect: Dialect
+    server_options: tuple[str, ...]
+    version_page: tuple[str, str]
+    target_option: tuple[str, ...] = ()
+    model: str = ""
+    two_at_a_time: str = ""
 
     def own_target(self, folder: str, gguf: Path | None) -> str:
-        return "" if gguf is None else str(gguf)
-
-    def target_arguments(self, target: str) -> list[str]:
-        return ["-m", target]
-
-    def server_arguments(self, port: int) -> list[str]:
-        return ["--host", HOST, "--port", str(port), "--metrics", "--parallel", "1"]
+        """What it loads of a target in this folder (or with this Hub id), or in this GGUF file; empty when nothing."""
+        return str(gguf or "") if self.format == "gguf" else folder
 
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Vllm(), LlamaCpp())}
+_VLLM = Engine(
+    name="vllm",
+    format="vllm",
+    command="vllm serve",
+    dialect=OpenAI(),
+    # What is found in a cache of prefixes would be timed as if it had been read.
+    server_options=("--served-model-name", "target", "--no-enable-prefix-caching"),
+    version_page=("/version", "version"),
+    model="target",
+    two_at_a_time="Two servers run at a time: leave memory for both with "
+    '--engine-arguments "--gpu-memory-utilization 0.4" (which stands for main memory on a CPU).',
+)
+_LLAMA_CPP = Engine(
+    name="llama.cpp",
+    format="gguf",
+    command="llama-server",
+    dialect=LlamaServer(),
+    server_options=("--metrics", "--parallel", "1"),
+    version_page=("/props", "build_info"),
+    target_option=("-m",),
+)
+ENGINES = {engine.name: engine for engine in (_VLLM, _LLAMA_CPP)}

@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import threading
-from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,9 +19,10 @@ from typing import Any, Self
 
 from headstart.errors import UserError
 from headstart.servers.client import Endpoint, Later
-from headstart.servers.completions import Ask, Dialect
+from headstart.servers.completions import Ask
+from headstart.servers.engines import Engine
 
-HOST = "127.0.0.1"
+_HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
 _HEALTH_SECONDS = 5.0
 _STOP_SECONDS = 20.0
@@ -34,31 +35,6 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 
 @dataclass(frozen=True)
-class Counters:
-    """What an engine has counted of its drafting: passes of the target that verified drafts, and tokens drafted and
-    accepted, the latter also by their position in the chain."""
-
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    by_position: tuple[int, ...] = ()
-
-    def __add__(self, other: Counters) -> Counters:
-        size = max(len(self.by_position), len(other.by_position))
-        both = [(*counters.by_position, *[0] * size)[:size] for counters in (self, other)]
-        added = tuple(map(sum, zip(*both, strict=True)))
-        return Counters(self.rounds + other.rounds, self.drafted + other.drafted, self.accepted + other.accepted, added)
-
-    def since(self, before: Counters) -> Counters:
-        """What was added to an earlier count."""
-        earlier = (*before.by_position, *[0] * len(self.by_position))
-        added = tuple(now - then for now, then in zip(self.by_position, earlier, strict=False))
-        return Counters(
-            self.rounds - before.rounds, self.drafted - before.drafted, self.accepted - before.accepted, added
-        )
-
-
-@dataclass(frozen=True)
 class EngineAnswer:
     """Token ids that an engine wrote, and seconds from the request to the whole answer."""
 
@@ -66,51 +42,11 @@ class EngineAnswer:
     seconds: float
 
 
-class Engine(ABC):
-    """What is particular to an engine.
-
-    Attributes:
-        name: that users type, also among the engines of `format`.
-        format: of `headstart.hub.engines` that it loads.
-        command: that starts it; the target and options come after it.
-        two_at_a_time: what to do where two of them do not fit into memory, as a sentence.
-        dialect: how it is asked.
-        model: what it is told to call its target; empty where it needs no name.
-        version_page: path, and the key there, of what the running engine says of its version.
-    """
-
-    name: str
-    format: str
-    command: str
-    two_at_a_time: str = ""
-    dialect: Dialect
-    model: str = ""
-    version_page: tuple[str, str]
-
-    @abstractmethod
-    def own_target(self, folder: str, gguf: Path | None) -> str:
-        """What it loads of a target in this folder (or with this Hub id), or in this GGUF file; empty when nothing."""
-
-    @abstractmethod
-    def target_arguments(self, target: str) -> list[str]:
-        """That name the target."""
-
-    @abstractmethod
-    def server_arguments(self, port: int) -> list[str]:
-        """Where it listens, and what makes its counts and answers whole."""
-
-
 class Server:
-    """A running engine; a context manager that stops it.
+    """A running engine; a context manager that stops it. What it prints goes to `log`.
 
-    Args:
-        engine: which.
-        target: as the engine takes it: a folder, a Hub id or a GGUF file.
-        drafting: arguments that add heads; none for plain decoding.
-        log: takes what the engine prints.
-        command: in place of the engine's own.
-        options: further arguments, as one would type them.
-        start_seconds: after which an engine that does not answer has failed.
+    `drafting` are arguments that add heads, none for plain decoding; `options` are further ones, as one types them,
+    and `command` replaces the engine's own.
 
     Raises:
         UserError: the command is not there, it ended, or it did not answer in time; with the end of its log.
@@ -131,14 +67,15 @@ class Server:
         port = _free_port()
         self.words = [
             *shlex.split(command or engine.command),
-            *engine.target_arguments(target),
+            *engine.target_option,
+            target,
             *drafting,
             *shlex.split(options),
-            *engine.server_arguments(port),
+            *("--host", _HOST, "--port", str(port), *engine.server_options),
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
-        self._endpoint = Endpoint(f"http://{HOST}:{port}")
+        self._endpoint = Endpoint(f"http://{_HOST}:{port}")
 
     def __enter__(self) -> Self:
         self._handlers = _ending_by_exception()
@@ -158,17 +95,8 @@ class Server:
             for sent, handler in self._handlers.items():
                 signal.signal(sent, handler)
 
-    @property
-    def url(self) -> str:
-        """Where it listens."""
-        return self._endpoint.url
-
     def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
-        """The engine's greedy answer to token ids, which ends as the target ends it.
-
-        Raises:
-            UserError: it refused, or went away.
-        """
+        """The engine's greedy answer to token ids, which ends as the target ends it."""
         path, body = self.engine.dialect.request(Ask(prompt, max_new_tokens), self.engine.model)
         started = perf_counter()
         try:
@@ -181,8 +109,8 @@ class Server:
             problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{self.engine.name} did not answer: {problem[:300]}", f"Its log is {self.log}.")
 
-    def counters(self) -> Counters:
-        """What it has counted since it was started."""
+    def counters(self) -> Counter[str | int]:
+        """What it has counted since it was started; see `read_counters`."""
         try:
             return read_counters(self._endpoint.send("GET", "/metrics").text)
         except Later as error:
@@ -251,25 +179,22 @@ class Server:
         return " | ".join((telling or lines or ["it printed nothing"])[-_LAST_LINES:])
 
 
-def read_counters(text: str) -> Counters:
-    """From an engine's page of counters in the text format of Prometheus.
+def read_counters(text: str) -> Counter[str | int]:
+    """What an engine has counted of its drafting, from its page in the text format of Prometheus.
+
+    `drafts` are passes of the target that verified drafts, `draft_tokens` and `accepted_tokens` are tokens, and each
+    place of the chain, from 0, has the tokens accepted there.
 
     >>> page = 'llamacpp:spec_decode_num_drafts_total 4\\nllamacpp:spec_decode_num_accepted_tokens_total 3'
     >>> page += '\\nllamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 3'
     >>> read_counters(page)
-    Counters(rounds=4, drafted=0, accepted=3, by_position=(3,))
+    Counter({'drafts': 4, 'accepted_tokens': 3, 0: 3})
     """
-    sums: dict[str, int] = {}
-    positions: dict[int, int] = {}
+    sums: Counter[str | int] = Counter()
     for name, labels, value in _COUNTER.findall(text):
-        if name == "accepted_tokens_per_pos":
-            if position := _POSITION.search(labels):
-                place = int(position[1])
-                positions[place] = positions.get(place, 0) + int(float(value))
-        else:
-            sums[name] = sums.get(name, 0) + int(float(value))
-    by_position = tuple(positions.get(place, 0) for place in range(max(positions, default=-1) + 1))
-    return Counters(sums.get("drafts", 0), sums.get("draft_tokens", 0), sums.get("accepted_tokens", 0), by_position)
+        position = _POSITION.search(labels)
+        sums[int(position[1]) if position else name] += int(float(value))
+    return sums
 
 
 def _ending_by_exception() -> dict[signal.Signals, Any]:
@@ -286,5 +211,5 @@ def _ending_by_exception() -> dict[signal.Signals, Any]:
 
 def _free_port() -> int:
     with socket.socket() as free:
-        free.bind((HOST, 0))
+        free.bind((_HOST, 0))
         return int(free.getsockname()[1])

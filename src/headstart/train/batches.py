@@ -30,7 +30,7 @@ from headstart.recipes.sections import TrainSection
 from headstart.train.checkpoint import TrainerState
 
 if TYPE_CHECKING:
-    from headstart.data.states.online import States
+    from headstart.data.states.store import States
 
 
 Batch = list[int]

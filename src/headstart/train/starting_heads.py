@@ -18,7 +18,7 @@ from headstart.train.batches import collate
 from headstart.train.validation import pick_vocabulary
 
 if TYPE_CHECKING:
-    from headstart.data.states.online import States
+    from headstart.data.states.store import States
 
 
 _FIRST_LOOK = 200_000

@@ -61,7 +61,7 @@ from headstart.train.validation import Tally, Validation, chosen_tokens, draftab
 from headstart.train.wrapped import LowRank, Unrolled
 
 if TYPE_CHECKING:
-    from headstart.data.states.online import States
+    from headstart.data.states.store import States
 
 
 @dataclass(frozen=True)

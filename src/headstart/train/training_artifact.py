@@ -22,7 +22,7 @@ from headstart.support.files import PARTIAL, read_json
 from headstart.train import checkpoint
 
 if TYPE_CHECKING:
-    from headstart.data.states.online import States
+    from headstart.data.states.store import States
 
 RESULT = "result.json"
 """Written last: a training that has it is finished."""

@@ -20,7 +20,7 @@ from headstart.target.frozen import FrozenModel
 from headstart.train.summing import logits_by_block, positions_before_answers
 
 if TYPE_CHECKING:
-    from headstart.data.states.online import States
+    from headstart.data.states.store import States
 
 
 TOPS = (1, 4, 8)

@@ -117,12 +117,8 @@ def _fitting(
 
 
 class _Running:
-    """A conversation that is being written: the exact tokens that the target read and wrote.
-
-    Attributes:
-        remaining: messages that are still to be asked.
-        states: hidden states of all tokens so far, by layer; empty where they are not known.
-    """
+    """A conversation that is being written: the exact tokens that the target read and wrote, and the messages that
+    remain to be asked. Its states are those of all tokens so far, by layer; empty where they are not known."""
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt

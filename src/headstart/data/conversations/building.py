@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -21,7 +22,7 @@ from headstart.data.conversations.answers import KeepsStates
 from headstart.data.conversations.jobs import JOBS, Board, share
 from headstart.data.conversations.part_writer import SPLITS, PartWriter
 from headstart.data.conversations.parts import CLOCKS, Part, TimeBudget
-from headstart.data.conversations.planning import GivenPrompts, PartPlan, Wanted, answered_until
+from headstart.data.conversations.planning import GivenPrompts, PartPlan, answered_until
 from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.data.conversations.workers import Workers
 from headstart.data.prompts.overlap import normalise
@@ -56,10 +57,7 @@ def build_conversations(
     Held-out and validation conversations come first, so that a time budget cuts the training ones only.
 
     Args:
-        target: the model, with its tokenizer.
-        settings: the recipe's data section.
         folder: where `train.jsonl`, `calibration.jsonl` and `heldout.jsonl` go.
-        console: shows a progress bar with the time left; None is silent.
         shared: folder of the parts, and of the jobs that other processes may take; runs with the same `identity` may
             share it. By default the parts lie in `folder` and all are written here.
         max_tokens: training conversations are written until they and those for validation have so many tokens.
@@ -91,7 +89,16 @@ def build_conversations(
             "Give more prompts or minutes, lower data.heldout and data.validation, or raise data.max_prompt_tokens.",
         )
     if console is not None:
-        for notice in filter(None, _notices(writing, settings, len(kept["train"]))):
+        notices, count = [writing.prompts.left_out.notice], len(kept["train"])
+        if 0 < len(writing.prompts.used_up) < len(settings.sources):
+            used_up = ", ".join(writing.prompts.used_up)
+            notices.append(f"No more prompts in {used_up}: the other sources stand in for the rest.")
+        if writing.time_is_up and count < settings.conversations:
+            notices.append(
+                f"{count} of the {settings.conversations} conversations asked for: data.minutes={settings.minutes:g} "
+                "is spent. Raise it for more."
+            )
+        for notice in filter(None, notices):
             console.print(f"    {notice}", highlight=False, markup=False, soft_wrap=True)
     board.clear()
     for split, conversations in kept.items():
@@ -99,24 +106,8 @@ def build_conversations(
     return Splits(kept["train"], kept["calibration"], kept["heldout"])
 
 
-def _notices(writing: _Writing, settings: DataSection, count: int) -> Iterator[str]:
-    yield writing.prompts.left_out.notice
-    if 0 < len(writing.prompts.used_up) < len(settings.sources):
-        yield f"No more prompts in {', '.join(writing.prompts.used_up)}: the other sources stand in for the rest."
-    if writing.time_is_up and count < settings.conversations:
-        yield (
-            f"{count} of the {settings.conversations} conversations asked for: data.minutes={settings.minutes:g} is "
-            "spent. Raise it for more."
-        )
-
-
 class _Writing:
-    """The parts of a folder: those that are there, and further ones as they are asked for.
-
-    Attributes:
-        prompts: those given.
-        time_is_up: whether a budget of time is what ended the writing.
-    """
+    """The parts of a folder: those that are there, and further ones as they are asked for."""
 
     def __init__(self, writer: PartWriter, folder: Path, board: Board) -> None:
         settings = writer.settings
@@ -151,22 +142,26 @@ class _Writing:
                 break
             yield part, False
         else:
-            yield from ((part, True) for part in self._new(Wanted(split, count, missing, clock)))
+            plan = PartPlan(self.prompts, self._parts, split=split, count=count, missing=missing, clock=clock)
+            yield from ((part, True) for part in self._new(plan, count))
         clock.stop()
         self.time_is_up = self.time_is_up or clock.ended
 
-    def _new(self, wanted: Wanted) -> Iterator[Part]:
+    def _new(self, plan: PartPlan, count: int) -> Iterator[Part]:
         """Further parts; while one is waited for, the next ones are being written, here and by those who help."""
         writer = self._writer
-        plan = PartPlan(writer, self.prompts, wanted, self._parts)
-        jobs = -(-wanted.count // writer.settings.batch_size) if writer.shareable else 1
+        jobs = -(-count // writer.settings.batch_size) if writer.shareable else 1
         with Workers(writer.target.device, jobs) as workers:
-            for job, written in share(plan, lambda what: writer.write(what, workers.check), workers, self._board):
+
+            def write(what: dict[str, Any]) -> dict[str, Any]:
+                return writer.write(what, workers.check)
+
+            for job, written in share(plan.next, write, workers, self._board, still=plan.still):
                 self.prompts.answering.add_all(LeftOut(written["left_out"], written["examples"]))
                 part = Part.of(job.what, written, plan.lap())
                 part.write(self._folder)
-                is_wanted = wanted.missing() > 0
+                is_wanted = plan.missing() > 0
                 self._add(part)
-                wanted.clock.note(part.seconds)
+                plan.clock.note(part.seconds)
                 if is_wanted:  # else it was begun before it was known that there is enough: it stays for later
                     yield part

@@ -31,9 +31,6 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What conversations depend on: the target, its template, where prompts come from, how answers are drawn.
 
     `settings` are the recipe's data section, as JSON values.
-
-    Raises:
-        UserError: no such file or dataset of prompts, or a hub that cannot be asked for its commit.
     """
     prompts = settings["prompts"]
     self_prompted, mixed = prompts == "self", not isinstance(prompts, str)

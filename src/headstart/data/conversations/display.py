@@ -20,19 +20,15 @@ def show_conversation(conversation: Conversation, tokenizer: Any, console: Conso
     if conversation.category:
         title.append(f"  {conversation.category}", style="cyan")
     console.rule(title, align="left")
-    console.print(conversation_text(conversation, tokenizer), soft_wrap=True)
+    text = Text()
+    pairs = zip(conversation.tokens, conversation.supervised, strict=True)
+    for flag, run in groupby(pairs, key=lambda pair: pair[1]):
+        piece = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
+        text.append(f"{_OPEN}{piece}{_CLOSE}" if flag else piece, style=_SUPERVISED if flag else "dim")
+    console.print(text, soft_wrap=True)
     supervised, total = sum(conversation.supervised), len(conversation.tokens)
     legend = Text(f"{total} tokens, {supervised} supervised ({supervised / max(1, total):.0%}), in ")
     legend.append(f"{_OPEN}this style{_CLOSE}", style=_SUPERVISED)
     drawn = ", ".join(f"{key}={value}" for key, value in conversation.sampling.items())
     legend.append(f"; answers drawn with {drawn}" if drawn else "; answers as given")
     console.print(legend, style="dim")
-
-
-def conversation_text(conversation: Conversation, tokenizer: Any) -> Text:
-    text = Text()
-    pairs = zip(conversation.tokens, conversation.supervised, strict=True)
-    for flag, run in groupby(pairs, key=lambda pair: pair[1]):
-        piece = tokenizer.decode([token for token, _ in run], skip_special_tokens=False)
-        text.append(f"{_OPEN}{piece}{_CLOSE}" if flag else piece, style=_SUPERVISED if flag else "dim")
-    return text

@@ -23,7 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from headstart.data.conversations.workers import Workers
 from headstart.support.files import read_json, write_json
@@ -138,32 +138,6 @@ class Board:
         return (folder / JOB).is_file() and not (folder / RESULT).is_file()
 
 
-class Plan(Protocol):
-    """Says which jobs there are."""
-
-    def next(self, waiting: Sequence[Job], writers: int) -> Job | None:
-        """The next job; None when there is none now.
-
-        `waiting` are the jobs before it whose results have not been used; so many `writers` work now.
-        """
-
-    def still(self, job: Job, writers: int) -> bool:
-        """Whether the last job, which nobody has begun, is still to be done."""
-
-
-class InOrder:
-    """A plan of these jobs, one after the other."""
-
-    def __init__(self, jobs: Iterable[Job]) -> None:
-        self._jobs = iter(jobs)
-
-    def next(self, waiting: Sequence[Job], writers: int) -> Job | None:
-        return next(self._jobs, None)
-
-    def still(self, job: Job, writers: int) -> bool:
-        return True
-
-
 class Taker:
     """Takes jobs for the workers of this process, as far as they can be done here (`mine`)."""
 
@@ -209,9 +183,18 @@ class Taker:
         self.running[name] = self._workers.begin(work)
 
 
-def share(plan: Plan, do: Do, workers: Workers, board: Board) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Do the jobs of a plan, with whoever helps; yields each with its result, in the order of the plan.
+def share(
+    next_job: Callable[[Sequence[Job], int], Job | None],
+    do: Do,
+    workers: Workers,
+    board: Board,
+    *,
+    still: Callable[[Job, int], bool] = lambda job, writers: True,
+) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Do jobs one after the other, with whoever helps; yields each with its result, in their order.
 
+    `next_job` gives the next one, None when there is none now: it is told the jobs before it whose results have not
+    been used, and how many write now. `still` says whether the last job, which nobody has begun, is still to be done.
     What `do` raises here is raised; what others cannot do is done here.
     """
     taker, posted, ended = Taker(do, workers), deque[Job](), False
@@ -225,11 +208,11 @@ def share(plan: Plan, do: Do, workers: Workers, board: Board) -> Iterator[tuple[
             free = free_jobs()
             undone = sum(board.result(job.name) is None for job in posted)
             writers = max(workers.count, undone - len(free))
-            if free and free[-1] is posted[-1] and not plan.still(free[-1], writers):
+            if free and free[-1] is posted[-1] and not still(free[-1], writers):
                 if board.withdraw(free[-1].name):  # else somebody has just taken it
                     posted.pop()
                     ended = True
-            elif not (free or ended) and (job := plan.next(list(posted), writers)) is not None:
+            elif not (free or ended) and (job := next_job(list(posted), writers)) is not None:
                 board.post(job.name, job.what)
                 posted.append(job)
             elif not posted:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from headstart.data.prompts.chat import Message, Unfit, check_offsets, render
 
@@ -25,12 +25,8 @@ def encode(
 ) -> tuple[list[int], list[bool]]:
     """Tokens of a rendered conversation, and for each of them whether the assistant wrote it.
 
-    Args:
-        messages: the turns, at least one of them the assistant's.
-        tokenizer: a fast tokenizer with a chat template.
-        strict: refuse a conversation in which the template rewrites an answer (reasoning that is dropped once another
-            turn follows, for example). When false such answers are left unsupervised and the others are kept.
-        max_tokens: keep only so many tokens from the beginning.
+    An answer that the template rewrites (it drops reasoning once another turn follows, for example) is refused where
+    `strict`, else left unsupervised. At most `max_tokens` tokens are kept, from the beginning.
 
     Raises:
         UserError: no chat template, or a tokenizer that does not tell where its tokens lie in a text.
@@ -49,12 +45,19 @@ def encode(
         span = _answer_span(messages, index, whole, tokenizer)
         if span is None:
             if strict:
-                raise _rewritten(index, len(messages))
+                raise Unfit(
+                    f"The chat template rewrites the answer in message {index + 1} of {len(messages)}: what the target "
+                    "reads before answering is not the beginning of the rendered conversation.",
+                    "Let the target write the answers (data.regenerate=true), or end the conversation with the answer "
+                    "that counts: reasoning is often dropped once another turn follows.",
+                    "in which the chat template rewrites an answer",
+                )
             continue
-        first = bisect_left(starts, span.start)
-        following = range(bisect_left(starts, span.text_stop, first), bisect_left(starts, span.turn_stop, first))
+        start, text_stop, turn_stop = span
+        first = bisect_left(starts, start)
+        following = range(bisect_left(starts, text_stop, first), bisect_left(starts, turn_stop, first))
         end_of_turn = next((i for i in following if tokens[i] in ends), None)
-        stop = bisect_right(stops, span.text_stop, first) if end_of_turn is None else end_of_turn + 1
+        stop = bisect_right(stops, text_stop, first) if end_of_turn is None else end_of_turn + 1
         supervised[first:stop] = [True] * (stop - first)
     if max_tokens is not None and any(supervised) and not any(supervised[:max_tokens]):
         raise Unfit(
@@ -72,16 +75,11 @@ def encode(
     return tokens, supervised
 
 
-class _Span(NamedTuple):
-    """Characters of an answer: its text is [start, text_stop), its turn ends before turn_stop."""
+def _answer_span(messages: Sequence[Message], index: int, whole: str, tokenizer: Any) -> tuple[int, int, int] | None:
+    """Where the answer in this message lies in the whole rendering; None when the template rewrote it.
 
-    start: int
-    text_stop: int
-    turn_stop: int
-
-
-def _answer_span(messages: Sequence[Message], index: int, whole: str, tokenizer: Any) -> _Span | None:
-    """Where the answer in this message lies in the whole rendering; None when the template rewrote it."""
+    In characters: its text is [start, text_stop), and its turn ends before turn_stop.
+    """
     if index == 0:
         raise Unfit(
             "A conversation starts with the assistant.",
@@ -112,24 +110,7 @@ def _answer_span(messages: Sequence[Message], index: int, whole: str, tokenizer:
         lead = len(whole[start:]) - len(whole[start:].lstrip())
         text_start = start + lead if whole.startswith(text, start + lead) else -1
         turn_stop = len(whole)
-    return None if text_start < 0 else _Span(start, text_start + len(text), turn_stop)
-
-
-def _rewritten(index: int, count: int) -> Unfit:
-    reason = "in which the chat template rewrites an answer"
-    if index == count - 1:
-        return Unfit(
-            f"The chat template rewrites the answer in message {index + 1} of {count}: what the target reads before "
-            "answering is not the beginning of the rendered conversation.",
-            "Let the target write the answers (data.regenerate=true): its own tokens are used then.",
-            reason,
-        )
-    return Unfit(
-        f"The chat template rewrites the answer in message {index + 1} of {count} once another turn follows "
-        "(it drops reasoning from earlier turns, for example).",
-        "Train on single-turn conversations, or keep each conversation up to the answer that counts.",
-        reason,
-    )
+    return None if text_start < 0 else (start, text_start + len(text), turn_stop)
 
 
 def _places(offsets: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:

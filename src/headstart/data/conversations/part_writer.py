@@ -88,8 +88,8 @@ class PartWriter:
             target, settings.batch_size, settings.seed_prompts, seed, writer=self._writer, check=check
         )
         prompts = []
-        for number, draft in enumerate(drafts):
-            prompt = Prompt([{"role": "user", "content": draft.text}], draft.category, f"{name}-{number}")
+        for number, (text, category) in enumerate(drafts):
+            prompt = Prompt([{"role": "user", "content": text}], category, f"{name}-{number}")
             if len(prompt_tokens(prompt.messages, target.tokenizer)) > settings.max_prompt_tokens:
                 continue
             if reason := self._excluded.reason(prompt.turns):

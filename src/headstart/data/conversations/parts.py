@@ -41,7 +41,6 @@ class Part:
 
     @property
     def file(self) -> str:
-        """Its name in the folder of the parts."""
         return f"{self.number:05d}-{self.split}.jsonl"
 
     def write(self, folder: Path) -> None:
@@ -52,11 +51,7 @@ class Part:
 
     @classmethod
     def read(cls, file: Path) -> Part:
-        """Back from `write`.
-
-        Raises:
-            UserError: when it is none, or damaged; the message names file and line.
-        """
+        """Back from `write`; a UserError names a file that is none, or damaged."""
         rows = read_jsonl(file)
         try:
             _, about = next(rows, (0, {}))
@@ -74,14 +69,9 @@ class Part:
 
 
 class TimeBudget:
-    """Time spent on the training conversations that a run uses, whoever wrote them.
+    """Time spent on the training conversations that a run uses, whoever wrote them; None `minutes` have no end.
 
-    Args:
-        minutes: the budget; None has no end.
-        file: where it is kept after how many parts a budget was spent, so that the same budget ends there again.
-
-    Attributes:
-        ended: whether the budget is what ended the writing.
+    The `file` keeps after how many parts a budget was spent, so that the same budget ends there again.
     """
 
     def __init__(self, minutes: float | None, file: Path) -> None:

@@ -4,86 +4,76 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from headstart.data.conversations.jobs import Job
 from headstart.data.conversations.part_writer import PartWriter
 from headstart.data.conversations.parts import Part, TimeBudget
-from headstart.data.prompts.reading import LeftOut, Prompts, prompts_for
+from headstart.data.prompts.reading import LeftOut, load_prompts
 from headstart.data.prompts.shapes import Prompt
 
 
 class GivenPrompts:
     """The prompts that a recipe names, in one order, read as far as they are needed; none for self-prompts.
 
-    Args:
-        writer: of the parts.
-        limit: prompts to read at first.
-
-    Attributes:
-        answering: counts prompts that could not be used once they were answered.
+    `answering` counts those that could not be used once they were answered.
     """
 
     def __init__(self, writer: PartWriter, limit: int) -> None:
-        self._writer, self._limit = writer, limit
-        self._read: Prompts | None = None
-        self.answering = LeftOut()
+        self.writer, self._limit = writer, limit
+        self._prompts: list[Prompt] = []
+        self._left_out, self.answering = LeftOut(), LeftOut()
+        self.used_up: list[str] = []
         if writer.settings.prompts != "self":
-            self._read = self._first()
+            self._read()
 
-    def _first(self) -> Prompts:
+    def _read(self) -> None:
         # Files are often sorted by kind: what is kept apart should be of the same kinds as what is trained on.
-        settings, tokenizer = self._writer.settings, self._writer.target.tokenizer
-        return prompts_for(settings, tokenizer, self._limit, seed=settings.seed)
+        settings, tokenizer = self.writer.settings, self.writer.target.tokenizer
+        read = load_prompts(settings, tokenizer, limit=self._limit, seed=settings.seed)
+        self._prompts, self._left_out, self.used_up = read.prompts, read.left_out, read.used_up
 
     def some(self, start: int, count: int) -> list[Prompt] | None:
         """So many prompts from this one on, fewer at the end; None for prompts that the target writes."""
-        if self._read is None:
+        if self.writer.settings.prompts == "self":
             return None
-        if start + self._writer.settings.batch_size > len(self._read.prompts) == self._limit:
+        if start + self.writer.settings.batch_size > len(self._prompts) == self._limit:
             self._limit *= 2
-            self._read = self._first()
-        return self._read.prompts[start : start + count]
-
-    @property
-    def used_up(self) -> list[str]:
-        """Sources among several that have no more."""
-        return [] if self._read is None else self._read.used_up
+            self._read()
+        return self._prompts[start : start + count]
 
     @property
     def left_out(self) -> LeftOut:
         """Prompts that could not be used."""
         both = LeftOut()
-        if self._read is not None:
-            both.add_all(self._read.left_out)
+        both.add_all(self._left_out)
         both.add_all(self.answering)
         return both
 
 
-@dataclass
-class Wanted:
-    """What is wanted of a split: so many conversations (`count`), of which some are still missing, in the time that the
-    clock leaves."""
-
-    split: str
-    count: int
-    missing: Callable[[], int]
-    clock: TimeBudget
-
-
 class PartPlan:
-    """Plans the parts of a split that come after those that are there; see `headstart.data.conversations.jobs.Plan`.
+    """Plans the parts of a split that come after those that are there, for `headstart.data.conversations.jobs.share`.
 
-    The clock never stops the first part of a split: without it there is nothing to learn from.
+    So many conversations (`count`) are wanted, of which some are still `missing`, in the time that the clock leaves. It
+    never stops the first part of a split: without it there is nothing to learn from.
     """
 
-    def __init__(self, writer: PartWriter, prompts: GivenPrompts, wanted: Wanted, parts: Sequence[Part]) -> None:
-        self._writer, self._prompts, self._wanted = writer, prompts, wanted
+    def __init__(
+        self,
+        prompts: GivenPrompts,
+        parts: Sequence[Part],
+        *,
+        split: str,
+        count: int,
+        missing: Callable[[], int],
+        clock: TimeBudget,
+    ) -> None:
+        self._prompts, self._batch_size = prompts, prompts.writer.settings.batch_size
+        self._split, self._count, self.missing, self.clock = split, count, missing, clock
         self._number = 1 + max((part.number for part in parts), default=-1)
         self._start = answered_until(parts)
-        self._first = None if any(part.split == wanted.split for part in parts) else self._number
+        self._first = None if any(part.split == split for part in parts) else self._number
         # Only parts that gave nothing new can come to so many.
-        self._most = self._number + 20 + 10 * wanted.count // writer.settings.batch_size
+        self._most = self._number + 20 + 10 * count // self._batch_size
         self._mark = time.perf_counter()
 
     def lap(self) -> float:
@@ -93,23 +83,23 @@ class PartPlan:
 
     def next(self, waiting: Sequence[Job], writers: int) -> Job | None:
         """The next part. How large parts are does not depend on how many are written at once."""
-        wanted, batch_size = self._wanted, self._writer.settings.batch_size
-        room = wanted.missing() - sum(job.what["size"] for job in waiting)
+        batch_size = self._batch_size
+        room = self.missing() - sum(job.what["size"] for job in waiting)
         if room <= 0 or not self._in_time(self._number, writers):
             return None
         size = min(batch_size, room)
         given = self._prompts.some(self._start, size)
         if given is None:
             # Some may be in another split, and a part for one more takes long: a few more than wanted are asked for.
-            size = min(batch_size, wanted.count + -(-wanted.count // 8))
+            size = min(batch_size, self._count + -(-self._count // 8))
             if self._number > self._most:
                 return None
         elif not given or (waiting and room < batch_size):
             return None
-        part = {"split": wanted.split, "number": self._number, "start": self._start, "size": size}
+        part = {"split": self._split, "number": self._number, "start": self._start, "size": size}
         self._number += 1
         self._start += len(given or ())
-        return Job(f"{part['number']:05d}-{wanted.split}", self._writer.job(part, given))
+        return Job(f"{part['number']:05d}-{self._split}", self._prompts.writer.job(part, given))
 
     def still(self, job: Job, writers: int) -> bool:
         """Whether there is still time for a part that nobody has begun."""
@@ -117,7 +107,7 @@ class PartPlan:
 
     def _in_time(self, number: int, writers: int) -> bool:
         since = time.perf_counter() - self._mark
-        return number == self._first or not self._wanted.clock.over(writers, since)
+        return number == self._first or not self.clock.over(writers, since)
 
 
 def answered_until(parts: Sequence[Part]) -> int:

@@ -61,30 +61,16 @@ class Conversation:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Conversation:
-        """Back from `to_json`; a ValueError says which field is missing or of another type."""
-        try:
-            tokens = [int(token) for token in row["tokens"]]
-            supervised = [False] * len(tokens)
-            for start, stop in row["supervised"]:
-                if not 0 <= start < stop <= len(tokens):
-                    raise ValueError(f"supervised run [{start}, {stop}) of {len(tokens)} tokens")
-                supervised[start:stop] = [True] * (stop - start)
-            messages = [
-                {name: str(message[name]) for name in ("role", "content", *({"reasoning_content"} & message.keys()))}
-                for message in row["messages"]
-            ]
-            return cls(
-                str(row["id"]),
-                tokens,
-                supervised,
-                messages,
-                category=str(row.get("category", "")),
-                sampling=dict(row.get("sampling", {})),
-            )
-        except KeyError as error:
-            raise ValueError(f"no {error.args[0]!r}") from None
-        except (TypeError, AttributeError) as error:
-            raise ValueError(str(error)) from None
+        """Back from `to_json`; a KeyError, TypeError or ValueError where it is none."""
+        tokens = [int(token) for token in row["tokens"]]
+        supervised = [False] * len(tokens)
+        for start, stop in row["supervised"]:
+            if not 0 <= start < stop <= len(tokens):
+                raise ValueError(f"supervised run [{start}, {stop}) of {len(tokens)} tokens")
+            supervised[start:stop] = [True] * (stop - start)
+        messages = [{name: str(text) for name, text in message.items()} for message in row["messages"]]
+        category, sampling = str(row.get("category", "")), dict(row.get("sampling", {}))
+        return cls(str(row["id"]), tokens, supervised, messages, category=category, sampling=sampling)
 
 
 def read_conversations(path: Path) -> list[Conversation]:
@@ -93,9 +79,10 @@ def read_conversations(path: Path) -> list[Conversation]:
     for number, row in read_jsonl(path):
         try:
             conversations.append(Conversation.from_json(row))
-        except ValueError as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            reason = f"no {error}" if isinstance(error, KeyError) else error
             raise UserError(
-                f"{path}, line {number}: not a tokenised conversation ({error}).",
+                f"{path}, line {number}: not a tokenised conversation ({reason}).",
                 "Delete the file and run the command again, or pass a file of prompts as data.prompts.",
             ) from None
     return conversations

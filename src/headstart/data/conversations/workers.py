@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from headstart.servers.at_once import Stopped
+from headstart.servers.client import Stopped
 
 R = TypeVar("R")
 
@@ -24,14 +24,8 @@ _MAX = 2
 class Workers:
     """A few threads that work on jobs of a CPU, each with its share of torch's threads; on a GPU there is one.
 
-    Use as a context: leaving it stops the jobs under way, as soon as they call `check`.
-
-    Args:
-        device: where the jobs compute.
-        jobs: how many there will be at most.
-
-    Attributes:
-        count: jobs that run at once.
+    Use as a context: leaving it stops the jobs under way, as soon as they call `check`. There will be so many `jobs` at
+    most; `count` of them run at once.
     """
 
     def __init__(self, device: torch.device, jobs: int) -> None:
@@ -54,10 +48,6 @@ class Workers:
         return self._pool.submit(job)
 
     def check(self) -> None:
-        """For jobs to call now and then.
-
-        Raises:
-            Stopped: the context was left, so that nobody waits for the job any more.
-        """
+        """For jobs to call now and then: raises `Stopped` once nobody waits for them any more."""
         if self._stop.is_set():
             raise Stopped

@@ -30,8 +30,7 @@ class Unfit(UserError):
 def prompt_tokens(messages: Sequence[Message], tokenizer: Any) -> list[int]:
     """What the target reads before it answers: the rendered messages and the generation prompt.
 
-    A target without a chat template reads the text of a single user message as it is, and goes on with it. Raises as
-    `render`.
+    A target without a chat template reads the text of a single user message as it is, and goes on with it.
     """
     if tokenizer is not None and not has_template(tokenizer) and [message["role"] for message in messages] == ["user"]:
         return list(tokenizer.encode(messages[0]["content"]))
@@ -39,12 +38,8 @@ def prompt_tokens(messages: Sequence[Message], tokenizer: Any) -> list[int]:
 
 
 def render(messages: Sequence[Message], tokenizer: Any, *, answer: bool) -> str:
-    """The chat template's text for these messages; `answer` appends the generation prompt.
-
-    Raises:
-        UserError: no tokenizer or chat template.
-        Unfit: the template refuses these messages.
-    """
+    """The chat template's text for these messages, `Unfit` where it refuses them; `answer` appends the generation
+    prompt."""
     check_template(tokenizer)
     try:
         return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
@@ -72,11 +67,7 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def with_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> Any:
-    """A copy of a tokenizer that always renders its chat template with these variables; itself without any.
-
-    Raises:
-        UserError: no chat template, or one that does not know such a variable.
-    """
+    """A copy of a tokenizer that always renders its chat template with these variables; itself without any."""
     if not values:
         return tokenizer
     check_template(tokenizer)

@@ -11,13 +11,7 @@ from headstart.support.files import read_jsonl
 
 @dataclass(frozen=True)
 class Question:
-    """One line of a question file.
-
-    Attributes:
-        question_id: the line's own, or its line number.
-        category: may be empty.
-        turns: what the user says, at least one turn.
-    """
+    """One line of a question file: what the user says turn by turn, and the line's own id, or its number."""
 
     question_id: str | int
     category: str
@@ -27,8 +21,7 @@ class Question:
 def read_questions(path: Path) -> list[Question]:
     """Read a question file: JSON objects a line, with `turns` and optionally `category` and `question_id`.
 
-    Raises:
-        UserError: missing or empty file, or a malformed line; the message names file and line.
+    A UserError names the file that is missing or empty, and the line that is malformed.
     """
     questions: list[Question] = []
     for number, row in read_jsonl(path):

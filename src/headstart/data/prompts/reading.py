@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headstart.data.prompts.chat import Unfit, check_offsets, check_template, has_template, prompt_tokens
+from headstart.data.prompts.chat import Unfit, check_offsets, has_template, prompt_tokens
 from headstart.data.prompts.overlap import Excluded, normalise
 from headstart.data.prompts.shapes import SHAPES, Prompt, Unusable, parse_prompt
 from headstart.data.prompts.sources import find_origin, read_records
@@ -43,14 +43,7 @@ class LeftOut:
 
     @property
     def notice(self) -> str:
-        """One sentence, the most frequent reason first; empty when nothing was left out.
-
-        >>> left_out = LeftOut()
-        >>> for reason in ("repeated", "over 384 tokens", "repeated"):
-        ...     left_out.add(reason)
-        >>> left_out.notice
-        'Left out: 2 repeated, 1 over 384 tokens.'
-        """
+        """One sentence, the most frequent reason first; empty when nothing was left out."""
         phrases = []
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             first = f" (the first: {self.examples[reason]})" if reason == MISSHAPEN else ""
@@ -68,58 +61,21 @@ class Prompts:
     used_up: list[str]
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Which records are left out or cut.
-
-    Attributes:
-        max_tokens: of a prompt's first turn, rendered by the chat template.
-        prefix_tokens: of a plain text that are the prompt; at most `max_tokens`.
-        exclude: question files; prompts that give one of their questions away are left out.
-    """
-
-    max_tokens: int | None = None
-    prefix_tokens: int = 64
-    exclude: Sequence[str] = ()
-
-
-def prompts_for(
-    data: DataSection, tokenizer: Any, limit: int, *, seed: int | None = None, whole: bool = True
-) -> Prompts:
-    """The prompts that a recipe names, when the target does not write its own; see `load_prompts`."""
-    limits = Limits(data.max_prompt_tokens, data.prefix_tokens, data.exclude)
-    return load_prompts(data.sources, tokenizer, limits, limit=limit, seed=seed, whole=whole)
-
-
 def load_prompts(
-    sources: Sequence[PromptSource],
-    tokenizer: Any = None,
-    limits: Limits | None = None,
-    *,
-    limit: int | None = None,
-    seed: int | None = None,
-    whole: bool = True,
+    data: DataSection, tokenizer: Any = None, *, limit: int | None = None, seed: int | None = None, whole: bool = True
 ) -> Prompts:
-    """Read prompts; those that cannot be used, are repeated or too long are left out and counted.
+    """The prompts that a recipe names; those that cannot be used, are repeated or too long are left out and counted.
 
     With a seed they are drawn from the whole source, in an order that depends on its content and the seed alone: a
     larger `limit` gives the same prompts and then more. Several sources are each drawn from in such an order, in turns
-    by their weights.
+    by their weights. Without a seed the records are taken as they stand.
 
-    Args:
-        sources: .jsonl files, .json files with a list, or names (or folders) that `datasets.load_dataset` knows;
-            "name:config" chooses a configuration.
-        tokenizer: needed with `limits.max_tokens`. Without a chat template only rows of plain text are taken, with one
-            all others.
-        limits: which records are left out or cut.
-        limit: stop after so many prompts.
-        seed: of the order; None takes the records as they stand.
-        whole: a dataset of the hub may be downloaded as a whole; when false only what is read is.
-
-    Raises:
-        UserError: a source that cannot be read, or that has no prompt.
+    Without a tokenizer no prompt is too long. With a chat template rows of plain text are left out, without one all
+    others. `whole`: a dataset of the hub may be downloaded as a whole; otherwise only what is read is.
+    A UserError names a source that cannot be read, or that has no prompt.
     """
-    rule = _Rule(tokenizer, limits or Limits())
+    sources = data.sources
+    rule = _Rule(tokenizer, data)
     readings = [_Reading(source, seed, whole, rule) for source in sources]
     several = len(readings) > 1
     prompts: list[Prompt] = []
@@ -162,12 +118,10 @@ def in_turns(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterat
 class _Rule:
     """Which records make a prompt: one rule for all sources, so that none is repeated."""
 
-    def __init__(self, tokenizer: Any, limits: Limits) -> None:
-        if limits.max_tokens is not None and tokenizer is None:
-            check_template(tokenizer)
-        self._tokenizer, self._max_tokens = tokenizer, limits.max_tokens
-        self._prefix_tokens = min(limits.prefix_tokens, limits.max_tokens or limits.prefix_tokens)
-        self._excluded = Excluded(limits.exclude)
+    def __init__(self, tokenizer: Any, data: DataSection) -> None:
+        self._tokenizer, self._max_tokens = tokenizer, data.max_prompt_tokens
+        self._prefix_tokens = min(data.prefix_tokens, data.max_prompt_tokens)
+        self._excluded = Excluded(data.exclude)
         self._plain = tokenizer is not None and not has_template(tokenizer)
         self._seen: set[str] = set()
 
@@ -184,7 +138,7 @@ class _Rule:
         key = _key(prompt)
         if key in self._seen:
             raise Unusable("repeated")
-        if self._max_tokens is not None:
+        if self._tokenizer is not None:
             try:
                 length = len(prompt_tokens(prompt.opening, self._tokenizer))
             except Unfit as refusal:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from headstart.data.prompts.chat import check_prompts
@@ -19,14 +18,6 @@ from headstart.target.model import Target
 
 _SENTINEL = "\u2603headstart\u2603"
 _MAX_PROMPT_TOKENS = 128
-
-
-@dataclass(frozen=True)
-class SelfPrompt:
-    """A request that the target wrote, and the kind of its seed prompt."""
-
-    text: str
-    category: str
 
 
 def user_prefix(tokenizer: Any) -> str:
@@ -43,8 +34,10 @@ def write_prompts(
     seed: int,
     writer: Writer | None = None,
     check: Callable[[], None] = lambda: None,
-) -> list[SelfPrompt]:
+) -> list[tuple[str, str]]:
     """Let the target write `count` requests, one batch, the same for the same seed; those of poor quality are left out.
+
+    Each comes with the category of its seed prompt.
 
     `breadth` "broad" draws seed prompts over what people ask, "none" starts from nothing. `check` is called now and
     then; what it raises ends the work.
@@ -69,7 +62,7 @@ def write_prompts(
             continue  # cut off in the middle
         text = seed_prompt + _added_text(target.tokenizer, row, tokens[:-1])
         if acceptable(text, target.tokenizer.all_special_tokens):
-            prompts.append(SelfPrompt(text.strip(), category))
+            prompts.append((text.strip(), category))
     return prompts
 
 
@@ -80,13 +73,7 @@ def _added_text(tokenizer: Any, before: list[int], tokens: list[int]) -> str:
 
 
 def acceptable(text: str, special_tokens: list[str]) -> bool:
-    """Whether a self-written request is worth answering: a few words, readable, not a loop.
-
-    >>> acceptable("Write a poem about the sea", [])
-    True
-    >>> acceptable("the the the the the the the the the the the the the the the the the the the the", [])
-    False
-    """
+    """Whether a self-written request is worth answering: a few words, readable, not a loop."""
     words = text.split()
     if not 3 <= len(words) <= 300 or any(token in text for token in special_tokens):
         return False

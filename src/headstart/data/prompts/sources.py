@@ -53,9 +53,7 @@ def find_origin(source: str, revision: str | None = None) -> Origin:
     """Pin a source: the commit that a dataset of the hub stands at, the content of a file or folder.
 
     Asks the hub unless `revision` is a commit; without a network, the newest commit that was downloaded before counts.
-
-    Raises:
-        UserError: no such file or dataset, or a revision of something that is not on the hub.
+    A UserError says that there is no such file, dataset or revision.
     """
     path = _local(source)
     if path is None:
@@ -69,10 +67,8 @@ def find_origin(source: str, revision: str | None = None) -> Origin:
 def read_records(origin: Origin, split: str, seed: int | None = None, *, whole: bool = True) -> Iterator[Record]:
     """Every record of a source once, in the order of a seed; None reads them as they stand.
 
-    A dataset of the hub may be downloaded as a `whole`; records come as they are read otherwise.
-
-    Raises:
-        UserError: missing file, malformed line (file and line are named), unknown dataset or split.
+    A dataset of the hub may be downloaded as a `whole`; records come as they are read otherwise. A UserError names what
+    cannot be read, with the line of a malformed one.
     """
     path = _local(origin.source)
     if path is None or path.is_dir():
@@ -85,11 +81,7 @@ def read_records(origin: Origin, split: str, seed: int | None = None, *, whole: 
 
 
 def drawn(items: Sequence[Any], seed: int) -> list[Any]:
-    """The items in an order of their own for each seed and number of items.
-
-    >>> sorted(drawn("abc", 0)), drawn("abcd", 1) == drawn("abcd", 1)
-    (['a', 'b', 'c'], True)
-    """
+    """The items in an order of their own for each seed and number of items."""
     order = list(range(len(items)))
     random.Random(seed).shuffle(order)
     return [items[i] for i in order]

@@ -29,12 +29,8 @@ def identify(
 ) -> tuple[float, str]:
     """Distance of states from the target's own at this layer, and what they are instead ("" when alike).
 
-    Args:
-        aux_layer: that they should be of.
-        given_TE: the states.
-        fresh: the target's own on the same tokens, at `every_layer`.
-        target: whose they should be.
-        rounded: whether the states were stored in fewer bits than their dtype has.
+    `fresh` are the target's own on the same tokens, at `every_layer`; `rounded` states were stored in fewer bits than
+    their dtype has.
     """
     exact = not rounded and given_TE.dtype == fresh[aux_layer].dtype == torch.float32
     limit = _TOLERANCE[torch.float32] if exact else _TOLERANCE_COARSE

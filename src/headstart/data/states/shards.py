@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.data.conversations.jobs import JOBS, Board, InOrder, Job, owner_of, share
+from headstart.data.conversations.jobs import JOBS, Board, Job, owner_of, share
 from headstart.data.conversations.records import Conversation
 from headstart.data.conversations.workers import Workers
 from headstart.data.states.checksums import KEY, checksums
@@ -74,13 +74,10 @@ class StateKind:
 
 @dataclass(frozen=True)
 class Work:
-    """How states are computed and stored.
+    """How states are computed and stored; `advance` is called with (tokens done, tokens in all) after every shard.
 
-    Attributes:
-        states_dtype: see `headstart.data.states.codes`.
-        batch_tokens: tokens of a forward at most, padding included (one longer conversation goes alone).
-        shard_bytes: size at which a shard is closed; None chooses by what there is to compute.
-        advance: called with (tokens done, tokens in all) after every shard.
+    A forward has at most `batch_tokens`, padding included (one longer conversation goes alone), and a shard is closed
+    at `shard_bytes`, which follow from what there is to compute where they are None.
     """
 
     states_dtype: str = AUTO
@@ -105,10 +102,10 @@ def build_store(
     stores of the same target may share the folder of the `shards`, by default the store's own.
 
     Raises:
-        UserError: nothing to store, a conversation that the target cannot read, a budget too small for the first
-            conversation, or too little free disk.
+        UserError: nothing to store, a budget too small for the first conversation, or too little free disk.
     """
-    check_conversations(conversations, target)
+    if not conversations:
+        raise UserError("There are no conversations to store.", "Check data.prompts and data.conversations.")
     shards, work = shards or folder, work or Work()
     kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), work.states_dtype)
     kept = conversations[: kind.fitting(conversations, budget_bytes)]
@@ -133,11 +130,7 @@ def build_store(
 
 def shard_size(total: int) -> int:
     """Bytes at which a shard is closed when so many are to be written: few files of a large store, little lost of a
-    small one.
-
-    >>> shard_size(1_400_000_000), shard_size(40_000_000_000), shard_size(550_000_000_000)
-    (64000000, 200000000, 2000000000)
-    """
+    small one."""
     least, most = SHARD_BYTES
     return min(most, max(least, total // _SHARDS))
 
@@ -206,7 +199,8 @@ def _computed(target: Target, shards: Path, jobs: Iterable[Job], board: Board) -
         def compute(what: dict[str, Any]) -> dict[str, Any]:
             return compute_shard(target, what, shards, workers.check)
 
-        for job, result in share(InOrder(jobs), compute, workers, board):
+        waiting = iter(jobs)
+        for job, result in share(lambda *_: next(waiting, None), compute, workers, board):
             yield job, shards / result["file"]
 
 
@@ -236,10 +230,7 @@ def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[C
 
 
 class ShardIndex:
-    """What the whole shards of a folder hold for an `owner`.
-
-    `places` has the name of the shard's file and the first token in it, by layer and key of a conversation.
-    """
+    """What the whole shards of a folder hold of an `owner`: file and first token by layer and conversation."""
 
     def __init__(self, folder: Path, owner: str) -> None:
         self.folder = folder
@@ -254,13 +245,10 @@ class ShardIndex:
         try:
             with safe_open(file, framework="pt") as handle:  # refuses a file of another length than its header's
                 metadata = handle.metadata() or {}
-        except (SafetensorError, OSError):
+            keys, lengths, layers = (json.loads(metadata[name]) for name in ("keys", "lengths", "taps"))
+        except (SafetensorError, OSError, ValueError, KeyError):
             return
         if metadata.get("owner") != self.owner:
-            return
-        try:
-            keys, lengths, layers = (json.loads(metadata[name]) for name in ("keys", "lengths", "taps"))
-        except (ValueError, KeyError):
             return
         start = 0
         for key, length in zip(keys, lengths, strict=True):
@@ -277,29 +265,6 @@ class ShardIndex:
             if missing := tuple(layer for layer in aux_layers if (layer, key) not in self.places):
                 numbers.setdefault(missing, {}).setdefault(key, number)
         return {missing: list(by_key.values()) for missing, by_key in numbers.items()}
-
-
-def check_conversations(conversations: Sequence[Conversation], target: Target) -> None:
-    """Refuse conversations whose states cannot be computed, or that have nothing to teach."""
-    if not conversations:
-        raise UserError("There are no conversations to store.", "Check data.prompts and data.conversations.")
-    for conversation in conversations:
-        if not any(conversation.supervised):
-            raise UserError(
-                f"Nothing is supervised in conversation {conversation.id!r}.", "Give it an assistant turn with text."
-            )
-        if len(conversation.tokens) > target.max_length:
-            raise UserError(
-                f"Conversation {conversation.id!r} has {len(conversation.tokens)} tokens; the context of {target.name} "
-                f"is {target.max_length}.",
-                "Lower data.max_prompt_tokens or data.max_new_tokens, or shorten the conversation.",
-            )
-        if max(conversation.tokens) >= target.vocab_size:
-            raise UserError(
-                f"Conversation {conversation.id!r} holds token {max(conversation.tokens)}; {target.name} knows "
-                f"{target.vocab_size}.",
-                "It was written with another tokenizer: delete the file and run the command again.",
-            )
 
 
 def _key(tokens: Sequence[int]) -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.data.states.checksums import REBUILD, Checks, is_missing, put_aside, whole
-from headstart.data.states.codes import AUTO, bytes_per_state, decode
+from headstart.data.states.checksums import REBUILD, UNREADABLE, checksum, put_aside, wanted_sums, whole
+from headstart.data.states.codes import AUTO, SCALE_BYTES, decode
 from headstart.errors import UserError
 from headstart.support.files import format_bytes, read_json
 
@@ -57,20 +58,71 @@ class Sample:
 
 
 def estimate_bytes(tokens: int, aux_layers: int, hidden: int, dtype: torch.dtype, states_dtype: str = AUTO) -> int:
-    """Bytes on disk of so many tokens, each with `aux_layers` states of `hidden` numbers."""
-    return tokens * (aux_layers * bytes_per_state(hidden, dtype, states_dtype) + _TOKEN_BYTES)
+    """Bytes on disk of so many tokens, each with `aux_layers` states of `hidden` numbers.
+
+    >>> [estimate_bytes(1, 1, 4096, torch.bfloat16, states_dtype) for states_dtype in ("auto", "fp8")]
+    [8197, 4105]
+    """
+    of_state = hidden * dtype.itemsize if states_dtype == AUTO else hidden + SCALE_BYTES
+    return tokens * (aux_layers * of_state + _TOKEN_BYTES)
 
 
-class StateStore:
-    """A finished store; samples are numbered like the conversations it was built from.
+class States(ABC):
+    """Conversations with hidden states, as training reads them: stored, or online (`headstart.data.states.online`).
 
-    Shards are kept in memory when the whole store has at most `cache_bytes`, and read from disk otherwise.
-
-    Raises:
-        UserError: not a store, unfinished, or a shard is missing or cut short.
+    Attributes:
+        stored: whether reading them computes nothing.
+        folder: for messages: where they lie, or where the conversations were read.
+        fingerprint: of the conversations and of whose states these are.
+        lengths: tokens of each conversation.
     """
 
-    stored: ClassVar[bool] = True
+    stored: ClassVar[bool]
+    folder: Path
+    fingerprint: str
+    target_fingerprint: str
+    aux_layers: tuple[int, ...]
+    hidden_size: int
+    lengths: list[int]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @abstractmethod
+    def samples(self, indices: Sequence[int]) -> list[Sample]:
+        """Those of a batch. Where several processes train, each asks as often as the others, if need be for none."""
+
+    @abstractmethod
+    def _tokens(self, index: int) -> Tensor: ...
+
+    @abstractmethod
+    def _supervised(self, index: int) -> Tensor: ...
+
+    def get(self, index: int) -> Sample:
+        """One conversation with its states."""
+        return self.samples([index])[0]
+
+    def supervised(self) -> Iterable[Tensor]:
+        """The mask of each conversation in turn, bool [T]; no states are read."""
+        return map(self._supervised, range(len(self)))
+
+    def supervised_counts(self, vocab_size: int) -> Tensor:
+        """How often each token of the vocabulary is supervised, int64 [V]."""
+        counts_V = torch.zeros(vocab_size, dtype=torch.long)
+        for index in range(len(self)):
+            supervised_S = self._tokens(index)[self._supervised(index)]
+            counts_V += torch.bincount(supervised_S, minlength=vocab_size)
+        return counts_V
+
+
+class StateStore(States):
+    """A finished store; samples are numbered like the conversations it was built from.
+
+    Shards are kept in memory when the whole store has at most `cache_bytes`, and read from disk otherwise. A
+    UserError says that the folder holds no finished store, or that a shard is missing, cut short or damaged.
+    """
+
+    stored = True
 
     def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
         self.folder = folder
@@ -79,14 +131,14 @@ class StateStore:
         manifest = read_json(folder / MANIFEST)
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise UserError(f"{folder} is a store of another format.", "Build it again: headstart data build RECIPE")
-        self.fingerprint: str = manifest["fingerprint"]
-        self.target_fingerprint: str = manifest["target_fingerprint"]
+        self.fingerprint = manifest["fingerprint"]
+        self.target_fingerprint = manifest["target_fingerprint"]
         self.dtype: str = manifest["dtype"]
-        self.aux_layers: tuple[int, ...] = tuple(manifest["taps"])
-        self.hidden_size: int = manifest["hidden_size"]
+        self.aux_layers = tuple(manifest["taps"])
+        self.hidden_size = manifest["hidden_size"]
         self.states_dtype: str = manifest["states_dtype"]
         self._dtype: torch.dtype = getattr(torch, manifest["dtype"])
-        self.lengths: list[int] = manifest["lengths"]
+        self.lengths = manifest["lengths"]
         self.dropped: int = manifest["dropped"]
         self.shards: Path = folder / manifest["shards"]
         self.files = [self.shards / file["file"] for file in manifest["files"]]
@@ -104,10 +156,7 @@ class StateStore:
         self._cached = self.bytes <= cache_bytes
         self._loaded: dict[int, dict[str, Tensor]] = {}
         self._open: dict[int, Any] = {}
-        self._checks: dict[int, Checks] = {}
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+        self._wanted: dict[int, dict[tuple[str, int], tuple[int, int]]] = {}
 
     @property
     def tokens(self) -> int:
@@ -123,19 +172,15 @@ class StateStore:
             f"({format_bytes(self.bytes)}); the last {self.dropped} are left out (raise data.cache_gigabytes for more)."
         )
 
-    def get(self, index: int) -> Sample:
-        """One conversation with its states.
-
-        Raises:
-            UserError: a shard is damaged; it is put aside then.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"conversation {index} of {len(self)}")
-        states = {layer: self._states(layer, index) for layer in self.aux_layers}
-        return Sample(self._tokens(index), self._supervised(index), states)
-
     def samples(self, indices: Sequence[int]) -> list[Sample]:
-        return [self.get(index) for index in indices]
+        """Those of a batch; a damaged shard is put aside."""
+        samples = []
+        for index in indices:
+            if not 0 <= index < len(self):
+                raise IndexError(f"conversation {index} of {len(self)}")
+            states = {layer: self._states(layer, index) for layer in self.aux_layers}
+            samples.append(Sample(self._tokens(index), self._supervised(index), states))
+        return samples
 
     def _states(self, layer: int, index: int) -> Tensor:
         place = self._places[layer][index]
@@ -155,17 +200,20 @@ class StateStore:
 
     def _read(self, name: str, position: Location, index: int) -> Tensor:
         shard, start = position
-        if shard not in self._checks:
-            self._checks[shard] = Checks(self.files[shard])
-            with suppress(OSError):  # for `headstart gc`: many disks keep no time of reading
-                os.utime(self.files[shard], ns=(time.time_ns(), self.files[shard].stat().st_mtime_ns))
+        file = self.files[shard]
         try:
+            if shard not in self._wanted:
+                self._wanted[shard] = wanted_sums(file)
+                with suppress(OSError):  # for `headstart gc`: many disks keep no time of reading
+                    os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
             part = self._part(name, shard, slice(start, start + self.lengths[index]))
-        except SafetensorError:
-            raise put_aside(self.files[shard]) from None
-        except FileNotFoundError:
-            raise is_missing(self.files[shard]) from None
-        self._checks[shard].verify(name, start, part)
+        except FileNotFoundError:  # another process has put it aside, or somebody deleted it
+            raise UserError(f"{file} is missing.", REBUILD) from None
+        except UNREADABLE:
+            raise put_aside(file) from None
+        wanted = self._wanted[shard].pop((name, start), None)
+        if wanted is not None and checksum(part) != wanted[1]:
+            raise put_aside(file)
         return part
 
     def _part(self, name: str, shard: int, tokens: slice) -> Tensor:
@@ -181,15 +229,3 @@ class StateStore:
     def damaged_files(self) -> list[Path]:
         """Shards that are not as they were written; all of them are read."""
         return [file for file in self.files if not whole(file)]
-
-    def supervised(self) -> Iterable[Tensor]:
-        """The mask of each conversation in turn, bool [T]; no states are read."""
-        return map(self._supervised, range(len(self)))
-
-    def supervised_counts(self, vocab_size: int) -> Tensor:
-        """How often each token of the vocabulary is supervised, int64 [V]."""
-        counts_V = torch.zeros(vocab_size, dtype=torch.long)
-        for index in range(len(self)):
-            supervised_S = self._tokens(index)[self._supervised(index)]
-            counts_V += torch.bincount(supervised_S, minlength=vocab_size)
-        return counts_V

@@ -47,32 +47,22 @@ def engine_layers(aux_layers: Iterable[int], target: Target) -> list[int]:
 
 def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder: Path) -> str:
     """What starts a vLLM that loads this model, the target, and writes its states at these layers into a folder."""
-    options = ["--dtype", _name(target.dtype), "--no-enable-prefix-caching"]
-    return shlex.join(["vllm", "serve", model, *options, *serve_arguments(target, aux_layers, folder)])
-
-
-def serve_arguments(target: Target, aux_layers: Iterable[int], folder: Path, **connector: str) -> list[str]:
-    """The arguments of vLLM that ask for these states; keys of its connector's config may be others."""
     layers = {"eagle_aux_hidden_state_layer_ids": engine_layers(aux_layers, target)}
     method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    config = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer", **connector}
+    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
     extra = {"shared_storage_path": str(folder)}
-    return [
+    words = [
+        *("vllm", "serve", model, "--dtype", _name(target.dtype), "--no-enable-prefix-caching"),
         *("--speculative-config", json.dumps({**method, "draft_model_config": {"hf_config": layers}})),
-        *("--kv-transfer-config", json.dumps({**config, "kv_connector_extra_config": extra})),
+        *("--kv-transfer-config", json.dumps({**connector, "kv_connector_extra_config": extra})),
     ]
+    return shlex.join(words)
 
 
 class Import:
     """Takes states over into the shards of a folder; what lies there already is not taken again.
 
-    Attributes:
-        taken: conversations whose states were taken over.
-        known: those whose states were in the shards before.
-        left_out: reasons, each with the files left out for it.
-
-    Raises:
-        UserError: too little free disk.
+    Counts the conversations whose states were `taken` over and those `known` before; `left_out` has files by reason.
     """
 
     def __init__(
@@ -109,13 +99,7 @@ class Import:
         return sorted((item for item, _ in self._wanted.values()), key=lambda item: -len(item.tokens))
 
     def take_folder(self, folder: Path, advance: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Take the files of a folder, which stay as they are; those that cannot be used are named with the reason.
-
-        `advance` is called with (files looked at, files in all) after each.
-
-        Raises:
-            UserError: no files there, or states that are not the target's at these layers.
-        """
+        """Take the files of a folder, which stay as they are; those that cannot be used are named with the reason."""
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
         if not files:
             raise UserError(
@@ -133,9 +117,7 @@ class Import:
     def take(self, file: Path, asked: Sequence[int] | None = None) -> None:
         """Take one file, which should hold the states of these tokens; None for any conversation that is waiting.
 
-        Raises:
-            Unusable: it is cut short, of other tokens, layers or sizes, or holds no numbers.
-            UserError: what was gathered for a shard is not the target's at these layers.
+        Raises `Unusable` where it is cut short, of other tokens, layers or sizes, or holds no numbers.
         """
         tokens, states_TLE = self._read(file)
         if asked is not None and tokens != tuple(asked):
@@ -150,11 +132,7 @@ class Import:
             self.close()
 
     def close(self) -> None:
-        """Write what was gathered.
-
-        Raises:
-            UserError: it is not the target's at these layers; nothing of it is written then.
-        """
+        """Write what was gathered; nothing of it, and a UserError, where it is not the target's at these layers."""
         gathered, self._gathered, self._bytes = self._gathered, {}, 0
         for layers, written in gathered.items():
             self._compare(*written[0])
@@ -212,11 +190,7 @@ class Import:
 
 
 def final_norm(target: Target) -> nn.Module:
-    """The module that turns the last layer's output into the final state: of the decoder's own norms, that which does.
-
-    Raises:
-        UserError: there is none, so that an engine's states before the norm are of no use.
-    """
+    """The decoder's norm that turns the last layer's output into the final state; a UserError where there is none."""
     (states,) = target.hidden_states([[0, 1]], [target.num_layers, FINAL])
     module: nn.Module
     for module in target.decoder.children():

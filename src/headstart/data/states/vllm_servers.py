@@ -23,11 +23,7 @@ def take_from_servers(
 ) -> None:
     """Let servers read every conversation that is waiting and take what they write; their files are removed.
 
-    The servers are used in turns, with so many `requests` under way over all of them. `advance` is called with (tokens
-    done, tokens in all) after each conversation.
-
-    Raises:
-        UserError: a server refuses, does not answer for long, writes no states or other ones than asked for.
+    So many `requests` are under way over all of them. `advance` is called with (tokens done, tokens in all).
     """
     waiting = work.waiting
     total, done = sum(len(item.tokens) for item in waiting), 0
@@ -52,12 +48,7 @@ def take_from_servers(
 
 
 def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
-    """Let a server read token ids; the file that it has written their states to.
-
-    Raises:
-        Later: it may work another time.
-        UserError: it will not.
-    """
+    """Let a server read token ids; the file that it has written their states to."""
     dialect, model = endpoint.once(lambda endpoint: served_by(endpoint, spec))
     path, body = dialect.request(Ask(tokens, 1), model)
     page = endpoint.ask("POST", path, body)

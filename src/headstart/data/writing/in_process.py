@@ -59,11 +59,7 @@ class InProcess:
     @torch.inference_mode()
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
         """Continue each row; rows that memory does not hold at a time are written half by half, and hidden states are
-        kept of batches whose states it has room for.
-
-        Raises:
-            UserError: memory does not hold a single row.
-        """
+        kept of batches whose states it has room for."""
         if not self.shareable:
             continuation = replace(continuation, turns=None)
         written: dict[int, list[int]] = {}

@@ -41,11 +41,7 @@ class Servers:
         )
 
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
-        """See `Writer`; of hidden states a server says nothing.
-
-        Raises:
-            UserError: no server answered for long, or one gave what the target cannot have written.
-        """
+        """See `Writer`; of hidden states a server says nothing."""
 
         def answer(number: int, endpoint: Endpoint) -> list[int]:
             ask = Ask(

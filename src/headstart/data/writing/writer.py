@@ -17,10 +17,8 @@ class Continuation:
     """How rows are continued.
 
     Attributes:
-        max_new_tokens: most tokens to add to a row.
         temperatures: one per row; 0 is greedy.
         ends: tokens that end a row.
-        seed: of the draws, which each row has of its own.
         top_p: nucleus for rows with a temperature, taken among the likeliest tokens (`CANDIDATES`).
         check: called now and then; what it raises ends the work.
         states: takes the hidden states of rows and added tokens, of those rows whose states are known.
@@ -45,8 +43,4 @@ class Writer(Protocol):
         """Whether several threads may ask at once, each for rows of its own."""
 
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
-        """The tokens added to each row, at least one: until an end token, which is kept, or the longest addition.
-
-        Raises:
-            UserError: a row cannot be continued.
-        """
+        """The tokens added to each row, at least one: until an end token, which is kept, or the longest addition."""
