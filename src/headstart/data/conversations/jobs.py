@@ -202,17 +202,21 @@ def share(
     def free_jobs() -> list[Job]:
         return [job for job in posted if job.name not in taker.running and board.is_free(job.name)]
 
+    def writers(free: Sequence[Job]) -> int:
+        return max(workers.count, sum(board.result(job.name) is None for job in posted) - len(free))
+
     try:
         while True:
-            taker.take(board, [job.name for job in posted])
             free = free_jobs()
-            undone = sum(board.result(job.name) is None for job in posted)
-            writers = max(workers.count, undone - len(free))
-            if free and free[-1] is posted[-1] and not still(free[-1], writers):
+            # Asked before a worker here takes it.
+            if free and free[-1] is posted[-1] and not still(free[-1], writers(free)):
                 if board.withdraw(free[-1].name):  # else somebody has just taken it
                     posted.pop()
                     ended = True
-            elif not (free or ended) and (job := next_job(list(posted), writers)) is not None:
+                continue
+            taker.take(board, [job.name for job in posted])
+            free = free_jobs()
+            if not (free or ended) and (job := next_job(list(posted), writers(free))) is not None:
                 board.post(job.name, job.what)
                 posted.append(job)
             elif not posted:
