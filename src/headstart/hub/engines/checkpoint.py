@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.errors import UserError
+from headstart.heads.exchange.published import LM_HEAD
 from headstart.hub.engines.base import NOTE, Written
 from headstart.support.files import read_json
 
@@ -27,6 +28,7 @@ _INDEX = "*.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _PREFIXES = ("model.", "medusa_head.", "medusa_heads.")
 _RENAMED = {"midlayer.": "layers.0.", "fusion_fc.": "fc.", "embed_in.": "embed_tokens."}
+_FIRST_LM_HEAD = "lm_heads.0.weight"
 _OLD_MEDUSA = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 
 
@@ -61,7 +63,10 @@ class Checkpoint:
     @cached_property
     def names(self) -> dict[str, str]:
         """The tensors' names in the files, by their published ones (see `headstart.heads.exchange.published`)."""
-        return {_published_name(name): name for name in self.tensors}
+        names = {_published_name(name): name for name in self.tensors}
+        if self.config.get("original_lm_head") is True and LM_HEAD not in names and _FIRST_LM_HEAD in names:
+            names[LM_HEAD] = names.pop(_FIRST_LM_HEAD)  # of Medusa heads that share the target's
+        return names
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -31,14 +31,13 @@ from headstart.heads.exchange.published import (
     Layout,
     Published,
 )
-from headstart.hub.engines.base import NOTE, Faults, Written
+from headstart.hub.engines.base import AGAIN, NOTE, Faults, Written, tensor_faults
 
 FILE = "heads.gguf"
 EAGLE3, BLOCK = "eagle3", "dflash"
 ARCHITECTURES = {Layout.EAGLE3: EAGLE3, **dict.fromkeys(BLOCKS, BLOCK)}
 FACTORS, D2T, MASK = "rope_freqs.weight", "d2t", "tokenizer.ggml.mask_token_id"
-AGAIN = "Export or convert the heads again."
-DEFAULT_BLOCK = 16
+_DEFAULT_BLOCK = 16
 """What llama.cpp takes where a file says no block size."""
 _MARKOV, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
 _WHOLE = {
@@ -209,8 +208,10 @@ def read_settings(file: GgufFile) -> Published:
     if of == BLOCK:
         layout, d2t = Layout.DSPARK if _MARKOV in file.tensors else Layout.DFLASH, None
         _refuse_variants(file, layout)
-        block_size = int(file.value(f"{BLOCK}.block_size", DEFAULT_BLOCK))
+        block_size = int(file.value(f"{BLOCK}.block_size", _DEFAULT_BLOCK))
         steps = block_size - (layout is Layout.DFLASH)
+    elif file.setting("block_count") != 1:
+        raise UserError("llama.cpp runs one layer of EAGLE-3 heads, and the file has others.", AGAIN)
     tokens = file.fields.get("tokenizer.ggml.tokens")
     return Published(
         layout=layout,
@@ -275,19 +276,9 @@ def read_heads(file: GgufFile) -> Published:
 
 def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) -> Faults:
     """What is wrong with a file's tensors of these shapes."""
-    if settings.num_layers != 1 and settings.layout not in BLOCKS:
-        yield f"llama.cpp runs one layer, and the heads have {settings.num_layers}.", AGAIN
-        return
     assert settings.layer is not None, "these heads have decoder layers"
     whole = (settings.vocab_size, settings.hidden_size)
     beside = {"token_embd.weight": whole, FACTORS: (settings.layer.head_dim // 2,)}
     beside |= {_WHOLE[LM_HEAD]: whole} if settings.layout in BLOCKS else {D2T: (settings.draft_width,)}
     wanted = {_tensor_name(name): shape for name, shape in settings.expected().items()}
-    for name in sorted(wanted.keys() - shapes.keys()):
-        yield f"The tensor {name} is missing, and llama.cpp stops without it.", AGAIN
-    for name, shape in sorted(shapes.items()):
-        expected = wanted.get(name, beside.get(name))
-        if expected is None:
-            yield f"llama.cpp has no tensor {name} in such heads, and stops at it.", AGAIN
-        elif shape != expected:
-            yield f"The tensor {name} is {list(shape)}, and {list(expected)} is expected.", AGAIN
+    return tensor_faults(wanted, beside, shapes, "llama.cpp")
