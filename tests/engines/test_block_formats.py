@@ -262,7 +262,6 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     "type": (Layout.DFLASH, "vllm", top(model_type="llama"), "vllm", "are Qwen3's"),
     "activation": (Layout.DFLASH, "vllm", top(hidden_act="gelu"), "vllm", "silu alone"),
     "no epsilon": (Layout.DFLASH, "vllm", top(rms_norm_eps=None), "vllm", "rms_norm_eps is None"),
-    "words for kinds": (Layout.DFLASH, "vllm", top(layer_types=5), "vllm", "layer_types is 5"),
     "one number": (Layout.DSPARK, "vllm", lambda _, t: t["fc.weight"].view(-1)[:1].add_(9), "vllm", "headstart wrote"),
 }  # fmt: skip
 

@@ -111,7 +111,7 @@ def _medusa_settings(checkpoint: Checkpoint) -> Published:
     return Published(
         layout=Layout.MEDUSA,
         hidden_size=whole(config.get("hidden_size", size), "hidden_size"),
-        vocab_size=whole(config.get("vocab_size", (lm_head or (0,))[0]), "vocab_size"),
+        vocab_size=whole(config.get("vocab_size", lm_head[0]), "vocab_size"),
         steps=whole(min(heads, in_files) if isinstance(heads, int) else heads, "num_heads", maximum=16),
         tensors={LM_HEAD: torch.empty(0)} if LM_HEAD in shapes else {},
         num_layers=whole(layers, "num_hidden_layers", maximum=8),
@@ -146,7 +146,7 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
 def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Iterator[tuple[str, str]]:
     """(what headstart's block drafters do not have, what to do)."""
     config = checkpoint.settings
-    rope, kinds = config.get("rope_parameters"), config.get("layer_types") or []
+    rope = config.get("rope_parameters")
     if "rope_theta" not in config and not (isinstance(rope, Mapping) and "rope_theta" in rope):
         yield "The config says no rope_theta, and engines then take different ones.", f"Write it into {CONFIG}."
     if config.get("draft_vocab_size") not in (None, vocab):
@@ -159,20 +159,12 @@ def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Itera
             "llama.cpp false, and every draft is off by one place.",
             "Add the one that the heads were trained with.",
         )
-    elif anchor and layout is Layout.DFLASH:
-        yield (
-            "The checkpoint's slots draft the place after their own (sample_from_anchor: true), and DFlash's their "
-            "own: every draft is off by one.",
-            "Take another checkpoint, or train such heads as dspark.",
+    elif anchor != (layout is Layout.DSPARK):
+        slots = (
+            "the place after their own, and DFlash's their own" if anchor else "their own place, and DSpark's the next"
         )
-    elif not anchor and layout is Layout.DSPARK:
-        yield (
-            "The checkpoint's slots draft their own place (sample_from_anchor: false), and DSpark's the next one.",
-            _ANOTHER,
-        )
-    if not isinstance(kinds, list):
-        yield f"layer_types is {kinds!r}, and a list with a kind for each layer is expected.", _AGAIN
-    elif "sliding_attention" in kinds or block_setting(config, "use_swa"):
+        yield f"The checkpoint's slots draft {slots}: every draft is off by one (sample_from_anchor).", _ANOTHER
+    if "sliding_attention" in str(config.get("layer_types")) or block_setting(config, "use_swa"):
         yield "The checkpoint has sliding layers, and block drafters of headstart have full attention.", _ANOTHER
     if block_setting(config, "causal") or config.get("is_causal"):
         yield "Slots of the checkpoint do not see those after them (causal); those of headstart's blocks do.", _ANOTHER
