@@ -297,7 +297,8 @@ def push(
     for name in done.left_out:
         tell(console, f"  {name}  left out: headstart did not write it")
     verb = "Would upload" if dry_run else "Uploaded"
-    tell(console, f"{verb} {len(done.files)} files, {format_bytes(done.total_bytes)}, to {done.url or repo_id}")
+    total = format_bytes(sum(size for _, size in done.files))
+    tell(console, f"{verb} {len(done.files)} files, {total}, to {done.url or repo_id}")
 
 
 # -- heads -----------------------------------------------------------------------------------------------------------

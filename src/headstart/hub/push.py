@@ -36,11 +36,6 @@ class Upload:
     url: str = ""
     commit: str = ""
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(size for _, size in self.files)
-
 
 def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = False) -> Upload:
     """Create a repository, if there is none, and upload an exported folder to it in one commit.

@@ -40,11 +40,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
 
-    @property
-    def is_float(self) -> bool:
-        """Whether it holds weights that need no unpacking."""
-        return self.dtype in ("F64", "F32", "F16", "BF16")
-
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -122,15 +122,6 @@ def unpermuted(weight_NI: Tensor, heads: int) -> Tensor:
     return weight_NI.reshape(heads, rows // heads // 2, 2, inputs).transpose(1, 2).reshape(rows, inputs)
 
 
-def rope_in_file(base: float, factor: float | None, factors: list[float] | None) -> dict[str, Any]:
-    """Rotary positions as a GGUF file says them: of those of the kind llama3 each pair's factor."""
-    if factors is not None:
-        return {"rope_type": "llama3", "rope_theta": base, "factors": factors}
-    if factor is not None:
-        return {"rope_type": "linear", "rope_theta": base, "factor": factor}
-    return {"rope_type": "default", "rope_theta": base}
-
-
 def frequency_factors(layer: LayerSizes) -> Tensor | None:
     """What llama.cpp divides each pair's frequency by, for positions of the kind llama3; None for others."""
     rope = layer.rope_parameters
@@ -242,12 +233,11 @@ def _refuse_variants(file: GgufFile, layout: Layout) -> None:
 
 def _layer_sizes(file: GgufFile) -> LayerSizes:
     heads, of = int(file.setting("attention.head_count")), file.architecture
-    scaled = file.value(f"{of}.rope.scaling.type") == "linear"
-    rope = rope_in_file(
-        float(file.setting("rope.freq_base")),
-        float(file.setting("rope.scaling.factor")) if scaled else None,
-        np.array(file.tensors[FACTORS].data).reshape(-1).tolist() if FACTORS in file.tensors else None,
-    )
+    rope = {"rope_type": "default", "rope_theta": float(file.setting("rope.freq_base"))}
+    if FACTORS in file.tensors:  # of the kind llama3 a file holds what each pair's frequency is divided by
+        rope |= {"rope_type": "llama3", "factors": np.array(file.tensors[FACTORS].data).reshape(-1).tolist()}
+    elif file.value(f"{of}.rope.scaling.type") == "linear":
+        rope |= {"rope_type": "linear", "factor": float(file.setting("rope.scaling.factor"))}
     return LayerSizes(
         intermediate_size=int(file.setting("feed_forward_length")),
         num_attention_heads=heads,

@@ -360,7 +360,7 @@ def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
     tensors = {}
     for name in shapes:
         stored = checkpoint.tensors[checkpoint.names[name]]
-        if not stored.is_float:
+        if stored.dtype not in ("F64", "F32", "F16", "BF16"):
             raise UserError(f"{name} in {checkpoint.folder} is {stored.dtype}, packed numbers.", _ANOTHER)
         tensors[name] = checkpoint.read(name)
     return tensors
