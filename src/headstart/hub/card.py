@@ -32,10 +32,8 @@ _ENGINES_SECTION = re.compile(r"^## In serving engines\n.*?(?=^## |\Z)", re.MULT
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write README.md beside the other files of an exported folder, also to add figures measured later.
 
-    Args:
-        folder: with config.json, tree.json and heads.safetensors.
-        facts: "measurements", a list of {"name": what was asked, "results": content of an eval's results.json}, and
-            "training", {label: value} rows about the training; each may be left out.
+    `facts` may have "measurements", a list of {"name": what was asked, "results": content of an eval's results.json},
+    and "training", {label: value} rows about the training.
     """
     config = read_json(folder / "config.json")
     spec = config["target"]["spec"]

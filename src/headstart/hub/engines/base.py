@@ -40,13 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Written:
-    """What a file of ours says of itself.
-
-    Attributes:
-        digest: of the heads that the file holds, in its own rounding, see `headstart.heads.exchange.published.digest`.
-        target: name, fingerprint, `model_type` and `num_layers` of the target.
-        steps: how far the heads were trained to draft.
-    """
+    """What a file of ours says of itself: the digest of its heads in their own rounding, and what they are for."""
 
     digest: str
     target: Mapping[str, Any]

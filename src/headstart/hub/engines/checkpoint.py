@@ -107,8 +107,7 @@ def _published_name(name: str) -> str:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder; of its tensors the headers alone are read.
 
-    Raises:
-        UserError: no such folder, no config.json, only pickled weights, or files that are damaged or point elsewhere.
+    A UserError where there is none, where weights are pickled, and where files are damaged or point elsewhere.
     """
     if not folder.is_dir():
         raise UserError(f"No folder at {folder}.", "Give a folder with config.json and safetensors files.")
