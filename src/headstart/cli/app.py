@@ -60,7 +60,11 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     from headstart.pipeline.stages import STAGES
     from headstart.support.files import read_json
 
-    _alone()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"headstart run is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
+            "Train with several as `-m headstart.train RECIPE` (a point, not a space) after headstart data build.",
+        )
     work = _run(recipe, overrides, run_dir)
     _execute(work, STAGES)
     took = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
@@ -381,15 +385,6 @@ def root(
 
 
 # -- shared ----------------------------------------------------------------------------------------------------------
-
-
-def _alone() -> None:
-    """Refuse (UserError) to run everything in one of several processes of a launcher."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            f"headstart run is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
-            "Train with several as `-m headstart.train RECIPE` (a point, not a space) after headstart data build.",
-        )
 
 
 def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:
