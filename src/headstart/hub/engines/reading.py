@@ -48,12 +48,7 @@ def layout_of(checkpoint: Checkpoint) -> Layout | None:
 
 
 def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> Published:
-    """The heads of a folder; the target's facts say what a config leaves to it.
-
-    Raises:
-        UserError: no published arrangement, settings that are out of bounds or not said, tensors that are missing,
-            unknown or of other shapes.
-    """
+    """The heads of a folder, or a UserError; the target's facts say what a config leaves to it."""
     layout = layout_of(checkpoint)
     if layout is None:
         raise UserError(
