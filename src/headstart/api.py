@@ -29,7 +29,7 @@ def load(
         heads: a folder of heads, the folder of a run, or a Hub id (user/name); None for a target alone, with drafters
             that need no heads, such as "mtp" for the multi-token-prediction modules of its own checkpoint.
         target: the model, when it is loaded already or lies elsewhere than the heads say (then what `load_target`
-            takes). By default the one that the heads name is loaded. The adapter of a target comes with the heads.
+            takes). The adapter of a target comes with the heads.
         **options: see `headstart.hub.options.LoadOptions`.
 
     Raises:
@@ -74,7 +74,6 @@ def export(
 
     Args:
         heads: a folder of heads, the folder of a run, or a Hub id (user/name).
-        out: folder to write.
         format: "vllm", "sglang", "speculators" or "gguf".
         target: where the target is, when it is not where the heads say, or the loaded target.
         dtype: of the weights: "bfloat16" by default, "float16", "float32", and for GGUF files "q8_0".
@@ -96,12 +95,8 @@ def import_heads(
     Args:
         source: a folder with config.json and safetensors files, or a Hub id (user/name).
         target: the model that the heads were trained on, or what `load_target` takes.
-        out: folder to write, for `headstart.load` and `train.start_from`.
-        revision: branch, tag or commit of a Hub id.
+        out: folder to write, for `headstart.load` and `train.start_from`; it is returned.
         dtype: of the target while it is read, see `load_target`.
-
-    Returns:
-        The folder.
 
     Raises:
         UserError: no such checkpoint, pickled or damaged files, a variant that headstart has no heads for, or another

@@ -82,16 +82,16 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
     for settings, said in (
         ({"num_layers": 2}, "llama.cpp runs one layer"),
         ({"aux_layers": (2, 3)}, "fuses 3 layers"),
-        ({"aux_layers": (2, 3, 8)}, "the layers 1 to 7 of this target"),
-        ({"feedback": "post_norm"}, "feeds back the state before the norm"),
-        ({"aux_norms": True}, "no norm of each aux state"),
+        ({"aux_layers": (2, 3, 8)}, "of a target with 8: 7 is the deepest"),
+        ({"feedback": "post_norm"}, "does not know norm_output (heads.feedback=post_norm)"),
+        ({"aux_norms": True}, "does not know fc_norm (heads.aux_norms)"),
         ({"hidden_act": "gelu"}, "computes silu alone"),
     ):
         assert said in problem({**fused, **settings}, "gguf")
     assert not (tmp_path / "out").exists()
-    assert "SGLang does not know fc_norm" in problem({**fused, "aux_norms": True}, "sglang")
+    assert "sglang does not know fc_norm" in problem({**fused, "aux_norms": True}, "sglang")
     remark = works("export", tmp_path / "heads", "--format", "vllm", "--out", tmp_path / "out").stdout
-    assert "Not for sglang: SGLang does not know fc_norm" in " ".join(remark.split())
+    assert "Not for sglang: sglang does not know fc_norm" in " ".join(remark.split())
 
 
 def test_targets_without_hooks_are_refused(tmp_path: Path) -> None:

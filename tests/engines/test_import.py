@@ -250,7 +250,7 @@ def test_other_targets_and_variants_are_refused(theirs: Path, target: Target, ti
     change(theirs, target_hidden_size=64, attention_bias=True)
     tensors = load_file(theirs / "model.safetensors")
     save_file({**tensors, "midlayer.self_attn.q_proj.bias": torch.ones(64)}, theirs / "model.safetensors")
-    assert "q_proj.bias', which headstart has no place for" in problem(theirs, target)
+    assert "headstart has no tensor layers.0.self_attn.q_proj.bias" in problem(theirs, target)
     save_file({**tensors, "embed_tokens.weight": tensors["embed_tokens.weight"] * 2}, theirs / "model.safetensors")
     assert "token embeddings of its own" in problem(theirs, target)
     save_file({**tensors, "d2t": tensors["d2t"] + 400}, theirs / "model.safetensors")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from headstart.hub.card import _metadata, write_card
@@ -72,9 +71,3 @@ def test_metadata_of_a_packaged_target_and_of_a_hub_model(tmp_path: Path, tiny_t
     config = {"target": {"spec": "org/model-1.5"}, "heads": {"family": "medusa"}}
     values = _metadata(config)
     assert (values["base_model"], values["license"]) == ("org/model-1.5", "other")
-
-
-def test_unknown_fact_is_refused(tmp_path: Path, tiny_target: Target) -> None:
-    export(tmp_path / "h", tiny_target)
-    with pytest.raises(ValueError, match="Did you mean 'training'"):
-        write_card(tmp_path / "h", {"trainings": {}})

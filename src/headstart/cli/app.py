@@ -60,7 +60,11 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     from headstart.pipeline.stages import STAGES
     from headstart.support.files import read_json
 
-    _alone()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            f"headstart run is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
+            "Train with several as `-m headstart.train RECIPE` (a point, not a space) after headstart data build.",
+        )
     work = _run(recipe, overrides, run_dir)
     _execute(work, STAGES)
     took = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
@@ -297,7 +301,8 @@ def push(
     for name in done.left_out:
         tell(console, f"  {name}  left out: headstart did not write it")
     verb = "Would upload" if dry_run else "Uploaded"
-    tell(console, f"{verb} {len(done.files)} files, {format_bytes(done.total_bytes)}, to {done.url or repo_id}")
+    total = format_bytes(sum(size for _, size in done.files))
+    tell(console, f"{verb} {len(done.files)} files, {total}, to {done.url or repo_id}")
 
 
 # -- heads -----------------------------------------------------------------------------------------------------------
@@ -380,15 +385,6 @@ def root(
 
 
 # -- shared ----------------------------------------------------------------------------------------------------------
-
-
-def _alone() -> None:
-    """Refuse (UserError) to run everything in one of several processes of a launcher."""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            f"headstart run is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
-            "Train with several as `-m headstart.train RECIPE` (a point, not a space) after headstart data build.",
-        )
 
 
 def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:

@@ -99,14 +99,10 @@ def import_checkpoint(
 
     Example: headstart import user/eagle3-heads --target user/model --out heads
     """
-    from headstart.hub.engines.export import refuse_used
     from headstart.pipeline.actions import refuse_other_files
 
-    if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
-        if out.is_dir() and (out / "tree.json").is_file():
-            refuse_other_files(out)
-        else:
-            refuse_used(out)
+    if out.exists():
+        refuse_other_files(out)
     console = Console()
     with console.status("importing"):
         from headstart.hub.engines.importing import import_heads

@@ -12,8 +12,6 @@ from headstart.cli.options import Overrides, RecipeName, RunDir
 from headstart.errors import UserError
 from headstart.support.terminal import program, say
 
-_SHOWN = 3
-
 
 def import_states(
     recipe: RecipeName,
@@ -42,7 +40,7 @@ def import_states(
     from headstart.recipes.recipe import load_recipe
 
     changes = list(overrides or [])
-    if source is not None and _is_override(source):
+    if source is not None and "=" in source and "/" not in source.partition("=")[0]:
         changes, source = [source, *changes], None
     loaded = load_recipe(recipe, changes)
     run = Run(loaded, run_dir or Path("runs") / loaded.name, Console())
@@ -62,7 +60,7 @@ def import_states(
         )
         raise UserError(error.problem, f"{error.remedy} {compares}") from None
     for reason, files in done.left_out.items():
-        names = ", ".join(files[:_SHOWN]) + (", ..." if len(files) > _SHOWN else "")
+        names = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
         print(f"Left out {len(files)} file{'s' * (len(files) > 1)}: {reason} ({names}).")
     lacking = len(done.waiting)
     if done.left_out and not done.taken and lacking:
@@ -72,8 +70,3 @@ def import_states(
     if lacking:
         print(f"{lacking} have none yet: headstart computes them here when states are next needed.")
     say(run.console, ("Train", f"{program()} train {' '.join([recipe, *changes])}"))
-
-
-def _is_override(word: str) -> bool:
-    key, equals, _ = word.partition("=")
-    return bool(equals) and "/" not in key

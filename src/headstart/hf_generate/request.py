@@ -88,12 +88,7 @@ class Prompts:
 
     @classmethod
     def read(cls, input_ids_BL: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
-        """Take the padding off.
-
-        Raises:
-            UserError: padding elsewhere than on the left, positions of the caller's own, a cache that holds something,
-                or inputs that are no token ids.
-        """
+        """Take the padding off; a UserError where it is elsewhere than on the left, or inputs are more than tokens."""
         for name, value in model_kwargs.items():
             if value is not None and name not in _OWN and not name.startswith("output_"):
                 raise _cannot(f"{name} cannot be given together with heads.")
@@ -139,8 +134,7 @@ class LogitsChain:
     def read(cls, processors: Sequence[Any], do_sample: bool, prompts: Prompts) -> LogitsChain:
         """Take what the decode loop does itself off the ends of the list, where its order is the loop's.
 
-        Raises:
-            UserError: a processor that cannot be applied at the nodes of a token tree.
+        A UserError for a processor that cannot be applied at the nodes of a token tree.
         """
         rest = list(processors)
         for processor in rest:
@@ -191,11 +185,7 @@ class Ending:
 
     @classmethod
     def read(cls, criteria: Sequence[Any], stop_strings: str | Sequence[str] | None, tokenizer: Any) -> Ending:
-        """Take the token limit and the end-of-text tokens out of a list of stopping criteria.
-
-        Raises:
-            UserError: stop strings without a tokenizer.
-        """
+        """Take the token limit and the end-of-text tokens out of a list of stopping criteria."""
         rest = StoppingCriteriaList(c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria))
         if stop_strings:
             if tokenizer is None:

@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from headstart.errors import nearest
 from headstart.eval.labels import BASELINES, LABELS
 from headstart.heads.exchange.published import Published
 from headstart.hub.engine_tuning import EngineTuning, engine_rows, read_engine_tunings, setting_of
@@ -20,7 +19,6 @@ from headstart.support.files import format_bytes, read_json, write_text
 from headstart.target.loading import PACKAGED
 from headstart.tree.tree import TreeShape
 
-FACTS = ("measurements", "training")
 LICENSES = {"smollm2-135m": "apache-2.0"}
 """Licences of the packaged targets. Heads that start from a target's LM head are derived from it."""
 _OF_THE_TARGET = "license-of-the-target-model"
@@ -34,14 +32,9 @@ _ENGINES_SECTION = re.compile(r"^## In serving engines\n.*?(?=^## |\Z)", re.MULT
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
     """Write README.md beside the other files of an exported folder, also to add figures measured later.
 
-    Args:
-        folder: with config.json, tree.json and heads.safetensors.
-        facts: "measurements", a list of {"name": what was asked, "results": content of an eval's results.json}, and
-            "training", {label: value} rows about the training; each may be left out.
+    `facts` may have "measurements", a list of {"name": what was asked, "results": content of an eval's results.json},
+    and "training", {label: value} rows about the training.
     """
-    for name in facts:
-        if name not in FACTS:
-            raise ValueError(f"unknown fact {name!r} for the model card. {nearest(name, FACTS)}")
     config = read_json(folder / "config.json")
     spec = config["target"]["spec"]
     write_text(

@@ -31,17 +31,10 @@ Start = Callable[[Sequence[str], str], Server]
 
 @dataclass(frozen=True)
 class DraftsRow:
-    """What a number of drafts came to.
+    """What chains of a number of `drafts` came to; tokens/s are with prompts, milliseconds without.
 
-    Attributes:
-        drafts: tokens of the chain.
-        round_ms: of drafting and verifying them.
-        plain_ms: of a token without heads, measured in turns with it.
-        accepted: drafts a round, on the prompts that were asked.
-        by_position: of these at each place of the chain.
-        tokens_per_second: with heads, prompts included.
-        plain_tokens_per_second: without.
-        expected: speed-up over plain decoding when drafts are accepted as in the heads' calibration.
+    `accepted` are drafts a round on the prompts that were asked, `by_position` those at each place of the chain.
+    `expected` is the speed-up over plain decoding when drafts are accepted as in the heads' calibration.
     """
 
     drafts: int
@@ -63,12 +56,7 @@ class DraftsRow:
 class EngineTuning:
     """What was measured in an engine, and the number of drafts that follows.
 
-    Attributes:
-        version: as the engine says itself.
-        target: that it served.
-        same_texts: answers that were the same with heads as without, of all that were asked.
-        rows: for each number of drafts.
-        environment: the machine.
+    `same_texts` are the answers that were the same with heads as without, and all that were asked.
     """
 
     engine: str
@@ -127,17 +115,12 @@ def tune_engine(
     drafting: Callable[[int], Sequence[str]],
     drafts: Sequence[int],
     asked: Asked,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Callable[[str], None],
 ) -> tuple[str, list[Compared]]:
-    """Time plain decoding and chains of each length in a serving engine.
+    """Time plain decoding and chains of each length in a serving engine; returns its version and a comparison each.
 
-    `drafting` gives the arguments that add heads which draft so many tokens; `progress` is told what is being done.
-
-    Returns:
-        The engine's version, and a comparison for each number of drafts.
-
-    Raises:
-        UserError: no prompts, or an engine that does not start, answer or draft.
+    `drafting` gives the arguments that add heads which draft so many tokens. A UserError where there are no prompts, or
+    the engine does not start, answer or draft.
     """
     if not asked.prompts:
         raise UserError("There are no prompts to ask the engine.", "Give conversations with questions.")

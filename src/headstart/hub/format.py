@@ -86,12 +86,8 @@ def export_heads(
 ) -> None:
     """Write heads, in the dtype they have, with all that decoding with them needs, in place of what is there.
 
-    Args:
-        folder: where to.
-        heads: no deeper and wider a tree than theirs is written (UserError).
-        target: the model they were trained on; no other one is accepted at loading.
-        tuning: `Tuning.to_json()`; `paths` go to tree.json, the rest to calibration.json.
-        facts: for the model card, see `headstart.hub.card.write_card`.
+    `tuning` is `Tuning.to_json()`, whose tree must be no deeper and wider than that of the heads (UserError). `facts`
+    are for the model card, see `headstart.hub.card.write_card`.
     """
     paths = [list(path) for path in tuning["paths"]]
     _shape({"paths": paths}, heads, folder)

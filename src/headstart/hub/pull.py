@@ -34,10 +34,7 @@ def has_heads(path: str) -> bool:
 def locate(heads: str | Path, revision: str | None = None) -> Path:
     """The folder of heads that a user named by its path, by that of the run they belong to, or by a Hub id.
 
-    A folder that exists comes before a Hub id.
-
-    Raises:
-        UserError: neither a folder nor a Hub id, a run that has no heads yet, or as `fetch`.
+    A folder that exists comes before a Hub id. A UserError where there is neither, or a run has no heads yet.
     """
     folder = Path(heads).expanduser()
     if folder.is_dir():

@@ -22,12 +22,9 @@ from headstart.target.loading import PACKAGED
 
 @dataclass(frozen=True)
 class Upload:
-    """What a push did, or with `dry_run` would do.
+    """What a push did, or with `dry_run` would do: then `url` and `commit` are empty.
 
-    Attributes:
-        files: (path in the repository, size in bytes).
-        left_out: what lies in the folder and stays there, since headstart did not write it.
-        url: page of the repository; empty after a dry run, like `commit`, its hash.
+    `files` are (path in the repository, size in bytes); what is `left_out` headstart did not write.
     """
 
     repo_id: str
@@ -36,11 +33,6 @@ class Upload:
     url: str = ""
     commit: str = ""
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(size for _, size in self.files)
-
 
 def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = False) -> Upload:
     """Create a repository, if there is none, and upload an exported folder to it in one commit.
@@ -48,14 +40,8 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
     Only what headstart wrote is uploaded, and no path of this machine with it: a target in a local folder keeps its
     name and fingerprint, and whoever loads the heads says where it lies.
 
-    Args:
-        folder: what `export_heads` or an export for engines wrote, or the folder of the run it belongs to.
-        repo_id: user/name.
-        private: create the repository for its owner's eyes only; one that exists has to be private already.
-        dry_run: only say what would be uploaded; nothing is sent and no token is needed.
-
-    Raises:
-        UserError: the folder is not whole, the token may not write there, or it is public and should not be.
+    With `private` the repository is created so, and one that exists has to be so already. A dry run needs no token. A
+    UserError where the folder is not whole, the token may not write there, or it is public and should not be.
     """
     folder = heads_folder(folder)
     if not HUB_ID.fullmatch(repo_id):

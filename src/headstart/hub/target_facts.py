@@ -21,12 +21,8 @@ _KINDS = {
 class TargetFacts:
     """What formats say of a target, or depend on.
 
-    Attributes:
-        spec: what `load_target` takes; empty where it is not known here.
-        folder: that transformers loads, or a Hub id; empty where there is none.
-        gguf: the target as a GGUF file, where it is one.
-        architectures: of transformers.
-        tokens: special tokens' ids by their name in a config.
+    `spec` is what `load_target` takes, `folder` what transformers loads, or a Hub id: empty where there is none here.
+    `tokens` are special tokens' ids by their name in a config.
     """
 
     spec: str

@@ -20,6 +20,13 @@ NOTE = "headstart"
 """Where a file of ours says what it was written from, see `Written`."""
 Faults = Iterator[tuple[str, str]]
 """(what is wrong, what to do), each as one sentence."""
+AGAIN = "Export or fetch the heads again, or take another checkpoint."
+_OF_MISSING = {
+    "headstart": "needs it",
+    "llama.cpp": "stops without it",
+    "speculators": "only warns",
+}
+_OF_UNKNOWN = {"sglang": "ignores it", "speculators": "ignores it"}
 
 
 @dataclass(frozen=True)
@@ -33,13 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Written:
-    """What a file of ours says of itself.
-
-    Attributes:
-        digest: of the heads that the file holds, in its own rounding, see `headstart.heads.exchange.published.digest`.
-        target: name, fingerprint, `model_type` and `num_layers` of the target.
-        steps: how far the heads were trained to draft.
-    """
+    """What a file of ours says of itself: the digest of its heads in their own rounding, and what they are for."""
 
     digest: str
     target: Mapping[str, Any]
@@ -63,6 +64,25 @@ def note_of(published: Published, facts: TargetFacts) -> dict[str, Any]:
         "steps": published.steps,
         "target": target,
     }
+
+
+def tensor_faults(
+    wanted: Mapping[str, tuple[int, ...]],
+    beside: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    engine: str,
+) -> Faults:
+    """What is wrong with tensors of these shapes: an engine needs those `wanted`, others may lie `beside` them."""
+    for name in wanted:
+        if name not in shapes:
+            does = _OF_MISSING.get(engine, "leaves it random without a word")
+            yield f"The tensor {name} is missing, and {engine} {does}.", AGAIN
+    expected = {**beside, **wanted}
+    for name, shape in sorted(shapes.items()):
+        if name not in expected:
+            yield f"{engine} has no tensor {name} in such heads, and {_OF_UNKNOWN.get(engine, 'stops at it')}.", AGAIN
+        elif shape != expected[name]:
+            yield f"The tensor {name} is {list(shape)}, and its config asks for {list(expected[name])}.", AGAIN
 
 
 class Format(ABC):

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.errors import UserError
+from headstart.heads.exchange.published import LM_HEAD
 from headstart.hub.engines.base import NOTE, Written
 from headstart.support.files import read_json
 
@@ -27,6 +28,7 @@ _INDEX = "*.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _PREFIXES = ("model.", "medusa_head.", "medusa_heads.")
 _RENAMED = {"midlayer.": "layers.0.", "fusion_fc.": "fc.", "embed_in.": "embed_tokens."}
+_FIRST_LM_HEAD = "lm_heads.0.weight"
 _OLD_MEDUSA = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 
 
@@ -37,11 +39,6 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     load: Callable[[], Tensor]
-
-    @property
-    def is_float(self) -> bool:
-        """Whether it holds weights that need no unpacking."""
-        return self.dtype in ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,10 @@ class Checkpoint:
     @cached_property
     def names(self) -> dict[str, str]:
         """The tensors' names in the files, by their published ones (see `headstart.heads.exchange.published`)."""
-        return {_published_name(name): name for name in self.tensors}
+        names = {_published_name(name): name for name in self.tensors}
+        if self.config.get("original_lm_head") is True and LM_HEAD not in names and _FIRST_LM_HEAD in names:
+            names[LM_HEAD] = names.pop(_FIRST_LM_HEAD)  # of Medusa heads that share the target's
+        return names
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -107,8 +107,7 @@ def _published_name(name: str) -> str:
 def open_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a folder; of its tensors the headers alone are read.
 
-    Raises:
-        UserError: no such folder, no config.json, only pickled weights, or files that are damaged or point elsewhere.
+    A UserError where there is none, where weights are pickled, and where files are damaged or point elsewhere.
     """
     if not folder.is_dir():
         raise UserError(f"No folder at {folder}.", "Give a folder with config.json and safetensors files.")

@@ -32,14 +32,7 @@ _SAME = 0.02
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote.
-
-    Attributes:
-        engines: that serve it.
-        published: the heads, as engines know them.
-        drafts: tokens of the chain by engine, where they were measured.
-        remarks: sentences that the user should read.
-    """
+    """What an export wrote; `drafts` are tokens of the chain by engine, where they were measured."""
 
     folder: Path
     engines: tuple[str, ...]
@@ -73,9 +66,7 @@ def export_for(
 ) -> Exported:
     """Write heads in one or several formats of engines; nothing is left behind when that fails. See `headstart.export`.
 
-    Raises:
-        UserError: no such heads or format, formats whose files would be in each other's way, heads that a format
-            cannot hold, or a folder in use.
+    A UserError also where files of two formats would be in each other's way.
     """
     asked = [_format_named(name) for name in dict.fromkeys([formats] if isinstance(formats, str) else formats)]
     of_folders = [format.name for format in asked if isinstance(format, FolderFormat)]
@@ -112,11 +103,7 @@ def export_for(
 
 
 def check_heads(name: str, published: Published, facts: TargetFacts) -> list[str]:
-    """Refuse heads that a format, or an engine it is for, cannot hold (UserError).
-
-    Returns:
-        What the user should know: other engines that cannot serve these heads, and why.
-    """
+    """Refuse (UserError) heads that a format, or its engine, cannot hold; returns which others cannot, and why."""
     return _served([_format_named(name)], published, facts)[1]
 
 
@@ -239,11 +226,8 @@ def check_export(
 ) -> list[Finding]:
     """What engines would get wrong with a folder of heads or a GGUF file, whoever wrote it.
 
-    Args:
-        folder: to check.
-        engines: that it is for; those that its formats are mainly for by default.
-        against: heads of ours that it should hold: settings and numbers are compared.
-        target: of these heads, where it is not where they say.
+    By default the engines are those that its formats are mainly for. `against` are heads of ours that it should hold,
+    and `target` is theirs, where it is not where they say.
     """
     readers = readers_of(folder, engines)
     held, facts = (None, None) if against is None else publish(against, target)

@@ -17,8 +17,7 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 def facts_of_heads(folder: Path, spec: str | None = None) -> TargetFacts:
     """The target of a folder of heads, wherever it lies or where `spec` says; its weights are not loaded.
 
-    Raises:
-        UserError: not a folder of ours, or a target with an adapter, which engines cannot serve.
+    A UserError where the target has an adapter, which engines cannot serve.
     """
     target = heads_target(folder)
     if target.adapter is not None and spec is None:

@@ -31,14 +31,13 @@ from headstart.heads.exchange.published import (
     Layout,
     Published,
 )
-from headstart.hub.engines.base import NOTE, Faults, Written
+from headstart.hub.engines.base import AGAIN, NOTE, Faults, Written, tensor_faults
 
 FILE = "heads.gguf"
 EAGLE3, BLOCK = "eagle3", "dflash"
 ARCHITECTURES = {Layout.EAGLE3: EAGLE3, **dict.fromkeys(BLOCKS, BLOCK)}
 FACTORS, D2T, MASK = "rope_freqs.weight", "d2t", "tokenizer.ggml.mask_token_id"
-AGAIN = "Export or convert the heads again."
-DEFAULT_BLOCK = 16
+_DEFAULT_BLOCK = 16
 """What llama.cpp takes where a file says no block size."""
 _MARKOV, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
 _WHOLE = {
@@ -123,15 +122,6 @@ def unpermuted(weight_NI: Tensor, heads: int) -> Tensor:
     return weight_NI.reshape(heads, rows // heads // 2, 2, inputs).transpose(1, 2).reshape(rows, inputs)
 
 
-def rope_in_file(base: float, factor: float | None, factors: list[float] | None) -> dict[str, Any]:
-    """Rotary positions as a GGUF file says them: of those of the kind llama3 each pair's factor."""
-    if factors is not None:
-        return {"rope_type": "llama3", "rope_theta": base, "factors": factors}
-    if factor is not None:
-        return {"rope_type": "linear", "rope_theta": base, "factor": factor}
-    return {"rope_type": "default", "rope_theta": base}
-
-
 def frequency_factors(layer: LayerSizes) -> Tensor | None:
     """What llama.cpp divides each pair's frequency by, for positions of the kind llama3; None for others."""
     rope = layer.rope_parameters
@@ -209,8 +199,10 @@ def read_settings(file: GgufFile) -> Published:
     if of == BLOCK:
         layout, d2t = Layout.DSPARK if _MARKOV in file.tensors else Layout.DFLASH, None
         _refuse_variants(file, layout)
-        block_size = int(file.value(f"{BLOCK}.block_size", DEFAULT_BLOCK))
+        block_size = int(file.value(f"{BLOCK}.block_size", _DEFAULT_BLOCK))
         steps = block_size - (layout is Layout.DFLASH)
+    elif file.setting("block_count") != 1:
+        raise UserError("llama.cpp runs one layer of EAGLE-3 heads, and the file has others.", AGAIN)
     tokens = file.fields.get("tokenizer.ggml.tokens")
     return Published(
         layout=layout,
@@ -241,12 +233,11 @@ def _refuse_variants(file: GgufFile, layout: Layout) -> None:
 
 def _layer_sizes(file: GgufFile) -> LayerSizes:
     heads, of = int(file.setting("attention.head_count")), file.architecture
-    scaled = file.value(f"{of}.rope.scaling.type") == "linear"
-    rope = rope_in_file(
-        float(file.setting("rope.freq_base")),
-        float(file.setting("rope.scaling.factor")) if scaled else None,
-        np.array(file.tensors[FACTORS].data).reshape(-1).tolist() if FACTORS in file.tensors else None,
-    )
+    rope = {"rope_type": "default", "rope_theta": float(file.setting("rope.freq_base"))}
+    if FACTORS in file.tensors:  # of the kind llama3 a file holds what each pair's frequency is divided by
+        rope |= {"rope_type": "llama3", "factors": np.array(file.tensors[FACTORS].data).reshape(-1).tolist()}
+    elif file.value(f"{of}.rope.scaling.type") == "linear":
+        rope |= {"rope_type": "linear", "factor": float(file.setting("rope.scaling.factor"))}
     return LayerSizes(
         intermediate_size=int(file.setting("feed_forward_length")),
         num_attention_heads=heads,
@@ -275,19 +266,9 @@ def read_heads(file: GgufFile) -> Published:
 
 def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) -> Faults:
     """What is wrong with a file's tensors of these shapes."""
-    if settings.num_layers != 1 and settings.layout not in BLOCKS:
-        yield f"llama.cpp runs one layer, and the heads have {settings.num_layers}.", AGAIN
-        return
     assert settings.layer is not None, "these heads have decoder layers"
     whole = (settings.vocab_size, settings.hidden_size)
     beside = {"token_embd.weight": whole, FACTORS: (settings.layer.head_dim // 2,)}
     beside |= {_WHOLE[LM_HEAD]: whole} if settings.layout in BLOCKS else {D2T: (settings.draft_width,)}
     wanted = {_tensor_name(name): shape for name, shape in settings.expected().items()}
-    for name in sorted(wanted.keys() - shapes.keys()):
-        yield f"The tensor {name} is missing, and llama.cpp stops without it.", AGAIN
-    for name, shape in sorted(shapes.items()):
-        expected = wanted.get(name, beside.get(name))
-        if expected is None:
-            yield f"llama.cpp has no tensor {name} in such heads, and stops at it.", AGAIN
-        elif shape != expected:
-            yield f"The tensor {name} is {list(shape)}, and {list(expected)} is expected.", AGAIN
+    return tensor_faults(wanted, beside, shapes, "llama.cpp")

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import Layout, Published
@@ -19,33 +18,46 @@ from headstart.hub.engines.gguf_file import (
     D2T,
     FACTORS,
     MASK,
+    GgufFile,
     frequency_factors,
     library,
     permuted,
     permuted_heads,
-    rope_in_file,
+    read_heads,
     tensor_names,
 )
 from headstart.hub.target_facts import TargetFacts
 
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5
 """Kinds of tokens, as llama.cpp numbers them."""
+_Stored = dict[str, tuple[np.ndarray[Any, Any], Any]]
+"""The file's tensors: raw numbers and their kind."""
 
 
 def write_gguf(file: Path, published: Published, facts: TargetFacts, dtype: str) -> None:
     """Write heads that llama.cpp can draft with; a UserError without the package gguf or the target's tokenizer."""
-    held, stored = _stored(published, dtype)
-    writer = library().GGUFWriter(file, ARCHITECTURES[published.layout])
+    tensors = _stored(published, dtype)
+    _write(file, published, facts, tensors)
+    held = replace(read_heads(GgufFile(file)), steps=published.steps)
+    _write(file, published, facts, tensors, note=json.dumps(note_of(held, facts)))  # about what the file really holds
+
+
+def _write(file: Path, published: Published, facts: TargetFacts, tensors: _Stored, note: str = "") -> None:
+    gguf = library()
+    types = gguf.GGUFValueType
+    writer = gguf.GGUFWriter(file, ARCHITECTURES[published.layout])
     writer.add_name(f"Draft heads for {facts.name}")
     keys = _keys(published)
+    kinds = {bool: types.BOOL, int: types.UINT32, float: types.FLOAT32, str: types.STRING, list: types.ARRAY}
     for key, content in keys.items():
-        _add(writer, key, content)
-    writer.add_string(f"{NOTE}.note", json.dumps(note_of(held, facts)))
+        writer.add_key_value(key, content, kinds[type(content)])
+    if note:
+        writer.add_string(f"{NOTE}.note", note)
     if facts.gguf is not None:
         _copy_tokenizer(writer, facts.gguf, without=frozenset(keys))
     else:
         _write_tokenizer(writer, facts)
-    for name, (numbers, kind) in stored.items():
+    for name, (numbers, kind) in tensors.items():
         writer.add_tensor(name, numbers, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -86,58 +98,25 @@ def _keys(published: Published) -> dict[str, Any]:
     return keys
 
 
-def _add(writer: Any, key: str, content: Any) -> None:
-    if isinstance(content, bool):
-        writer.add_bool(key, content)
-    elif isinstance(content, int):
-        writer.add_uint32(key, content)
-    elif isinstance(content, float):
-        writer.add_float32(key, content)
-    elif isinstance(content, list):
-        writer.add_array(key, content)
-    else:
-        writer.add_string(key, content)
-
-
-def _stored(published: Published, dtype: str) -> tuple[Published, dict[str, tuple[np.ndarray[Any, Any], Any]]]:
-    """The heads in the numbers that the file holds, and the file's tensors: raw numbers and their kind.
-
-    Norms stay in float32, and so do matrices whose rows cannot be cut into blocks.
-    """
+def _stored(published: Published, dtype: str) -> _Stored:
+    """Norms stay in float32, and so do matrices whose rows cannot be cut into blocks."""
     gguf = library()
     kinds = gguf.GGMLQuantizationType
     wanted = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16, "q8_0": kinds.Q8_0}[dtype]
-    names, head_counts = tensor_names(published), permuted_heads(published)
-    held: dict[str, Tensor] = {}
-    stored: dict[str, tuple[np.ndarray[Any, Any], Any]] = {}
-    for name, tensor in published.tensors.items():
-        if name not in names:
-            continue
-        kind = kinds.F32 if tensor.dim() == 1 or (wanted == kinds.Q8_0 and tensor.shape[1] % 32) else wanted
-        exact = tensor.float()
-        # A row's numbers do not depend on its place, so that the rounded heads are those before the permutation.
-        raw = gguf.quants.quantize(exact.numpy(), kind)
-        held[name] = torch.from_numpy(np.array(gguf.quants.dequantize(raw, kind), dtype=np.float32))
+    head_counts = permuted_heads(published)
+    stored: _Stored = {}
+    for name, in_file in tensor_names(published).items():
+        exact = published.tensors[name].float()
+        kind = kinds.F32 if exact.dim() == 1 or (wanted == kinds.Q8_0 and exact.shape[1] % 32) else wanted
         if name in head_counts:
-            raw = gguf.quants.quantize(permuted(exact, head_counts[name]).contiguous().numpy(), kind)
-        stored[names[name]] = raw, kind
+            exact = permuted(exact, head_counts[name]).contiguous()
+        stored[in_file] = gguf.quants.quantize(exact.numpy(), kind), kind
     if published.draft_ids_D is not None:
         stored[D2T] = published.draft_ids_D.to(torch.int64).numpy(), kinds.I64
-    layer = published.layer
-    assert layer is not None, "these heads have decoder layers"
-    if (factors_R := frequency_factors(layer)) is not None:
+    assert published.layer is not None, "these heads have decoder layers"
+    if (factors_R := frequency_factors(published.layer)) is not None:
         stored[FACTORS] = factors_R.numpy(), kinds.F32
-    rope = layer.rope_parameters
-    read_back = replace(
-        layer,
-        rms_norm_eps=float(np.float32(layer.rms_norm_eps)),
-        rope_parameters=rope_in_file(
-            float(np.float32(rope["rope_theta"])),
-            float(np.float32(rope["factor"])) if rope.get("factor") else None,
-            None if factors_R is None else factors_R.tolist(),
-        ),
-    )
-    return replace(published, layer=read_back, tensors=held), stored
+    return stored
 
 
 # -- the tokenizer's fields --------------------------------------------------------------------------------------------

@@ -21,12 +21,7 @@ from headstart.target.model import Target
 
 
 def import_heads(source: str | Path, target: Target, out: Path, revision: str | None = None) -> DraftHead:
-    """Write a published checkpoint as a folder of heads of ours, see `headstart.import_heads`.
-
-    Raises:
-        UserError: no such checkpoint, only pickled weights, tensors that its config does not ask for, a variant that
-            heads of ours do not have, or another target.
-    """
+    """Write a published checkpoint as a folder of heads of ours, see `headstart.import_heads`."""
     folder = _folder(source, revision)
     published = read_checked(folder, target)
     family = next(family for family in families().values() if family.publishes is published.layout)

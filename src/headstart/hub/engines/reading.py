@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
+from headstart.hub.engines.base import tensor_faults
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, absolute_ids, small, whole
 from headstart.hub.target_facts import TargetFacts
 
@@ -22,8 +23,8 @@ _DFLASH = {DFLASH, SPECULATORS[Layout.DFLASH], "dflash"}
 _DSPARK = {DSPARK, "DSparkDraftModel", SPECULATORS[Layout.DSPARK], "dspark"}
 _STEPS = 5
 """Drafts in a row, where a checkpoint does not say how many it was trained for."""
-_WITHOUT = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
-"""Tensors that say nothing that others do not."""
+_WITHOUT = ("d2t", "t2d", "token_map", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors that are not weights of the heads."""
 _MASK = "mask_embedding.pt"
 _ANOTHER = "Take another checkpoint."
 _AGAIN = f"Fetch the checkpoint again, or correct its {CONFIG}."
@@ -47,12 +48,7 @@ def layout_of(checkpoint: Checkpoint) -> Layout | None:
 
 
 def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> Published:
-    """The heads of a folder; the target's facts say what a config leaves to it.
-
-    Raises:
-        UserError: no published arrangement, settings that are out of bounds or not said, tensors that are missing,
-            unknown or of other shapes.
-    """
+    """The heads of a folder, or a UserError; the target's facts say what a config leaves to it."""
     layout = layout_of(checkpoint)
     if layout is None:
         raise UserError(
@@ -110,7 +106,7 @@ def _medusa_settings(checkpoint: Checkpoint) -> Published:
     return Published(
         layout=Layout.MEDUSA,
         hidden_size=whole(config.get("hidden_size", size), "hidden_size"),
-        vocab_size=whole(config.get("vocab_size", (lm_head or (0,))[0]), "vocab_size"),
+        vocab_size=whole(config.get("vocab_size", lm_head[0]), "vocab_size"),
         steps=whole(min(heads, in_files) if isinstance(heads, int) else heads, "num_heads", maximum=16),
         tensors={LM_HEAD: torch.empty(0)} if LM_HEAD in shapes else {},
         num_layers=whole(layers, "num_hidden_layers", maximum=8),
@@ -145,7 +141,7 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
 def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Iterator[tuple[str, str]]:
     """(what headstart's block drafters do not have, what to do)."""
     config = checkpoint.settings
-    rope, kinds = config.get("rope_parameters"), config.get("layer_types") or []
+    rope = config.get("rope_parameters")
     if "rope_theta" not in config and not (isinstance(rope, Mapping) and "rope_theta" in rope):
         yield "The config says no rope_theta, and engines then take different ones.", f"Write it into {CONFIG}."
     if config.get("draft_vocab_size") not in (None, vocab):
@@ -158,20 +154,12 @@ def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Itera
             "llama.cpp false, and every draft is off by one place.",
             "Add the one that the heads were trained with.",
         )
-    elif anchor and layout is Layout.DFLASH:
-        yield (
-            "The checkpoint's slots draft the place after their own (sample_from_anchor: true), and DFlash's their "
-            "own: every draft is off by one.",
-            "Take another checkpoint, or train such heads as dspark.",
+    elif anchor != (layout is Layout.DSPARK):
+        slots = (
+            "the place after their own, and DFlash's their own" if anchor else "their own place, and DSpark's the next"
         )
-    elif not anchor and layout is Layout.DSPARK:
-        yield (
-            "The checkpoint's slots draft their own place (sample_from_anchor: false), and DSpark's the next one.",
-            _ANOTHER,
-        )
-    if not isinstance(kinds, list):
-        yield f"layer_types is {kinds!r}, and a list with a kind for each layer is expected.", _AGAIN
-    elif "sliding_attention" in kinds or block_setting(config, "use_swa"):
+        yield f"The checkpoint's slots draft {slots}: every draft is off by one (sample_from_anchor).", _ANOTHER
+    if "sliding_attention" in str(config.get("layer_types")) or block_setting(config, "use_swa"):
         yield "The checkpoint has sliding layers, and block drafters of headstart have full attention.", _ANOTHER
     if block_setting(config, "causal") or config.get("is_causal"):
         yield "Slots of the checkpoint do not see those after them (causal); those of headstart's blocks do.", _ANOTHER
@@ -314,7 +302,7 @@ def draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:
     names = checkpoint.names
     if "token_map" in names:
         ids_D = checkpoint.read("token_map").to(torch.int64)
-        if not _are_tokens(ids_D, vocab_size):
+        if not are_tokens(ids_D, vocab_size):
             raise UserError("token_map does not name distinct tokens of the target.", "Fetch the checkpoint again.")
         return ids_D if len(ids_D) < vocab_size else None
     if "d2t" not in names:
@@ -338,7 +326,7 @@ def kind_of_map(given_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str |
     """
     given_D = given_D.to(torch.int64)
     readings = {"offsets": absolute_ids(given_D), "ids": given_D}
-    possible = {kind: ids_D for kind, ids_D in readings.items() if _are_tokens(ids_D, vocab_size)}
+    possible = {kind: ids_D for kind, ids_D in readings.items() if are_tokens(ids_D, vocab_size)}
     if t2d_V is not None and len(t2d_V) == vocab_size:
         marked = t2d_V.bool()
         fits = [kind for kind, ids_D in possible.items() if marked[ids_D].all() and int(marked.sum()) == len(ids_D)]
@@ -349,7 +337,8 @@ def kind_of_map(given_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str |
     return "ids" if rising else "offsets"
 
 
-def _are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
+def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
+    """Whether these are distinct tokens of a vocabulary."""
     inside = bool(((ids_D >= 0) & (ids_D < vocab_size)).all())
     return inside and len(torch.unique(ids_D)) == len(ids_D)
 
@@ -359,50 +348,30 @@ def _are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
 
 def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
     """The tensors by their published names, once names and shapes are those of the settings."""
-    sources = {name: name for name in checkpoint.names if name not in (*_WITHOUT, "d2t", "token_map")}
-    shared = settings.layout is Layout.MEDUSA and checkpoint.config.get("original_lm_head") is True
-    if shared and LM_HEAD not in sources and "lm_heads.0.weight" in sources:
-        sources[LM_HEAD] = sources.pop("lm_heads.0.weight")
-        settings = settings.with_tensors({LM_HEAD: torch.empty(0)})
+    shapes = {name: shape for name, shape in checkpoint.shapes.items() if name not in _WITHOUT}
     wanted = settings.expected()
-    if settings.layout is Layout.EAGLE3 and LM_HEAD not in sources:
-        raise UserError(
-            f"{checkpoint.folder} has no lm_head.weight.",
-            "Heads that draft with the target's own LM head cannot be read; take a checkpoint that has one.",
-        )
-    if missing := sorted(set(wanted) - set(sources)):
-        raise UserError(f"{checkpoint.folder} lacks the tensor {missing[0]!r}, which its config asks for.", _AGAIN)
-    optional = _optional(settings, sources)
-    if unknown := sorted(set(sources) - set(wanted) - set(optional)):
-        raise UserError(
-            f"{checkpoint.folder} has the tensor {unknown[0]!r}, which headstart has no place for.", _ANOTHER
-        )
+    for problem, remedy in tensor_faults(wanted, tensors_beside(settings, shapes), shapes, "headstart"):
+        raise UserError(f"{checkpoint.folder}: {problem}", remedy)
     tensors = {}
-    for name, shape in {**wanted, **optional}.items():
-        in_file = checkpoint.names[sources[name]]
-        stored = checkpoint.tensors[in_file]
-        if stored.shape != shape or not stored.is_float:
-            raise UserError(
-                f"{in_file} in {checkpoint.folder} is {stored.dtype} {list(stored.shape)}, and its config asks for "
-                f"floating-point numbers {list(shape)}.",
-                _AGAIN,
-            )
-        tensors[name] = checkpoint.read(sources[name])
+    for name in shapes:
+        stored = checkpoint.tensors[checkpoint.names[name]]
+        if stored.dtype not in ("F64", "F32", "F16", "BF16"):
+            raise UserError(f"{name} in {checkpoint.folder} is {stored.dtype}, packed numbers.", _ANOTHER)
+        tensors[name] = checkpoint.read(name)
     return tensors
 
 
-def _optional(settings: Published, names: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Shapes of tensors that may be left out, of those that are there."""
-    size = settings.hidden_size
-    known: dict[str, tuple[int, ...]] = {EMBEDDINGS: (settings.vocab_size, size)}
+def tensors_beside(settings: Published, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Shapes of tensors that may lie beside those that the settings ask for."""
+    size, whole_vocabulary = settings.hidden_size, (settings.vocab_size, settings.hidden_size)
+    beside: dict[str, tuple[int, ...]] = {EMBEDDINGS: whole_vocabulary}
     if settings.layout in BLOCKS:
-        known[LM_HEAD] = (settings.vocab_size, size)
+        beside[LM_HEAD] = whole_vocabulary
     if settings.layout is Layout.EAGLE:
-        known["fc.bias"] = (size,)
+        beside["fc.bias"] = (size,)
     if settings.layout is Layout.MEDUSA:
-        known |= {name: (settings.draft_width, size) for name in names if name.startswith("lm_heads.")}
+        beside |= {name: (settings.draft_width, size) for name in names if name.startswith("lm_heads.")}
         blocks = [name for name in names if name.startswith("blocks.")]
-        known |= {name: (size,) for name in blocks if name.endswith(".bias")}
         # A checkpoint may hold more heads than it is used with.
-        known |= {name: (size, size) for name in blocks if name.endswith(".weight")}
-    return {name: known[name] for name in names if name in known and name not in settings.expected()}
+        beside |= {name: (size,) if name.endswith(".bias") else (size, size) for name in blocks}
+    return beside
