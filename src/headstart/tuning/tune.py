@@ -19,6 +19,7 @@ from operator import mul
 from typing import Any, NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 from rich.console import Console
 from torch import Tensor
 
@@ -166,14 +167,7 @@ class Tuning:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Tuning:
         """The inverse of `to_json`."""
-        return cls(
-            **{
-                **values,
-                "paths": tuple(tuple(path) for path in values["paths"]),
-                "widths": tuple(values["widths"]),
-                "verify_ms": tuple(values["verify_ms"]),
-            }
-        )
+        return TypeAdapter(cls).validate_python(values)
 
 
 def tune(
