@@ -39,13 +39,10 @@ _RESERVED = re.compile(r"reserved|unused|extra_id|placeholder|<\|?mask|dummy|<pa
 class FrozenModel:
     """A transformers causal language model and its tokenizer; changes nothing about it.
 
-    Args:
-        model: a transformers causal language model.
-        tokenizer: its tokenizer; may be None where no text is read or written.
+    Attributes:
+        tokenizer: None where no text is read or written.
         spec: what to pass to `load_target` to get it again.
         origin: what it was before its weights were changed at loading; None where they are as they were read.
-
-    Attributes:
         max_length: tokens that it can read.
         rounded: whether its weights have been through few bits, as those of a GGUF file have.
         sharded: whether each process holds a part of its weights; all of them then run every forward.
@@ -210,21 +207,6 @@ class FrozenModel:
     def stock(self) -> Iterator[Any]:
         """The untouched transformers model, for `transformers.generate` as a baseline."""
         yield self.model
-
-
-def freeze(model: Any) -> Callable[[], None]:
-    """Freeze a model in eval mode; returns what undoes it."""
-    training = [module for module in model.modules() if module.training]
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.eval().requires_grad_(False)
-
-    def thaw() -> None:
-        for module in training:
-            module.training = True
-        for parameter in learning:
-            parameter.requires_grad_(True)
-
-    return thaw
 
 
 def refuse_layers(name: str, config: Any) -> None:

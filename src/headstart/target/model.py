@@ -21,7 +21,7 @@ from headstart.target.attention import PIECE, Running, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.chains import ChainCache, has_running_states
 from headstart.target.fitting import FINAL, Fitting
-from headstart.target.frozen import FrozenModel, cannot_tree, freeze, refuse_layers
+from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
 from headstart.target.identity import Origin
 from headstart.tree.tree import Tree, TreeBatch
 
@@ -58,10 +58,8 @@ class Target(FrozenModel):
         chains_only: whether it verifies chains instead of trees, since some of its layers keep a running state.
 
     Raises:
-        UserError: when the model's attention cannot take a token tree; the model is then as it was before.
+        UserError: when the model's attention cannot take a token tree; nothing of ours stays on the model then.
     """
-
-    _exact: Exact
 
     def __init__(
         self,
@@ -73,20 +71,18 @@ class Target(FrozenModel):
     ) -> None:
         super().__init__(model, tokenizer, spec, origin)
         refuse_layers(self.name, self.config)
-        self.exact = exact
-        self._exact = "tokens"  # until it is known to be a target
-        thaw = freeze(model)
+        model.eval().requires_grad_(False)
+        self._exact: Exact = "tokens"  # while it is checked
+        self.chains_only = has_running_states(self.config)
         self._fitting = Fitting(self.decoder, self.layers, model.get_output_embeddings())
         self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
-        self.chains_only = has_running_states(self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
             self._check_tree()
+            self.exact = exact
         except BaseException:
             self._fitting.release()
-            thaw()
             raise
-        self.exact = exact
         weakref.finalize(self, self._fitting.forget)
 
     @property
@@ -103,7 +99,7 @@ class Target(FrozenModel):
     def exact(self, exact: Exact) -> None:
         if exact not in get_args(Exact):
             raise UserError(f"exact is {exact!r}.", nearest(exact, get_args(Exact)))
-        if exact == "bits" and getattr(self, "chains_only", False):
+        if exact == "bits" and self.chains_only:
             raise UserError(
                 f"{self.name} has layers with running states, whose bits depend on how many tokens are read at once.",
                 "Leave out --exact bits; in float32 the tokens are those of plain decoding.",
