@@ -190,7 +190,7 @@ class Decoder:
             finish_reason=generation.finish_reason,
             tokens_per_round=generation.tokens_per_round,
             tokens_per_second=1e3 * len(generation.tokens) / generation.token_ms[-1],
-            first_token_ms=generation.first_token_ms,
+            first_token_ms=generation.token_ms[0],
             drafter_error=generation.drafter_error,
         )
 

@@ -86,15 +86,8 @@ class Measured:
 class Conditions:
     """What costs depend on beside the target and the heads.
 
-    Attributes:
-        machine: what the processor, or the GPU, calls itself; a processor with its number of cores.
-        device: "cpu" or "cuda".
-        dtype: of the target.
-        threads: that torch computes with; 0 where a GPU computes.
-        torch: its version.
-        exact: "bits" or "tokens", see `Target.exact`; verifying a tree takes longer where the bits are kept.
-        prepacked: whether the target's linear layers have prepacked weights; a tree then costs less.
-        quantization: "int8" or "int4" where the target was put into so many bits.
+    The machine is what the GPU, or the processor, calls itself; threads are 0 where a GPU computes. Verifying a tree
+    takes longer where the bits are kept (`Target.exact`), and less long where the linear layers have prepacked weights.
     """
 
     machine: str

@@ -58,9 +58,6 @@ class Config:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._config, name, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Config:
-        return Config(copy.deepcopy(self._config, memo))
-
     def __reduce__(self) -> tuple[type[Config], tuple[PreTrainedConfig]]:
         return Config, (self._config,)
 

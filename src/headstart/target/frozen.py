@@ -266,13 +266,10 @@ def _candidates(tokenizer: Any) -> Iterator[int]:
     pad: int | None = getattr(tokenizer, "pad_token_id", None)
     template = getattr(tokenizer, "chat_template", None)
     rendered = template if isinstance(template, str) else " ".join((template or {}).values())
-    decoder = sorted(tokenizer.added_tokens_decoder.items())
-    added: dict[int, str] = {token_id: str(token) for token_id, token in decoder}
-    special: dict[int, bool] = {token_id: getattr(token, "special", True) for token_id, token in decoder}
     free = {
-        token_id: text
-        for token_id, text in added.items()
-        if special[token_id] and token_id not in roles | {pad} and text not in rendered
+        token_id: str(token)
+        for token_id, token in sorted(tokenizer.added_tokens_decoder.items())
+        if getattr(token, "special", True) and token_id not in roles | {pad} and str(token) not in rendered
     }
     yield from (token_id for token_id, text in free.items() if _RESERVED.search(text))
     yield from sorted(free, reverse=True)

@@ -221,15 +221,9 @@ class Target(FrozenModel):
         wanted: Mapping[int, int],
         ends: Sequence[int],
     ) -> TargetOutput:
-        """Read texts after what the cache holds, which is equally long for all rows, with causal attention.
-
-        Args:
-            cache: is written, not committed; None keeps no keys and values.
-            tokens_BT: new ones.
-            aux_layers: whose states to return.
-            wanted: for some rows, the index of the token whose logits are wanted; they come in this order.
-            ends: length of each row's text as a whole, tokens yet to come included.
-        """
+        """Read texts after what the cache holds, equally long for all rows, with causal attention; it is written, not
+        committed, and may be None. `wanted` has, for some rows, the index of the token whose logits are wanted; `ends`
+        the length of each row's text as a whole, tokens yet to come included."""
         rows, width = tokens_BT.shape
         before = cache.lengths[0] if cache is not None else 0
         positions_1T = torch.arange(before, before + width, device=self.device)[None].clamp(max=self.max_length - 1)

@@ -35,7 +35,8 @@ def tuned_here(tuning: Tuning, heads: DraftHead, target: Target, conditions: Con
     measured, which stderr says. Where measuring fails, the tuned costs stand."""
     if tuning.conditions == conditions:
         return tuning
-    file = _folder() / f"{_key(heads, target, conditions)}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    file = cache / "headstart" / "costs" / f"{_key(heads, target, conditions)}.json"
     measured = _kept(file)
     if measured is None:
         measured = _measured(tuning, heads, target, conditions)
@@ -74,10 +75,6 @@ def _kept(file: Path) -> Measured | None:
         return TypeAdapter(Measured).validate_python(values) if values["version"] == _VERSION else None
     except (OSError, ValueError, TypeError, KeyError):  # of these are a `UserError` and what pydantic raises
         return None
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "headstart" / "costs"
 
 
 def _key(heads: DraftHead, target: Target, conditions: Conditions) -> str:
