@@ -6,6 +6,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, Unpack, get_args
 
+from pydantic import ValidationError
+
 from headstart.data.prompts.chat import Message, prompt_tokens
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.loop import Drafter, Engine, Generation, check
@@ -188,7 +190,7 @@ class Decoder:
             finish_reason=generation.finish_reason,
             tokens_per_round=generation.tokens_per_round,
             tokens_per_second=1e3 * len(generation.tokens) / generation.token_ms[-1],
-            first_token_ms=generation.first_token_ms,
+            first_token_ms=generation.token_ms[0],
             drafter_error=generation.drafter_error,
         )
 
@@ -204,8 +206,9 @@ def _tuning(calibration: dict[str, Any]) -> Tuning | None:
         return None
     try:
         return Tuning.from_json(calibration)
-    except (KeyError, TypeError, ValueError) as error:
+    except ValidationError as error:
+        field = ".".join(map(str, error.errors()[0]["loc"]))
         raise UserError(
-            f"The heads' calibration is not whole ({type(error).__name__}: {error}).",
+            f"The heads' calibration is not whole: {field} is missing or damaged.",
             "Export or fetch the heads again, or tune them again.",
         ) from None

@@ -144,7 +144,7 @@ def test_no_copies_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_costs_say_whether_weights_were_prepacked() -> None:
     here = Conditions.of(Target(tiny_model("llama")))
     assert here.prepacked and Conditions.from_json(here.to_json()) == here
-    assert here.beside(replace(here, prepacked=False)) == "with prepacked weights"
+    assert here.beside(replace(here, prepacked=False)) == "prepacked=True"
 
 
 def _counted(own: Callable[..., Tensor], seen: list[int]) -> Callable[..., Tensor]:

@@ -114,8 +114,6 @@ def test_what_heads_say_of_their_drafts_counts_where_it_is_right() -> None:
         assert found.probs(0, asked)[0, 0] == pytest.approx(confidence, abs=0.09)
     assert Calibration.from_knots(found.knots()) == found
     assert found.towards(found, 0.5).trust == found.trust
-    with pytest.raises(ValueError, match="do not mix"):
-        found.towards(found.trusting(0.0), 0.5)
     assert fit_calibration(ranks, log_probs, None, None, said, trust=0.0).trust == 0
     ranks, log_probs, said = saying(informed=False)
     assert fit_calibration(ranks, log_probs, None, None, said).trust == 0

@@ -67,8 +67,10 @@ def test_costs_from_elsewhere_are_measured_once_with_a_word(
     answer = first.generate([5, 6, 7], max_new_tokens=8)
     assert first.costs == FOUND.costs
     said = capsys.readouterr().err
-    assert said.startswith("These heads were tuned in bfloat16 with 64 threads under torch 2.11.0 on another machine; ")
-    assert "measuring what drafting costs in float32 with " in said and said.endswith(" s\n") and said.count("\n") == 1
+    assert said.startswith(
+        "These heads were tuned with machine=another machine, dtype=bfloat16, threads=64, torch=2.11.0"
+    )
+    assert "; measuring what drafting costs with machine=" in said and said.endswith(" s\n") and said.count("\n") == 1
     again = decoder(target)
     assert again.generate([5, 6, 7], max_new_tokens=8).tokens == answer.tokens
     assert again.costs == FOUND.costs and not measured, "from the cache: there was but one measurement to be had"
@@ -96,7 +98,7 @@ def test_costs_hold_for_bits_or_for_tokens(
     assert one.costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     target.exact = "bits"
     assert one.costs == FOUND.costs and not measured, "the same decoder notices"
-    said = "These heads were tuned with exact=tokens; measuring what drafting costs with exact=bits here ... "
+    said = "These heads were tuned with exact=tokens; measuring what drafting costs with exact=bits ... "
     assert capsys.readouterr().err.startswith(said)
     assert decoder(target, tuned(Conditions.of(target))).costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     target.exact = "tokens"
@@ -123,7 +125,7 @@ def test_nothing_is_measured_where_costs_hold_or_nothing_drafts(
     assert len(measured) == 1 and capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 1}', '"verify_ms": [-1.0,', '"version": 0'])
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 1}', '"verify_ms": ["a",', '"version": 0'])
 def test_a_damaged_cache_is_measured_anew(
     target: Target, measured: list[Measured], tmp_path: Path, damage: str
 ) -> None:
@@ -131,11 +133,11 @@ def test_a_damaged_cache_is_measured_anew(
     assert decoder(target).costs
     (file,) = (tmp_path / "headstart" / "costs").glob("*.json")
     kept = json.dumps(json.loads(file.read_text()))
-    assert Measured.from_json(json.loads(kept)).packed
+    assert json.loads(kept)["packed"]
     wrong = kept.replace('"verify_ms": [1.0,' if "ms" in damage else '"version": 1', damage)
     file.write_text(wrong if damage[:1] == '"' else damage)
     assert decoder(target).costs == FOUND.costs and not measured
-    assert not Measured.from_json(json.loads(file.read_text())).packed, "and kept anew"
+    assert not json.loads(file.read_text())["packed"], "and kept anew"
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(
@@ -175,7 +177,9 @@ def test_imported_heads_say_once_that_nobody_tuned_them(
     for _ in range(2):
         imported.generate([5, 6, 7], max_new_tokens=4)
     (sentence,) = capsys.readouterr().err.splitlines()
-    assert "never tuned (better: headstart tune HEADS); measuring what drafting costs in float32 here" in sentence
+    assert (
+        "never tuned (better: headstart tune HEADS); measuring what drafting costs with dtype=float32 ..." in sentence
+    )
 
 
 # -- trees at other costs --------------------------------------------------------------------------------------------
@@ -251,4 +255,3 @@ def test_tuning_notes_its_conditions_and_what_is_measured_fits_into_the_context(
     assert found.settings["conditions"]["rows"] == 1
     short = measure_costs(target, heads, found.usual_paths, replace(SHORT, seconds=0.0))
     assert short.costs.widths == (1, 2, 4, 8, 16, 32) and short.costs.levels == heads.draft_steps
-    assert Measured.from_json(json.loads(json.dumps(short.to_json()))) == replace(short, steady=True)

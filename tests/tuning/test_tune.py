@@ -308,24 +308,6 @@ def test_what_levels_promise_is_saved(found: Tuning, target: Target, four_texts:
     assert again is not None and again.calibration.reached == (0.5, 0.25, 0.125)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [{"sampled_trust": [[0.5]]}, {"sampled_log_probs": None}, {"accepted": []}, {"reached": []}],
-    ids=str,
-)
-def test_a_calibration_that_was_damaged_in_its_file_is_refused(
-    damage: dict[str, Any], found: Tuning, target: Target
-) -> None:
-    assert found.calibration.get("trust") is None and "sampled_log_probs" in found.calibration
-    heads: Any = trained_like(target)
-    found.paths = ((0,),)
-    assert found.drafter(heads, "dynamic") is not None
-    found.calibration = {**found.calibration, **damage}
-    with pytest.raises(UserError, match="The heads' calibration is damaged") as refused:
-        found.drafter(heads, "dynamic")
-    assert "headstart tune" in refused.value.remedy
-
-
 def test_trees_that_were_not_tuned_for_are_refused_or_left_out(found: Tuning, target: Target) -> None:
     heads = trained_like(target)
     found.paths, found.chain = ((0,), (1,)), 2

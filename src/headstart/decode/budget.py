@@ -25,7 +25,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from math import ceil, exp, sqrt
-from typing import Protocol
 
 from headstart.decode.costs import Costs as Costs
 from headstart.decode.learned import SHARE, STAKE, TWICE, Experience, Rounds, size_of
@@ -38,22 +37,6 @@ _MEMORY = 1 / 8
 """Weight of the newest round in the running means."""
 _PART = 1 / 12
 """Share of an answer that its stake may be, where nothing is known of earlier answers."""
-
-
-class _Verifying(Protocol):
-    def verify(self, tokens: int) -> float: ...
-
-
-def node_threshold(costs: _Verifying, rate: float, rows: int = 1) -> float:
-    """What the acceptance probability of a node in a tree of usual size must be to pay for its verification.
-
-    Args:
-        costs: as measured.
-        rate: tokens per millisecond that decoding reaches without the node.
-        rows: of the batch.
-    """
-    few, many = 4 * rows, 16 * rows
-    return min(0.9, rate * (costs.verify(many) - costs.verify(few)) / (many - few))
 
 
 class _Now:
@@ -186,10 +169,12 @@ class Controller:
 
     @property
     def threshold(self) -> float:
-        """What a node's acceptance probability must be to pay for its verification; see `Request.threshold`."""
+        """What the acceptance probability of a node in a tree of usual size must be to pay for its verification."""
         if self._now is None or self._mode == "off" or self._unseen:
             return 0.0
-        return node_threshold(self._now, self._rate(4 * self.rows) / self._calibration_factor, self.rows)
+        few, many = 4 * self.rows, 16 * self.rows
+        rate = self._rate(few) / self._calibration_factor
+        return min(0.9, rate * (self._now.verify(many) - self._now.verify(few)) / (many - few))
 
     @property
     def level_threshold(self) -> float:
@@ -235,13 +220,8 @@ class Controller:
         return trees
 
     def note(self, trees: Sequence[Tree], emitted: Sequence[int], spent_ms: tuple[float, float] | None = None) -> None:
-        """Learn from the outcome of a round.
-
-        Args:
-            trees: as verified.
-            emitted: tokens by each row.
-            spent_ms: milliseconds that its draft and its forward took; None when a drafter failed.
-        """
+        """Learn from the outcome of a round: the trees as verified, the tokens that each row emitted, and the
+        milliseconds that draft and forward took, None when a drafter failed."""
         if self._now is None:
             return
         rows, tokens = len(emitted), sum(weight * count for weight, count in zip(self.weights, emitted, strict=True))

@@ -6,7 +6,6 @@ that make a draft three times as fast in bfloat16 make it ten times as slow in f
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 from collections.abc import Mapping
@@ -75,51 +74,20 @@ class Measured:
 
     Attributes:
         packed: whether drafting with weights in 8 bits was clearly faster; the costs are then its own.
-        steady: whether the machine was as fast at the end of the measurement as at its beginning; not saved.
+        steady: whether the machine was as fast at the end of the measurement as at its beginning.
     """
 
     costs: Costs
     packed: bool
     steady: bool = True
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
-        return {"costs": asdict(self.costs), "packed": self.packed}
-
-    @classmethod
-    def from_json(cls, values: Any) -> Measured:
-        """The inverse of `to_json`.
-
-        Raises:
-            ValueError: values that no measurement gives.
-        """
-        try:
-            known: dict[str, Any] = dict(values["costs"])
-            known |= {name: tuple(known[name]) for name in ("widths", "verify_ms")}
-            costs, packed = Costs(**known), bool(values["packed"])
-            spent = (*costs.verify_ms, costs.draft_ms, costs.level_ms, costs.read_ms)
-            possible = all(math.isfinite(ms) and ms >= 0 for ms in spent) and min(costs.verify_ms) > 0
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not costs: {error}") from None
-        rising = costs.widths[0] == 1 and list(costs.widths) == sorted(set(costs.widths))
-        if not possible or not rising or len(costs.widths) != len(costs.verify_ms):
-            raise ValueError("not costs: a time is missing or out of range")
-        return cls(costs, packed)
-
 
 @dataclass(frozen=True)
 class Conditions:
     """What costs depend on beside the target and the heads.
 
-    Attributes:
-        machine: what the processor, or the GPU, calls itself; a processor with its number of cores.
-        device: "cpu" or "cuda".
-        dtype: of the target.
-        threads: that torch computes with; 0 where a GPU computes.
-        torch: its version.
-        exact: "bits" or "tokens", see `Target.exact`; verifying a tree takes longer where the bits are kept.
-        prepacked: whether the target's linear layers have prepacked weights; a tree then costs less.
-        quantization: "int8" or "int4" where the target was put into so many bits.
+    The machine is what the GPU, or the processor, calls itself; threads are 0 where a GPU computes. Verifying a tree
+    takes longer where the bits are kept (`Target.exact`), and less long where the linear layers have prepacked weights.
     """
 
     machine: str
@@ -154,28 +122,14 @@ class Conditions:
         return {name: value for name, value in asdict(self).items() if value != usual[name]}
 
     def beside(self, other: Conditions) -> str:
-        """These conditions as a phrase, as far as they differ from others.
+        """These conditions as words, as far as they differ from others.
 
         >>> here = Conditions("EPYC", "cpu", "float32", 2, "2.13")
         >>> here.beside(Conditions("EPYC", "cpu", "bfloat16", 1, "2.13"))
-        'in float32 with 2 threads'
+        'dtype=float32, threads=2'
         """
-        threads = f"with {self.threads} thread{'s' if self.threads > 1 else ''}" if self.threads else ""
-        prepacked = f"with{'' if self.prepacked else 'out'} prepacked weights" if self.device == other.device else ""
-        bits = "with weights as read" if self.quantization == "none" else f"with weights in {self.quantization}"
-        phrases = {
-            "dtype": f"in {self.dtype}",
-            "quantization": bits,
-            "exact": f"with exact={self.exact}",
-            "prepacked": prepacked,
-            "threads": threads,
-            "torch": f"under torch {self.torch}",
-        }
-        differing = [
-            phrase for name, phrase in phrases.items() if phrase and getattr(self, name) != getattr(other, name)
-        ]
-        elsewhere = (self.machine, self.device) != (other.machine, other.device)
-        return " ".join([*differing, *([f"on {self.machine}"] if elsewhere else [])])
+        rest = asdict(other)
+        return ", ".join(f"{name}={value}" for name, value in asdict(self).items() if value != rest[name])
 
 
 @cache

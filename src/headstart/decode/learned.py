@@ -40,13 +40,8 @@ class Rounds:
     wider: bool = False
 
     def note(self, nodes: int, verify_ratio: float, draft_ratio: float | None) -> None:
-        """Learn from a round.
-
-        Args:
-            nodes: of a row, root included.
-            verify_ratio: milliseconds of the forward, as a multiple of what the costs say.
-            draft_ratio: the same of the draft; None when it was not drafted, or had more to read than usual.
-        """
+        """Learn from a round: milliseconds of its forward, and of its draft, as multiples of what the costs say. The
+        latter is None when nothing was drafted, or the draft had more to read than usual."""
         if nodes == 1 and draft_ratio is None:
             self.plain = (*(self.plain if not self.since_plain else ()), verify_ratio)[-TWICE:]
             self.since_plain, self.wider = 0, False

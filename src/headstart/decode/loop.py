@@ -36,13 +36,9 @@ CAUGHT: type[Exception] | tuple[()] = Exception
 class Round:
     """One round of one generation: its wall-clock milliseconds and its outcome.
 
-    Attributes:
-        nodes: width of the verified tree, root included.
-        emitted: tokens emitted, the target's own included (before any cut at the end of the text).
-        draft_ms: proposing, and choosing which of the proposed nodes to verify.
-        verify_ms: the tree forward and reading the target's choices.
-        host_ms: everything else (accepting, committing, bookkeeping).
-        depth: of the verified tree; 0 without drafts.
+    Nodes are those of the verified tree, root included, and `depth` is its depth. Emitted tokens include the target's
+    own, before any cut at the end of the text. `draft_ms` is proposing, and choosing which nodes to verify; `verify_ms`
+    the tree forward and reading the target's choices; `host_ms` everything else.
     """
 
     nodes: int
@@ -70,11 +66,6 @@ class Generation:
     token_ms: list[float] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     drafter_error: str | None = None
-
-    @property
-    def first_token_ms(self) -> float:
-        """Milliseconds from the call to the first token."""
-        return self.token_ms[0]
 
     @property
     def tokens_per_round(self) -> float:
@@ -178,13 +169,10 @@ class CombinedDrafter:
 class Engine:
     """Decodes with a target and a drafter.
 
-    Args:
-        target: the frozen model.
-        drafter: what drafts; None decodes plainly.
-        costs: of drafting and verifying on this machine. With them the number of nodes follows the costs, and drafting
-            pauses where it does not pay; without them everything that is proposed is verified. In greedy decoding, what
-            rounds really take corrects them, and what is learned serves later calls; sampling keeps to them, so that a
-            seeded text does not depend on the clock, nor on what was decoded before.
+    Without a drafter it decodes plainly. With costs of this machine the number of nodes follows them, and drafting
+    pauses where it does not pay; without them everything that is proposed is verified. In greedy decoding, what rounds
+    really take corrects the costs, and what is learned serves later calls; sampling keeps to them, so that a seeded
+    text does not depend on the clock, nor on what was decoded before.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None = None, costs: Costs | None = None) -> None:
@@ -307,9 +295,8 @@ class Verifier:
     """Decides which drafts are accepted. This one is greedy: a draft is accepted when it is the target's argmax, so
     that the output is that of plain greedy decoding.
 
-    Attributes:
-        draws: whether drafters are asked to draw children, see `Request`.
-        draft_streams: each row's random generator for that.
+    `draws` says whether drafters are asked to draw children, see `Request`; `draft_streams` are each row's random
+    generator for that.
     """
 
     draws = False
@@ -320,15 +307,8 @@ class Verifier:
         return argmax(logits_BV).tolist()
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
-        """Decide one round for every row.
-
-        Args:
-            batch: what was drafted.
-            out: what the target says of it.
-
-        Returns:
-            What is committed; and the roots of the next round: the target's own tokens after it.
-        """
+        """Decide one round for every row: what is committed, and the roots of the next round: the target's own tokens
+        after it."""
         choice_BN = argmax(out.logits_BTV)
         if choice_BN.device.type == "cpu":
             paths, next_tokens = walk(batch.trees, choice_BN.tolist())
@@ -340,11 +320,8 @@ class Verifier:
 
 
 def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
-    """Follow the target's choices, after each node of each row, down the trees as far as the drafts agree.
-
-    Returns:
-        the accepted nodes of each row, root first, and the target's choice after the last of them.
-    """
+    """Follow the target's choices, after each node of each row, down the trees as far as the drafts agree: the accepted
+    nodes of each row, root first, and the target's choice after the last of them."""
     paths = []
     for tree, choice in zip(trees, choices, strict=True):
         index, path = tree.index, [0]

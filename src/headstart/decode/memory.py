@@ -16,16 +16,9 @@ _SHARE = 0.9
 def reserve(
     target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, max_nodes: int, free: int | None = None
 ) -> int:
-    """The widest tree (root included, at most `max_nodes`) that fits beside the text.
-
-    Counted are the KV cache, and of one forward the masks, the logits, and what attention keeps of a layer.
-
-    Args:
-        target: whose cache it is.
-        prompts: of the batch.
-        max_new_tokens: longest answer.
-        max_nodes: what the drafter would like.
-        free: bytes of free memory on each device with layers; by default what is there.
+    """The widest tree (root included, at most `max_nodes`) that fits beside the text, where so many bytes are free on
+    each device with layers, by default what is there. Counted are the KV cache, and of one forward the masks, the
+    logits, and what attention keeps of a layer.
 
     Raises:
         UserError: when the text alone does not fit.

@@ -49,14 +49,8 @@ class SamplingVerifier:
     Each token of a row's text takes one number for accepting and one for drawing, whatever was drafted and whatever the
     other rows do.
 
-    Args:
-        sampling: settings; a temperature of 0 leaves one possible token everywhere.
-        prompts: of each row; processors read them.
-        seed: of the first row; the next row has the next seed.
-        draws: whether drafters are asked to draw children, see `Request`.
-
-    Attributes:
-        draft_streams: each row's random generator for that.
+    A temperature of 0 leaves one possible token everywhere. The seed is that of the first row; the next row has the
+    next one. `draws` and `draft_streams` are as in `Verifier`.
     """
 
     def __init__(self, sampling: SamplingOptions, prompts: Sequence[Sequence[int]], seed: int, draws: bool) -> None:
@@ -166,12 +160,8 @@ def next_tokens(
 ) -> Tensor:
     """The token after one node of each row, int64 [M]; see `SamplingVerifier`.
 
-    Args:
-        p_target_MV: the target's distribution after the node; overwritten.
-        accept_M: numbers for accepting, float64 from [0, 1).
-        residual_M: numbers for drawing.
-        drawn_M: the token of the node's drawn child, -1 where none was drawn; None where no row has one.
-        q_draft_MV: what that child was drawn from, anything where none was.
+    Numbers for accepting and drawing are float64 from [0, 1). `drawn_M` is the token of the node's drawn child, -1
+    where none was drawn, and `q_draft_MV` what it was drawn from. The target's distribution is overwritten.
     """
     next_M, _ = draw_at(p_target_MV, residual_M)
     if drawn_M is None or q_draft_MV is None:

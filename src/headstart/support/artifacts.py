@@ -55,14 +55,8 @@ class Artifact:
 
 
 def artifact(run_folder: Path, kind: str, slug: str, identity: Mapping[str, Any]) -> Artifact:
-    """The artifact with this identity, for the runs beside `run_folder`.
-
-    Args:
-        run_folder: of one of the runs that share artifacts.
-        kind: conversations, states, heads, tuning, exports or reports.
-        slug: a word for people; part of the name.
-        identity: values that survive JSON.
-    """
+    """The artifact with this identity (values that survive JSON), for the runs beside `run_folder`. The kind is
+    conversations, states, heads, tuning, exports or reports; the slug a word for people, part of the name."""
     known = json.loads(json.dumps(dict(identity), sort_keys=True))
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     path = root_of(run_folder) / kind
@@ -73,11 +67,7 @@ def artifact(run_folder: Path, kind: str, slug: str, identity: Mapping[str, Any]
 
 
 def root_of(run_folder: Path) -> Path:
-    """Where the artifacts of a run lie.
-
-    Raises:
-        UserError: the run's own folder is that folder.
-    """
+    """Where the artifacts of a run lie."""
     path = run_folder.resolve()
     if path.name == FOLDER:
         raise UserError(f"A run cannot be called {FOLDER!r}: that folder holds what runs share.", "Choose another.")
@@ -86,12 +76,8 @@ def root_of(run_folder: Path) -> Path:
 
 @contextmanager
 def held(artifact: Artifact, console: Console | None = None, wait: bool = True) -> Iterator[Path]:
-    """Work in an artifact's folder, made if need be, while no other process does.
-
-    Args:
-        artifact: to work on.
-        console: says when another process is waited for.
-        wait: for a process that works there.
+    """Work in an artifact's folder, made if need be, while no other process does; the console says when one is waited
+    for.
 
     Raises:
         Busy: another process works there, without `wait`.

@@ -94,6 +94,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if not path.is_file():
         raise UserError(f"No file at {path}.", "Check the path; questions and prompts are JSONL, one object a line.")
     with path.open(encoding="utf-8") as handle:
+        remedy = "Write one JSON object a line."
         try:
             for number, line in enumerate(handle, start=1):
                 if not line.strip():
@@ -101,15 +102,10 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 try:
                     row = json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise UserError(
-                        f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno}).",
-                        "Write one JSON object a line.",
-                    ) from None
+                    problem = f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})."
+                    raise UserError(problem, remedy) from None
                 if not isinstance(row, dict):
-                    raise UserError(
-                        f"{path}, line {number}: a {type(row).__name__}, not an object.",
-                        "Write one JSON object a line.",
-                    )
+                    raise UserError(f"{path}, line {number}: a {type(row).__name__}, not an object.", remedy)
                 yield number, row
         except UnicodeDecodeError as error:
             raise UserError(f"{path} is not UTF-8 text ({error.reason}).", "Convert it to UTF-8.") from None

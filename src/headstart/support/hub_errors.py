@@ -42,13 +42,7 @@ def absent(repo_id: str, file: str, revision: str | None = None) -> UserError | 
 
 @contextmanager
 def explained(doing: str, repo_id: str, revision: str | None = None) -> Iterator[None]:
-    """Turn whatever the Hub client raises in this block into a UserError.
-
-    Args:
-        doing: "Cannot fetch", "Cannot push to".
-        repo_id: of the repository.
-        revision: asked for, if any.
-    """
+    """Turn whatever the Hub client raises in this block into a UserError that begins with `doing` ("Cannot fetch")."""
     try:
         yield
     except UserError:

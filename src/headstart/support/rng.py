@@ -31,13 +31,8 @@ def draw(probs_V: Tensor, stream: torch.Generator) -> int:
 
 
 def fall_on(weights_MV: Tensor, number_M: Tensor) -> Tensor:
-    """The tokens at which uniform numbers (float64, from [0, 1)) fall in distributions that need not sum to 1.
-
-    In fewer operations than `draw_at`, each over the whole vocabulary.
-
-    Returns:
-        int64 [M], never a token of weight 0; V where all are.
-    """
+    """The tokens [M] at which uniform numbers (float64, from [0, 1)) fall in distributions that need not sum to 1:
+    never one of weight 0, V where all are. In fewer operations than `draw_at`, each over the whole vocabulary."""
     cumulative_MV = weights_MV.cumsum(-1, dtype=torch.float64)
     index_M1 = (cumulative_MV[:, -1] * number_M)[:, None]
     # The first token whose cumulative sum passes the number: its own weight is then above 0.
@@ -45,14 +40,8 @@ def fall_on(weights_MV: Tensor, number_M: Tensor) -> Tensor:
 
 
 def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens at which uniform numbers fall in distributions that need not sum to 1, and what those sum to.
-
-    Args:
-        weights_MV: not negative.
-        number_M: float64, from [0, 1).
-
-    Returns:
-        int64 [M], never a token of weight 0 unless all are; float64 [M].
+    """The tokens [M] at which uniform numbers (float64, from [0, 1)) fall in distributions that need not sum to 1,
+    never one of weight 0 unless all are, and what those sum to, float64 [M].
 
     >>> token_M, sum_M = draw_at(torch.tensor([[0.0, 2.0, 6.0]] * 3), torch.tensor([0.0, 0.2, 0.9]).double())
     >>> token_M.tolist(), sum_M.tolist()
@@ -79,9 +68,6 @@ def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
 
 class Numbers:
     """Uniform numbers of one random stream, drawn ahead; they are those that `torch.rand` would draw.
-
-    Args:
-        stream: used for nothing else.
 
     >>> numbers = Numbers(torch.Generator().manual_seed(0))
     >>> numbers.peek(3)[1:] == (numbers.skip(1), numbers.peek(2))[1]

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -50,7 +51,11 @@ class Commands(TyperGroup):
             complain(error.problem, error.remedy)
             raise SystemExit(2) from None
         except KeyboardInterrupt:
-            again = f" Go on with: {command_line()}" if ctx.invoked_subcommand in RESUMABLE else ""
+            again = (
+                f" Go on with: {shlex.join(['headstart', *sys.argv[1:]])}"
+                if ctx.invoked_subcommand in RESUMABLE
+                else ""
+            )
             tell(Console(stderr=True), f"\nStopped.{again}")
             raise SystemExit(130) from None
         except OSError as error:
@@ -97,11 +102,6 @@ def complain(problem: str, remedy: str) -> None:
     tell(console, " ".join(f"{problem} {remedy}".split()))
 
 
-def command_line() -> str:
-    """This command as one could type it again."""
-    return shlex.join(["headstart", *sys.argv[1:]])
-
-
 def program() -> str:
     """How to call headstart again: by its name where the shell finds it, else as it was called."""
     if shutil.which("headstart") is not None or not sys.argv[0].endswith("headstart"):
@@ -144,14 +144,7 @@ def format_seconds(seconds: float) -> str:
 
 
 class Bar:
-    """A line that moves while some work lasts, see `progress_bar`.
-
-    Args:
-        progress: that it is shown by.
-        task: its number there.
-        say: takes a line of progress once a minute; None where nobody would read it.
-        unit: of what is done.
-    """
+    """A line that moves while some work lasts, see `progress_bar`. `say` takes a line of progress once a minute."""
 
     def __init__(self, progress: Progress, task: TaskID, say: Callable[[str], None] | None, unit: str) -> None:
         self._progress, self._task, self._say, self._unit = progress, task, say, unit
@@ -164,20 +157,13 @@ class Bar:
     def update(
         self, done: float | None = None, total: float | None = None, note: str | None = None, title: str | None = None
     ) -> None:
-        """Move the bar; what is None stays as it is.
-
-        Args:
-            done: how much is done.
-            total: how much there is to do.
-            note: stands after the bar.
-            title: stands before it.
-        """
+        """Move the bar; what is None stays as it is. The note stands after the bar, the title before it."""
         fields: dict[str, Any] = {} if note is None else {"note": note}
         self._progress.update(self._task, completed=done, total=total, description=title, **fields)
         self._progress.update(self._task, visible=self._progress.tasks[self._task].total is not None)
         if self._say is not None and monotonic() >= self._said + LINE_SECONDS:
             self._said = monotonic()
-            self._say(self._line(self._said - self._began))
+            self._say(f"    {self._line(self._said - self._began)}")
 
     def _line(self, seconds: float) -> str:
         task = self._progress.tasks[self._task]
@@ -195,37 +181,28 @@ def progress_bar(
     title: str,
     total: float | None = None,
     unit: str = "",
-    times: bool = True,
     lines: bool = True,
 ) -> Iterator[Bar]:
     """A bar with what is done, what there is to do, the time spent and the time left. A terminal shows it, as
     long as the work lasts: what came of the work is somebody else's to say. Elsewhere it is a line a minute.
-
-    Args:
-        console: where to; None shows nothing.
-        title: stands before the bar.
-        total: how much there is to do; nothing is shown before it is known.
-        unit: of both.
-        times: show the time spent and the time left.
-        lines: print a line a minute where there is no terminal.
-    """
+    Without `lines` somebody else prints those, and times. Nothing is shown before the total is known, nor without a
+    console."""
     columns: list[ProgressColumn] = [
         TextColumn("    {task.description}", markup=False),
         BarColumn(bar_width=24),
         TextColumn(f"{{task.completed:.0f}}/{{task.total:.0f}} {unit}".rstrip()),
         TextColumn("{task.fields[note]}", markup=False),
     ]
-    if times:
+    if lines:
         columns += [TimeElapsedColumn(), TimeRemainingColumn()]
     silent = console is None or not console.is_terminal
-
-    def say(text: str) -> None:
-        assert console is not None, "there is one without a terminal"
-        console.print(f"    {text}", highlight=False, markup=False, soft_wrap=True)
+    say = None
+    if lines and console is not None and not console.is_terminal and not console.quiet:
+        say = partial(tell, console)
 
     with Progress(*columns, console=console, transient=True, disable=silent) as progress:
         task = progress.add_task(title, total=total, visible=total is not None, note="")
-        yield Bar(progress, task, say if lines and silent and console is not None and not console.quiet else None, unit)
+        yield Bar(progress, task, say, unit)
 
 
 def tracked(items: Iterable[T], title: str, total: int, console: Console | None) -> Iterator[T]:

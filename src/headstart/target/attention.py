@@ -58,16 +58,8 @@ def tree_mask(
     lengths_B1: Tensor, visible_BTT: Tensor, positions_BT: Tensor, window: int | None, dtype: torch.dtype, seen: int
 ) -> TreeMask | None:
     """The masks of a tree: each row's committed prefix, then the tree's own visibility; None where the only token sees
-    everything.
-
-    Args:
-        lengths_B1: committed tokens of each row; B is 1 where all rows have as many.
-        visible_BTT: which nodes each node may see; B is 1 where all rows share a shape.
-        positions_BT: of the nodes.
-        window: of the layers that have one.
-        dtype: of the masks.
-        seen: slots in sight, those of the tree included.
-    """
+    everything. B is 1 where all rows have as many committed tokens, or share a shape; `seen` are the slots in sight,
+    those of the tree included."""
     width, device = positions_BT.shape[1], positions_BT.device
     one_length = lengths_B1.shape[0] == 1
     windowed = window is not None and seen > window

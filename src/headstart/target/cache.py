@@ -105,12 +105,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
         """Keep, for each row, the nodes on its accepted path (indices into the last forward), in order; an empty path
-        drops everything the last forward wrote for that row.
-
-        Args:
-            paths: of each row.
-            paths_BP: the same on the device, short rows padded with any node; saves an upload.
-        """
+        drops everything the last forward wrote for that row. `paths_BP`, the same on the device and padded with any
+        node, saves an upload."""
         moved = [
             (row, self.lengths[row] + node, self.lengths[row] + index)
             for row, path in enumerate(paths)

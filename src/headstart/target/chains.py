@@ -26,14 +26,8 @@ LINEAR = "linear_attention"
 
 
 class Row:
-    """What one row of a batch has read.
-
-    Attributes:
-        cache: transformers' own, of all layers.
-        held: tokens of the text that it holds.
-        pending: committed tokens after these, which it reads ahead of the next chain.
-        copies: states of linear layers as they were before the last chain.
-    """
+    """What one row of a batch has read: the cache of all layers, how many tokens of the text it holds, committed ones
+    after these that it reads ahead of the next chain, and states of linear layers as before the last chain."""
 
     def __init__(self, config: Any) -> None:
         self.cache = DynamicCache(config=config)

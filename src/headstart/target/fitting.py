@@ -5,7 +5,7 @@ threads, and the model's own `generate` in another, do not see each other.
 
 - Configs are replaced by a `Config` that names our attention to forwards of ours.
 - Hooks on aux layers give the states to the forward that asks for them.
-- Rotary embeddings whose frequencies depend on the length of the text choose them for each token, see `_turn`.
+- Rotary embeddings whose frequencies depend on the length of the text choose them for each token.
 - Linear attention keeps a copy of its state before the chain that is verified, see `chains`.
 - Linear layers multiply with prepacked weights where that is faster, and so many rows at a time that each row has the
   bits it has alone in forwards that ask for it (see `products`).
@@ -57,9 +57,6 @@ class Config:
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._config, name, value)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Config:
-        return Config(copy.deepcopy(self._config, memo))
 
     def __reduce__(self) -> tuple[type[Config], tuple[PreTrainedConfig]]:
         return Config, (self._config,)
@@ -133,9 +130,9 @@ class Fitting:
             return  # another target of the same model may have fewer of its layers
         with self._lock:
             for module in matrices:
-                own = vars(module).get("forward")
-                if type(own) is not Matrix:
-                    self._replace(module, Matrix(module, own, module in self.prepacked))
+                forward = vars(module).get("forward")
+                if type(forward) is not Matrix:
+                    self._replace(module, Matrix(module, forward, module in self.prepacked))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._undo.append(partial(_restore, module, vars(module).get("forward")))
@@ -149,7 +146,7 @@ class Fitting:
                     self._undo.append(partial(setattr, module, "config", config))
                     module.config = Config(config)  # type: ignore[assignment]  # stands in for it
                 if _long_types(module) and "forward" not in vars(module):
-                    self._replace(module, partial(_turn, module))
+                    self._replace(module, partial(_longrope_forward, module))
                 elif is_linear(module) and "forward" not in vars(module):
                     self._replace(module, partial(read_in_turn, module))
 
@@ -204,7 +201,7 @@ def _long_types(module: nn.Module) -> list[str | None]:
     return [None] if kind == "longrope" else []
 
 
-def _turn(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **more: Any) -> Any:
+def _longrope_forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **more: Any) -> Any:
     """The forward of a "longrope" embedding, which has two sets of frequencies: for short texts and for long ones.
 
     transformers takes one set for all tokens of a forward, by the last position in it. Here each token gets the set of

@@ -39,13 +39,10 @@ _RESERVED = re.compile(r"reserved|unused|extra_id|placeholder|<\|?mask|dummy|<pa
 class FrozenModel:
     """A transformers causal language model and its tokenizer; changes nothing about it.
 
-    Args:
-        model: a transformers causal language model.
-        tokenizer: its tokenizer; may be None where no text is read or written.
+    Attributes:
+        tokenizer: None where no text is read or written.
         spec: what to pass to `load_target` to get it again.
         origin: what it was before its weights were changed at loading; None where they are as they were read.
-
-    Attributes:
         max_length: tokens that it can read.
         rounded: whether its weights have been through few bits, as those of a GGUF file have.
         sharded: whether each process holds a part of its weights; all of them then run every forward.
@@ -212,21 +209,6 @@ class FrozenModel:
         yield self.model
 
 
-def freeze(model: Any) -> Callable[[], None]:
-    """Freeze a model in eval mode; returns what undoes it."""
-    training = [module for module in model.modules() if module.training]
-    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    model.eval().requires_grad_(False)
-
-    def thaw() -> None:
-        for module in training:
-            module.training = True
-        for parameter in learning:
-            parameter.requires_grad_(True)
-
-    return thaw
-
-
 def refuse_layers(name: str, config: Any) -> None:
     """Refuse a model with layers that can take neither a token tree nor a chain."""
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -284,13 +266,10 @@ def _candidates(tokenizer: Any) -> Iterator[int]:
     pad: int | None = getattr(tokenizer, "pad_token_id", None)
     template = getattr(tokenizer, "chat_template", None)
     rendered = template if isinstance(template, str) else " ".join((template or {}).values())
-    decoder = sorted(tokenizer.added_tokens_decoder.items())
-    added: dict[int, str] = {token_id: str(token) for token_id, token in decoder}
-    special: dict[int, bool] = {token_id: getattr(token, "special", True) for token_id, token in decoder}
     free = {
-        token_id: text
-        for token_id, text in added.items()
-        if special[token_id] and token_id not in roles | {pad} and text not in rendered
+        token_id: str(token)
+        for token_id, token in sorted(tokenizer.added_tokens_decoder.items())
+        if getattr(token, "special", True) and token_id not in roles | {pad} and str(token) not in rendered
     }
     yield from (token_id for token_id, text in free.items() if _RESERVED.search(text))
     yield from sorted(free, reverse=True)

@@ -55,16 +55,11 @@ def load_target(
     adapter: str | None = None,
     quantization: str = "none",
 ) -> Target:
-    """Load a target.
+    """Load a target: a packaged name ("smollm2-135m"), a folder with a transformers model, a .gguf file, or a hub id.
 
-    Args:
-        spec: a packaged name ("smollm2-135m"), a folder with a transformers model, a .gguf file, or a hub id.
-        dtype: "auto" (bfloat16 where the machine is fast at it, else float32), "float32", "bfloat16" or "float16".
-        device: "auto" (CUDA when there is one), or a torch device.
-        revision: of a hub id.
-        exact: see `Target`.
-        adapter: folder or hub id of a peft adapter; it is merged into the weights, and the target is the adapted model.
-        quantization: "int8" or "int4" puts the linear layers into so many bits, see `quantized`.
+    The dtype "auto" is bfloat16 where the machine is fast at it, else float32; the device "auto" is CUDA when there is
+    one. A peft adapter (folder or hub id) is merged into the weights: the target is the adapted model. Quantization
+    "int8" or "int4" puts the linear layers into so many bits.
 
     Raises:
         UserError: unknown target, dtype or device, missing package, unreadable folder, a model that cannot take token
@@ -153,11 +148,7 @@ def silent() -> Iterator[None]:
 
 
 def loadable_folder(spec: str) -> str:
-    """What other programs load a target from with transformers: its folder, its hub id, or its converted GGUF file.
-
-    Raises:
-        UserError: an unknown target, or a missing package.
-    """
+    """What other programs load a target from with transformers: its folder, its hub id, or its converted GGUF file."""
     folder, gguf = _locate(spec)
     return folder if gguf is None else str(_dequantised(Path(folder), gguf))
 

@@ -21,7 +21,7 @@ from headstart.target.attention import PIECE, Running, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.chains import ChainCache, has_running_states
 from headstart.target.fitting import FINAL, Fitting
-from headstart.target.frozen import FrozenModel, cannot_tree, freeze, refuse_layers
+from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
 from headstart.target.identity import Origin
 from headstart.tree.tree import Tree, TreeBatch
 
@@ -58,10 +58,8 @@ class Target(FrozenModel):
         chains_only: whether it verifies chains instead of trees, since some of its layers keep a running state.
 
     Raises:
-        UserError: when the model's attention cannot take a token tree; the model is then as it was before.
+        UserError: when the model's attention cannot take a token tree; nothing of ours stays on the model then.
     """
-
-    _exact: Exact
 
     def __init__(
         self,
@@ -73,20 +71,18 @@ class Target(FrozenModel):
     ) -> None:
         super().__init__(model, tokenizer, spec, origin)
         refuse_layers(self.name, self.config)
-        self.exact = exact
-        self._exact = "tokens"  # until it is known to be a target
-        thaw = freeze(model)
+        model.eval().requires_grad_(False)
+        self._exact: Exact = "tokens"  # while it is checked
+        self.chains_only = has_running_states(self.config)
         self._fitting = Fitting(self.decoder, self.layers, model.get_output_embeddings())
         self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
-        self.chains_only = has_running_states(self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
             self._check_tree()
+            self.exact = exact
         except BaseException:
             self._fitting.release()
-            thaw()
             raise
-        self.exact = exact
         weakref.finalize(self, self._fitting.forget)
 
     @property
@@ -103,7 +99,7 @@ class Target(FrozenModel):
     def exact(self, exact: Exact) -> None:
         if exact not in get_args(Exact):
             raise UserError(f"exact is {exact!r}.", nearest(exact, get_args(Exact)))
-        if exact == "bits" and getattr(self, "chains_only", False):
+        if exact == "bits" and self.chains_only:
             raise UserError(
                 f"{self.name} has layers with running states, whose bits depend on how many tokens are read at once.",
                 "Leave out --exact bits; in float32 the tokens are those of plain decoding.",
@@ -225,15 +221,9 @@ class Target(FrozenModel):
         wanted: Mapping[int, int],
         ends: Sequence[int],
     ) -> TargetOutput:
-        """Read texts after what the cache holds, which is equally long for all rows, with causal attention.
-
-        Args:
-            cache: is written, not committed; None keeps no keys and values.
-            tokens_BT: new ones.
-            aux_layers: whose states to return.
-            wanted: for some rows, the index of the token whose logits are wanted; they come in this order.
-            ends: length of each row's text as a whole, tokens yet to come included.
-        """
+        """Read texts after what the cache holds, equally long for all rows, with causal attention; it is written, not
+        committed, and may be None. `wanted` has, for some rows, the index of the token whose logits are wanted; `ends`
+        the length of each row's text as a whole, tokens yet to come included."""
         rows, width = tokens_BT.shape
         before = cache.lengths[0] if cache is not None else 0
         positions_1T = torch.arange(before, before + width, device=self.device)[None].clamp(max=self.max_length - 1)

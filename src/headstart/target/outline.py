@@ -57,12 +57,7 @@ def weights_are_here(spec: str, revision: str | None = None) -> bool:
 
 
 def outline(spec: str, dtype: str = "auto", revision: str | None = None) -> Outline:
-    """A target's outline, from its config alone.
-
-    Args:
-        spec: as of `load_target`; of a folder, `config.json` is enough.
-        dtype: "auto" is the config's own, or bfloat16 where that is float32.
-        revision: of a hub id.
+    """A target's outline, from its config alone; the dtype "auto" is the config's, or bfloat16 where that is float32.
 
     Raises:
         UserError: an unknown target, a config that cannot be had or is none of a language model, or a model that cannot

@@ -52,9 +52,9 @@ _COPIED = 1 << 28
 class Matrix:
     """A linear layer's forward, in forwards of ours; else the layer's own, or what somebody put in its place before."""
 
-    def __init__(self, module: nn.Module, own: Any, prepacked: bool) -> None:
-        self._module, self._own = module, own or partial(type(module).forward, module)
-        self._prepacked = Prepacked(cast(nn.Linear, module), self._own) if prepacked and own is None else None
+    def __init__(self, module: nn.Module, original: Any, prepacked: bool) -> None:
+        self._module, self._original = module, original or partial(type(module).forward, module)
+        self._prepacked = Prepacked(cast(nn.Linear, module), self._original) if prepacked and original is None else None
         self._known: tuple[int, SameBits] | None = None  # and with how many threads
 
     def refresh(self) -> None:
@@ -64,8 +64,8 @@ class Matrix:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = running()
         if forward is None or not args:
-            return self._own(*args, **kwargs)
-        product = self._prepacked or self._own
+            return self._original(*args, **kwargs)
+        product = self._prepacked or self._original
         if not forward.bits:
             return product(*args, **kwargs)
         threads, rows = torch.get_num_threads(), args[0].numel() // args[0].shape[-1]
@@ -130,8 +130,8 @@ class Prepacked:
     at once where PyTorch counts the change, and at the next `refresh` where it does not, as through `weight.data`
     (merged adapters do that)."""
 
-    def __init__(self, module: nn.Linear, own: Callable[..., Any]) -> None:
-        self._module, self._own = module, own
+    def __init__(self, module: nn.Linear, original: Callable[..., Any]) -> None:
+        self._module, self._original = module, original
         self._packed: tuple[Tensor, int, Tensor] | None = None  # the weights, their version, and they packed
         self._sample: tuple[Tensor, Tensor] | None = None
 
@@ -148,11 +148,11 @@ class Prepacked:
         rows, weight, known = args[0], self._module.weight, self._packed
         few = rows.numel() <= MAX_ROWS * weight.shape[1]
         if not few or kwargs or rows.dtype != weight.dtype or (torch.is_grad_enabled() and rows.requires_grad):
-            return self._own(*args, **kwargs)
+            return self._original(*args, **kwargs)
         version = 0 if weight.is_inference() else weight._version
         if known is None or known[0] is not weight or known[1] != version:
             if not can_prepack(self._module):
-                return self._own(*args, **kwargs)
+                return self._original(*args, **kwargs)
             row_I, column_O = _sample(weight)
             self._sample = row_I.clone(), column_O.clone()
             known = self._packed = weight, version, prepack(weight)

@@ -157,7 +157,13 @@ def read_shipped(target: Target) -> Shipped:
     named = ((arrangement, _joins(arrangement, files, target.num_layers)) for arrangement in ARRANGEMENTS)
     arranged = next(((arrangement, joins) for arrangement, joins in named if joins), None)
     if arranged is None:
-        raise _absent(target)
+        raise UserError(
+            f"The checkpoint of {target.name} has no multi-token-prediction modules: there are no tensors "
+            f"model.layers.{target.num_layers}.eh_proj, mtp.fc or model.mtp_layers.0.input_proj. transformers leaves "
+            "them out of what it saves.",
+            "Name the checkpoint as it was published (a hub id or a folder with its safetensors files), or train MTP "
+            "heads: headstart run mtp target=...",
+        )
     arrangement, joins = arranged
     modules: list[ShippedModule] = []
     shared: dict[str, Tensor] = {}
@@ -283,13 +289,3 @@ def _if_other(shipped: Tensor | None, weight: Tensor) -> Tensor | None:
     if shipped is None or (shipped.shape == weight.shape and torch.equal(shipped.to(weight), weight)):
         return None
     return shipped.to(weight)
-
-
-def _absent(target: Target) -> UserError:
-    return UserError(
-        f"The checkpoint of {target.name} has no multi-token-prediction modules: there are no tensors "
-        f"model.layers.{target.num_layers}.eh_proj, mtp.fc or model.mtp_layers.0.input_proj. transformers leaves them "
-        "out of what it saves.",
-        "Name the checkpoint as it was published (a hub id or a folder with its safetensors files), or train MTP "
-        "heads: headstart run mtp target=...",
-    )

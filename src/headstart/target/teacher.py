@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -92,21 +91,16 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     Raises:
         UserError: too little free disk.
     """
-    if not can_teach(target):
+    if not _can_teach(target):
         return None
     folder = teacher_folder(states, target.identity().fingerprint, _name_of(target.dtype))
-    note = _whole_note(folder)
-    known = note["files"] if note else {}
-    count = target.num_layers
-    wanted = {_BASE: _base(target)}
-    for number in range(max(0, count - layers), count):
-        wanted[_layer_file(number)] = _of_layer(target, number)
-    missing = {file: tensors for file, tensors in wanted.items() if file not in known}
-    if note and not missing:
+    is_whole = folder.is_dir() and teacher_problem(folder, thorough=True) is None
+    files = _note(folder)["files"] if is_whole else {}
+    missing = {file: tensors for file, tensors in _kept(target, layers).items() if file not in files}
+    if not missing:
         return folder
     size = sum(tensor.numel() * tensor.itemsize for tensors in missing.values() for tensor in tensors.values())
     need_disk(states, size, "Keeping the teacher")
-    files = dict(known)
     for file, tensors in missing.items():
         _write(folder / file, tensors)
         files[file] = {"bytes": (folder / file).stat().st_size, "sha256": _hash(folder / file)}
@@ -117,9 +111,7 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
 def teach(target: Target, layers: int = 1) -> TeacherModel:
     """The teacher of a target whose weights are spread over processes, in memory and whole, with so many of its last
     layers; every process calls it."""
-    count = target.num_layers
-    files = {_BASE: _base(target)}
-    files |= {_layer_file(number): _of_layer(target, number) for number in range(max(0, count - layers), count)}
+    files = _kept(target, layers)
     model, facts = target.model, _facts(target, None)
     # The sharded model has keys and values of a part of the heads alone.
     shapes = Outline(_empty(type(model), facts["config"]), None, target.spec, target.dtype).kv_shapes
@@ -128,7 +120,7 @@ def teach(target: Target, layers: int = 1) -> TeacherModel:
     return _assembled(type(model), note, tensors, target.device)
 
 
-def can_teach(target: FrozenModel) -> bool:
+def _can_teach(target: FrozenModel) -> bool:
     """Whether what training needs of a target can be kept: plain weights as read, where transformers has them for its
     config. An adapter or a packed layer would be missing in the model that `load_teacher` makes."""
     model = target.model
@@ -147,9 +139,9 @@ def can_teach(target: FrozenModel) -> bool:
 def load_teacher(folder: Path, device: torch.device) -> TeacherModel:
     """Read what `save_teacher` wrote; a `UserError` says that there is none, or that it is cut short or damaged."""
     note = _note(folder)
-    tensors: dict[str, Tensor] = {}
-    for file, known in note["files"].items():
-        tensors.update(_read(folder / file, known))
+    if problem := teacher_problem(folder, thorough=True):
+        raise UserError(problem, f"Delete it, if it is there. {_AGAIN}")
+    tensors = {name: tensor for file in note["files"] for name, tensor in load_file(folder / file).items()}
     return _assembled(getattr(transformers, note["class"]), note, tensors, device)
 
 
@@ -163,8 +155,9 @@ def _assembled(cls: Any, note: Mapping[str, Any], tensors: Mapping[str, Tensor],
     return TeacherModel(model.eval().requires_grad_(False), note)
 
 
-def teacher_problem(folder: Path) -> str | None:
-    """What is wrong with a teacher, as far as the sizes of its files say; None where nothing is, or none was kept."""
+def teacher_problem(folder: Path, thorough: bool = False) -> str | None:
+    """What is wrong with a teacher, as far as the sizes of its files say, or their hashes as well (`thorough`); None
+    where nothing is, or none was kept."""
     if not folder.is_dir():
         return None
     try:
@@ -172,8 +165,10 @@ def teacher_problem(folder: Path) -> str | None:
     except UserError as error:
         return error.problem
     for file, known in note["files"].items():
-        if not (folder / file).is_file() or (folder / file).stat().st_size != known["bytes"]:
-            return f"{folder / file} is cut short or missing."
+        path = folder / file
+        sized = path.is_file() and path.stat().st_size == known["bytes"]
+        if not sized or (thorough and _hash(path) != known["sha256"]):
+            return f"{path} is missing, cut short or damaged."
     return None
 
 
@@ -186,13 +181,6 @@ def _note(folder: Path) -> dict[str, Any]:
     if not isinstance(note, dict) or note.get("format") != _FORMAT:
         raise UserError(f"{folder} is a teacher of another format.", _AGAIN)
     return note
-
-
-def _whole_note(folder: Path) -> dict[str, Any] | None:
-    if not folder.is_dir() or teacher_problem(folder) is not None:
-        return None
-    note = _note(folder)
-    return note if all(_hash(folder / file) == known["sha256"] for file, known in note["files"].items()) else None
 
 
 def _facts(target: Target, revision: str | None) -> dict[str, Any]:
@@ -240,6 +228,14 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
     return names
 
 
+def _kept(target: Target, layers: int) -> dict[str, dict[str, Tensor]]:
+    """Tensors by name, for each file: the base, and so many of the last layers."""
+    files = {_BASE: _base(target)}
+    for number in range(max(0, target.num_layers - layers), target.num_layers):
+        files[_layer_file(number)] = _of_layer(target, number)
+    return files
+
+
 def _base(target: Target) -> dict[str, Tensor]:
     """Embeddings, LM head and norms outside the layers, each parameter once, by its first name."""
     modules = [target.model.get_input_embeddings(), target.model.get_output_embeddings()]
@@ -271,15 +267,6 @@ def _layer_file(number: int) -> str:
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
     complete = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_atomic(file, lambda partial: save_file(complete, partial, metadata={"format": "pt"}))
-
-
-def _read(file: Path, known: Mapping[str, Any]) -> dict[str, Tensor]:
-    try:
-        if file.stat().st_size == known["bytes"] and _hash(file) == known["sha256"]:
-            return load_file(file)
-    except (OSError, SafetensorError):
-        pass
-    raise UserError(f"{file} is missing, cut short or damaged.", f"Delete it, if it is there. {_AGAIN}")
 
 
 def _hash(file: Path) -> str:

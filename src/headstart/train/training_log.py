@@ -76,7 +76,7 @@ class Display:
         self._bar: Bar | None = None
 
     def __enter__(self) -> Display:
-        line = progress_bar(self._log.console, "training", total=100, unit="%", times=False, lines=False)
+        line = progress_bar(self._log.console, "training", total=100, unit="%", lines=False)
         self._bar = self._open.enter_context(line)
         self._bar.update(100 * self._first)
         return self

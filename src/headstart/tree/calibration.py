@@ -83,12 +83,8 @@ class Calibration:
         return self.left or self if left else self
 
     def best_child(self, depth: int, left: float = 0.0) -> float:
-        """How often a node at this depth (from 0, the root) has a child that is accepted; 1 where it is unknown.
-
-        Args:
-            depth: of the node.
-            left: how likely its path has left the best one.
-        """
+        """How often a node at this depth (from 0, the root) has a child that is accepted, where its path has left the
+        best one with the probability `left`; 1 where it is unknown."""
         reached = self.reached[depth] if depth < len(self.reached) else 1.0
         if self.left is None or not left:
             return reached
@@ -100,14 +96,8 @@ class Calibration:
         >>> near = Calibration(((-2.0, 0.0),), ((0.0, 0.8),), (1.0,))
         >>> near.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5).accepted
         ((0.0, 0.125, 0.65),)
-
-        Raises:
-            ValueError: when the two trust the heads' own confidence differently: their knots are of different numbers.
         """
-        if self.trust != other.trust:
-            raise ValueError(
-                f"calibrations of scores that trust confidence by {self.trust} and {other.trust} do not mix"
-            )
+        assert self.trust == other.trust, "else their knots are of different numbers"
         curves = [between(depth, self, other, share) for depth in range(min(len(self.log_probs), len(other.log_probs)))]
         reached = tuple((1 - share) * a + share * b for a, b in zip(self.reached, other.reached, strict=False))
         sampled = left = None

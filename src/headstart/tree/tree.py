@@ -78,12 +78,8 @@ class Tree:
 
     @classmethod
     def joined(cls, root: int, paths: Iterable[Sequence[int]], max_nodes: int | None = None) -> Self:
-        """Paths of tokens below a root, which share the nodes that they begin with.
-
-        Args:
-            root: the root's token.
-            paths: the first ones come first where there is not room for all.
-            max_nodes: root included; None for as many as it takes.
+        """Paths of tokens below a root, which share the nodes that they begin with; of so many nodes at most, root
+        included, the first paths first.
 
         >>> Tree.joined(5, [[6, 7], [6, 8], [9]], max_nodes=4).tokens
         [5, 6, 7, 8]
@@ -250,13 +246,8 @@ class TreeBatch:
     def roots(
         cls, tokens: Sequence[int], device: torch.device | str = "cpu", on_device: Tensor | None = None
     ) -> TreeBatch:
-        """Roots without drafts: a plain decoding step.
-
-        Args:
-            tokens: of each row.
-            device: where they go.
-            on_device: the same tokens, int64 [B], where they are there already.
-        """
+        """Roots without drafts: a plain decoding step. `on_device` are the same tokens, int64 [B], where they are there
+        already."""
         tokens_B = torch.tensor(tokens, device=device) if on_device is None else on_device
         return cls([Tree([token]) for token in tokens], tokens_B[:, None], *_single_node(tokens_B.device))
 
@@ -336,13 +327,8 @@ class Request:
 class Committed:
     """What a round added to the text: the accepted path of each row, root first, at least the root.
 
-    Attributes:
-        batch: the trees as they were verified.
-        paths: the accepted nodes of each row.
-        paths_BP: the same on the device, int64; short rows repeat their last node.
-        counts_B: how many they are, int64 on the device.
-        states_BNE: the target's hidden states after every node, by layer.
-        logits_BNV: its logits after every node; None where nobody asks for `choices`.
+    `paths_BP` are the paths on the device, int64, where short rows repeat their last node, and `counts_B` how many
+    nodes they have. Hidden states, by layer, and logits are those after every node of the batch.
     """
 
     batch: TreeBatch

@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
+from headstart.data.conversations.records import Conversation
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
@@ -33,14 +34,24 @@ _SAMPLED = 4
 """Ranks at which a sampled child instead of the draft is measured; a node seldom has more children."""
 
 
-class Supervised(Protocol):
-    """What tuning needs of a conversation."""
+@dataclass
+class Text:
+    """A prompt and an answer to it, as tokens."""
 
-    @property
-    def tokens(self) -> list[int]: ...
+    tokens: list[int]
+    supervised: list[bool]
 
-    @property
-    def supervised(self) -> list[bool]: ...
+    @classmethod
+    def of(cls, prompt: Sequence[int], answer: Sequence[int]) -> Text:
+        """All of the answer is supervised, nothing of the prompt is.
+
+        >>> Text.of([5, 6], [7])
+        Text(tokens=[5, 6, 7], supervised=[False, False, True])
+        """
+        return cls([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
+
+
+Supervised = Text | Conversation
 
 
 class Drafts(NamedTuple):
@@ -157,23 +168,6 @@ def _best(logits_MD: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities and indices of the best drafts, [M, R]."""
     best = logits_MD.topk(min(max_rank, logits_MD.shape[1]), dim=-1)
     return best.values - logits_MD.logsumexp(-1, keepdim=True), best.indices
-
-
-@dataclass
-class Text:
-    """A prompt and an answer to it, as tokens."""
-
-    tokens: list[int]
-    supervised: list[bool]
-
-    @classmethod
-    def of(cls, prompt: Sequence[int], answer: Sequence[int]) -> Text:
-        """All of the answer is supervised, nothing of the prompt is.
-
-        >>> Text.of([5, 6], [7])
-        Text(tokens=[5, 6, 7], supervised=[False, False, True])
-        """
-        return cls([*prompt, *answer], [False] * len(prompt) + [True] * len(answer))
 
 
 def sampled_answers(

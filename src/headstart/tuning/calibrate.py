@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -47,31 +48,19 @@ def fit_calibration(
     of the origins judges the curves of the other half, and both must agree. Where origins of a kind are few, those of
     all paths count as well.
 
-    Args:
-        ranks_OK: rank of the true token among each step's drafts.
-        log_probs_OKR: of the best drafts of each step.
-        likely_OKR: how likely each of them is to be accepted when it follows the true text; None: it is the true token
-            or not, as in greedy decoding.
-        sampled_OKR: how likely a child sampled instead of each of the first drafts is to be accepted; None where none
-            is. R may be smaller here.
-        confidence_OK: what the heads say of each step's drafts, see `DraftHead.confidence`; None where they say
-            nothing.
-        by_path: whether paths that have left the best one get curves of their own; None decides by what they bring.
-        trust: see `Calibration.trust`; None decides by what the confidence brings.
+    The tables are those of `Drafts`. `by_path` and `trust` (see `Calibration`) decide both themselves, where given.
     """
     tables = _Tables(ranks_OK, log_probs_OKR, rest(log_probs_OKR), likely_OKR, sampled_OKR)
     trusts = (0.0,) if confidence_OK is None else _TRUSTS if trust is None else (trust,)
-    candidates = [(each, apart) for each in trusts for apart in ((False, True) if by_path is None else (by_path,))]
-    best = candidates[0]
-    if len(candidates) > 1:
-        surprises = [tables.trusting(each, confidence_OK).judged(apart) for each, apart in candidates]
-        better = [
-            number
-            for number, halves in enumerate(surprises)
-            if all(half < _WORTH * simple for half, simple in zip(halves, surprises[0], strict=True))
-        ]
-        best = candidates[min(better, key=lambda number: sum(surprises[number]), default=0)]
-    return tables.trusting(best[0], confidence_OK).fit(by_path=best[1]).trusting(best[0])
+    candidates = list(product(trusts, (False, True) if by_path is None else (by_path,)))  # the simplest first
+    surprises = [tables.trusting(each, confidence_OK).judged(apart) for each, apart in candidates]
+    better = [
+        number
+        for number, halves in enumerate(surprises)
+        if all(half < _WORTH * simple for half, simple in zip(halves, surprises[0], strict=True))
+    ]
+    chosen, apart = candidates[min(better, key=lambda number: sum(surprises[number]), default=0)]
+    return tables.trusting(chosen, confidence_OK).fit(apart).trusting(chosen)
 
 
 @dataclass(frozen=True)

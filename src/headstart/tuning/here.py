@@ -11,13 +11,14 @@ import json
 import os
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from time import perf_counter
 
 import torch
+from pydantic import TypeAdapter
 
 from headstart.decode.costs import Conditions, Measured
-from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.support.files import read_json, write_json
 from headstart.support.terminal import format_seconds
@@ -30,19 +31,12 @@ _VERSION = 1
 
 
 def tuned_here(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Tuning:
-    """A tuning whose costs hold under these conditions: as it is, from the cache, or measured now.
-
-    Measuring says so on stderr. Where it fails, the tuned costs stand.
-
-    Args:
-        tuning: of the heads.
-        heads: in the target's dtype and on its device.
-        target: the model.
-        conditions: of decoding here and now.
-    """
+    """A tuning whose costs hold under these conditions, those of decoding here and now: as it is, from the cache, or
+    measured, which stderr says. Where measuring fails, the tuned costs stand."""
     if tuning.conditions == conditions:
         return tuning
-    file = _folder() / f"{_key(heads, target, conditions)}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    file = cache / "headstart" / "costs" / f"{_key(heads, target, conditions)}.json"
     measured = _kept(file)
     if measured is None:
         measured = _measured(tuning, heads, target, conditions)
@@ -50,15 +44,15 @@ def tuned_here(tuning: Tuning, heads: DraftHead, target: Target, conditions: Con
             return tuning
         if measured.steady:
             with suppress(OSError):  # nowhere to keep it: measured again the next time
-                write_json(file, {"version": _VERSION, "conditions": conditions.to_json(), **measured.to_json()})
+                write_json(file, {"version": _VERSION, "conditions": conditions.to_json(), **asdict(measured)})
     return tuning.under(measured)
 
 
 def _measured(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Measured | None:
     before = tuning.conditions
-    tuned = f"tuned {before.beside(conditions)}" if before else "never tuned (better: headstart tune HEADS)"
-    are = conditions.beside(before) if before else f"in {conditions.dtype}"
-    _say(f"These heads were {tuned}; measuring what drafting costs {are} here ... ")
+    tuned = f"tuned with {before.beside(conditions)}" if before else "never tuned (better: headstart tune HEADS)"
+    here = conditions.beside(before) if before else f"dtype={conditions.dtype}"
+    _say(f"These heads were {tuned}; measuring what drafting costs with {here} ... ")
     started = perf_counter()
     try:
         measured = measure_costs(target, heads, tuning.usual_paths)
@@ -78,13 +72,9 @@ def _kept(file: Path) -> Measured | None:
     """What a file holds; None when there is none, or none that can be used."""
     try:
         values = read_json(file)
-        return Measured.from_json(values) if values["version"] == _VERSION else None
-    except (UserError, OSError, ValueError, TypeError, KeyError):
+        return TypeAdapter(Measured).validate_python(values) if values["version"] == _VERSION else None
+    except (OSError, ValueError, TypeError, KeyError):  # of these are a `UserError` and what pydantic raises
         return None
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "headstart" / "costs"
 
 
 def _key(heads: DraftHead, target: Target, conditions: Conditions) -> str:

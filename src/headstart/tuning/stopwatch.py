@@ -39,15 +39,9 @@ _READ_TOKENS = 64
 
 @dataclass(frozen=True)
 class Timing:
-    """How thoroughly is measured.
-
-    Attributes:
-        widths: tokens of the forwards that are timed.
-        context: committed tokens in the cache.
-        repeats: of each forward.
-        turns: of drafts with weights as they are and in 8 bits.
-        seconds: after which each part ends, at the earliest.
-    """
+    """How thoroughly is measured: forwards over so many tokens (widths) after so many committed ones (context), each so
+    often (repeats), and drafts in turn with weights as they are and in 8 bits. Each part ends after so many seconds at
+    the earliest."""
 
     widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     context: int = 256
@@ -67,14 +61,9 @@ SHORT = Timing(repeats=12, turns=1, seconds=1.5)
 
 
 def measure_costs(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing: Timing = SHORT) -> Measured:
-    """What decoding with these heads costs here and now. Heads are left without 8-bit weights.
-
-    Args:
-        target: the model.
-        heads: in its dtype and on its device.
-        paths: rank paths of a usual tree; the first 15 are drafted.
-        timing: how thoroughly; a limited time says whether the machine was steady meanwhile.
-    """
+    """What decoding with these heads costs here and now. They are in the target's dtype and on its device, and left
+    without 8-bit weights. Of the paths of a usual tree the first 15 are drafted. A timing of limited seconds says
+    whether the machine was steady meanwhile."""
     drop_int8(heads)
     timing = timing.within(target)
     verify_ms = measure_verify(target, timing, heads.aux_layers)

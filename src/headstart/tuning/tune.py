@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from rich.console import Console
 from torch import Tensor
 
@@ -101,12 +102,12 @@ class Tuning:
         for index, ((nodes, speedup), depth) in enumerate(zip(self.curve, _depths(ranked), strict=False)):
             before_ms = self.costs.verify(int(nodes)) + self.costs.draft(depth)
             accept_probs[index] = speedup * before_ms / self.costs.verify(1)
-        static = _best_static(ranked, accept_probs, costs)
+        paths, predicted, curve = _best_static(ranked, accept_probs, costs)
         along_best = accumulate((ranks[0] for ranks in self.acceptance), mul, initial=1.0)
-        same = len(self.paths) == len(static.paths)
+        same = len(self.paths) == len(paths)
         return replace(
             self,
-            paths=self.paths if same else tuple(TreeShape.from_paths(static.paths).paths),
+            paths=self.paths if same else tuple(TreeShape.from_paths(paths).paths),
             widths=costs.widths,
             verify_ms=costs.verify_ms,
             draft_ms=costs.draft_ms,
@@ -115,8 +116,8 @@ class Tuning:
             packed=measured.packed,
             chain=_best_chain(list(accumulate(along_best)), costs),
             tree="dynamic" if self.calibration and not same else self.tree,
-            curve=static.curve,
-            predicted=_predicted(static.tokens_per_round, static.round_ms, costs),
+            curve=curve,
+            predicted=predicted,
         )
 
     @property
@@ -132,7 +133,7 @@ class Tuning:
         The heads themselves are packed or unpacked, as was found faster.
 
         Raises:
-            UserError: dynamic trees for imported heads that were not tuned yet, or a calibration that is damaged.
+            UserError: dynamic trees for imported heads that were not tuned yet.
         """
         tree = tree or self.tree
         if tree == "dynamic" and not self.calibration:
@@ -142,16 +143,8 @@ class Tuning:
         (to_int8 if self.packed else drop_int8)(heads)
         if tree == "chain":
             return HeadDrafter(heads, TreeShape.chain(self.chain))
-        try:
-            calibration = Calibration.from_knots(self.calibration)
-            sampled = Calibration.from_knots(self.calibration, "sampled_")
-            if calibration is not None and sampled is not None:
-                calibration.towards(sampled, 0.5)  # as temperatures between the two ask for
-        except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise UserError(
-                f"The heads' calibration is damaged ({type(error).__name__}: {error}).",
-                "Export or fetch the heads again, or tune them again: headstart tune.",
-            ) from None
+        calibration = Calibration.from_knots(self.calibration)
+        sampled = Calibration.from_knots(self.calibration, "sampled_")
         return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
 
     @property
@@ -166,14 +159,7 @@ class Tuning:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Tuning:
         """The inverse of `to_json`."""
-        return cls(
-            **{
-                **values,
-                "paths": tuple(tuple(path) for path in values["paths"]),
-                "widths": tuple(values["widths"]),
-                "verify_ms": tuple(values["verify_ms"]),
-            }
-        )
+        return TypeAdapter(cls).validate_python(values)
 
 
 def tune(
@@ -183,14 +169,8 @@ def tune(
     options: TuneSection | None = None,
     console: Console | None = None,
 ) -> Tuning:
-    """Measure costs and acceptance on this machine, and choose the tree.
-
-    Args:
-        target: the model.
-        heads: trained heads, in the target's dtype and on its device.
-        conversations: kept out of training; the target answers some of them again at temperature 1.
-        options: what is timed and considered.
-        console: shows progress.
+    """Measure costs and acceptance on this machine, and choose the tree. Heads are in the target's dtype and on its
+    device; the conversations were kept out of training, and the target answers some of them again at temperature 1.
 
     Raises:
         UserError: when no conversation holds a position that reaches the last head.
@@ -208,20 +188,21 @@ def tune(
     costs = measured.costs
     # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
     ordered = ordered[: min(options.max_nodes, max(timing.widths)) - 1]
-    static = _best_static(ordered, [replay(ranks_OK, ordered[:count]) for count in range(len(ordered) + 1)], costs)
+    accept_probs = [replay(ranks_OK, ordered[:count]) for count in range(len(ordered) + 1)]
+    paths, predicted, curve = _best_static(ordered, accept_probs, costs)
     chain = _best_chain([replay(ranks_OK, TreeShape.chain(length).paths) for length in range(costs.levels + 1)], costs)
     calibration = fit_calibration(*drafts.arrays)
     texts = sampled_answers(target, conversations, heads.draft_steps + 2, console)
     drawn = measure_drafts(target, heads, texts, max_rank, console, sampling=True)
     sampled = fit_calibration(*drawn.arrays, trust=calibration.trust)
     return Tuning(
-        paths=tuple(TreeShape.from_paths(static.paths).paths),
+        paths=tuple(TreeShape.from_paths(paths).paths),
         widths=costs.widths,
         verify_ms=costs.verify_ms,
         draft_ms=costs.draft_ms,
         acceptance=_acceptance(ranks_OK, max_rank),
-        predicted=_predicted(static.tokens_per_round, static.round_ms, costs),
-        curve=static.curve,
+        predicted=predicted,
+        curve=curve,
         settings={
             "target": target.name,
             "dtype": str(target.dtype).removeprefix("torch."),
@@ -232,7 +213,7 @@ def tune(
             "positions": len(ranks_OK),
             "sampled_positions": len(drawn.ranks_OK),
         },
-        tree="dynamic" if static.paths and not target.chains_only else "static",
+        tree="dynamic" if paths and not target.chains_only else "static",
         chain=chain,
         calibration=calibration.knots() | sampled.knots("sampled_"),
         level_ms=costs.level_ms,
@@ -241,21 +222,20 @@ def tune(
     )
 
 
-class _Static(NamedTuple):
-    """The best static tree: its paths, τ and milliseconds a round, and `Tuning.curve`."""
-
-    paths: tuple[RankPath, ...]
-    tokens_per_round: float
-    round_ms: float
-    curve: list[list[float]]
-
-
-def _best_static(ranked: Sequence[RankPath], accept_probs: Sequence[float], costs: Costs) -> _Static:
-    """How many of these paths, the likeliest first, make the best tree, by τ of each number of them."""
+def _best_static(
+    ranked: Sequence[RankPath], accept_probs: Sequence[float], costs: Costs
+) -> tuple[tuple[RankPath, ...], dict[str, float], list[list[float]]]:
+    """The best static tree of these paths, the likeliest first, by τ of each number of them: its paths, and
+    `predicted` and `curve` of `Tuning`."""
     depths = _depths(ranked)
     best, curve = choose(accept_probs, costs, depths)
-    round_ms = costs.verify(best) + costs.draft(depths[best - 1])
-    return _Static(tuple(ranked[: best - 1]), accept_probs[best - 1], round_ms, curve)
+    tokens_per_round, round_ms = accept_probs[best - 1], costs.verify(best) + costs.draft(depths[best - 1])
+    predicted = {
+        "tokens_per_round": tokens_per_round,
+        "speedup": tokens_per_round * costs.verify(1) / round_ms,
+        "tokens_per_second": 1e3 * tokens_per_round / round_ms,
+    }
+    return tuple(ranked[: best - 1]), predicted, curve
 
 
 def _best_chain(accept_probs: Sequence[float], costs: Costs) -> int:
@@ -266,15 +246,6 @@ def _best_chain(accept_probs: Sequence[float], costs: Costs) -> int:
 def _depths(ranked: Sequence[RankPath]) -> list[int]:
     """Depths of the trees of none, one, two, ... of these paths."""
     return list(accumulate(map(len, ranked), max, initial=0))
-
-
-def _predicted(tokens_per_round: float, round_ms: float, costs: Costs) -> dict[str, float]:
-    """See `Tuning.predicted`."""
-    return {
-        "tokens_per_round": tokens_per_round,
-        "speedup": tokens_per_round * costs.verify(1) / round_ms,
-        "tokens_per_second": 1e3 * tokens_per_round / round_ms,
-    }
 
 
 def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
@@ -301,13 +272,8 @@ def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
 def choose(accept_probs: Sequence[float], costs: Costs, depths: Sequence[int]) -> tuple[int, list[list[float]]]:
     """The node count (root included) with the most expected tokens per millisecond; 1 is plain decoding.
 
-    Args:
-        accept_probs: τ of the best tree of 1, 2, 3, ... nodes; the first is plain decoding.
-        costs: as measured.
-        depths: of those trees, 0 for plain decoding.
-
-    Returns:
-        (best node count, [[node count, predicted speed-up], ...]).
+    Given are τ and depth of the best tree of 1, 2, 3, ... nodes, the first being plain decoding. Returned are the best
+    count, and [node count, predicted speed-up] of each.
 
     >>> choose([1.0, 1.5, 1.75], Costs((1, 4), (10.0, 10.0), 1.0), [0, 1, 1])[0]
     3
