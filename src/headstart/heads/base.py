@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
-from headstart.heads.exchange.published import Layout, Published
+from headstart.heads.exchange.published import SHARED, Layout, Published, detached, fill
 from headstart.heads.module import HeadModule
 from headstart.recipes.recipe import parse_heads
 from headstart.recipes.sections import FromTarget, HeadSettings
@@ -176,19 +176,43 @@ class DraftHead(HeadModule, ABC):
         """Whether `publish` needs the heads to be bound to their target."""
         return False
 
+    def by_published_name(self) -> dict[str, Tensor]:
+        """The weights as they are published, in the heads' own memory; see `published`."""
+        return {}
+
     def publish(self) -> Published:
         """The heads as serving engines know them; the tensors are copies on the CPU.
 
         Raises:
             UserError: no engine knows such heads, or not with these settings.
         """
-        raise UserError(
-            f"No serving engine knows {self.family} heads.",
-            "headstart and transformers decode with them (--format headstart); for vLLM, SGLang and llama.cpp train "
-            "eagle3 heads.",
+        if self.publishes is None:
+            raise UserError(
+                f"No serving engine knows {self.family} heads.",
+                "headstart and transformers decode with them (--format headstart); for vLLM, SGLang and llama.cpp "
+                "train eagle3 heads.",
+            )
+        return Published(
+            layout=self.publishes,
+            hidden_size=self.config.hidden_size,
+            vocab_size=self.config.vocab_size,
+            steps=self.draft_steps,
+            tensors=detached(self.by_published_name()),
+            layer=getattr(self.config, "published_sizes", None),
+            **{name: getattr(self.config, name) for name in SHARED if hasattr(self.config, name)},
         )
 
     @classmethod
+    def settings_of(cls, published: Published) -> dict[str, Any]:
+        """Settings of heads that hold what was published."""
+        shared = {name: getattr(published, name) for name in SHARED}
+        given = {**published.head_settings, **shared, "draft_steps": published.steps}
+        return {name: value for name, value in given.items() if name in cls.Config.model_fields} | {
+            "family": cls.family
+        }
+
+    @classmethod
+    @torch.no_grad()
     def from_published(cls, published: Published, target: Target) -> Self:
         """Heads of this family, bound to their target, from the arrangement that the family `publishes`, with all of
         its tensors in their shapes; `publish` gives the same again.
@@ -196,7 +220,12 @@ class DraftHead(HeadModule, ABC):
         Raises:
             UserError: a variant that the family does not have.
         """
-        raise NotImplementedError(f"{cls.family} heads publish nothing")
+        heads = cls(cls.Config.model_validate(cls.settings_of(published)))
+        fill(heads.by_published_name(), published.tensors)
+        if published.draft_ids_D is not None:
+            heads.set_draft_vocabulary(published.draft_ids_D)
+        heads.bind(target)
+        return heads
 
     # -- training ------------------------------------------------------------------------------------------------
 

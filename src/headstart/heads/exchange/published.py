@@ -188,11 +188,10 @@ class Published:
         return {f"layers.{number}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-_SETTINGS = (
-    *("hidden_size", "vocab_size", "num_layers", "aux_layers"),
-    *("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"),
-)
 _OF_BLOCKS = ("block_size", "mask_token_id", "markov_rank", "confidence")
+SHARED = ("num_layers", "aux_layers", "norm_before_residual", "aux_norms", *_OF_BLOCKS)
+"""Settings of the families that are called the same here."""
+_SETTINGS = ("hidden_size", "vocab_size", *SHARED[:4], "norm_output", "norm_before_fc")
 _ROUNDED = 0.01
 """How far, as a share of their size, rounding to bfloat16 moves numbers at most."""
 
@@ -201,11 +200,10 @@ def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
-@torch.no_grad()
 def fill(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy published tensors to where heads keep them, in place."""
+    """Copy published tensors to where heads keep them, in place; biases may be left out."""
     for name, place in places.items():
-        place.copy_(tensors[name])
+        place.copy_(tensors[name] if name in tensors or not name.endswith("bias") else torch.zeros_like(place))
 
 
 def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:
