@@ -139,6 +139,7 @@ class DraftHead(HeadModule, ABC):
     config: HeadConfig
 
     def __init__(self, config: HeadConfig) -> None:
+        config.check()
         super().__init__(config.draft_width, bool(config.draft_vocab_size))
         self.config = config
 
@@ -160,11 +161,9 @@ class DraftHead(HeadModule, ABC):
 
     def fit(self, batches: Iterable[HeadBatch]) -> None:
         """Improve on the warm start in closed form, in place, from a pass over some data; by default nothing."""
-        return None
 
     def before_training(self, batches: Iterable[HeadBatch]) -> None:
         """Look at what training may take as given, now that every weight is in place; by default nothing."""
-        return None
 
     def bind(self, target: FrozenModel) -> None:
         """Take references to frozen weights of the target that are not saved with the heads; called after loading."""
@@ -245,12 +244,8 @@ class DraftHead(HeadModule, ABC):
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        """Start drafting for a batch of prompts; returns a state that `draft_step`, `commit` and `reorder` take.
-
-        Args:
-            prompts: token ids of each row.
-            states: {layer: [B, T, E]} of the prefill, right-padded: row b is good up to len(prompts[b]).
-        """
+        """Start drafting for a batch of prompts, with the states {layer: [B, T, E]} of their prefill, padded on the
+        right; returns a state that `draft_step`, `commit` and `reorder` take."""
 
     @abstractmethod
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
@@ -299,11 +294,8 @@ class DraftHead(HeadModule, ABC):
 
     @torch.no_grad()
     def flops_per_draft(self) -> int:
-        """Floating-point operations of one drafted token, LM head included; a multiply-add is two.
-
-        A chain of `draft_steps` drafts after a text of one token, divided by `draft_steps`: what a family does once a
-        round is shared by its drafts, and attention over the text is left out. The heads are bound to their target.
-        """
+        """Floating-point operations of one drafted token, LM head included; a multiply-add is two. Counted over a chain
+        of `draft_steps` drafts after a text of one token: attention over the text is left out."""
         where = self.draft_to_target_D.device
         dtype = next((p.dtype for p in self.parameters()), torch.float32)
         state_11E = torch.zeros(1, 1, self.config.hidden_size, dtype=dtype, device=where)

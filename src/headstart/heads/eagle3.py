@@ -133,7 +133,6 @@ class Eagle3Head(RecurrentHead):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
-        config.check()
         if not config.aux_layers:
             raise refused_layers(())
         size, eps, aux_layers = config.hidden_size, config.rms_norm_eps, len(config.aux_layers)

@@ -76,7 +76,6 @@ class MedusaHead(ResidualHead, OneForwardHead):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
-        config.check()
         size = config.hidden_size
         inputs = 2 * size if config.see_root else size
         self.input_KEF = nn.Parameter(torch.zeros(config.num_heads, size, inputs)) if config.input_map else None

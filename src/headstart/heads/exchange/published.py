@@ -74,18 +74,15 @@ class Published:
         steps: how many tokens ahead the heads were trained to draft.
         tensors: see the module's docstring.
         draft_ids_D: the target's token id of each draft token; None when all of them are drafted.
-        layer: of the decoder layers; None for heads without.
         num_layers: decoder layers, or blocks of a Medusa head.
         aux_layers: indices of transformers' `hidden_states` that are fused; empty where the state after the final
             norm is read.
         norm_before_residual: the first layer adds to the normed state instead of the state.
         norm_output: what is fed back went through the final norm.
-        aux_norms: each aux state is normed before the fusion.
-        norm_before_fc: all aux states together are normed before the fusion.
+        aux_norms, norm_before_fc: aux states are normed before the fusion, each by itself or all together.
         normed_embeddings: `embed_tokens.weight` holds the target's embeddings, each normed.
-        block_size: inputs of a block, the newest decided token among them; 0 for heads without blocks. Of DFlash's
-            outputs the first drafts nothing, of DSpark's all draft.
-        mask_token_id: the token that stands for each of the others.
+        block_size: inputs of a block, the newest decided token among them, the others `mask_token_id`; 0 for heads
+            without blocks. Of DFlash's outputs the first drafts nothing, of DSpark's all draft.
         markov_rank: numbers of a token in the map from each drafted token to the next one's logits.
         confidence: there is a guess whether each draft is accepted.
     """

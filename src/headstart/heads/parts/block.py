@@ -185,7 +185,6 @@ class BlockHead(DraftHead):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
-        config.check()
         if not config.aux_layers:
             raise refused_layers((), _LAYERS)
         size, count = config.hidden_size, len(config.aux_layers)
