@@ -45,7 +45,7 @@ class Queue:
         """With these after each row's."""
         if not self.values_BPE.shape[1]:
             return Queue(values_BPE, counts)
-        rows_B1, columns_BP = self._columns(values_BPE.shape[1], self.counts)
+        rows_B1, columns_BP = _slots(self.counts, values_BPE.shape[1], values_BPE.device)
         width = max(self.counts) + values_BPE.shape[1]
         joined = F.pad(self.values_BPE, (0, 0, 0, width - self.values_BPE.shape[1]))
         joined[rows_B1, columns_BP] = values_BPE
@@ -54,16 +54,17 @@ class Queue:
     def after(self, counts: Sequence[int]) -> Queue:
         """Without the first so many of each row."""
         remaining = [have - gone for have, gone in zip(self.counts, counts, strict=True)]
-        rows_B1, columns_BP = self._columns(max(remaining), counts)
+        rows_B1, columns_BP = _slots(counts, max(remaining), self.values_BPE.device)
         return Queue(self.values_BPE[rows_B1, columns_BP.clamp(max=self.values_BPE.shape[1] - 1)], remaining)
 
     def reorder(self, rows: Sequence[int]) -> None:
         self.values_BPE, self.counts = self.values_BPE[list(rows)], [self.counts[row] for row in rows]
 
-    def _columns(self, width: int, starts: Sequence[int]) -> tuple[Tensor, Tensor]:
-        device = self.values_BPE.device
-        rows_B1 = torch.arange(len(starts), device=device)[:, None]
-        return rows_B1, torch.tensor(list(starts), device=device)[:, None] + torch.arange(width, device=device)
+
+def _slots(starts: Sequence[int], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows [B, 1] and columns [B, width] of the entries from each row's start on."""
+    rows_B1 = torch.arange(len(starts), device=device)[:, None]
+    return rows_B1, torch.tensor(list(starts), device=device)[:, None] + torch.arange(width, device=device)
 
 
 @dataclass
@@ -87,13 +88,11 @@ class _Session:
 
     def place(self, tokens_BP: Tensor) -> None:
         """Write tokens after each row's committed ones."""
-        rows, more = tokens_BP.shape
-        device = tokens_BP.device
+        more = tokens_BP.shape[1]
         short = max(self.lengths) + more - self.tokens_BT.shape[1]
         if short > 0:
             self.tokens_BT = F.pad(self.tokens_BT, (0, max(short, self.tokens_BT.shape[1])))
-        columns_BP = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(more, device=device)
-        self.tokens_BT[torch.arange(rows, device=device)[:, None], columns_BP] = tokens_BP
+        self.tokens_BT[_slots(self.lengths, more, tokens_BP.device)] = tokens_BP
 
 
 class MtpDrafter:
@@ -202,11 +201,9 @@ class MtpDrafter:
 
     def _joined(self, session: _Session, number: int, states_BPE: Tensor) -> Tensor:
         """What a module's layer reads at the next entries of the text."""
-        cache, width = session.caches[number], states_BPE.shape[1]
-        columns_BP = torch.tensor(cache.lengths, device=states_BPE.device)[:, None] + number + 1
-        columns_BP = columns_BP + torch.arange(width, device=states_BPE.device)
-        last = session.tokens_BT.shape[1] - 1
-        tokens_BP = session.tokens_BT.gather(1, columns_BP.clamp(max=last))
+        starts = [length + number + 1 for length in session.caches[number].lengths]
+        rows_B1, columns_BP = _slots(starts, states_BPE.shape[1], states_BPE.device)
+        tokens_BP = session.tokens_BT[rows_B1, columns_BP.clamp(max=session.tokens_BT.shape[1] - 1)]
         return self.modules[number].joined(self._embed(tokens_BP, states_BPE), states_BPE)
 
     def _embed(self, tokens_BP: Tensor, like: Tensor) -> Tensor:
