@@ -90,10 +90,8 @@ def weights(subject: Subject) -> Finding:
             "damaged on the way.",
             not_finite=broken,
         )
-    learned = {name: weight for name, weight in heads.named_parameters() if weight.numel()}
-    fresh = untrained(heads.config, heads.draft_to_target_D, subject.target)
-    start = dict(fresh.named_parameters())
-    if all(torch.equal(weight, start[name].to(weight)) for name, weight in learned.items()):
+    start = dict(untrained(heads.config, heads.draft_to_target_D, subject.target).named_parameters())
+    if all(torch.equal(weight, start[name].to(weight)) for name, weight in heads.named_parameters()):
         return bad(
             "The heads are those of the warm start: training never made them better.",
             "Look at train/metrics.jsonl: raise train.minutes or train.steps, lower train.lr if the loss rose.",
