@@ -63,7 +63,7 @@ def test_a_plus_in_a_path_does_not_join(tiny_target: Target) -> None:
         ("none+ngram", "Leave out none"),
         ("ngram:4", "takes no argument"),
         ("early-exit:", "no number of layers"),
-        ("early-exit:9", "has 3"),
+        ("early-exit:9", "Use 1 to 3"),
         ("draft-model", "names no model"),
         ("draft-model:./nothing-here", "nothing-here"),
     ],

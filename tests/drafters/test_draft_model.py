@@ -219,9 +219,3 @@ def test_early_exit_is_the_first_layers_and_leaves_the_target_alone(kind: str) -
             torch.tensor([text]), max_new_tokens=40, do_sample=False, eos_token_id=None, pad_token_id=0
         )
     assert stock[0, len(text) :].tolist() == answer
-
-
-@pytest.mark.parametrize("layers", [0, 4])
-def test_early_exit_needs_layers_that_exist(layers: int) -> None:
-    with pytest.raises(UserError, match=r"has 3.*Choose 1 to 3"):
-        early_exit(tiny(), layers)

@@ -1,18 +1,24 @@
-"""Is the data what I think? Template and tokenizer still give these tokens, and the target wrote the answers.
+"""Is the data what I think, is the mask right, and do the states belong to this target?
 
 Shape suffixes: T tokens, S supervised tokens, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.chat import added_tokens, prompt_tokens, render
+from headstart.data.states.codes import AUTO
+from headstart.data.states.identify import called, every_layer, identify
 from headstart.data.writing.in_process import common_beginning
 from headstart.doctor.findings import Finding, bad, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject, spread
+from headstart.errors import UserError
 from headstart.target.fitting import FINAL
 
 _AGREE = 0.95
@@ -23,6 +29,8 @@ _EXCESS = 0.5
 of that."""
 _TOKENS = 512
 """Of an answer that are judged: so many rows of logits exist at once."""
+_READ = 128
+"""Tokens of a conversation that are read again: a causal model's first states do not depend on the rest."""
 
 
 # -- the template ----------------------------------------------------------------------------------------------------
@@ -34,10 +42,10 @@ def template(subject: Subject) -> Finding:
     count = 0
     differing: list[str] = []
     for split, _, item in subject.sampled():
-        if not has_answer(item):
+        if not _has_answer(item):
             continue
         count += 1
-        tokens, _ = rendered(item, subject)
+        tokens, _ = _rendered(item, subject)
         stored = item.tokens[: len(tokens)]  # what stands after the last turn is the mask's concern
         if stored != tokens:
             index = common_beginning([stored, tokens])
@@ -46,31 +54,26 @@ def template(subject: Subject) -> Finding:
     if not count:
         raise Absent("the conversations keep no messages to render")
     if not differing:
-        return good(f"{count} conversations rendered again give the tokens that are stored.", conversations=count)
+        return good(f"{count} conversations rendered again give the tokens that are stored.")
     where = f"{len(differing)} of {count} conversations are rendered otherwise now; conversation {differing[0]}."
-    figures = {"conversations": count, "parted": len(differing)}
     if "strftime_now" in str(tokenizer.chat_template):
-        return unknown(f"The chat template writes the date. {where}", **figures)
+        return unknown(f"The chat template writes the date. {where}")
     return bad(
         f"The chat template or the tokenizer is another one than when the data were written. {where} In decoding the "
         "heads read other prompts than those they learned from.",
         "Decode with the tokenizer and template that wrote the data (those in target/tokenizer of the run), or write "
         "the data again in another --run-dir.",
-        **figures,
     )
 
 
-def has_answer(item: Conversation) -> bool:
+def _has_answer(item: Conversation) -> bool:
     """Whether a conversation keeps the messages that it was rendered from."""
     return any(message["role"] == "assistant" for message in item.messages)
 
 
-def rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[bool]]:
-    """Tokens and mask of a conversation as the target's template gives them now, around the answers as they are stored.
-
-    Tokens that the target wrote are not what its tokenizer makes of the same text, so they are taken over; given
-    answers are rendered with everything else.
-    """
+def _rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[bool]]:
+    """Tokens and mask of a conversation as the target's template gives them now. Answers that the target wrote are
+    taken over as they are stored: they are not what its tokenizer makes of the same text."""
     tokenizer, ends = subject.target.tokenizer, subject.target.end_tokens
     if _written(item) == "given":
         return encode(item.messages, tokenizer, strict=False, max_tokens=len(item.tokens))
@@ -150,3 +153,128 @@ def _judged(subject: Subject, item: Conversation) -> tuple[int, int, float]:
     tokens_S = torch.tensor([item.tokens[index] for index in later], dtype=torch.long, device=log_SV.device)
     excess = (log_SV.exp() * log_SV).sum() - log_SV.gather(1, tokens_S[:, None]).sum()
     return len(later), int((log_SV.argmax(-1) == tokens_S).sum()), float(excess)
+
+
+# -- the mask ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Masked:
+    """A conversation's tokens and mask as one file stores them, and the mask they should have (None: not known)."""
+
+    file: str
+    id: str
+    tokens: list[int]
+    mask: list[bool]
+    expected: list[bool] | None
+
+
+def mask(subject: Subject) -> Finding:
+    """Whether exactly the assistant's tokens are supervised, in the conversations and in the stores."""
+    items = list(_masks(subject))
+    if not items:
+        raise Absent("there are no conversations")
+    share = sum(sum(item.mask) for item in items) / max(1, sum(len(item.mask) for item in items))
+    figures = {"conversations": len(items), "supervised_share": round(share, 4)}
+    wrong = [item for item in items if not any(item.mask)]
+    sentence, shift = "Nothing is supervised: the heads learn nothing from such texts.", 0
+    if not wrong and (wrong := [item for item in items if item.expected not in (None, item.mask)]):
+        sentence, shift = _difference(wrong[0], subject.target.end_tokens)
+    if wrong:
+        return bad(
+            f"{sentence} This is so in {wrong[0].id!r} of {wrong[0].file}; {len(wrong)} of {len(items)} masks are not "
+            "what they should be.",
+            "Build the data again: headstart data build RECIPE, in another --run-dir or with data/ removed.",
+            shift=shift,
+            **figures,
+        )
+    if all(item.expected is None for item in items):
+        return unknown(
+            "Where the answers begin is not known, because the template gives other tokens now (see template); "
+            f"{share:.0%} of the tokens are supervised.",
+            **figures,
+        )
+    return good(f"Exactly the assistant's tokens are supervised: {share:.0%} of all.", **figures)
+
+
+def _masks(subject: Subject) -> Iterator[_Masked]:
+    """What the conversation files and the stores say of the same conversations."""
+    try:
+        stores = subject.stores
+    except (Absent, UserError):  # none yet, or `states` reports it
+        stores = {}
+    for split, index, item in subject.sampled():
+        expected: list[bool] | None = None
+        if _has_answer(item):
+            tokens, mask_now = _rendered(item, subject)
+            if item.tokens[: len(tokens)] == tokens and any(mask_now):
+                expected = mask_now + [False] * (len(item.tokens) - len(tokens))
+        file = f"{split}.jsonl"
+        yield _Masked(file, item.id, item.tokens, item.supervised, expected)
+        if split in stores and index < len(stores[split]):
+            folder, sample = stores[split].folder, stores[split].get(index)
+            tokens = sample.tokens_T.tolist()
+            if tokens != item.tokens:
+                raise UserError(
+                    f"The store {folder} was built from other conversations than {file} holds: number {index} parts "
+                    f"at token {common_beginning([tokens, item.tokens])}.",
+                    "Remove the shards that its manifest names and build the states again (headstart data build).",
+                )
+            yield _Masked(str(folder), item.id, tokens, sample.supervised_T.tolist(), expected)
+
+
+def _difference(item: _Masked, ends: frozenset[int]) -> tuple[str, int]:
+    """How a mask is wrong, and by how many tokens it is late (early when negative; 0 where it is wrong otherwise)."""
+    expected = item.expected or []
+    late = item.mask.index(True) - expected.index(True)
+    padding, size = [False] * abs(late), "one token" if abs(late) == 1 else f"{abs(late)} tokens"
+    if late > 0 and item.mask == padding + expected[:-late]:
+        return f"The mask is {size} late: the beginning of each answer is not learned.", late
+    if late < 0 and item.mask == expected[-late:] + padding:
+        return f"The mask is {size} early: the heads learn what the template writes before each answer.", late
+    index = common_beginning([[int(flag) for flag in flags] for flags in (item.mask, expected)])
+    if not item.mask[index]:
+        if not any(expected[index + 1 : index + 2]):
+            return "The mask ends early: the end of each turn is not learned.", 0
+        return f"Token {index} is the assistant's and not supervised.", 0
+    if item.tokens[index - 1] in ends:
+        return "Tokens after the end of the turn are supervised: padding, or the template's own text.", 0
+    return f"Token {index} is supervised and not the assistant's.", 0
+
+
+# -- the states --------------------------------------------------------------------------------------------------------
+
+
+def states(subject: Subject) -> Finding:
+    """Whether the stored states are those of the target at the aux layers they are filed under, and finite."""
+    target = subject.target
+    problems: dict[int, str] = {}
+    distances: list[float] = []
+    for store in subject.stores.values():
+        if store.target_fingerprint not in (None, target.identity().fingerprint):
+            return bad(
+                f"The states in {store.folder} are those of another model than {target.name}, or of other weights.",
+                "Use the target that the data were written with, or build the data again in another --run-dir.",
+            )
+        for index in spread(len(store), 8 if subject.quick else 64):
+            for aux_layer, state_TE in store.get(index).states.items():
+                if not state_TE.isfinite().all():
+                    where = f"{called(aux_layer)}, conversation {index} of {store.folder}"
+                    problems.setdefault(aux_layer, f"Stored states are not finite ({where})")
+        for index in spread(len(store), 1 if subject.quick else 3):
+            sample, rounded = store.get(index), store.states_dtype != AUTO
+            fresh = target.hidden_states([sample.tokens_T[:_READ].tolist()], every_layer(target))[0]
+            for aux_layer in store.aux_layers:
+                distance, problem = identify(aux_layer, sample.states[aux_layer][:_READ], fresh, target, rounded)
+                distances.append(distance)
+                if problem:
+                    problems.setdefault(aux_layer, f"The store's {problem} (conversation {index} of {store.folder})")
+    figures = {"distance": max(distances, default=0.0), "wrong": problems}
+    if problems:
+        return bad(
+            f"{'; '.join(problems.values())}.",
+            "Remove the shards that its manifest names and build the states again (headstart data build), with "
+            "target.dtype=float32 if numbers stay infinite; then train again.",
+            **figures,
+        )
+    return good("The stored states are the target's own at the layers they are filed under.", **figures)

@@ -1,4 +1,4 @@
-"""Does drafting equal training? Logits step by step, then what real decoding accepts.
+"""Does drafting equal training? Vocabulary and weights of the heads, logits step by step, and what decoding accepts.
 
 Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, K steps, W width of a tree level.
 """
@@ -16,16 +16,19 @@ from headstart.data.conversations.records import Conversation
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.doctor.findings import Finding, bad, good
-from headstart.doctor.heads_checks import untrained
-from headstart.doctor.subject import Absent, Subject
+from headstart.doctor.subject import SPLITS, Absent, Subject
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit_drafters import random_weights
-from headstart.heads.base import DraftHead, HeadBatch, make_config
+from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, family, make_config
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeShape
 from headstart.tuning.acceptance import Text, measure_drafts
 from headstart.tuning.tune import replay
+
+_COVERED = 0.85
+"""Coverage of the answers below which the vocabulary, not the heads, bounds acceptance: a draft outside it is always
+wrong. 8192 tokens of the packaged target's 49152 cover 93 %."""
 
 _TOLERANCE = 5e-3
 """Largest difference of two logits that are the same, as a share of the largest logit. Both are computed in float32
@@ -40,6 +43,69 @@ _LOW = 0.2
 
 Steps = dict[int, list[Tensor]]
 """Logits [D] of each draft step, by origin: the position of the last token read."""
+
+
+# -- the heads ---------------------------------------------------------------------------------------------------------
+
+
+def vocabulary(subject: Subject) -> Finding:
+    """Whether the heads can draft what the target says."""
+    target, ids_D = subject.target, subject.heads.draft_to_target_D.cpu()
+    size = len(ids_D)
+    again = "Train again: the draft vocabulary is then picked from the data."
+    if (ids_D.diff() <= 0).any() or ids_D[0] < 0 or ids_D[-1] >= target.vocab_size:
+        return bad(
+            "The draft vocabulary is none: tokens are not sorted, there twice, or do not exist in the target.",
+            again,
+        )
+    try:
+        answers = [item for split in SPLITS for item in subject.conversations[split]]
+    except Absent:
+        answers = subject.heldout
+    drafted = set(ids_D.tolist())
+    pairs = [pair for item in answers for pair in zip(item.tokens, item.supervised, strict=True)]
+    tokens = [token for token, supervised in pairs if supervised]
+    covered = sum(token in drafted for token in tokens) / max(1, len(tokens))
+    figures = {"draft_tokens": size, "coverage": round(covered, 4)}
+    if covered < _COVERED:
+        return bad(
+            f"The draft vocabulary is truncated: {1 - covered:.1%} of the answers' tokens are not among its {size} "
+            "tokens and can never be drafted.",
+            f"{again} If it was, raise heads.draft_vocab_size.",
+            **figures,
+        )
+    return good(f"The draft vocabulary of {size} tokens covers {covered:.1%} of the answers' tokens.", **figures)
+
+
+def weights(subject: Subject) -> Finding:
+    """Whether the heads' weights are finite, and whether training moved them."""
+    heads = subject.heads
+    counts = {name: int((~tensor.isfinite()).sum()) for name, tensor in heads.state_dict().items()}
+    broken = {name: count for name, count in counts.items() if count}
+    if broken:
+        where = ", ".join(f"{count} numbers of {name!r}" for name, count in broken.items())
+        return bad(
+            f"The heads' weights are not finite: {where} are NaN or infinite.",
+            "Take heads of an earlier checkpoint, or train again with a lower train.lr; export again if the files were "
+            "damaged on the way.",
+            not_finite=broken,
+        )
+    start = dict(untrained(heads.config, heads.draft_to_target_D, subject.target).named_parameters())
+    if all(torch.equal(weight, start[name].to(weight)) for name, weight in heads.named_parameters()):
+        return bad(
+            "The heads are those of the warm start: training never made them better.",
+            "Look at train/metrics.jsonl: raise train.minutes or train.steps, lower train.lr if the loss rose.",
+        )
+    return good("All weights are finite, and training has moved them.")
+
+
+def untrained(config: HeadConfig, vocabulary_D: Tensor, target: Target) -> DraftHead:
+    """Heads as training begins with them."""
+    with torch.random.fork_rng(devices=[]):
+        heads = family(config.family)(config).to(target.device)
+        heads.set_draft_vocabulary(vocabulary_D)
+        heads.warm_start(target)
+    return heads
 
 
 # -- equality --------------------------------------------------------------------------------------------------------
@@ -194,13 +260,8 @@ def acceptance(subject: Subject) -> Finding:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Real decoding of some prompts with a chain, beside what the training forward predicts on the very same texts.
-
-    Attributes:
-        accepted: drafts accepted a round.
-        predicted: the same as the training unroll predicts it.
-        first: share of positions where the training unroll's first draft is right.
-    """
+    """Drafts accepted a round in real decoding with a chain, the same as the training forward predicts it on the very
+    same texts, and the share of positions where its first draft is right."""
 
     accepted: float
     predicted: float
@@ -208,12 +269,7 @@ class Decoded:
 
 
 def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
-    """What decoding accepts after these prompts, with a chain as deep as the heads go in every round.
-
-    Raises:
-        UserError: the drafter fails.
-        Absent: every answer is too short.
-    """
+    """What decoding accepts after these prompts, with a chain as deep as the heads go in every round."""
     target, heads = subject.target, subject.heads
     chain = TreeShape.chain(heads.draft_steps)
     engine = Engine(target, HeadDrafter(heads, chain, "chain"))

@@ -15,12 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from headstart.doctor.data_checks import teacher, template
-from headstart.doctor.drafting_checks import acceptance, equality
+from headstart.doctor.data_checks import mask, states, teacher, template
+from headstart.doctor.drafting_checks import acceptance, equality, vocabulary, weights
 from headstart.doctor.findings import Finding, bad, unknown
-from headstart.doctor.heads_checks import vocabulary, weights
-from headstart.doctor.mask_check import mask
-from headstart.doctor.states_check import states
 from headstart.doctor.subject import Absent, Subject
 from headstart.errors import UserError
 

@@ -102,8 +102,14 @@ class Subject:
         try:
             return [item for item in self.conversations["calibration"] if any(item.supervised)][:most]
         except Absent:
-            prompts = self.question_prompts or [self._prompt(text) for text in _QUESTIONS]
-            return self._answered(prompts[:most])
+            prompts = self.question_prompts or [self._prompt(text) for text in _QUESTIONS[:most]]
+        answers = Engine(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))
+        written = []
+        for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            supervised = [False] * len(prompt) + [True] * len(answer.tokens)
+            tokens = [*prompt, *answer.tokens]
+            written.append(Conversation(f"written now {number}", tokens, supervised, [], sampling={"temperature": 0.0}))
+        return written
 
     @cached_property
     def question_prompts(self) -> list[list[int]]:
@@ -112,20 +118,6 @@ class Subject:
 
     def _prompt(self, text: str) -> list[int]:
         return prompt_tokens([{"role": "user", "content": text}], self.target.tokenizer)
-
-    def _answered(self, prompts: Sequence[Sequence[int]]) -> list[Conversation]:
-        """These prompts with the target's own greedy answers."""
-        answers = Engine(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))
-        return [
-            Conversation(
-                f"written now {number}",
-                [*prompt, *answer.tokens],
-                [False] * len(prompt) + [True] * len(answer.tokens),
-                [],
-                sampling={"temperature": 0.0},
-            )
-            for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
-        ]
 
 
 def spread(count: int, maximum: int) -> list[int]:
@@ -147,17 +139,15 @@ def find_subject(
     target: str | None = None,
     quick: bool = False,
 ) -> Subject:
-    """What a user means by a name or a path, with its target loaded.
+    """What a user means by a name or path, with its target loaded: a packaged recipe, a recipe's file, the folder of a
+    run, a folder of heads, or a Hub id of heads.
 
     Args:
-        path: a packaged recipe, a recipe's file, the folder of a run, a folder of heads, or a Hub id of heads.
+        path: one of these.
         run_dir: the run that a recipe or heads belong to; by default runs/<name>, and the folder that heads lie in.
         questions: a file of what people will ask.
         target: where the target is, when it is not where the recipe or the heads say.
         quick: look at less.
-
-    Raises:
-        UserError: nothing of the kind is there, or the target cannot be loaded.
     """
     asked = read_questions(questions) if questions else []
     if run_dir is not None and not run_dir.is_dir():

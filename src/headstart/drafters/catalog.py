@@ -26,12 +26,7 @@ DEFAULT = DecodeOptions.drafter
 
 
 def make_drafter(name: str, target: Target, heads: Drafter | None = None) -> Drafter | None:
-    """The drafter that a name stands for; None for plain decoding.
-
-    Args:
-        name: one of `DRAFTERS`, with its argument after a colon where it takes one, or several joined with +.
-        target: the model that verifies.
-        heads: what "heads" stands for.
+    """The drafter that a name stands for, verified by `target`; None for plain decoding. "heads" stands for `heads`.
 
     Raises:
         UserError: an unknown name or argument, no heads where they are asked for, or a draft model that does not fit.
@@ -44,11 +39,7 @@ def make_drafter(name: str, target: Target, heads: Drafter | None = None) -> Dra
 
 
 def check_drafter(name: str) -> None:
-    """Refuse a name that stands for no drafter; nothing is loaded.
-
-    Raises:
-        UserError: an unknown name or argument.
-    """
+    """Refuse a name that stands for no drafter; nothing is loaded."""
     names = parts_of(name)
     if "none" in names and len(names) > 1:
         raise UserError(f"The drafter {name!r} joins plain decoding with another.", "Leave out none.")
@@ -90,10 +81,10 @@ def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
         case "lookahead":
             return LookaheadDrafter()
         case "early-exit":
-            layers = _layers(argument, target) if colon else max(1, target.num_layers // 6)
+            layers = _count(name, "layers", target.num_layers) if colon else max(1, target.num_layers // 6)
             return DraftModelDrafter(early_exit(target, layers), target)
         case "mtp":
-            return MtpDrafter(target, _steps(argument) if colon else None)
+            return MtpDrafter(target, _count(name, "drafts", _MOST_STEPS) if colon else None)
         case "draft-model":
             dtype = {kind: name for name, kind in DTYPES.items()}.get(target.dtype, "auto")
             return DraftModelDrafter(load_target(argument, dtype, str(target.device), exact="tokens"), target)
@@ -102,15 +93,8 @@ def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
     return heads
 
 
-def _steps(argument: str) -> int:
-    if not argument.isdecimal() or not 1 <= int(argument) <= _MOST_STEPS:
-        raise UserError(f"mtp:{argument} names no number of drafts.", f"Use 1 to {_MOST_STEPS}, as in mtp:3.")
-    return int(argument)
-
-
-def _layers(argument: str, target: Target) -> int:
-    if not argument.isdecimal():
-        raise UserError(
-            f"early-exit:{argument} names no number of layers.", f"Use 1 to {target.num_layers}, as in early-exit:4."
-        )
+def _count(name: str, what: str, most: int) -> int:
+    kind, _, argument = name.partition(":")
+    if not argument.isdecimal() or not 1 <= int(argument) <= most:
+        raise UserError(f"{name} names no number of {what}.", f"Use 1 to {most}, as in {kind}:{min(3, most)}.")
     return int(argument)

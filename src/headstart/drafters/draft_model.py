@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.support.rng import draw
@@ -29,13 +29,8 @@ _SPARE = 512  # tokens of text that the draft's cache takes before it grows
 
 @dataclass
 class _Session:
-    """One generation.
-
-    Attributes:
-        cache: the draft's; row b holds the first `cache.lengths[b]` tokens of its text, after `propose` drafts too.
-        texts: committed tokens of each row.
-        read: drafted tokens that the cache holds after the root, of the last proposal.
-    """
+    """The draft's cache, in which row b holds the first `cache.lengths[b]` tokens of its text (after `propose` drafts
+    too), the committed tokens of each row, and the last proposal's drafts that the cache holds after the root."""
 
     cache: TreeCache
     texts: list[list[int]]
@@ -43,20 +38,11 @@ class _Session:
 
 
 class DraftModelDrafter:
-    """Draft a chain with another language model.
+    """Draft a chain of at most `draft_steps` with another language model, of the target's vocabulary.
 
     The acceptance probability of a draft is taken to be the product of the probabilities that the draft model gives to
-    its best token at each step.
-    A chain ends where it falls below what the request asks for. That never depends on the token drawn last, only on
-    those before it, so drawn chains stay lossless.
-
-    Args:
-        draft: the small model, with the target's vocabulary.
-        target: the model that verifies.
-        draft_steps: longest chain.
-
-    Raises:
-        UserError: when the two models do not share a vocabulary.
+    its best token at each step. A chain ends where it falls below what the request asks for. That never depends on the
+    token drawn last, only on those before it, so drawn chains stay lossless.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -80,8 +66,10 @@ class DraftModelDrafter:
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> _Session:
         texts = [self._known(prompt) for prompt in prompts]
-        session = _Session(self._cache(texts), texts, [[] for _ in texts])
-        if max(map(len, texts)) <= self.draft.max_length:
+        longest = max(map(len, texts))
+        cache = self.draft.new_cache(len(texts), longest + self.max_nodes + _SPARE)
+        session = _Session(cache, texts, [[] for _ in texts])
+        if longest <= self.draft.max_length:
             self.draft.prefill(session.cache, texts)
         return session
 
@@ -127,11 +115,11 @@ class DraftModelDrafter:
     def _read_text(self, session: _Session, tokens: Sequence[int]) -> Tensor:
         """Read what the cache lacks of each text and the root; logits [B, V] after the roots."""
         roots = self._known(tokens)
-        rows = _unread(session, roots)
+        texts = zip(session.texts, session.cache.lengths, roots, strict=True)
+        rows = [[*text[length:], root] for text, length, root in texts]
         room = max(max(map(len, session.texts)) + self.max_nodes, max(session.cache.lengths) + max(map(len, rows)))
         if room > session.cache.capacity:
-            session.cache = self._cache(session.texts)  # twice as large as the text, which is read anew
-            rows = _unread(session, roots)
+            session.cache = session.cache.grown(2 * room)
         session.read = [[] for _ in rows]
         if max(map(len, rows)) > 1:
             return self.draft.prefill(session.cache, rows).logits_BTV[:, 0]
@@ -144,9 +132,6 @@ class DraftModelDrafter:
         """Tokens as the draft reads them: padding of the target's embeddings that it lacks becomes its last token."""
         last = self.draft.vocab_size - 1
         return [min(token, last) for token in tokens]
-
-    def _cache(self, texts: Sequence[Sequence[int]]) -> TreeCache:
-        return self.draft.new_cache(len(texts), 2 * max(map(len, texts)) + self.max_nodes + _SPARE)
 
     def _extend(self, chains: list[Tree], going: list[bool], logits_BV: Tensor, request: Request) -> list[bool]:
         """Add one draft to each chain that goes on, or end it; which of them go on."""
@@ -168,20 +153,9 @@ class DraftModelDrafter:
         return going
 
 
-def _unread(session: _Session, roots: Sequence[int]) -> list[list[int]]:
-    """What the cache lacks of each text, and the root: never empty."""
-    texts = zip(session.texts, session.cache.lengths, roots, strict=True)
-    return [[*text[length:], root] for text, length, root in texts]
-
-
 def check_tokenizers(draft: Target, target: Target) -> None:
-    """Refuse a draft model that numbers its tokens differently; only the padding of its embeddings may differ.
-
-    Models without a tokenizer must have equally many tokens.
-
-    Raises:
-        UserError: naming a token that differs.
-    """
+    """Refuse a draft model that numbers its tokens differently; only the padding of its embeddings may differ. Models
+    without a tokenizer must have equally many tokens."""
     remedy = f"Use a draft model of the same family as {target.name}, with the same tokenizer."
     if draft.tokenizer is None or target.tokenizer is None:
         if draft.vocab_size != target.vocab_size:
@@ -197,14 +171,10 @@ def check_tokenizers(draft: Target, target: Target) -> None:
         differing = [token for token in drafts.keys() | targets.keys() if drafts.get(token) != targets.get(token)]
         token = min(differing, key=lambda token: (drafts.get(token, len(drafts)), token))
         raise UserError(
-            f"The draft model {draft.name} has another tokenizer than {target.name}: {token!r} is "
-            f"{_number(drafts, token)} there and {_number(targets, token)} here.",
+            f"The draft model {draft.name} has another tokenizer than {target.name}: token {token!r} is number "
+            f"{drafts.get(token)} there and {targets.get(token)} here.",
             remedy,
         )
-
-
-def _number(vocab: dict[str, int], token: str) -> str:
-    return f"token {vocab[token]}" if token in vocab else "no token"
 
 
 # -- early exit ------------------------------------------------------------------------------------------------------
@@ -215,44 +185,21 @@ def early_exit(target: Target, layers: int) -> Target:
 
     All weights are the target's; only the modules on the way from the model to its list of layers are copied, without
     their hooks. The target is not changed.
-
-    Args:
-        target: any model that `Target` takes.
-        layers: how many to keep.
-
-    Raises:
-        UserError: when there are not that many.
     """
-    if not 1 <= layers <= target.num_layers:
-        raise UserError(
-            f"Early exit after {layers} layers: {target.name} has {target.num_layers}.",
-            f"Choose 1 to {target.num_layers} layers; a sixth of them is a good start.",
-        )
-    config = copy.deepcopy(target.model.config)
-    text_config = config.get_text_config()
-    text_config.num_hidden_layers = layers
-    if getattr(text_config, "layer_types", None) is not None:
-        text_config.layer_types = list(text_config.layer_types[:layers])
-    configs = {id(target.model.config): config, id(target.config): text_config}
-    configs[id(getattr(target.decoder, "config", None))] = text_config
-    path = next(name for name, module in target.model.named_modules() if module is target.layers)
-    kept = nn.ModuleList(list(target.layers)[:layers])
-    model = _replaced(target.model, path.split("."), kept, configs)
-    return Target(model, target.tokenizer, f"{target.name} ({layers} of {target.num_layers} layers)", "tokens")
-
-
-def _replaced(module: nn.Module, path: Sequence[str], leaf: nn.Module, configs: dict[int, Any]) -> nn.Module:
-    """A copy of a module that shares everything with it but what lies on the path, its configs and its hooks."""
-    if not path:
-        return leaf
-    twin = copy.copy(module)
-    for name, value in vars(module).items():
-        if name.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called")) and isinstance(value, dict):
-            twin.__dict__[name] = OrderedDict()
-    twin.__dict__["_modules"] = dict(module._modules)
-    if id(config := vars(module).get("config")) in configs:
-        twin.__dict__["config"] = configs[id(config)]
-    child = module._modules[path[0]]
-    assert child is not None, "the path exists"
-    twin._modules[path[0]] = _replaced(child, path[1:], leaf, configs)
-    return twin
+    assert 1 <= layers <= target.num_layers, "the catalog asks for layers that exist"
+    model = target.model
+    copied = [name for name, module in model.named_modules() if any(part is target.layers for part in module.modules())]
+    memo: dict[int, Any] = {id(weight): weight for weight in (*model.parameters(), *model.buffers())}
+    memo |= {id(module): module for name, module in model.named_modules() if name not in copied}
+    for name in copied:
+        module = model.get_submodule(name)
+        memo |= {id(module._forward_hooks): OrderedDict(), id(module._forward_pre_hooks): OrderedDict()}
+    short = copy.deepcopy(model, memo)
+    for name in copied:
+        if (config := getattr(short.get_submodule(name), "config", None)) is not None:
+            text_config = config.get_text_config()
+            text_config.num_hidden_layers = layers
+            if getattr(text_config, "layer_types", None) is not None:
+                text_config.layer_types = list(text_config.layer_types[:layers])
+    del short.get_submodule(copied[-1])[layers:]  # the list of layers itself is the innermost
+    return Target(short, target.tokenizer, f"{target.name} ({layers} of {target.num_layers} layers)", "tokens")

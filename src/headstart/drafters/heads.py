@@ -44,19 +44,16 @@ _UNKNOWN = -1
 
 
 class HeadDrafter:
-    """Draft with trained heads.
+    """Draft with trained heads of any family.
 
     Args:
-        heads: any registered family.
-        shape: the static tree; no deeper than the heads.
+        heads: what drafts.
+        shape: the static tree; no deeper than the heads, and no wider than their draft vocabulary.
         tree: "static" drafts `shape`; "dynamic" chooses nodes each round; "chain" the best draft of each depth of
             `shape`.
         calibration: of the heads' probabilities, for dynamic trees.
         sampled: the same at temperature 1; between 0 and 1 what lies between the two is taken. None: `calibration`.
         max_nodes: nodes of a dynamic tree at most, root included.
-
-    Raises:
-        UserError: when the tree is deeper than the heads, or wider than their draft vocabulary.
     """
 
     def __init__(
@@ -110,7 +107,7 @@ class HeadDrafter:
 
 
 class Levels(Protocol):
-    """What drafts the levels of a tree; see `DraftHead`."""
+    """What `grow` takes of a `DraftHead`."""
 
     draft_to_target_D: Tensor
 
@@ -132,24 +129,19 @@ parent, that of a child drawn instead of it, and its share of the heads' own dis
 
 
 class _Leaf(NamedTuple):
-    """A node of the last level, which may get children.
-
-    Attributes:
-        node: its number in the tree.
-        above: its parent's index in the level before.
-        left: how likely its path has left the best one, see `Calibration.left`; between 0 and 1 for drawn nodes alone.
-        place: the node of the static shape that it fills; 0 in a dynamic tree.
-    """
+    """A node of the last level, which may get children."""
 
     node: int
     above: int = 0
+    """Its parent's index in the level before."""
     left: float = 0.0
+    """How likely its path has left the best one, see `Calibration.left`; between 0 and 1 for drawn nodes alone."""
     place: int = 0
+    """The node of the static shape that it fills; 0 in a dynamic tree."""
 
 
 class _Undrawn(NamedTuple):
-    """A child that is still to be drawn: its row and node, the column of its parent's logits in their table, and its
-    siblings' indices in the draft vocabulary."""
+    """A child that is still to be drawn, from the logits of its parent's column, without its siblings' tokens."""
 
     row: int
     node: int
@@ -179,18 +171,11 @@ def grow(
     max_rank: int = MAX_RANK,
     depth_logits: DepthLogits | None = None,
 ) -> list[Tree]:
-    """Draft a tree after each row's root, level by level.
+    """Draft a tree after each row's root, level by level; `depth_logits` are of heads that draft all depths in one
+    forward. Fills the request's `shape` where there is one, else nodes have `max_rank` children at most.
 
     The host waits for the device once a level, and once more where children are drawn; for heads that draft all depths
     in one forward, once in all, and once more.
-
-    Args:
-        heads: what drafts.
-        state: of its `prefill`.
-        roots: of the rows.
-        request: of the decode loop; its `shape` is filled where there is one.
-        max_rank: children of a node at most, in a dynamic tree.
-        depth_logits: of heads that draft all depths in one forward; None drafts level by level.
     """
     shape, calibration = request.shape, request.calibration or Calibration()
     rows = [_Growing(Tree([token], accept_probs=[1.0]), [_Leaf(0)]) for token in roots.root_tokens]
@@ -245,8 +230,7 @@ def grow(
 
 
 def _pays(rows: Sequence[_Growing], depth: int, calibration: Calibration, request: Request) -> bool:
-    """Whether a further level of a dynamic tree is worth drafting: each node's best child, less what verifying costs,
-    against what the level costs."""
+    """Whether each node's best child, less what verifying costs, is worth what a further level costs."""
     children = (
         _prob(row.tree, leaf.node) * calibration.best_child(depth, leaf.left) for row in rows for leaf in row.level
     )
@@ -274,15 +258,9 @@ def _level(rows: Sequence[_Growing], roots: TreeBatch, depth: int) -> tuple[Tens
 
 @dataclass
 class _Table:
-    """The best drafts of some levels, on the host.
-
-    Attributes:
-        logits_BWD: on the device, for drawing.
-        log_probs: [B, W, R].
-        indices: in the draft vocabulary.
-        tokens: of the target.
-        confidence: [B, W], what the heads say of each node's children; None where nobody asks.
-    """
+    """The best drafts of some levels, on the host, [B, W, R]: log-probabilities, indices in the draft vocabulary and
+    tokens of the target; what the heads say of each node's children, [B, W], where that is asked for; and on the
+    device the logits, for drawing."""
 
     logits_BWD: Tensor
     log_probs: NDArray[Any]
@@ -341,10 +319,7 @@ def _worth_it(
     row: _Growing, tables: Sequence[list[_Candidate]], below: Sequence[float], request: Request
 ) -> list[list[int]]:
     """For each node of the level, the ranks whose paths are worth verifying; the best of them when room is short.
-
-    `tables` has the candidates of each node; `below` says how likely a new node has a right child, a right grandchild
-    and so on, when it is right itself.
-    """
+    `below` says how likely a new node has a right child, a right grandchild and so on, when it is right itself."""
     grown: list[tuple[float, int, int]] = []  # less the path's probability, the parent's index, the rank: best first
     for above, leaf in enumerate(row.level):
         for rank, marginal in enumerate(_marginals(tables[above], request.draws)):
@@ -407,14 +382,9 @@ def _extend(
     shape_children: Sequence[list[int]],
     draws: bool,
 ) -> list[tuple[int, int, list[int]]]:
-    """Give the nodes of a level their children, which become the row's level.
-
-    `picks` are of each node the ranks that become children; with `draws`, the last one has no token yet.
-
-    Returns:
-        Of each child that is to be drawn: its parent's index in the level, its node, and its siblings' indices in the
-        draft vocabulary.
-    """
+    """Give the nodes of a level their children, which become the row's level: `picks` are of each node the ranks that
+    become children. With `draws` the last one has no token yet: returns its parent's index in the level, its node,
+    and its siblings' indices in the draft vocabulary."""
     level: list[_Leaf] = []
     undrawn: list[tuple[int, int, list[int]]] = []
     for above, (leaf, candidates, ranks) in enumerate(zip(row.level, tables, picks, strict=True)):
@@ -446,10 +416,8 @@ def _draw(
     draft_to_target_D: Tensor,
     request: Request,
 ) -> None:
-    """Draw the children that wait for it: those of all rows together, each row's with its own random numbers.
-
-    Where a distribution holds no further token, the node that should hold one is taken out again.
-    """
+    """Draw the children that wait for it, of all rows together, each row's with its own random numbers. Where a
+    distribution holds no further token, the node that should hold one is taken out again."""
     if not undrawn or table is None:
         return
     assert request.warp is not None, "drawing needs a distribution"

@@ -45,32 +45,23 @@ class _Row:
 
 
 class LookaheadDrafter:
-    """Draft n-grams that the target's own Jacobi iterations came up with.
-
-    Acceptance probabilities are unknown, so its trees are verified as they are.
-
-    Args:
-        window: W, guesses that are iterated side by side.
-        ngram: n, tokens of the n-grams; n - 1 of them are drafted. At least 2.
-        guesses: n-grams kept for each first token, and drafted at most.
-        seed: of the first guesses, which are random tokens of the prompt.
-    """
+    """Draft n-grams that the target's own Jacobi iterations came up with, at most `guesses` of them for a first token.
+    The first guesses are random tokens of the prompt. Acceptance probabilities are unknown, so its trees are verified
+    as they are."""
 
     aux_layers: tuple[int, ...] = ()
     draft_share = 0.01
 
-    def __init__(self, window: int = 4, ngram: int = 4, guesses: int = 3, seed: int = 0) -> None:
-        assert window >= 1 and ngram >= 2 and guesses >= 1, "a window has columns, and an n-gram something to draft"
+    def __init__(self, window: int = 4, ngram: int = 4, guesses: int = 3) -> None:
         self.window = window
         self.ngram = ngram
         self.guesses = guesses
-        self.seed = seed
         self.max_nodes = 1 + (window + guesses) * (ngram - 1)
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
         rows = []
         for prompt in prompts:
-            rng = random.Random(self.seed)
+            rng = random.Random(0)
             row = _Row([rng.choices(prompt, k=self.ngram - 1) for _ in range(self.window)])
             self._read(row, prompt)
             rows.append(row)

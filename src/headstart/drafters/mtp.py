@@ -14,14 +14,13 @@ Shape suffixes: B rows, P pending entries of the text, N drafts so far, E hidden
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.drafters.heads import grow
-from headstart.drafters.queues import Queue, first_read, placed
 from headstart.errors import UserError
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target
@@ -35,6 +34,39 @@ _SPARE = 512
 """Entries that a cache takes before it grows."""
 
 
+class Queue:
+    """Outputs of a module (or states of the target) that the next module has not read yet: of each row's values,
+    padded on the right, so many (`counts`) are real."""
+
+    def __init__(self, values_BPE: Tensor, counts: Sequence[int]) -> None:
+        self.values_BPE, self.counts = values_BPE, list(counts)
+
+    def joined(self, values_BPE: Tensor, counts: Sequence[int]) -> Queue:
+        """With these after each row's."""
+        if not self.values_BPE.shape[1]:
+            return Queue(values_BPE, counts)
+        rows_B1, columns_BP = _slots(self.counts, values_BPE.shape[1], values_BPE.device)
+        width = max(self.counts) + values_BPE.shape[1]
+        joined = F.pad(self.values_BPE, (0, 0, 0, width - self.values_BPE.shape[1]))
+        joined[rows_B1, columns_BP] = values_BPE
+        return Queue(joined, [a + b for a, b in zip(self.counts, counts, strict=True)])
+
+    def after(self, counts: Sequence[int]) -> Queue:
+        """Without the first so many of each row."""
+        remaining = [have - gone for have, gone in zip(self.counts, counts, strict=True)]
+        rows_B1, columns_BP = _slots(counts, max(remaining), self.values_BPE.device)
+        return Queue(self.values_BPE[rows_B1, columns_BP.clamp(max=self.values_BPE.shape[1] - 1)], remaining)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        self.values_BPE, self.counts = self.values_BPE[list(rows)], [self.counts[row] for row in rows]
+
+
+def _slots(starts: Sequence[int], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows [B, 1] and columns [B, width] of the entries from each row's start on."""
+    rows_B1 = torch.arange(len(starts), device=device)[:, None]
+    return rows_B1, torch.tensor(list(starts), device=device)[:, None] + torch.arange(width, device=device)
+
+
 @dataclass
 class _Session:
     """One generation.
@@ -42,8 +74,7 @@ class _Session:
     Attributes:
         caches: of each module.
         queues: what each module reads next, beside the embeddings.
-        tokens_BT: committed tokens, and the root after them; padded on the right.
-        lengths: committed tokens of each row.
+        tokens_BT: committed tokens (`lengths` of each row), and the root after them; padded on the right.
         drafts_BN: of this round.
         made_BNE: what was made of the root and of all drafts but the last.
     """
@@ -52,24 +83,21 @@ class _Session:
     queues: list[Queue]
     tokens_BT: Tensor
     lengths: list[int]
-    drafts_BN: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.long))
-    made_BNE: Tensor | None = None
+    drafts_BN: Tensor
+    made_BNE: Tensor
 
     def place(self, tokens_BP: Tensor) -> None:
         """Write tokens after each row's committed ones."""
-        self.tokens_BT = placed(self.tokens_BT, self.lengths, tokens_BP)
+        more = tokens_BP.shape[1]
+        short = max(self.lengths) + more - self.tokens_BT.shape[1]
+        if short > 0:
+            self.tokens_BT = F.pad(self.tokens_BT, (0, max(short, self.tokens_BT.shape[1])))
+        self.tokens_BT[_slots(self.lengths, more, tokens_BP.device)] = tokens_BP
 
 
 class MtpDrafter:
-    """Draft chains with a target's own MTP modules.
-
-    Args:
-        target: the model that verifies; its checkpoint has such modules.
-        draft_steps: longest draft; None for `DRAFT_STEPS`, and as many as there are modules where there are several.
-
-    Raises:
-        UserError: no modules, or more steps than several modules take.
-    """
+    """Draft chains with a target's own MTP modules: of `draft_steps` at most, by default `DRAFT_STEPS` with one module,
+    and as many as there are modules with several."""
 
     def __init__(self, target: Target, draft_steps: int | None = None) -> None:
         self._target = target
@@ -95,9 +123,13 @@ class MtpDrafter:
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> _Session:
         states_BPE = states[self._shipped.state_layer]
-        tokens_BT, queues = first_read(prompts, states_BPE, len(self.modules))
-        caches = [module.new_cache(len(prompts), tokens_BT.shape[1] - 1 + _SPARE) for module in self.modules]
-        return _Session(caches, queues, tokens_BT, [len(prompt) for prompt in prompts])
+        lengths = [len(prompt) for prompt in prompts]
+        width = max(lengths)
+        padded = [[*prompt, *[0] * (width + 1 - len(prompt))] for prompt in prompts]
+        tokens_BT, nothing = torch.tensor(padded, device=states_BPE.device), states_BPE[:, :0]
+        later = [Queue(nothing, [0] * len(prompts)) for _ in self.modules[1:]]
+        caches = [module.new_cache(len(prompts), width + _SPARE) for module in self.modules]
+        return _Session(caches, [Queue(states_BPE, lengths), *later], tokens_BT, lengths, tokens_BT[:, :0], nothing)
 
     def propose(self, session: _Session, roots: TreeBatch, request: Request) -> list[Tree]:
         if min(session.lengths) < len(self.modules):  # a module in the middle would have nothing to read
@@ -112,7 +144,6 @@ class MtpDrafter:
             state.drafts_BN = tokens_BW[:, :0]
             feedback_BNE = state.queues[0].values_BPE[:, :0]
         else:
-            assert state.made_BNE is not None, "levels in order"
             state.drafts_BN = torch.cat([state.drafts_BN, tokens_BW], dim=1)
             feedback_BNE = state.made_BNE
         made_BPE, counts = self._read_text(state, number)
@@ -170,11 +201,9 @@ class MtpDrafter:
 
     def _joined(self, session: _Session, number: int, states_BPE: Tensor) -> Tensor:
         """What a module's layer reads at the next entries of the text."""
-        cache, width = session.caches[number], states_BPE.shape[1]
-        columns_BP = torch.tensor(cache.lengths, device=states_BPE.device)[:, None] + number + 1
-        columns_BP = columns_BP + torch.arange(width, device=states_BPE.device)
-        last = session.tokens_BT.shape[1] - 1
-        tokens_BP = session.tokens_BT.gather(1, columns_BP.clamp(max=last))
+        starts = [length + number + 1 for length in session.caches[number].lengths]
+        rows_B1, columns_BP = _slots(starts, states_BPE.shape[1], states_BPE.device)
+        tokens_BP = session.tokens_BT[rows_B1, columns_BP.clamp(max=session.tokens_BT.shape[1] - 1)]
         return self.modules[number].joined(self._embed(tokens_BP, states_BPE), states_BPE)
 
     def _embed(self, tokens_BP: Tensor, like: Tensor) -> Tensor:

@@ -36,10 +36,8 @@ _MEMORY = 1 / 32  # least weight of the newest observation: a text may change
 
 
 class Index:
-    """A growing text that finds the longest earlier occurrence of its own end.
-
-    Args:
-        looks: occurrences of the last two tokens to look at, latest first; among these the match is the longest.
+    """A growing text that finds the longest earlier occurrence of its own end, among the latest `looks` occurrences of
+    its last two tokens.
 
     >>> index = Index()
     >>> for token in [7, 8, 9, 1, 8, 9]:
@@ -57,7 +55,6 @@ class Index:
         self._single = -1  # where the last token stood before
 
     def append(self, token: int) -> None:
-        """Append a token to the text."""
         text, index = self.text, len(self.text)
         pair = text[-1] << 32 | token if text else -1
         self._earlier.append(self._last_pair.get(pair, -1))
@@ -89,10 +86,8 @@ class _Row:
     """One row: its text, the match it follows, and how often matches of each class went on rightly.
 
     Attributes:
-        source: index of the token that the match predicts next, -1 without a match.
-        length: of the match.
-        rates: by class of length; see `PRIORS`.
-        seen: observations of each class.
+        source: index of the token that the match (of this `length`) predicts next, -1 without a match.
+        rates: by class of length, see `PRIORS`, from as many observations as are `seen`.
         ahead: whether the last token of the text is the root, which is committed later.
     """
 

@@ -3,8 +3,8 @@
 A family is one file in this folder: a config class, a module class, `@register`. Everything else (training, tree
 decoding, tuning, export, reports, the test suite) follows from this contract and never names a family.
 
-Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, M predictions of one step, H width of what an LM
-head reads, W nodes of a level.
+Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, V vocabulary, M predictions of one step, H width of
+what an LM head reads, W nodes of a level.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 import torch
 import torch.nn.functional as F
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.errors import UserError, nearest
-from headstart.heads.exchange.published import Layout, Published
-from headstart.heads.module import HeadModule
+from headstart.heads.exchange.published import SHARED, Layout, Published, detached, fill
+from headstart.heads.int8_weights import drop_int8
 from headstart.recipes.recipe import parse_heads
 from headstart.recipes.sections import FromTarget, HeadSettings
 from headstart.target.fitting import FINAL
@@ -32,6 +33,8 @@ from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import Finish
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeShape
+
+R = TypeVar("R")
 
 
 class HeadConfig(HeadSettings):
@@ -120,7 +123,7 @@ class StepPrediction:
         return logits_MD if self.finish is None else self.finish(logits_MD)
 
 
-class DraftHead(HeadModule, ABC):
+class DraftHead(nn.Module, ABC):
     """A head family. Training (`unroll`) and drafting (`prefill`, `draft_step`, `commit`, `reorder`) are separate
     methods.
 
@@ -130,17 +133,29 @@ class DraftHead(HeadModule, ABC):
     Attributes:
         drafts_features: whether its predictions hold a `feature_ME`.
         publishes: the published arrangement that it can be, if there is one; engines read those alone.
+        draft_to_target_D: the target's token id of each draft token (the identity without a draft vocabulary).
+        lm_bias_D: bias of the target's LM head, for heads that read logits through it.
+        finish: what the target does to its logits, likewise.
+        gradient_checkpointing: whether what training computes inside of layers is computed again for the gradients.
     """
 
     family: ClassVar[str]
     Config: ClassVar[type[HeadConfig]]
     drafts_features: ClassVar[bool] = False
     publishes: ClassVar[Layout | None] = None
+    gradient_checkpointing: bool = False
     config: HeadConfig
+    draft_to_target_D: Tensor
+    lm_bias_D: Tensor | None
 
     def __init__(self, config: HeadConfig) -> None:
-        super().__init__(config.draft_width, bool(config.draft_vocab_size))
+        config.check()
+        super().__init__()
         self.config = config
+        self.finish: Finish | None = None
+        self._embedding_VE: Tensor | None = None
+        self.register_buffer("draft_to_target_D", torch.arange(config.draft_width))
+        self.register_buffer("lm_bias_D", None, persistent=False)
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
@@ -160,14 +175,48 @@ class DraftHead(HeadModule, ABC):
 
     def fit(self, batches: Iterable[HeadBatch]) -> None:
         """Improve on the warm start in closed form, in place, from a pass over some data; by default nothing."""
-        return None
 
     def before_training(self, batches: Iterable[HeadBatch]) -> None:
         """Look at what training may take as given, now that every weight is in place; by default nothing."""
-        return None
 
     def bind(self, target: FrozenModel) -> None:
         """Take references to frozen weights of the target that are not saved with the heads; called after loading."""
+
+    # -- the weights of the target -------------------------------------------------------------------------------
+
+    @property
+    def target_embeddings(self) -> Tensor:
+        """The target's embeddings [V, E], for families that take them when they are bound."""
+        assert self._embedding_VE is not None, "heads are bound to their target"
+        return self._embedding_VE
+
+    def frozen_lm_head(self, target: FrozenModel, like: Tensor) -> Tensor:
+        """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it, in the dtype
+        and on the device of `like`; sets `lm_bias_D` and `finish`, which belong to such logits."""
+        bias_V = target.lm_head_bias
+        self.lm_bias_D = None if bias_V is None else self._drafted(bias_V.detach()).to(like)
+        self.finish = target.finish
+        return self._drafted(target.lm_head_weight.detach()).to(like)
+
+    def first_lm_head(self, target: FrozenModel) -> Tensor:
+        """What an LM head of the heads' own starts from, [D, E]: the target's, with the scale of its logits. Such heads
+        have no bias or cap, in training and in the engines that serve them."""
+        weight_DE, scale = self._drafted(target.lm_head_weight.detach()), target.finish.scale
+        return weight_DE if scale == 1 else weight_DE * scale
+
+    def _drafted(self, rows_V: Tensor) -> Tensor:
+        if not self.config.draft_vocab_size:
+            return rows_V[: len(self.draft_to_target_D)]
+        return rows_V[self.draft_to_target_D.to(rows_V.device)]
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """Draft logits from the output of the LM head."""
+        return logits if self.finish is None else self.finish(logits)
+
+    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
+        """Draft only these tokens of the target (sorted int64 [D])."""
+        assert token_ids.shape == self.draft_to_target_D.shape, "the vocabulary has the configured size"
+        self.draft_to_target_D.copy_(token_ids)
 
     # -- exchange ------------------------------------------------------------------------------------------------
 
@@ -176,19 +225,43 @@ class DraftHead(HeadModule, ABC):
         """Whether `publish` needs the heads to be bound to their target."""
         return False
 
+    def by_published_name(self) -> dict[str, Tensor]:
+        """The weights as they are published, in the heads' own memory; see `published`."""
+        return {}
+
     def publish(self) -> Published:
         """The heads as serving engines know them; the tensors are copies on the CPU.
 
         Raises:
             UserError: no engine knows such heads, or not with these settings.
         """
-        raise UserError(
-            f"No serving engine knows {self.family} heads.",
-            "headstart and transformers decode with them (--format headstart); for vLLM, SGLang and llama.cpp train "
-            "eagle3 heads.",
+        if self.publishes is None:
+            raise UserError(
+                f"No serving engine knows {self.family} heads.",
+                "headstart and transformers decode with them (--format headstart); for vLLM, SGLang and llama.cpp "
+                "train eagle3 heads.",
+            )
+        return Published(
+            layout=self.publishes,
+            hidden_size=self.config.hidden_size,
+            vocab_size=self.config.vocab_size,
+            steps=self.draft_steps,
+            tensors=detached(self.by_published_name()),
+            layer=getattr(self.config, "published_sizes", None),
+            **{name: getattr(self.config, name) for name in SHARED if hasattr(self.config, name)},
         )
 
     @classmethod
+    def settings_of(cls, published: Published) -> dict[str, Any]:
+        """Settings of heads that hold what was published."""
+        shared = {name: getattr(published, name) for name in SHARED}
+        given = {**published.head_settings, **shared, "draft_steps": published.steps}
+        return {name: value for name, value in given.items() if name in cls.Config.model_fields} | {
+            "family": cls.family
+        }
+
+    @classmethod
+    @torch.no_grad()
     def from_published(cls, published: Published, target: Target) -> Self:
         """Heads of this family, bound to their target, from the arrangement that the family `publishes`, with all of
         its tensors in their shapes; `publish` gives the same again.
@@ -196,9 +269,39 @@ class DraftHead(HeadModule, ABC):
         Raises:
             UserError: a variant that the family does not have.
         """
-        raise NotImplementedError(f"{cls.family} heads publish nothing")
+        heads = cls(cls.Config.model_validate(cls.settings_of(published)))
+        fill(heads.by_published_name(), published.tensors)
+        if published.draft_ids_D is not None:
+            heads.set_draft_vocabulary(published.draft_ids_D)
+        heads.bind(target)
+        return heads
 
     # -- training ------------------------------------------------------------------------------------------------
+
+    def train(self, mode: bool = True) -> Self:
+        """As torch's; training mode drops the weights in 8 bits, which would not learn."""
+        if mode:
+            drop_int8(self)
+        return super().train(mode)
+
+    @property
+    def trainable_parameters(self) -> int:
+        """How many numbers training changes."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad)
+
+    def learning_rows(self) -> dict[str, list[slice]]:
+        """By name, the rows of weights in which several matrices lie one below the other, for an optimiser that treats
+        a matrix as a whole. `unroll` gives rows that are in none of them no gradient."""
+        layers = [(path, module) for path, module in self.named_modules() if path and hasattr(module, "learning_rows")]
+        return {f"{path}.{name}": rows for path, layer in layers for name, rows in layer.learning_rows().items()}
+
+    def light(self, function: Callable[..., R], *inputs: Any) -> R:
+        """What a function, which draws no random numbers, makes of its inputs; with `gradient_checkpointing` only these
+        are kept for the gradients."""
+        if not (self.gradient_checkpointing and torch.is_grad_enabled()):
+            return function(*inputs)
+        made: R = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+        return made
 
     @abstractmethod
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
@@ -216,12 +319,8 @@ class DraftHead(HeadModule, ABC):
 
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        """Start drafting for a batch of prompts; returns a state that `draft_step`, `commit` and `reorder` take.
-
-        Args:
-            prompts: token ids of each row.
-            states: {layer: [B, T, E]} of the prefill, right-padded: row b is good up to len(prompts[b]).
-        """
+        """Start drafting for a batch of prompts, with the states {layer: [B, T, E]} of their prefill, padded on the
+        right; returns a state that `draft_step`, `commit` and `reorder` take."""
 
     @abstractmethod
     def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
@@ -270,11 +369,8 @@ class DraftHead(HeadModule, ABC):
 
     @torch.no_grad()
     def flops_per_draft(self) -> int:
-        """Floating-point operations of one drafted token, LM head included; a multiply-add is two.
-
-        A chain of `draft_steps` drafts after a text of one token, divided by `draft_steps`: what a family does once a
-        round is shared by its drafts, and attention over the text is left out. The heads are bound to their target.
-        """
+        """Floating-point operations of one drafted token, LM head included; a multiply-add is two. Counted over a chain
+        of `draft_steps` drafts after a text of one token: attention over the text is left out."""
         where = self.draft_to_target_D.device
         dtype = next((p.dtype for p in self.parameters()), torch.float32)
         state_11E = torch.zeros(1, 1, self.config.hidden_size, dtype=dtype, device=where)

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -183,10 +183,4 @@ class DSparkHead(SolvedBlockHead):
             every_VR = torch.zeros_like(tensors[MARKOV_EMBEDDING])  # what is not drafted here is not corrected
             every_VR[self.draft_to_target_D.cpu()] = tensors[MARKOV_LM_HEAD]
             tensors[MARKOV_LM_HEAD] = every_VR
-        config = self.config
-        return replace(published, tensors=tensors, markov_rank=config.markov_rank, confidence=config.confidence)
-
-    @classmethod
-    def settings_of(cls, published: Published) -> dict[str, Any]:
-        of_family = {"markov_rank": published.markov_rank, "confidence": published.confidence}
-        return {**super().settings_of(published), **of_family}
+        return published.with_tensors(tensors)

@@ -9,7 +9,8 @@ Shape suffixes: E hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +24,6 @@ from headstart.heads.exchange.published import (
     Layout,
     Published,
     detached,
-    fill,
     other_embeddings,
     same_numbers,
 )
@@ -84,18 +84,18 @@ class EagleHead(FinalStateHead):
                 "The target's LM head has a bias, and engines leave it out when they draft with EAGLE-1 heads.",
                 "Train eagle3 heads, which have an LM head of their own.",
             )
-        tensors = {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **self.stack[0].by_published_name(0)}
-        if self.publishing_reads_target:
-            tensors[EMBEDDINGS] = self._normed(self.target_embeddings.float())
-        return Published(
-            layout=Layout.EAGLE,
-            hidden_size=self.config.hidden_size,
-            vocab_size=self.config.vocab_size,
-            steps=self.draft_steps,
-            tensors=detached(tensors),
-            layer=self.config.published_sizes,
-            normed_embeddings=self.config.embedding_norm,
-        )
+        published = replace(super().publish(), normed_embeddings=self.config.embedding_norm)
+        if not self.publishing_reads_target:
+            return published
+        embeddings = detached({EMBEDDINGS: self._normed(self.target_embeddings.float())})
+        return published.with_tensors({**published.tensors, **embeddings})
+
+    def by_published_name(self) -> dict[str, Tensor]:
+        return {"fc.weight": self.fc.weight, "fc.bias": self.fc.bias, **self.stack[0].by_published_name(0)}
+
+    @classmethod
+    def settings_of(cls, published: Published) -> dict[str, Any]:
+        return {**super().settings_of(published), "embedding_norm": published.normed_embeddings}
 
     @classmethod
     @torch.no_grad()
@@ -106,19 +106,8 @@ class EagleHead(FinalStateHead):
                 "Take a checkpoint with one layer.",
             )
         is_normed, added_E = cls._embeddings_of(published, target.embedding_weight.detach().float().cpu())
-        settings = {
-            **published.head_settings,
-            "family": cls.family,
-            "draft_steps": published.steps,
-            "embedding_norm": is_normed,
-        }
-        heads = cls(EagleConfig.model_validate(settings))
-        fill({"fc.weight": heads.fc.weight, **heads.stack[0].by_published_name(0)}, published.tensors)
-        bias_E = published.tensors.get("fc.bias")
-        heads.fc.bias.copy_(heads.fc.weight[:, : published.hidden_size] @ added_E)
-        if bias_E is not None:
-            heads.fc.bias.add_(bias_E)
-        heads.bind(target)
+        heads = super().from_published(replace(published, normed_embeddings=is_normed), target)
+        heads.fc.bias.add_(heads.fc.weight[:, : published.hidden_size] @ added_E)
         return heads
 
     @classmethod
@@ -126,9 +115,8 @@ class EagleHead(FinalStateHead):
         """Whether a checkpoint reads normed embeddings, and what it adds to all of them, [E]."""
         own_VE = published.tensors.get(EMBEDDINGS)
         nothing_E = torch.zeros(embedding_VE.shape[1])
-        if same_numbers(own_VE, embedding_VE):
+        if own_VE is None:  # it reads the target's
             return False, nothing_E
-        assert own_VE is not None, "without embeddings of its own a checkpoint reads the target's"
         normed_VE = F.rms_norm(embedding_VE, embedding_VE.shape[-1:])
         if own_VE.shape == embedding_VE.shape:
             for is_normed, base_VE in ((False, embedding_VE), (True, normed_VE)):

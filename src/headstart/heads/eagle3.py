@@ -6,41 +6,58 @@ norm and an LM head of their own over the draft vocabulary. EAGLE-3.1 normalises
 and feeds back the normed output. See `recurrent` for what each step reads and drafts.
 
 This is the arrangement that serving engines read. With `init: transition` it begins as a solved step from one final
-state of the target to the next, see `transition_start`.
+state of the target to the next. Two things are solved for before the first gradient step. The linear part of the step,
+a guess of the next final state from a final state and the embedding of the token that follows it: the published layer
+has no place for such a map, so attention heads that look at their own position alone hold it (see `own_position`). And
+an attention that copies what followed the present token before (see `induction`).
 
-Shape suffixes: E hidden size, M predictions, X = aux layers * E (of final states: flat positions).
+Shape suffixes: B rows, T tokens, E hidden size, M positions, P distances, R pairs of a head, X = aux layers * E (of
+final states: flat positions), I what attention reads, J what the solved map reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, register, supervised_origins
-from headstart.heads.exchange.published import Layout, Published, check_embeddings, detached, fill
+from headstart.heads.exchange.published import Layout, Published, check_embeddings
 from headstart.heads.int8_weights import Linear
+from headstart.heads.parts import induction, own_position
 from headstart.heads.parts.layer import (
     DraftLayer,
     LayerConfig,
+    by_token,
     normed,
     refused_layers,
     start_from_last_layers,
 )
-from headstart.heads.parts.own_position import heads_needed
-from headstart.heads.parts.residual import LinearStart
-from headstart.heads.parts.transition_start import TransitionConfig, TransitionStart
+from headstart.heads.parts.recurrent import RecurrentConfig, RecurrentHead
+from headstart.heads.parts.residual import LinearStart, map_by_direction
+from headstart.heads.parts.text_attention import causal_attention
 from headstart.recipes.sections import FromTarget
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 
+_FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000
+"""Tokens for each number that is read, from which the code of a token is learnt: `_ROWS`, but beyond `_MANY` in all
+no more than `_FEW_ROWS`."""
+_BLOCK = 8192
+"""Embeddings that are normed at a time."""
+_LONGEST, _ENOUGH = 1024, 8192
+"""Tokens of a text, and of all, on which it is checked whether heads find their own position."""
 
-class Eagle3Config(TransitionConfig):
+
+class Eagle3Config(RecurrentConfig):
     """Settings of EAGLE-3 heads."""
 
     family: str = "eagle3"
@@ -69,7 +86,7 @@ class Eagle3Config(TransitionConfig):
         middle, last = target.num_layers // 2, target.num_layers
         if settings.get("init") != "transition":
             return {**values, "aux_layers": (2, middle, last - 3)}
-        own_heads = heads_needed(target.hidden_size, settings.get("head_dim", values["head_dim"]))
+        own_heads = own_position.heads_needed(target.hidden_size, settings.get("head_dim", values["head_dim"]))
         heads = own_heads + min(values["num_key_value_heads"], max(1, own_heads // 2))
         return {
             **values,
@@ -77,6 +94,11 @@ class Eagle3Config(TransitionConfig):
             "num_attention_heads": heads,
             "num_key_value_heads": heads,
         }
+
+    @property
+    def own_heads(self) -> int:
+        """Key heads that look at their own position alone, with `init: transition`."""
+        return own_position.heads_needed(self.hidden_size, self.head_dim)
 
     @property
     def start_layers(self) -> int:
@@ -102,7 +124,7 @@ class Eagle3Config(TransitionConfig):
 
 
 @register
-class Eagle3Head(TransitionStart):
+class Eagle3Head(RecurrentHead):
     """Fusion, decoder layers, norm and LM head."""
 
     family: ClassVar[str] = "eagle3"
@@ -111,7 +133,6 @@ class Eagle3Head(TransitionStart):
     config: Eagle3Config
 
     def __init__(self, config: Eagle3Config) -> None:
-        config.check()
         if not config.aux_layers:
             raise refused_layers(())
         size, eps, aux_layers = config.hidden_size, config.rms_norm_eps, len(config.aux_layers)
@@ -165,15 +186,17 @@ class Eagle3Head(TransitionStart):
         before = self.config.hidden_size  # the embedding comes first
         start_from_last_layers(target, self.stack, self.fc, hidden_norm=self.hidden_norm, norm=self.norm, before=before)
         self.lm_head.weight.copy_(self.first_lm_head(target))
-        if self.config.init == "transition":
-            self.warm_start_transition()
+        if self.config.init == "transition":  # a layer without any effect yet, whose own heads look at themselves
+            self.stack[0].zero_init()
+            self.hidden_norm.weight.fill_(1)
+            self._look_at_themselves([])
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
         """Fuse to a linear guess of where the next token's stream will end: ridge regression on what the target's own
         LM head reads one token later, undone by its norm, in the scale of the deepest aux hidden state."""
         if self.config.init == "transition":
-            self.fit_transition(iter(batches), self.config.norm_before_residual)
+            self._fit_transition(iter(batches))
         if self.config.init != "target":
             return
         size, scale = self.config.hidden_size, 0.0
@@ -191,11 +214,27 @@ class Eagle3Head(TransitionStart):
 
     @torch.no_grad()
     def before_training(self, batches: Iterable[HeadBatch]) -> None:
-        """Keep heads that look at their own position as they are, where they really do."""
-        if self.config.init == "transition":
-            self.keep_own_heads(batches)
+        """Let training take as given that heads look at their own position alone, where they really do."""
+        if self.config.init != "transition":
+            return
+        layer, own = self.stack[0], self.config.own_heads
+        layer.own_heads = 0
+        if own == self.config.num_key_value_heads:
+            return
+        least, tokens = 1.0, 0
+        for batch in batches:
+            seen_BTX = self.select_states(batch.states)[:, :_LONGEST]
+            attended_BTI = self._attended(seen_BTX, _following(batch)[:, :_LONGEST])
+            queries, keys, _ = self._read(attended_BTI)
+            least = min(least, float(own_position.shares(queries[:, :own], keys[:, :own]).mean((0, 2, 3)).min()))
+            tokens += attended_BTI.shape[1]
+            if tokens >= _ENOUGH:
+                break
+        layer.own_heads = own if least >= own_position.ALONE else 0
 
-    def _by_published_name(self) -> dict[str, Tensor]:
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    def by_published_name(self) -> dict[str, Tensor]:
         tensors = {
             "fc.weight": self.fc.weight,
             "layers.0.input_layernorm.weight": self.embedding_norm.weight,
@@ -210,21 +249,12 @@ class Eagle3Head(TransitionStart):
         return tensors
 
     def publish(self) -> Published:
-        config = self.config
-        return Published(
-            layout=Layout.EAGLE3,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            steps=self.draft_steps,
-            tensors=detached(self._by_published_name()),
-            draft_ids_D=self.draft_to_target_D.cpu().clone() if config.draft_vocab_size else None,
-            layer=config.published_sizes,
-            num_layers=config.num_layers,
-            aux_layers=config.aux_layers,
-            norm_before_residual=config.norm_before_residual,
-            norm_output=config.feedback == "post_norm",
-            aux_norms=config.aux_norms,
-        )
+        ids_D = self.draft_to_target_D.cpu().clone() if self.config.draft_vocab_size else None
+        return replace(super().publish(), draft_ids_D=ids_D, norm_output=self.config.feedback == "post_norm")
+
+    @classmethod
+    def settings_of(cls, published: Published) -> dict[str, Any]:
+        return {**super().settings_of(published), "feedback": "post_norm" if published.norm_output else "pre_norm"}
 
     @classmethod
     def from_published(cls, published: Published, target: Target) -> Self:
@@ -234,20 +264,118 @@ class Eagle3Head(TransitionStart):
                 "each by itself.",
                 "Take a checkpoint without norm_before_fc.",
             )
-        settings = {
-            **published.head_settings,
-            "family": cls.family,
-            "draft_steps": published.steps,
-            "num_layers": published.num_layers,
-            "aux_layers": published.aux_layers,
-            "aux_norms": published.aux_norms,
-            "feedback": "post_norm" if published.norm_output else "pre_norm",
-            "norm_before_residual": published.norm_before_residual,
-        }
-        heads = cls(Eagle3Config.model_validate(settings))
         check_embeddings(published, target.embedding_weight)
-        heads.bind(target)
-        fill(heads._by_published_name(), published.tensors)
-        if published.draft_ids_D is not None:
-            heads.set_draft_vocabulary(published.draft_ids_D)
-        return heads
+        return super().from_published(published, target)
+
+    # -- the solved start ----------------------------------------------------------------------------------------
+
+    def _fit_transition(self, batches: Iterator[HeadBatch]) -> None:
+        """Fuse to the final state before its norm, make some heads copy, and let the others hold the linear part of
+        the step to the next final state: ridge regression, undone by the target's norm."""
+        enough = min(_ROWS * self.fc.in_features, max(_FEW_ROWS * self.fc.in_features, _MANY))
+        first: list[HeadBatch] = []
+        while sum(batch.tokens_BT.numel() for batch in first) < enough and (batch := next(batches, None)) is not None:
+            first.append(batch)
+        if not first:
+            return
+        size, layer, own = self.config.hidden_size, self.stack[0], self.config.own_heads
+        self._look_at_themselves(first)
+        self.fc.weight.copy_(self._to_final_state(first))
+        copies = self._copy(first)
+
+        def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
+            final_BTE, origin_M = batch.states[FINAL].float(), supervised_origins(batch.supervised_BT, 0)
+            attended_BTI = self._attended(self.select_states(batch.states).float(), _following(batch))
+            parts = [attended_BTI]
+            if copies:
+                queries, keys, values = self._read(attended_BTI)
+                parts.append(by_token(causal_attention(queries[:, own:], keys[:, own:], values[:, own:])))
+            read_MJ = torch.cat(parts, dim=-1).flatten(0, 1)[origin_M]
+            return read_MJ, [final_BTE.flatten(0, 1)[origin_M + 1] / self.norm.weight.float()]
+
+        of_own_heads = layer.o.in_features // self.config.num_key_value_heads * own
+        copied = layer.o.in_features - of_own_heads if copies else 0
+        start = LinearStart([2 * size + copied], size, self.target_embeddings.device)
+        for map_EJ in start.solve(chain(first, batches), read):
+            products_JJ = start.gram_FF / start.rows
+            residual = 1.0  # the size of the state that the layer adds to
+            if not self.config.norm_before_residual:
+                # That is the fused state as it is: it is given the size of the guesses that are fed back.
+                residual = float(((map_EJ @ products_JJ) * map_EJ).sum() / size) ** 0.5
+                fused_MX = torch.cat(
+                    [self.project(self.select_states(batch.states).float()).flatten(0, 1) for batch in first]
+                )
+                self.fc.weight *= residual / float(fused_MX.square().mean(-1).sqrt().median())
+            linear_EI = map_EJ[:, : 2 * size].clone()
+            linear_EI[:, size:] -= residual * torch.eye(size).to(linear_EI)
+            own_position.hold(layer, own, linear_EI, products_JJ[: 2 * size, : 2 * size])
+            if copies:
+                layer.o.weight[:, of_own_heads:] = map_EJ[:, 2 * size :]
+
+    def _attended(self, seen_BTX: Tensor, following_BT: Tensor) -> Tensor:
+        return self.layer_input(self.project(seen_BTX), self._embed(following_BT, seen_BTX))[0]
+
+    def _read(self, attended_BTI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of the layer, every row a text of its own."""
+        width = attended_BTI.shape[1]
+        index_BT = torch.arange(width, device=attended_BTI.device).expand(attended_BTI.shape[:2])
+        return self.stack[0].read(attended_BTI, self._rotary.at(index_BT, attended_BTI.dtype, width))
+
+    def _look_at_themselves(self, batches: list[HeadBatch]) -> None:
+        """Let the first heads look at their own position, whatever token of the vocabulary or of the texts it has."""
+        like = self.embedding_norm.weight.float()
+
+        def normed_of(tokens: Tensor) -> Iterator[Tensor]:
+            return (normed(self.embedding_norm, self._embed(part, like)) for part in torch.split(tokens, _BLOCK))
+
+        kinds = [normed_of(torch.arange(len(self.target_embeddings)))]
+        if batches:
+            kinds.append(normed_of(torch.cat([batch.tokens_BT.flatten() for batch in batches])))
+        number_E, mean_E = own_position.number_of_all(*kinds)
+        cos_PR = self._cosines(own_position.FAR)[:, : self.config.head_dim // 2]
+        cos_PR = cos_PR[1:] / cos_PR[0, 0]  # tables of long contexts may carry a factor
+        own_position.look_at_itself(self.stack[0], self.config.own_heads, cos_PR, number_E=number_E, mean_E=mean_E)
+
+    def _copy(self, batches: list[HeadBatch]) -> bool:
+        """Set the fusion and the attention of the other heads so that they copy; says whether they do."""
+        fused_EX = self.fc.weight.clone()
+        aux_MX = self._aux_states(batches)
+        embedded_ME = torch.cat([self._embed(batch.tokens_BT.flatten(), aux_MX) for batch in batches])
+        embedded_ME = normed(self.embedding_norm, embedded_ME)
+        slow = induction.slow_pairs(self.config, self._cosines(induction.FAR))
+        final_ME = aux_MX @ fused_EX.T
+        spare = self.config.own_heads
+        code = induction.solve(self.stack[0], slow, aux_MX, final_ME=final_ME, own_ME=embedded_ME, spare=spare)
+        if code is None:
+            return False
+        self.hidden_norm.weight.fill_(1)
+        self.fc.weight.copy_(code.into(fused_EX))
+        return True
+
+    def _cosines(self, far: int) -> Tensor:
+        """Of the angles by which each component of a head turns over distances from 0 to `far`, [P, d]."""
+        return self._rotary.at(torch.arange(far + 1)[None], torch.float32, far + 1)[0][0]
+
+    def _aux_states(self, batches: list[HeadBatch]) -> Tensor:
+        seen = (self.normed_states(self.select_states(batch.states)) for batch in batches)
+        return torch.cat([seen_BTX.flatten(0, 1).float() for seen_BTX in seen])
+
+    def _to_final_state(self, batches: list[HeadBatch]) -> Tensor:
+        """The map from normed aux layers to the final state before its norm, as large as the deepest of them, [E, X]:
+        ridge regression of what the last layers add to the deepest aux hidden state."""
+        size = self.config.hidden_size
+        aux_MX = self._aux_states(batches)
+        final_ME = torch.cat([batch.states[FINAL].flatten(0, 1).float() for batch in batches])
+        final_ME = final_ME / self.norm.weight.float()
+        good_M = aux_MX.isfinite().all(-1) & final_ME.isfinite().all(-1) & (aux_MX != 0).any(-1)
+        aux_MX, final_ME = aux_MX[good_M], final_ME[good_M]
+        deepest_ME = aux_MX[:, -size:]
+        added_ME = final_ME * deepest_ME.square().mean(-1, keepdim=True).sqrt() - deepest_ME
+        map_EX = map_by_direction(aux_MX, added_ME)
+        map_EX[:, -size:] += torch.eye(size).to(map_EX)
+        return map_EX
+
+
+def _following(batch: HeadBatch) -> Tensor:
+    """The token after each, [B, T]; after the last one anything."""
+    return F.pad(batch.tokens_BT[:, 1:], (0, 1))

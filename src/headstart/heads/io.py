@@ -52,13 +52,8 @@ def save_heads(heads: DraftHead, folder: Path) -> None:
 
 
 def load_heads(folder: Path, target: FrozenModel | None = None, device: torch.device | str | None = None) -> DraftHead:
-    """Read heads that `save_heads` wrote, or that were exported, in the dtype they were saved in, and bind them to the
-    target if there is one.
-
-    Args:
-        folder: with config.json and heads.safetensors, or the folder of a run.
-        target: what the heads draft for.
-        device: where the heads go; the target's device by default, the CPU without a target.
+    """Read heads that `save_heads` wrote or that were exported, from their folder or that of their run, in the dtype
+    they were saved in, onto the target's device (by default), and bind them to the target if there is one.
 
     Raises:
         UserError: a file is missing or cut short, the settings are not of this version, or the heads do not fit the

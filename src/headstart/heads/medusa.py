@@ -17,7 +17,8 @@ L blocks of a head, R ranks, N tree nodes, X = B * T flat positions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Self
+from dataclasses import replace
+from typing import Any, ClassVar, Self
 
 import torch
 from pydantic import Field
@@ -33,7 +34,7 @@ from headstart.heads.base import (
     register,
     supervised_origins,
 )
-from headstart.heads.exchange.published import LM_HEAD, Layout, Published, detached, fill
+from headstart.heads.exchange.published import LM_HEAD, Layout, Published
 from headstart.heads.int8_weights import linear, unstack
 from headstart.heads.parts.residual import LinearStart, ResidualConfig, ResidualHead, ResidualState, embed, head_hidden
 from headstart.target.fitting import FINAL
@@ -75,7 +76,6 @@ class MedusaHead(ResidualHead, OneForwardHead):
 
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
-        config.check()
         size = config.hidden_size
         inputs = 2 * size if config.see_root else size
         self.input_KEF = nn.Parameter(torch.zeros(config.num_heads, size, inputs)) if config.input_map else None
@@ -152,7 +152,7 @@ class MedusaHead(ResidualHead, OneForwardHead):
     def publishing_reads_target(self) -> bool:
         return self.config.shared_lm_head
 
-    def _by_published_name(self) -> dict[str, Tensor]:
+    def by_published_name(self) -> dict[str, Tensor]:
         tensors = {
             f"blocks.{head}.layers.{block}.{name}": stacked[head, block]
             for name, stacked in (("weight", self.block_weight_KLEE), ("bias", self.block_bias_KLE))
@@ -176,33 +176,19 @@ class MedusaHead(ResidualHead, OneForwardHead):
                 "The target's LM head has a bias, which published Medusa heads leave out.",
                 "Train with heads.shared_lm_head=false.",
             )
-        return Published(
-            layout=Layout.MEDUSA,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            steps=self.draft_steps,
-            tensors=detached(self._by_published_name()),
-            draft_ids_D=self.draft_to_target_D.cpu().clone() if config.draft_vocab_size else None,
-            num_layers=config.num_layers,
-        )
+        ids_D = self.draft_to_target_D.cpu().clone() if config.draft_vocab_size else None
+        return replace(super().publish(), draft_ids_D=ids_D)
+
+    @classmethod
+    def settings_of(cls, published: Published) -> dict[str, Any]:
+        return {**super().settings_of(published), "num_heads": published.steps, "input_map": False}
 
     @classmethod
     def from_published(cls, published: Published, target: Target) -> Self:
-        settings = {
-            **published.head_settings,
-            "family": cls.family,
-            "num_heads": published.steps,
-            "num_layers": published.num_layers,
-            "input_map": False,
-        }
-        heads, tensors = cls(MedusaConfig.model_validate(settings)), dict(published.tensors)
+        tensors = dict(published.tensors)
         if LM_HEAD in tensors:  # of all heads
             tensors |= {f"lm_heads.{head}.weight": tensors[LM_HEAD] for head in range(published.steps)}
-        fill({name: place for name, place in heads._by_published_name().items() if name in tensors}, tensors)
-        if published.draft_ids_D is not None:
-            heads.set_draft_vocabulary(published.draft_ids_D)
-        heads.bind(target)
-        return heads
+        return super().from_published(published.with_tensors(tensors), target)
 
     def depth_logits(self, state: ResidualState, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:

@@ -74,18 +74,15 @@ class Published:
         steps: how many tokens ahead the heads were trained to draft.
         tensors: see the module's docstring.
         draft_ids_D: the target's token id of each draft token; None when all of them are drafted.
-        layer: of the decoder layers; None for heads without.
         num_layers: decoder layers, or blocks of a Medusa head.
         aux_layers: indices of transformers' `hidden_states` that are fused; empty where the state after the final
             norm is read.
         norm_before_residual: the first layer adds to the normed state instead of the state.
         norm_output: what is fed back went through the final norm.
-        aux_norms: each aux state is normed before the fusion.
-        norm_before_fc: all aux states together are normed before the fusion.
+        aux_norms, norm_before_fc: aux states are normed before the fusion, each by itself or all together.
         normed_embeddings: `embed_tokens.weight` holds the target's embeddings, each normed.
-        block_size: inputs of a block, the newest decided token among them; 0 for heads without blocks. Of DFlash's
-            outputs the first drafts nothing, of DSpark's all draft.
-        mask_token_id: the token that stands for each of the others.
+        block_size: inputs of a block, the newest decided token among them, the others `mask_token_id`; 0 for heads
+            without blocks. Of DFlash's outputs the first drafts nothing, of DSpark's all draft.
         markov_rank: numbers of a token in the map from each drafted token to the next one's logits.
         confidence: there is a guess whether each draft is accepted.
     """
@@ -188,11 +185,10 @@ class Published:
         return {f"layers.{number}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-_SETTINGS = (
-    *("hidden_size", "vocab_size", "num_layers", "aux_layers"),
-    *("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"),
-)
 _OF_BLOCKS = ("block_size", "mask_token_id", "markov_rank", "confidence")
+SHARED = ("num_layers", "aux_layers", "norm_before_residual", "aux_norms", *_OF_BLOCKS)
+"""Settings of the families that are called the same here."""
+_SETTINGS = ("hidden_size", "vocab_size", *SHARED[:4], "norm_output", "norm_before_fc")
 _ROUNDED = 0.01
 """How far, as a share of their size, rounding to bfloat16 moves numbers at most."""
 
@@ -201,11 +197,10 @@ def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()}
 
 
-@torch.no_grad()
 def fill(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy published tensors to where heads keep them, in place."""
+    """Copy published tensors to where heads keep them, in place; biases may be left out."""
     for name, place in places.items():
-        place.copy_(tensors[name])
+        place.copy_(tensors[name] if name in tensors or not name.endswith("bias") else torch.zeros_like(place))
 
 
 def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
-from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, detached, fill, same_numbers
+from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, same_numbers
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.cache import LayerCache, cached_attention
 from headstart.heads.parts.layer import (
@@ -185,7 +185,6 @@ class BlockHead(DraftHead):
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
-        config.check()
         if not config.aux_layers:
             raise refused_layers((), _LAYERS)
         size, count = config.hidden_size, len(config.aux_layers)
@@ -283,7 +282,6 @@ class BlockHead(DraftHead):
     # -- exchange ------------------------------------------------------------------------------------------------
 
     def by_published_name(self) -> dict[str, Tensor]:
-        """The weights as they are published, in the heads' own memory."""
         tensors = {
             "fc.weight": self.fc.weight,
             "hidden_norm.weight": self.hidden_norm.weight,
@@ -293,26 +291,8 @@ class BlockHead(DraftHead):
             tensors |= layer.by_published_name(number)
         return tensors
 
-    def publish(self) -> Published:
-        """See `DraftHead.publish`. Engines draft from the target's whole vocabulary with these heads."""
-        config = self.config
-        assert self.publishes is not None, "block drafters are published"
-        return Published(
-            layout=self.publishes,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            steps=self.draft_steps,
-            tensors=detached(self.by_published_name()),
-            layer=config.published_sizes,
-            num_layers=config.num_layers,
-            aux_layers=config.aux_layers,
-            block_size=config.block_size,
-            mask_token_id=config.mask_token_id,
-        )
-
     @classmethod
     def from_published(cls, published: Published, target: Target) -> Self:
-        heads = cls(cast(BlockConfig, cls.Config.model_validate(cls.settings_of(published))))
         check_embeddings(published, target.embedding_weight)
         if not same_numbers(published.tensors.get(LM_HEAD), target.lm_head_weight):
             raise UserError(
@@ -320,21 +300,7 @@ class BlockHead(DraftHead):
                 "draft through the target's.",
                 "Name the target that they were trained on with --target, or take another checkpoint.",
             )
-        heads.bind(target)
-        fill(heads.by_published_name(), published.tensors)
-        return heads
-
-    @classmethod
-    def settings_of(cls, published: Published) -> dict[str, Any]:
-        """Settings of heads that hold what was published."""
-        return {
-            **published.head_settings,
-            "family": cls.family,
-            "num_layers": published.num_layers,
-            "aux_layers": published.aux_layers,
-            "block_size": published.block_size,
-            "mask_token_id": published.mask_token_id,
-        }
+        return super().from_published(published, target)
 
     # -- drafting ------------------------------------------------------------------------------------------------
 

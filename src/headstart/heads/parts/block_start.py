@@ -107,7 +107,7 @@ class SolvedBlockHead(BlockHead):
         fast_d = fast_pairs(layer)
         angles_R = self._angles()[: int(fast_d.sum()) // 2]
         patterns = (pattern(angles_R, config.block_size, False), pattern(angles_R, config.block_size, True))
-        if min(found.margin for found in patterns) <= 0:  # heads of few pairs cannot tell all distances apart
+        if min(query.margin for query in patterns) <= 0:  # heads of few pairs cannot tell all distances apart
             return
         features, contexts, roots = Ridge(), list[Tensor](), list[Tensor]()
         for lesson in lessons:
@@ -193,7 +193,7 @@ class SolvedBlockHead(BlockHead):
         return None
 
     def beside_guess(self, beside_MI: Tensor | None) -> Tensor | float:
-        """What `take_beside` made of that adds to the guess of a state."""
+        """What the map of `take_beside` adds to the guess of a state."""
         return 0.0
 
     def take_beside(self, map_EI: Tensor, products_II: Tensor) -> None:

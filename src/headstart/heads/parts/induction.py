@@ -67,16 +67,13 @@ def solve(
     layer: DraftLayer, slow: list[int], aux_MX: Tensor, final_ME: Tensor, own_ME: Tensor, spare: int = 0
 ) -> Induction | None:
     """Set queries, keys and values of a layer, which reads [embedding, fused state] normed without weights, so that it
-    copies; None when its heads have too few slow pairs for codes that differ, or when there is too little to learn
-    them from.
+    copies, on its `slow_pairs`; None when these are too few for codes that differ, or when there is too little to learn
+    them from. Its output map and its first `spare` key heads, with their query heads, are left alone.
 
     Args:
-        layer: its output map is left alone.
-        slow: from `slow_pairs`.
         aux_MX: aux hidden states.
         final_ME: the final states among them, or what is made of them.
         own_ME: normed embeddings of the tokens that they were computed after.
-        spare: key heads, the first ones, that are left alone with the query heads that share them.
     """
     config, size = layer.config, own_ME.shape[1]
     groups, width = layer.groups, config.head_dim

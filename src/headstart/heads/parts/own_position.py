@@ -55,11 +55,8 @@ def play(gains: Callable[[Tensor], Tensor], count: int, rounds: int, rate: float
 
 def pair_shares(cos_PR: Tensor) -> tuple[Tensor, float]:
     """How the score is spread over pairs so that the most that any other distance gets is least, given the cosines of
-    the angles by which each pair turns over each distance from 1 on.
-
-    Returns:
-        Shares [R] that add up to 1, zero for pairs that are left out, and the score of the worst distance, of 1 at the
-        own position.
+    the angles by which each pair turns over each distance from 1 on: shares [R] that add up to 1, and the score of the
+    worst distance, of 1 at the own position.
 
     >>> quick = torch.cos(torch.arange(1, 9)[:, None] * torch.tensor([1.0, 1e-3]))
     >>> shares, worst = pair_shares(quick)

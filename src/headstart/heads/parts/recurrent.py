@@ -50,9 +50,8 @@ class RecurrentState:
     """Drafting of a batch.
 
     Attributes:
-        seen_BPX: target states of committed tokens whose keys and values are not in the cache yet.
+        seen_BPX: states of committed tokens whose keys and values are not in the cache yet, `counts` of each row.
         tokens_BP: the token after each of them; that of a row's last one is the root, known when drafting begins.
-        counts: how many are real, for each row.
         drafted: whether their entries were computed (with the root) in this round.
         base: cache slot of each row's root.
         feedback_BWE: what the nodes of the last level feed back.
@@ -88,7 +87,6 @@ class RecurrentHead(DraftHead):
         return cast(list[DraftLayer], list(self.layers))
 
     def bind(self, target: FrozenModel) -> None:
-        """Take the target's embeddings."""
         self._embedding_VE = target.embedding_weight.detach()
 
     # -- what a family says --------------------------------------------------------------------------------------
@@ -208,17 +206,9 @@ class RecurrentHead(DraftHead):
         depth: int = 0,
         last_B: Tensor | None = None,
     ) -> Tensor:
-        """The last layer's stream [B, W, E] over new entries, written to each row's slots from `starts` on.
-
-        Args:
-            state: of the session.
-            feedback_BWE: what the first layer reads beside the embeddings.
-            tokens_BW: the token after each entry.
-            starts: first slot of each row.
-            visible_BWS: drafted nodes that each sees; None for entries of the text, which see all before them.
-            depth: of the nodes.
-            last_B: the only entry of each row whose stream is wanted, so that W is 1; None wants all.
-        """
+        """The last layer's stream [B, W, E] over new entries, written to each row's slots from `starts` on: nodes of a
+        depth, of which each sees the drafted nodes in `visible_BWS`, or entries of the text, which see all before them.
+        `last_B` is the only entry of each row whose stream is wanted, so that W is 1."""
         cache, width, device = state.cache, tokens_BW.shape[1], tokens_BW.device
         slots = max(starts) + width
         cache.reserve(slots)

@@ -143,12 +143,9 @@ def attend(
 ) -> Tensor:
     """What each query (a column of the sight) finds in the text that it sees and in its own draft so far:
     [B, N, G, A, d]. `chain` has keys and values [B, N, A, d] of its drafted tokens, this step's included."""
-    heads, drafted = queries_BNGAd.shape[1] * queries_BNGAd.shape[2], [tensor for step in chain for tensor in step]
-    if sight.is_short(heads):
-        return chain_attention(queries_BNGAd, keys_BNTd, values_BNTd, sight.hidden_BAT, *drafted)
-    kernel = chain_attention if queries_BNGAd.device.type == "cpu" else chain_attention_fused
-    columns = [(queries_BNGAd, 3), *((tensor, 2) for tensor in drafted)]
-    return _in_parts(kernel, sight, sight.parts(heads), (keys_BNTd, values_BNTd), columns)
+    columns = [(queries_BNGAd, 3), *((tensor, 2) for step in chain for tensor in step)]
+    scores = (queries_BNGAd.shape[1] * queries_BNGAd.shape[2], 1)
+    return _attend((chain_attention, chain_attention_fused), sight, scores, (keys_BNTd, values_BNTd), columns=columns)
 
 
 def attend_blocks(
@@ -156,12 +153,27 @@ def attend_blocks(
 ) -> Tensor:
     """What each row of each origin's block finds in the text up to the origin and in its own block, [B, N, A, R, d]:
     `own` are keys and values [B, N, A, K, d] of the block's slots, all of which see each other."""
-    heads, rows = queries_BNARd.shape[1], queries_BNARd.shape[3]
+    columns = [(tensor, 2) for tensor in (queries_BNARd, *own)]
+    scores = (queries_BNARd.shape[1], queries_BNARd.shape[3])
+    return _attend((block_attention, block_attention_fused), sight, scores, (keys_BNTd, values_BNTd), columns=columns)
+
+
+def _attend(
+    kernels: tuple[Kernel, Kernel],
+    sight: Sight,
+    scores: tuple[int, int],
+    text: tuple[Tensor, Tensor],
+    columns: Sequence[tuple[Tensor, int]],
+) -> Tensor:
+    """What all queries find, by the first kernel on a CPU and for short texts, else by the second: `scores` are heads
+    and rows of a column, `text` keys and values, `columns` the queries and what else has as many columns, each with
+    the dimension of those."""
+    (heads, rows), (queries, *own) = scores, (tensor for tensor, _ in columns)
     if sight.is_short(heads * rows):
-        return block_attention(queries_BNARd, keys_BNTd, values_BNTd, sight.hidden_BAT, *own)
-    kernel = block_attention if queries_BNARd.device.type == "cpu" else block_attention_fused
-    columns = [(queries_BNARd, 2), *((tensor, 2) for tensor in own)]
-    return _in_parts(kernel, sight, sight.parts(heads, rows), (keys_BNTd, values_BNTd), columns)
+        return kernels[0](queries, *text, sight.hidden_BAT, *own)
+    apply: Kernel = _InParts.apply
+    how = (kernels[queries.device.type != "cpu"], sight, sight.parts(heads, rows))
+    return apply(how, [dim for _, dim in columns], *text, queries, *own)
 
 
 def chain_attention(
@@ -231,19 +243,6 @@ def block_attention_fused(
         attn_mask=seen_BAX.repeat_interleave(rows, dim=1)[:, None],
     )
     return mixed.view(queries_BNARd.shape)
-
-
-def _in_parts(
-    kernel: Kernel,
-    sight: Sight,
-    parts: Sequence[Part],
-    text: tuple[Tensor, Tensor],
-    columns: Sequence[tuple[Tensor, int]],
-) -> Tensor:
-    """What all parts find: `text` are keys and values, of which a part sees a stretch; `columns` the queries, and what
-    else has as many columns, each with the dimension of those."""
-    apply: Kernel = _InParts.apply
-    return apply((kernel, sight, parts), [dim for _, dim in columns], *text, *(tensor for tensor, _ in columns))
 
 
 class _InParts(torch.autograd.Function):
