@@ -58,11 +58,9 @@ def test_schema(results: dict[str, Any]) -> None:
     assert all(0 <= share <= 1 for share in summary["acceptance_by_position"])
     assert 1 <= len(summary["acceptance_by_position"]) <= 2
     assert set(summary["round_ms"]) == {"draft", "verify", "host"}
-    assert summary["host_share"] == pytest.approx(summary["round_ms"]["host"] / sum(summary["round_ms"].values()))
     assert (summary["drafter"], summary["drafter_error"]) == ("heads", None)
     assert [row["name"] for row in results["compare"]] == list(METHODS)
     assert summary["nodes_per_round"] == 4
-    assert summary["drafts_proposed"] == 3 * summary["rounds"]
     assert summary["predicted_speedup"] == 1.25
     assert summary["ttft_ms"]["transformers"]["p50"] <= summary["ttft_ms"]["transformers"]["p95"]
     assert set(summary["inter_token_ms"]) == set(METHODS)
