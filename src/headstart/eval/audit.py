@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headstart.decode.budget import Costs
 from headstart.decode.loop import Drafter, Engine, Generation, check
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import RULES
@@ -273,10 +272,8 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
     ]
     chosen = sorted(range(len(sharpness)), key=lambda number: (-sharpness[number], number))[: options.texts]
     level = LEVEL / (len(options.verifier) * len(options.temperature) * len(chosen))
-    # A whole batch drafts as a single row would: large batches leave little to draft.
-    engine = Engine(
-        RememberingTarget(source.target, options.depth - 1), _drafter(source, "heads"), costs_of_one_row(source.costs)
-    )
+    # Without costs every tree is verified whole: in large batches costs would leave little of it.
+    engine = Engine(RememberingTarget(source.target, options.depth - 1), _drafter(source, "heads"))
     rows = []
     for number, temperature in product(chosen, options.temperature):
         asked = replace(common, temperature=temperature)
@@ -316,11 +313,6 @@ def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, l
         "fits": result.clean(level),
         "problem": problem,
     }
-
-
-def costs_of_one_row(costs: Costs | None) -> Costs | None:
-    """Costs under which a batch of samples drafts as a single row would."""
-    return replace(costs, widths=tuple(_ROWS * width for width in costs.widths)) if costs is not None else None
 
 
 def _sharpness(exact: Distribution, samples: int) -> float:
