@@ -30,9 +30,6 @@ def results() -> dict[str, Any]:
         "summary": {
             **summarise(units, 0),
             "divergences": same.to_json(),
-            "transformers_divergences": same.to_json(),
-            "prompt_lookup_divergences": None,
-            "bits": {"rows": 16, "differ": 3},
             "predicted_speedup": 1.6,
             "drafter": "heads",
         },
@@ -83,7 +80,7 @@ def test_markdown_tables_keep_their_columns(results: dict[str, Any], tmp_path: P
 
 
 def test_what_was_not_measured_renders(results: dict[str, Any], tmp_path: Path) -> None:
-    for key in ("speedup_vs_transformers", "transformers_divergences", "predicted_speedup"):
+    for key in ("speedup_vs_transformers", "predicted_speedup"):
         results["summary"][key] = None
     for text in pages(results, tmp_path):
         assert "–" in text and "None" not in text
@@ -137,7 +134,7 @@ def test_verdicts_are_honest() -> None:
     ],
 )
 def test_divergence_sentence(judged: Judgement, words: str) -> None:
-    summary = {"divergences": judged.to_json(), "transformers_divergences": None, "bits": {"rows": 9, "differ": 0}}
+    summary = {"divergences": judged.to_json()}
     assert re.search(words, divergence_sentence({"summary": summary, "environment": {}}))
 
 

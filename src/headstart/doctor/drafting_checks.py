@@ -20,7 +20,7 @@ from headstart.doctor.heads_checks import untrained
 from headstart.doctor.subject import Absent, Subject
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.eval.audit_drafters import random_weights
+from headstart.eval.audit import random_weights
 from headstart.heads.base import DraftHead, HeadBatch, make_config
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeShape

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
-from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN, STOCK
+from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN
 from headstart.eval.plots import plots
 from headstart.support.files import write_json, write_text
 
@@ -90,6 +90,7 @@ def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str,
         names={name: tested(results) if name == HEADS else LABELS[name].name for name in METHODS},
         tested=tested(results),
         compare=compare if len(compare) > len(METHODS) else [],
+        compared=compare,
         target_remarks=target_remarks(results["settings"]),
         failed=failed(results),
         baselines=BASELINES,
@@ -159,28 +160,19 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
 
 def divergence_sentence(results: Mapping[str, Any]) -> str:
     """Whether the words stayed the same, in one or two sentences."""
-    summary, exact = results["summary"], results["environment"].get("exact") == "bits"
-    judged = summary["divergences"]
+    judged = results["summary"]["divergences"]
     if not judged["prompts"]:
         return "Outputs were not compared token by token: sampled outputs differ from run to run."
-    bits = summary["bits"]
-    of_bits = (
-        f" In {bits['differ']} of {bits['rows']} rows of logits a tree differs from single steps in any bit."
-        if exact
-        else ""
-    )
     if not judged["count"]:
         compared = f"{judged['tokens_compared']} tokens of {judged['prompts']} prompts compared"
-        return f"The words are the same: {compared} with {LABELS[PLAIN].name}, none differs.{of_bits}"
+        return f"The words are the same: {compared} with {LABELS[PLAIN].name}, none differs."
     differ = f"{judged['count']} of {judged['prompts']} prompts leave the plain loop's output at some token"
-    if exact:
-        return f"{differ}, although all bits should be the same: look for a fault.{of_bits}"
+    if results["environment"].get("exact") == "bits":
+        return f"{differ}, although all bits should be the same: look for a fault."
     limit, largest = judged["margin_limit"], judged["largest_margin"]
     margins = "" if limit is None or largest is None else f" (largest margin {largest:.3g}, limit {limit:.3g})"
     if not judged["unexplained"]:
-        stock = summary["transformers_divergences"]
-        scale = f" For scale, {LABELS[STOCK].name} leaves it on {stock['count']}." if stock else ""
-        return f"{differ}. Rounding explains every one of them{margins}.{scale}"
+        return f"{differ}. Rounding explains every one of them{margins}."
     return f"{differ}. Rounding does not explain {judged['unexplained']} of them{margins}: look for a fault."
 
 

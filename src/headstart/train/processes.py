@@ -70,11 +70,7 @@ def join_processes(device: str) -> str | None:
 
 
 def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accelerator:
-    """The accelerator of a run: the recipe's precision and tracker, on the target's device.
-
-    Raises:
-        UserError: the target is not on the device of this process.
-    """
+    """The accelerator of a run: the recipe's precision and tracker, on the target's device."""
     precision: str = recipe.train.mixed_precision
     tracker = recipe.train.tracker
     if precision == "auto":
@@ -119,11 +115,7 @@ def describe_processes(accelerator: Accelerator) -> list[str]:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A block that refuses on all processes when it refuses on one; nothing in it may wait for another process.
-
-    Raises:
-        UserError: of this process, or the first of the others'.
-    """
+    """A block that refuses on all processes when it refuses on one; nothing in it may wait for another process."""
     refusal: UserError | None = None
     try:
         yield
@@ -139,11 +131,7 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def on_main(hold: AbstractContextManager[object]) -> Iterator[None]:
-    """Hold something on the main process, for all of them.
-
-    Raises:
-        UserError: on all processes, when it cannot be held.
-    """
+    """Hold something on the main process, for all of them; all refuse when it cannot be held."""
     with ExitStack() as stack:
         with together():
             if is_main():

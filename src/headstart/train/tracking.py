@@ -33,11 +33,7 @@ _WANDB_SAYS = {"dir": "WANDB_DIR", "name": "WANDB_NAME", "id": "WANDB_RUN_ID", "
 
 @contextmanager
 def _reported(name: str, failure: str) -> Iterator[None]:
-    """Whatever a tracker raises inside becomes an error that says what failed, in the tracker's own words.
-
-    Raises:
-        UserError: with what to try.
-    """
+    """Whatever a tracker raises inside becomes a UserError that says what failed, in the tracker's own words."""
     try:
         yield
     except Exception as error:  # every tracker has its own kinds
@@ -48,11 +44,7 @@ def _reported(name: str, failure: str) -> Iterator[None]:
 
 
 def check_tracker(name: str) -> None:
-    """Refuse a tracker that will not start, before anything is done for the run.
-
-    Raises:
-        UserError: it is not installed, cannot be imported, or wandb has nobody to log in as.
-    """
+    """Refuse a tracker that will not start: it is not installed, or wandb has nobody to log in as."""
     if name == "none":
         return
     packages = _PACKAGES[name]
@@ -78,15 +70,7 @@ def start_tracker(
 ) -> None:
     """Start the recipe's tracker, on the main process only; the accelerator's folder keeps the id of its run.
 
-    Args:
-        accelerator: of the training.
-        section: names the tracker and the project.
-        settings: to show beside the curves.
-        run: name of the run.
-        step: that the training goes on from, in the same run of the tracker; None when it begins.
-
-    Raises:
-        UserError: when it does not start; the message is the tracker's own.
+    `settings` are shown beside the curves. A training that goes on from a `step` goes on in the same run there.
     """
     name = section.tracker
     if name == "none":
@@ -110,10 +94,7 @@ def start_tracker(
 
 
 def _options(name: str, folder: Path, run: str, run_id: str, again: bool) -> dict[str, Any]:
-    """What a tracker is started with; what its user says by environment variables comes first.
-
-    `again` says whether a run with this id was begun before.
-    """
+    """What a tracker is started with, `again` in a run begun before; its user's environment variables come first."""
     if name == "tensorboard":
         return {}
     resume = {"resume": "allow"} if again else {}

@@ -66,15 +66,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run leaves.
-
-    Attributes:
-        heads_folder: the heads with the best predicted tokens per round, for `heads.io.load_heads`.
-        last_folder: the heads after the last step.
-        steps: optimiser steps taken.
-        metrics: the validation of the best heads: step, tau, top1, top4, top8, ...
-        coverage: share of the validation data's supervised tokens that the heads can draft.
-    """
+    """What a training leaves: the heads with the best predicted tokens per round and those after the last step (for
+    `heads.io.load_heads`), the validation of the best, and the share of the validation answers that they can draft."""
 
     heads_folder: Path
     last_folder: Path
@@ -100,7 +93,6 @@ def train(
     Raises:
         UserError: bad settings, nothing supervised, a loss that is not a number, or a folder with checkpoints of other
             settings.
-        KeyboardInterrupt: after a checkpoint was written.
     """
     check_training(recipe, target)
     joint = None
