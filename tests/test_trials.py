@@ -134,6 +134,6 @@ def test_what_the_formats_can_hold_is_not_refused(data: tuple[Recipe, Path], tin
     formats = ["vllm", "speculators"]
     run = quiet(Path("nowhere"), parse_recipe({**settings, "heads": heads, "export": {"formats": formats}}))
     (remark,) = check_formats(run, tiny_target)
-    assert remark.startswith("SGLang cannot serve this folder: it gives no layer after 2")
+    assert remark.startswith("Not for sglang: sglang cannot read the layers [1, 2, 3] of a target with 3")
     with pytest.raises(UserError, match=r"export\.formats"):
         parse_recipe({**settings, "export": {"formats": ["tensorrt"]}})

@@ -21,7 +21,7 @@ from headstart.pipeline.run import (
     target_identity,
 )
 from headstart.support.artifacts import Artifact, artifact, forget, held, read_note, referred
-from headstart.support.files import format_bytes, read_json, write_json, write_jsonl
+from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.terminal import progress_bar
 
 if TYPE_CHECKING:
@@ -98,12 +98,25 @@ def _target(run: Run) -> Outcome:
     aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
     for remark in check_formats(run, target):
         run.console.print(remark, highlight=False, markup=False, soft_wrap=True)
+    if run.recipe.data.minutes is None and not is_online(run):
+        _need_room_for_states(run)
     target.tokenizer.save_pretrained(run.folder / TARGET / "tokenizer")
     kind = str(target.dtype).removeprefix("torch.")
     return Outcome(
         f"{target.name}, {target.parameters / 1e6:.1f} M parameters, {kind} on {target.device}",
         identity=target_identity(target),
     )
+
+
+def _need_room_for_states(run: Run) -> None:
+    """Refuse a run whose hidden states the disk cannot hold, as far as the recipe lets them grow."""
+    from headstart.pipeline.lengths import counted_lengths, prompts_of
+
+    data, target = run.recipe.data, run.target
+    lengths = counted_lengths(data, target.tokenizer, target.max_length, prompts_of(data, target.tokenizer))
+    size = int((data.conversations + data.validation) * lengths.tokens) * _token_bytes(run)
+    kept = sum(file.stat().st_size for file in states_artifact(run).folder.glob("shard-*.safetensors"))
+    need_disk(run.folder, min(size, int(1e9 * data.cache_gigabytes)) - kept, "Keeping hidden states")
 
 
 def aux_layers(run: Run) -> list[int]:
