@@ -365,7 +365,6 @@ def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, l
         "enumerated": 1.0 - exact.rest,
         "drafts_accepted": sum(done.emitted - 1 for output in outputs for done in output.rounds),
         "rounds": sum(len(output.rounds) for output in outputs),
-        "fits": result.clean(level),
         "problem": problem,
     }
 

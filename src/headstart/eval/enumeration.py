@@ -42,7 +42,6 @@ class Distribution:
     """The exact distribution of texts of a few tokens, enumerated as far as it was affordable.
 
     Attributes:
-        depth: tokens of a text.
         rest: probability of all other texts together; they begin with a text that was not read on.
         following: possible next tokens of each shorter text that was read on.
     """

@@ -185,13 +185,13 @@ def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def percent(value: float | None, digits: int = 0) -> str:
+def percent(value: float) -> str:
     """A share as a percentage.
 
-    >>> percent(0.25), percent(0.0125, 1)
-    ('25 %', '1.2 %')
+    >>> percent(0.25)
+    '25 %'
     """
-    return "–" if value is None else f"{100 * value:.{digits}f} %"
+    return f"{100 * value:.0f} %"
 
 
 _SHARES = 6  # positions that a cell shows

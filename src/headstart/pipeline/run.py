@@ -191,8 +191,7 @@ class Stage:
     Attributes:
         version: raise it when the same settings come to mean another result.
         outputs: what it leaves in the run's folder.
-        after: names of the stages it reads from.
-        settings: what it depends on, by dotted key; values must survive JSON.
+        settings: what it depends on, by dotted key, beside the stages `after` which it comes; values must survive JSON.
         work: completes what is there; called again after an interruption, and when a setting has changed.
         broken: says what of a finished stage can no longer be used; None when all of it can.
     """

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,8 @@ def save(
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         shutil.copytree(best, partial / BEST, copy_function=link_or_copy)
-        files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
+        written = (file for file in sorted(partial.rglob("*")) if file.is_file())
+        files = {str(file.relative_to(partial)): file.stat().st_size for file in written}
         manifest = {"standing": dataclasses.asdict(trainer_state), "settings": settings, "files": files}
         write_json(partial / MANIFEST, manifest)
         if path.exists():  # the same step once more; the one before it is still there
@@ -184,11 +185,7 @@ def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> st
 
 def restore_best(path: Path, best: Path) -> None:
     """Put the best heads that a checkpoint knows of into the folder `best`, whatever is there now."""
-
-    def link(partial: Path) -> None:
-        shutil.copytree(path / BEST, partial, copy_function=link_or_copy)
-
-    write_atomic(best, link)
+    write_atomic(best, lambda partial: shutil.copytree(path / BEST, partial, copy_function=link_or_copy))
 
 
 def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
@@ -217,7 +214,3 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 def _newest_first(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if path.suffix != PARTIAL), reverse=True)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())

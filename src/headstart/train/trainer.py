@@ -88,11 +88,7 @@ def train(
 
     Leaves `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation), `log.txt` (what was
     said) and `result.json`. The target may be its teacher. Ctrl-C finishes the step, writes a checkpoint and raises
-    KeyboardInterrupt.
-
-    Raises:
-        UserError: bad settings, nothing supervised, a loss that is not a number, or a folder with checkpoints of other
-            settings.
+    KeyboardInterrupt. What cannot be trained, or goes wrong, is a UserError.
     """
     check_training(recipe, target)
     joint = None
@@ -201,8 +197,7 @@ class _Trainer:
             return result
 
     def _announce(self) -> None:
-        for line in describe_processes(self.accelerator):
-            self.log.say(line)
+        self.log.say(describe_processes(self.accelerator))
         if isinstance(self.target, TeacherModel):
             self.log.say(
                 f"The target itself is not loaded: the teacher of {self.target.name} is beside the states."

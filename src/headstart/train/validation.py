@@ -120,11 +120,7 @@ def pick_vocabulary(counts_V: Tensor, size: int, always: Sequence[int]) -> Tenso
 
 
 def draftable_share(store: States, vocab_size: int, draft_to_target_D: Tensor) -> float:
-    """Share of the validation data's supervised tokens that the heads can draft at all.
-
-    Raises:
-        UserError: nothing is supervised.
-    """
+    """Share of the validation data's supervised tokens, if there are any, that the heads can draft at all."""
     counts_V = store.supervised_counts(vocab_size)
     if int(counts_V.sum()) == 0:
         raise UserError(
