@@ -39,7 +39,6 @@ PUBLISHED = (
     "train.position_weight=exponential",
     "train.step_weight=0.8",
     "train.feature_weight=0",
-    "train.noise=0",
     "train.betas=[0.9, 0.95]",
     "train.max_grad_norm=0.5",
 )

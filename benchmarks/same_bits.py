@@ -25,7 +25,7 @@ from tables import table
 import headstart
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
-from headstart.eval.bits import count_bits
+from headstart.eval.audit import count_bits
 from headstart.eval.environment import environment
 from headstart.support.files import write_json
 from headstart.target.model import Exact

@@ -115,7 +115,7 @@ def test_a_target_with_modules_of_its_own_needs_no_heads(questions: Path, heads:
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["settings"]["drafter"] == "mtp"
     assert found["summary"]["divergences"]["count"] == 0
-    assert found["summary"]["drafter_error"] is None and found["summary"]["drafts_proposed"] > 0
+    assert found["summary"]["drafter_error"] is None and found["summary"]["nodes_per_round"] > 1
     for where, drafter, problem in (
         (folder, "heads+mtp", "was not written by headstart export"),
         (heads, "mtp", "has no multi-token-prediction modules"),
@@ -127,7 +127,7 @@ def test_a_target_with_modules_of_its_own_needs_no_heads(questions: Path, heads:
 def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
     asked = ("eval", heads, "--questions", questions, "--out", tmp_path, "--max-new-tokens", 6, "--dtype", "float32")
     shown = works(*asked, "--compare", "ngram,early-exit:1", "--compare", "static").stdout
-    assert "Every drafter" in shown
+    assert "over plain" in shown
     results = json.loads((tmp_path / "results.json").read_text())
     names = [row["name"] for row in results["compare"]]
     assert names == ["heads", "plain", "transformers", "transformers_prompt_lookup", "ngram", "early-exit:1", "static"]

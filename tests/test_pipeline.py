@@ -17,7 +17,6 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import headstart.target
 from headstart.data.states.store import StateStore, estimate_bytes
@@ -92,17 +91,6 @@ def test_a_run_leaves_what_others_script_against(whole: tuple[Recipe, Path]) -> 
     answer = headstart.load(folder / "heads").generate("who are you", max_new_tokens=4)
     assert len(answer.tokens) <= 4
     assert "### held-out prompts" in (folder / "heads" / "README.md").read_text()
-
-
-def test_the_report_stands_beside_the_curves(whole: tuple[Recipe, Path]) -> None:
-    _, folder = whole
-    events = EventAccumulator(str((folder / "train").resolve() / "headstart")).Reload()
-    assert "loss" in events.Tags()["scalars"] or "valid/tau" in events.Tags()["scalars"]
-    (text,) = events.Tensors("report/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == (folder / "report" / "report.md").read_text()
-    (tau,) = events.Scalars("report/tokens_per_round")
-    results = json.loads((folder / "report" / "results.json").read_text())
-    assert tau.value == pytest.approx(results["summary"]["tokens_per_round"])
 
 
 def test_a_plan_knows_the_bytes_that_a_run_leaves(whole: tuple[Recipe, Path], tmp_path: Path) -> None:

@@ -12,8 +12,13 @@ from headstart.decode.loop import Engine, Generation, Verifier
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import argmax
 from headstart.drafters.heads import HeadDrafter
-from headstart.eval.audit import decode_in_batches, tokens_that_differ
-from headstart.eval.audit_drafters import AlwaysWrongDrafter, random_weights, unused_tokens
+from headstart.eval.audit import (
+    AlwaysWrongDrafter,
+    decode_in_batches,
+    random_weights,
+    tokens_that_differ,
+    unused_tokens,
+)
 from headstart.eval.divergence import first_difference
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.target.model import Target, TargetOutput

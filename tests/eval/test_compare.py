@@ -52,14 +52,12 @@ def test_every_drafter_in_one_table(decoder: Decoder) -> None:
         assert row["drafter_error"] is None
         assert row["divergences"]["count"] == 0, name
         assert row["divergences"]["tokens_compared"] == rows["plain"]["divergences"]["tokens_compared"]
-        for key in ("speedup_vs_plain", "speedup_vs_transformers", "tested_over_it"):
+        for key in ("speedup_vs_plain", "speedup_vs_transformers"):
             assert 0 < row[key]["low"] <= row[key]["mean"] <= row[key]["high"], (name, key)
     assert rows["plain"]["speedup_vs_plain"]["mean"] == 1
-    assert rows["heads"]["tested_over_it"]["mean"] == 1
     assert rows["plain"]["tokens_per_round"] == 1
     assert rows["transformers"]["tokens_per_round"] is None
     assert rows["chain"]["nodes_per_round"] <= 3
-    assert 0 < rows["chain"]["host_share"] < 1
     assert results["summary"]["speedup_vs_plain"] == rows["heads"]["speedup_vs_plain"]
 
 

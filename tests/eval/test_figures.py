@@ -36,7 +36,6 @@ def unit(group: int, category: str, emitted: list[int], seconds: tuple[float, fl
 def test_tokens_per_round_weighs_rounds_not_prompts() -> None:
     summary = summarise([unit(0, "a", [1, 1, 1, 1]), unit(1, "a", [4])], seed=0)
     assert summary["tokens_per_round"] == (1 + 1 + 1 + 1 + 4) / 5
-    assert summary["tokens_per_round_histogram"] == [0, 4, 0, 0, 1]
     assert summary["rounds"] == 5
     assert tokens_per_round([]) == 1.0
 
@@ -51,12 +50,8 @@ def test_acceptance_is_conditional() -> None:
 
 def test_drafting_costs() -> None:
     summary = summarise([unit(0, "a", [1, 3])], seed=0)
-    assert (summary["drafts_proposed"], summary["drafts_accepted"]) == (6, 2)
-    assert summary["wasted_per_token"] == (8 - 4) / 4
     assert summary["nodes_per_round"] == 4
     assert summary["round_ms"] == {"draft": 1.0, "verify": 6.0, "host": 3.0}
-    assert summary["plain_round_ms"] is None
-    assert summary["host_share"] == 0.3
 
 
 def test_latencies() -> None:

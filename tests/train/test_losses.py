@@ -324,12 +324,6 @@ def test_drafted_features_learn_the_final_state_of_their_source() -> None:
     assert all(feature_ME.grad is not None and feature_ME.grad.abs().sum() > 0 for feature_ME in features)
 
 
-def test_a_feature_loss_needs_features() -> None:
-    steps = _steps([4], [torch.randn(DRAFTS, WIDTH)])
-    with pytest.raises(UserError, match=r"draft no features.*train\.feature_weight=0"):
-        weighted(steps, losses.tv_ce, _teacher_logits(5), 0.5, feature_weight=0.1)
-
-
 # -- the teacher -----------------------------------------------------------------------------------------------------
 
 

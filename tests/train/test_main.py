@@ -119,14 +119,13 @@ def test_both_ways_to_type_it_leave_the_same_records(
     assert one == other and one["whole"]
 
 
-def test_it_says_so_when_the_launcher_starts_fewer_processes_than_asked(
+def test_a_launcher_of_one_process_trains_as_the_command_does(
     workplace: Callable[..., tuple[Path, Path]],
 ) -> None:
     file, run = workplace(steps=1)
     done = run_to_end(file, "--run-dir", run, MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="True")
     assert done.returncode == 0, done.stderr
     assert "Training on 1 process (cpu, float32, 1 CPU threads each)" in done.stdout
-    assert "asked for more processes, but only this one runs" in done.stdout
     assert load_recipe(str(run / "recipe.yaml")) == load_recipe(str(file)), "what `headstart train` keeps, too"
     commands = json.loads((run / "provenance.json").read_text())["commands"]
     assert "headstart/train/__main__.py" in commands[-1]["argv"][0] and commands[-1]["versions"]["torch"]

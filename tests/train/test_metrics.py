@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.train import summing
 from headstart.train.training_log import Display, Log
-from headstart.train.validation import Tally, Validation, chosen_tokens, coverage, pick_vocabulary
+from headstart.train.validation import Tally, Validation, chosen_tokens, draftable_share, pick_vocabulary
 
 DEVICE = torch.device("cpu")
 
@@ -101,7 +103,8 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens_ties_by_id() -> None:
 
 
 def test_coverage_is_the_share_of_supervised_tokens_that_can_be_drafted() -> None:
-    assert coverage(torch.tensor([6, 0, 3, 1]), torch.tensor([0, 3])) == pytest.approx(0.7)
+    store: Any = SimpleNamespace(supervised_counts=lambda _: torch.tensor([6, 0, 3, 1]))
+    assert draftable_share(store, 4, torch.tensor([0, 3])) == pytest.approx(0.7)
 
 
 def test_a_validation_is_shown_with_leading_zeros() -> None:

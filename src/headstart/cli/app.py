@@ -55,7 +55,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
 
     Example: headstart run quickstart train.minutes=3
     """
-    from headstart.pipeline.results_table import show_summary
+    from headstart.eval.report import show_results
     from headstart.pipeline.run import HEADS, REPORT
     from headstart.pipeline.stages import STAGES
     from headstart.support.files import read_json
@@ -69,7 +69,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     _execute(work, STAGES)
     took = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
     tell(work.console, f"All stages together took {format_seconds(took)}.\n")
-    show_summary(read_json(work.folder / REPORT / "results.json"), f"{work.recipe.name}: measured", work.console)
+    show_results(read_json(work.folder / REPORT / "results.json"), f"{work.recipe.name}: measured", work.console)
     say(
         work.console,
         ("Report", work.folder / REPORT / "report.html"),

@@ -43,15 +43,13 @@ def evaluate(
 
     _check_out(out, REPORT_FILES, overwrite)
     asked = read_questions(questions)
-    from headstart.eval.report import show_compare
+    from headstart.eval.report import show_results
     from headstart.pipeline.actions import report
-    from headstart.pipeline.results_table import show_summary
 
     console = Console()
     measuring = replace(options, heads_name=heads)
     results = report(load_decoder(heads, loading, options.drafter), asked, measuring, out=out, console=console)
-    show_summary(results, f"{heads} on {questions.name}", console)
-    show_compare(results, console)
+    show_results(results, f"{heads} on {questions.name}", console)
     say(console, ("Report", out / "report.html"))
 
 

@@ -19,7 +19,7 @@ from headstart.doctor.findings import Finding, bad, good
 from headstart.doctor.subject import SPLITS, Absent, Subject
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.eval.audit_drafters import random_weights
+from headstart.eval.audit import random_weights
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, family, make_config
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeShape

@@ -7,14 +7,17 @@ Three parts, in float32 or where the bits are kept (`Target.exact`):
 - sampling: under every verifier, the first tokens after a prompt come with the frequencies that transformers' own model
   and logits warpers give them (`headstart.eval.enumeration`). The first token comes from the prefill; those after it
   were decided by drafting and verifying.
+
+Shape suffix: V vocabulary.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import product
 from time import perf_counter
@@ -22,15 +25,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
-from headstart.decode.budget import Costs
 from headstart.decode.loop import Drafter, Engine, Generation, check
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import RULES
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.eval.audit_drafters import AlwaysWrongDrafter, random_weights, unused_tokens
-from headstart.eval.bits import count_bits
 from headstart.eval.divergence import Judge
 from headstart.eval.enumeration import MIN_EXPECTED, Distribution, enumerate_texts, fit
 from headstart.eval.environment import environment
@@ -40,7 +41,7 @@ from headstart.eval.remembering import RememberingTarget
 from headstart.heads.base import DraftHead
 from headstart.support.terminal import Bar, progress_bar
 from headstart.target.model import Target
-from headstart.tree.tree import TreeShape
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
 SCHEMA_VERSION = 1
 """Of audit.json."""
@@ -75,6 +76,10 @@ _CANDIDATES = 8
 """Prompts that those of the sampling proof are chosen from: the first ones."""
 _ROWS = 32
 """Rows that are sampled together."""
+_DEPTH = 4
+"""Tokens of a text that a tree holds where bits are compared; each but the root stands after two wrong siblings."""
+_TEXTS, _TOKENS = 4, 16
+"""How many bits are compared at most: texts, and tokens of each."""
 
 Prompts = Sequence[Sequence[int]]
 
@@ -84,12 +89,9 @@ def run_audit(
 ) -> dict[str, Any]:
     """Run all proofs on these prompts, in token ids, at least two each; the target is in float32 or exact="bits".
 
-    Returns:
-        The content of audit.json: schema_version, clean, problems (a sentence each), prompts (as read by the target),
-        greedy, sampling, bits (rows of logits compared, and how many differ in any bit), settings, environment.
-
-    Raises:
-        UserError: no prompts, an option out of range, or an unknown drafter or verifier; all before anything runs.
+    Returns the content of audit.json: schema_version, clean, problems (a sentence each), prompts (as the target reads
+    them), greedy, sampling, bits (rows of logits compared, and how many differ in any bit), settings, environment. What
+    cannot be audited is a UserError before anything runs.
     """
     options = _filled(options or AuditOptions())
     started = perf_counter()
@@ -259,6 +261,58 @@ def tokens_that_differ(plain: Sequence[Sequence[int]], outputs: Sequence[Generat
     }
 
 
+# -- bits ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BitCount:
+    """Rows of logits compared, and how many of them differ in at least one bit."""
+
+    rows: int
+    differ: int
+
+
+@torch.inference_mode()
+def count_bits(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> BitCount:
+    """Read the first answers, of (prompt, answer) in token ids, one token at a time, and again in trees with wrong
+    siblings, and compare the logits. `Target.exact` says what to expect."""
+    rows = differ = 0
+    for prompt, answer in list(texts)[:_TEXTS]:
+        answer = answer[: min(_TOKENS, target.max_length - len(prompt)) // _DEPTH * _DEPTH]
+        if not answer:
+            continue
+        shape = _tree(answer[:_DEPTH], target.vocab_size)[1]
+        single = target.new_cache(1, len(prompt) + len(answer))
+        drafted = target.new_cache(1, len(prompt) + len(answer) + len(shape))
+        target.prefill(single, [prompt])
+        target.prefill(drafted, [prompt])
+        for start in range(0, len(answer), _DEPTH):
+            tokens, parents, path = _tree(answer[start : start + _DEPTH], target.vocab_size)
+            read = target.forward_tree(drafted, TreeBatch.of([Tree(tokens, parents)], target.device)).logits_BTV[0]
+            drafted.commit([path])
+            for node in path:
+                step = TreeBatch.roots([tokens[node]], target.device)
+                alone_V = target.forward_tree(single, step).logits_BTV[0, 0]
+                single.commit([[0]])
+                rows += 1
+                differ += not torch.equal(alone_V, read[node])
+    return BitCount(rows, differ)
+
+
+def _tree(tokens: Sequence[int], vocab_size: int) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, parents, and the nodes of the right path.
+
+    >>> _tree([5, 6], vocab_size=10)
+    ([5, 7, 8, 6], [-1, 0, 0, 0], [0, 3])
+    """
+    nodes, parents, path = [tokens[0]], [-1], [0]
+    for token in tokens[1:]:
+        nodes += [(token + 1) % vocab_size, (token + 2) % vocab_size, token]
+        parents += [path[-1]] * 3
+        path.append(len(nodes) - 1)
+    return nodes, parents, path
+
+
 # -- sampling --------------------------------------------------------------------------------------------------------
 
 
@@ -273,10 +327,8 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
     ]
     chosen = sorted(range(len(sharpness)), key=lambda number: (-sharpness[number], number))[: options.texts]
     level = LEVEL / (len(options.verifier) * len(options.temperature) * len(chosen))
-    # A whole batch drafts as a single row would: large batches leave little to draft.
-    engine = Engine(
-        RememberingTarget(source.target, options.depth - 1), _drafter(source, "heads"), costs_of_one_row(source.costs)
-    )
+    # Without costs every tree is verified whole: in large batches costs would leave little of it.
+    engine = Engine(RememberingTarget(source.target, options.depth - 1), _drafter(source, "heads"))
     rows = []
     for number, temperature in product(chosen, options.temperature):
         asked = replace(common, temperature=temperature)
@@ -313,14 +365,8 @@ def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, l
         "enumerated": 1.0 - exact.rest,
         "drafts_accepted": sum(done.emitted - 1 for output in outputs for done in output.rounds),
         "rounds": sum(len(output.rounds) for output in outputs),
-        "fits": result.clean(level),
         "problem": problem,
     }
-
-
-def costs_of_one_row(costs: Costs | None) -> Costs | None:
-    """Costs under which a batch of samples drafts as a single row would."""
-    return replace(costs, widths=tuple(_ROWS * width for width in costs.widths)) if costs is not None else None
 
 
 def _sharpness(exact: Distribution, samples: int) -> float:
@@ -330,3 +376,60 @@ def _sharpness(exact: Distribution, samples: int) -> float:
     """
     kept = [prob for prob in exact.probs.values() if prob * samples >= MIN_EXPECTED]
     return sum(math.sqrt(prob * (1 - prob)) for prob in kept) * sum(kept)
+
+
+# -- drafters that take the paths which trained heads rarely take ----------------------------------------------------
+
+
+class AlwaysWrongDrafter:
+    """Fills a tree with fixed tokens, one per rank, none of which the target ever chooses; see `unused_tokens`."""
+
+    aux_layers: tuple[int, ...] = ()
+
+    def __init__(self, shape: TreeShape, tokens: Sequence[int]) -> None:
+        assert len(set(tokens)) == len(tokens) >= shape.width, "each rank needs a token of its own"
+        self.shape = shape
+        self.max_nodes = shape.size
+        self._tokens = list(tokens)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
+        return None
+
+    def propose(self, session: None, roots: TreeBatch, request: Request) -> list[Tree]:
+        shape = TreeShape.chain(min(self.shape.depth, request.max_nodes - 1))
+        if self.shape.size <= request.max_nodes and not request.chain:
+            shape = self.shape
+        drafts = [self._tokens[rank] for rank in shape.ranks[1:]]
+        return [Tree([root, *drafts], list(shape.parents)) for root in roots.root_tokens]
+
+    def commit(self, session: None, committed: Committed) -> None:
+        return None
+
+    def reorder(self, session: None, rows: Sequence[int]) -> None:
+        return None
+
+
+def unused_tokens(answers: Iterable[Sequence[int]], vocab_size: int, count: int) -> list[int]:
+    """The `count` highest token ids that no answer contains.
+
+    >>> unused_tokens([[0, 4], [2]], vocab_size=5, count=2)
+    [3, 1]
+    """
+    used = {token for answer in answers for token in answer}
+    tokens = [token for token in range(vocab_size - 1, -1, -1) if token not in used][:count]
+    assert len(tokens) == count, "the answers use nearly the whole vocabulary"
+    return tokens
+
+
+def random_weights(heads: DraftHead, seed: int = 0, scale: float = 0.05) -> DraftHead:
+    """A copy of these heads whose own weights are replaced by noise: normal, with this standard deviation.
+
+    What is not theirs, such as the target's embeddings, is shared with the original.
+    """
+    members = [value for part in heads.modules() for value in [*vars(part).values(), *part.buffers(recurse=False)]]
+    noisy = copy.deepcopy(heads, {id(value): value for value in members if isinstance(value, Tensor)})
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in noisy.parameters():  # loaded heads are frozen: requires_grad says nothing here
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+    return noisy

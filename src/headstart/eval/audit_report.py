@@ -47,7 +47,7 @@ def show_audit(results: Mapping[str, Any], console: Console) -> None:
 
 
 def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Check, what was compared, what was found, verdict. Prompts of the sampling proof share a line."""
+    """Check, what was compared, what was found, verdict."""
     for row in results["greedy"]:
         yield (
             f"greedy, {row['drafter']}, batch {row['batch_size']}",
@@ -59,16 +59,12 @@ def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     exact = results["environment"]["exact"] == "bits"
     verdict = _mark(not bits["differ"]) if exact else "[dim]not promised[/]"
     yield "bits of logits, trees and single steps", f"{bits['rows']} rows", f"{bits['differ']} differ", verdict
-    groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
     for row in results["sampling"]:
-        groups.setdefault((row["verifier"], row["temperature"]), []).append(row)
-    for (verifier, temperature), rows in groups.items():
-        off, noise = (sum(row[key] for row in rows) / len(rows) for key in ("total_variation", "expected_variation"))
         yield (
-            f"{verifier}, temperature {temperature:g}",
-            f"{sum(row['samples'] for row in rows)} samples",
-            f"least p {min(row['p_value'] for row in rows):.2g}, off by {off:.3f} (noise {noise:.3f})",
-            _mark(all(row["problem"] is None for row in rows)),
+            f"{row['verifier']}, temperature {row['temperature']:g}, prompt {row['prompt']}",
+            f"{row['samples']} samples",
+            f"p {row['p_value']:.2g}, off by {row['total_variation']:.3f} (noise {row['expected_variation']:.3f})",
+            _mark(row["problem"] is None),
         )
 
 

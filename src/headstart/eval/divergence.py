@@ -42,7 +42,6 @@ class Difference:
         prompt: index among the compared prompts.
         tokens: (plain's token, the other's); None where one output had ended.
         margin: how far, in float32 logits, the worse of both tokens lies below the best; None where an output ended.
-        explained: whether the margin is within the limit.
     """
 
     prompt: int
@@ -106,7 +105,10 @@ class Judge:
         compared -= sum(max(0, len(plain[item.prompt]) - item.position - 1) for item in differences)
         if not differences:
             return Judgement(len(prompts), compared)
-        measured = [replace(difference, margin=self._margin(prompts, plain, difference)) for difference in differences]
+        measured = []
+        for difference in differences:
+            prefix = [*prompts[difference.prompt], *plain[difference.prompt][: difference.position]]
+            measured.append(replace(difference, margin=self.margin(prefix, difference.tokens)))
         # The text where the gap is largest is where rounding must have done most: the error is measured there first.
         worst = sorted(measured, key=lambda difference: -(difference.margin or 0.0))[:MEASURED_PROMPTS]
         limit = self.limit([(prompts[difference.prompt], plain[difference.prompt]) for difference in worst])
@@ -116,14 +118,10 @@ class Judge:
         ]
         return Judgement(len(prompts), compared, limit, judged)
 
-    def _margin(self, prompts: Texts, plain: Texts, difference: Difference) -> float | None:
-        if None in difference.tokens:
-            return None
-        prefix = [*prompts[difference.prompt], *plain[difference.prompt][: difference.position]]
-        return self.margin(prefix, difference.tokens)
-
-    def margin(self, prefix: Sequence[int], tokens: Sequence[int | None]) -> float:
+    def margin(self, prefix: Sequence[int], tokens: Sequence[int | None]) -> float | None:
         """How far the worse of these tokens lies below the best one after `prefix`, in float32 logits."""
+        if None in tokens:
+            return None
         text = tuple(prefix)
         if text not in self._last:  # several drafters often leave the plain loop at the same near-tie
             self._last[text] = self._exact_logits(prefix, 1)[0]

@@ -42,7 +42,6 @@ class Distribution:
     """The exact distribution of texts of a few tokens, enumerated as far as it was affordable.
 
     Attributes:
-        depth: tokens of a text.
         rest: probability of all other texts together; they begin with a text that was not read on.
         following: possible next tokens of each shorter text that was read on.
     """
@@ -65,10 +64,9 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Fit:
-    """How well samples fit a distribution.
+    """How well samples fit a distribution, in cells: texts expected often enough, and all others pooled.
 
     Attributes:
-        cells: texts expected often enough, and all others pooled.
         chi_square: Pearson's statistic; it has `cells` - 1 degrees of freedom.
         p_value: how often honest samples would fit at least as badly; 1 where there is only one cell.
         total_variation: half the sum of |share - probability| over the cells.

@@ -20,7 +20,6 @@ from headstart.data.prompts.chat import check_template, has_template, prompt_tok
 from headstart.data.prompts.questions import Question
 from headstart.decode.loop import Drafter, check
 from headstart.errors import UserError
-from headstart.eval.bits import count_bits
 from headstart.eval.divergence import Judge, Judgement
 from headstart.eval.environment import dtype_name, environment
 from headstart.eval.figures import Prompt, Unit, categories, compare_rows, per_prompt, summarise
@@ -45,12 +44,8 @@ def evaluate(
 
     A target without a chat template goes on with the text of each question as it is.
 
-    Returns:
-        The content of results.json: schema_version, summary, compare, categories, settings, environment, per_prompt.
-
-    Raises:
-        UserError: no questions, an option out of range, an unknown drafter, a target without a tokenizer, several turns
-            for one without a chat template, or a question that does not fit the context; all before anything runs.
+    Returns the content of results.json: schema_version, summary, compare, categories, settings, environment and
+    per_prompt. What cannot be measured is a UserError before anything runs.
     """
     options = options or EvalOptions()
     target = source.target
@@ -67,13 +62,8 @@ def evaluate(
     summary, rows = summarise(units, options.seed), per_prompt(units)
     for difference in judged[HEADS].differences:
         rows[difference.prompt]["divergence"] = difference.to_json()
-    answers = [pair for unit in units for pair in zip(_tokens(unit), unit.runs[PLAIN].tokens, strict=True)]
-    compared = {name: judged[name].to_json() for name in methods if options.temperature == 0}
     summary |= {
         "divergences": judged[HEADS].to_json(),
-        "transformers_divergences": compared.get(STOCK),
-        "prompt_lookup_divergences": compared.get(LOOKUP),
-        "bits": asdict(count_bits(target, answers)),
         "predicted_speedup": _predicted(source, options),
         "drafter": tested,
     }

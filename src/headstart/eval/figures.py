@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headstart.decode.loop import Round
 from headstart.eval.divergence import Judgement
-from headstart.eval.labels import HEADS, LABELS, METHODS, OTHER, PLAIN, STOCK
+from headstart.eval.labels import HEADS, LABELS, METHODS, OTHER
 from headstart.eval.methods import Run
 
 RESAMPLES = 10_000
@@ -172,7 +172,7 @@ def _speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interv
 
 def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, Any]:
     """What a report says of any method; what does not apply to it is None."""
-    rounds, round_ms, speed = method_rounds(units, method), mean_round_ms(units, method), rate(units, method, seed)
+    rounds, speed = method_rounds(units, method), rate(units, method, seed)
     errors = [unit.runs[method].drafter_error for unit in units if method in unit.runs]
     return {
         "tokens_per_second": speed["mean"] if speed else None,
@@ -181,8 +181,7 @@ def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, A
         "tokens_per_round": tokens_per_round(rounds) if rounds else None,
         "acceptance_by_position": acceptance_by_position(rounds),
         "nodes_per_round": sum(done.nodes for done in rounds) / len(rounds) if rounds else None,
-        "round_ms": round_ms,
-        "host_share": round_ms["host"] / sum(round_ms.values()) if round_ms else None,
+        "round_ms": mean_round_ms(units, method),
         "drafter_error": next((error for error in errors if error), None),
     }
 
@@ -196,7 +195,6 @@ def compare_rows(
         {
             "name": drafter if method == HEADS else method.removeprefix(OTHER),
             **method_figures(units, method, seed),
-            "tested_over_it": speedup(units, method, seed, HEADS),
             "divergences": judgement.to_json(),
         }
         for method, judgement in judged.items()
@@ -206,23 +204,13 @@ def compare_rows(
 def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
     """The part of `summary` that follows from the runs."""
     rounds = method_rounds(units, HEADS)
-    emitted, nodes = sum(done.emitted for done in rounds), sum(done.nodes for done in rounds)
-    proposed, accepted = nodes - len(rounds), emitted - len(rounds)
     speeds = {name: rate(units, name, seed) for name in METHODS}
-    longest = max((done.emitted for done in rounds), default=1)
     return {
         **method_figures(units, HEADS, seed),
         "tokens_per_round": tokens_per_round(rounds),
         "tokens_per_second": {name: speed["mean"] if speed else None for name, speed in speeds.items()},
         "tokens_per_second_interval": speeds,
-        "plain_vs_transformers": speedup(units, STOCK, seed, PLAIN),
         "rounds": len(rounds),
-        "tokens_per_round_histogram": [sum(done.emitted == count for done in rounds) for count in range(longest + 1)],
-        "drafts_proposed": proposed,
-        "drafts_accepted": accepted,
-        "accepted_per_proposed": accepted / proposed if proposed else None,
-        "wasted_per_token": (nodes - emitted) / emitted if emitted else None,
-        "plain_round_ms": mean_round_ms(units, PLAIN),
         "ttft_ms": _percentiles(units, _first_ms),
         "inter_token_ms": _percentiles(units, _gaps_ms),
     }

@@ -19,9 +19,7 @@ class Label:
     """What a method is called.
 
     Attributes:
-        name: in tables and in sentences.
-        short: where there is little room.
-        colour: in plots.
+        name: in tables and in sentences; `short` where there is little room.
         row: at the beginning of a row of benchmarks, in Markdown.
         speedup: the figure of results.json that says how much faster the drafter is; empty for the drafter itself.
     """

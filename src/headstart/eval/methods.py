@@ -55,13 +55,13 @@ class Source(Protocol):
 
 @dataclass
 class Run:
-    """What one method did with one batch of prompts.
+    """What one method did with one batch of prompts, by row.
 
     Attributes:
-        tokens: emitted token ids of each row, the end-of-turn token included.
+        tokens: emitted token ids, the end-of-turn token included.
         seconds: wall-clock time of the whole batch, prefill included.
-        token_ms: for each row, milliseconds since the call at which each of its tokens came.
-        rounds: of each row; empty for methods that do not draft through our loop.
+        token_ms: milliseconds since the call at which each token came.
+        rounds: empty for methods that do not draft through our loop.
         drafter_error: what the drafter raised, when it did; decoding went on plainly.
     """
 
@@ -78,11 +78,7 @@ class Run:
 
 
 def named(source: Source, name: str) -> Drafter | None:
-    """A drafter by its name in a table: one of `TREES`, or what the catalog knows.
-
-    Raises:
-        UserError: no such drafter.
-    """
+    """A drafter by its name in a table: one of `TREES`, or what the catalog knows."""
     tree = TREES.get(name)
     return source.drafter("heads", tree) if tree else source.drafter(name)
 
@@ -141,8 +137,6 @@ class Transformers:
     The model's own generation defaults (repetition penalty, top-p, ...) are set aside, so that both loops draw from the
     same distribution.
 
-    Raises:
-        UserError: logits processors.
     """
 
     def __init__(self, target: Target, sampling: SamplingOptions | None = None, lookup: bool = False) -> None:

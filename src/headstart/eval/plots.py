@@ -10,9 +10,8 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headstart.eval.labels import HEADS, HEADS_NGRAM, LABELS, PLAIN
+from headstart.eval.labels import HEADS, HEADS_NGRAM, LABELS
 
-PARTS = {"draft": "#0b6e4f", "verify": "#5b8def", "host": "#c98a2b"}
 _STYLE = {
     "font.size": 10,
     "font.family": "sans-serif",
@@ -27,14 +26,8 @@ _STYLE = {
 
 def plots(results: Mapping[str, Any]) -> list[dict[str, str]]:
     """Every plot whose numbers are there, as {"title", "note", "svg"}."""
-    summary, rows = results["summary"], results["compare"]
-    plotted = [
-        _speeds(rows),
-        _acceptance(summary["acceptance_by_position"]),
-        _histogram(summary["tokens_per_round_histogram"], summary["tokens_per_round"]),
-        _round_time({summary["drafter"]: summary["round_ms"], LABELS[PLAIN].short: summary["plain_round_ms"]}),
-    ]
-    return [plot for plot in plotted if plot is not None]
+    shares = results["summary"]["acceptance_by_position"]
+    return [_speeds(results["compare"]), *([_acceptance(shares)] if shares else [])]
 
 
 def _speeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -62,9 +55,7 @@ def _speeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return _plot(figure, "Speed of each method", note)
 
 
-def _acceptance(shares: Sequence[float]) -> dict[str, str] | None:
-    if not shares:
-        return None
+def _acceptance(shares: Sequence[float]) -> dict[str, str]:
     figure, axes = _figure()
     bars = axes.bar(
         range(1, len(shares) + 1), [100 * share for share in shares], width=0.62, color=LABELS[HEADS].colour
@@ -77,46 +68,6 @@ def _acceptance(shares: Sequence[float]) -> dict[str, str] | None:
     axes.grid(axis="x", visible=False)
     note = "Of the rounds whose earlier drafts were all accepted, how many accepted the next one too."
     return _plot(figure, "Acceptance by position", note)
-
-
-def _histogram(counts: Sequence[int], mean: float) -> dict[str, str] | None:
-    total = sum(counts)
-    if not total:
-        return None
-    figure, axes = _figure()
-    shares = [100 * count / total for count in counts[1:]]
-    bars = axes.bar(range(1, len(counts)), shares, width=0.8, color=LABELS[HEADS].colour)
-    axes.bar_label(bars, fmt="%.0f", padding=3)
-    axes.axvline(mean, color="#c98a2b", linestyle="--", label=f"mean τ = {mean:.2f}")
-    axes.legend(frameon=False)
-    axes.set_xlabel("tokens emitted in a round")
-    axes.set_ylabel("share of rounds, %")
-    axes.margins(y=0.15)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(axis="x", visible=False)
-    return _plot(figure, "Tokens per round", "One token is the target's own; the others are accepted drafts.")
-
-
-def _round_time(parts_ms: Mapping[str, Mapping[str, float] | None]) -> dict[str, str] | None:
-    """Milliseconds of each part of a round, by method."""
-    rounds = {name: ms for name, ms in parts_ms.items() if ms}
-    if not rounds:
-        return None
-    figure, axes = _figure(2.4)
-    starts = [0.0] * len(rounds)
-    for part, colour in PARTS.items():
-        widths = [ms[part] for ms in rounds.values()]
-        axes.barh(list(rounds), widths, left=starts, height=0.55, color=colour, label=part)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    for index, total in enumerate(starts):
-        axes.text(total, index, f" {total:.1f} ms", va="center")
-    axes.invert_yaxis()
-    axes.margins(x=0.2)
-    axes.set_xlabel("milliseconds per round")
-    axes.grid(axis="y", visible=False)
-    figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    note = "draft: the drafter proposes. verify: the target reads the tree. host: accepting, committing, bookkeeping."
-    return _plot(figure, "Where a round's time goes", note)
 
 
 def _figure(height: float = 3.2) -> tuple[Any, Any]:

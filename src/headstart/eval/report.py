@@ -11,7 +11,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
-from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN, STOCK
+from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN
 from headstart.eval.plots import plots
 from headstart.support.files import write_json, write_text
 
@@ -24,8 +24,7 @@ DEFINITIONS = {
     "The interval is the middle 95 % of a paired bootstrap over prompts.",
     "Time to first token": "From the call to the first token, reading the prompt included.",
     "Time between tokens": "The wait for each arrival, shared evenly by the tokens that came with it.",
-    "Verified in vain": "Nodes of the drafted trees that the target read and then dropped, per token emitted.",
-    "Host share": "The share of a round that is neither drafting nor verifying: accepting, committing, bookkeeping.",
+    "Host": "The part of a round that is neither drafting nor verifying: accepting, committing, bookkeeping.",
     "Divergence": "A prompt whose greedy output with drafts is not the plain loop's. It is explained when rounding "
     "alone accounts for it: in float32, after the same text, both tokens lie within a measured margin of the best one.",
 }
@@ -41,19 +40,24 @@ def write_report(results: Mapping[str, Any], out: Path) -> None:
     write_text(out / "report.html", render(results, "report.html.j2", plots(results)))
 
 
-def show_compare(results: Mapping[str, Any], console: Console) -> None:
-    """Print what the summary table leaves out: compared drafters, in columns that fit into 80; the report has more."""
-    if len(results["compare"]) <= len(METHODS):
-        return
-    table = Table(title="Every drafter", title_justify="left", box=None, pad_edge=False)
-    table.add_column("drafter", overflow="fold")
-    for title in ("tokens/s", f"over {LABELS[PLAIN].short}", "τ"):
-        table.add_column(title, justify="right", no_wrap=True)
+def show_results(results: Mapping[str, Any], title: str, console: Console) -> None:
+    """Print every method in a table that fits into 80 columns, what it comes to, and drafters that failed."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("decoding", overflow="fold")
+    for name in ("tokens/s", f"over {LABELS[PLAIN].short}", "τ"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("words", max_width=14)  # "5 of 6 differ," and "by rounding" below it
     for row in results["compare"]:
         speed, speedup = number(row["tokens_per_second"], 1), times(row["speedup_vs_plain"])
         table.add_row(row["name"], speed, speedup, number(row["tokens_per_round"]), words(row))
     console.print(table)
+    predicted = results["summary"]["predicted_speedup"]
+    expected = [f"Tuning predicted {predicted:.2f}x over {LABELS[PLAIN].name}."] if predicted else []
+    for sentence in (*verdicts(results), *expected, divergence_sentence(results)):
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+    for name, error in failed(results):
+        text = f"The drafter {name} failed ({error}): its figures are those of plain decoding."
+        console.print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
 
 
 def template(name: str) -> Template:
@@ -86,8 +90,9 @@ def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str,
         names={name: tested(results) if name == HEADS else LABELS[name].name for name in METHODS},
         tested=tested(results),
         compare=compare if len(compare) > len(METHODS) else [],
+        compared=compare,
         target_remarks=target_remarks(results["settings"]),
-        failed=[(row["name"], row["drafter_error"]) for row in compare if row["drafter_error"]],
+        failed=failed(results),
         baselines=BASELINES,
         definitions=DEFINITIONS,
         plots=[{**plot, "svg": Markup(plot["svg"])} for plot in figures],
@@ -102,6 +107,11 @@ def tested(results: Mapping[str, Any]) -> str:
     """
     drafter: str = results["summary"]["drafter"]
     return LABELS[HEADS].name if drafter == HEADS else drafter
+
+
+def failed(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Drafters that failed, each with its error."""
+    return [(row["name"], row["drafter_error"]) for row in results["compare"] if row["drafter_error"]]
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
@@ -150,28 +160,19 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
 
 def divergence_sentence(results: Mapping[str, Any]) -> str:
     """Whether the words stayed the same, in one or two sentences."""
-    summary, exact = results["summary"], results["environment"].get("exact") == "bits"
-    judged = summary["divergences"]
+    judged = results["summary"]["divergences"]
     if not judged["prompts"]:
         return "Outputs were not compared token by token: sampled outputs differ from run to run."
-    bits = summary["bits"]
-    of_bits = (
-        f" In {bits['differ']} of {bits['rows']} rows of logits a tree differs from single steps in any bit."
-        if exact
-        else ""
-    )
     if not judged["count"]:
         compared = f"{judged['tokens_compared']} tokens of {judged['prompts']} prompts compared"
-        return f"The words are the same: {compared} with {LABELS[PLAIN].name}, none differs.{of_bits}"
+        return f"The words are the same: {compared} with {LABELS[PLAIN].name}, none differs."
     differ = f"{judged['count']} of {judged['prompts']} prompts leave the plain loop's output at some token"
-    if exact:
-        return f"{differ}, although all bits should be the same: look for a fault.{of_bits}"
+    if results["environment"].get("exact") == "bits":
+        return f"{differ}, although all bits should be the same: look for a fault."
     limit, largest = judged["margin_limit"], judged["largest_margin"]
     margins = "" if limit is None or largest is None else f" (largest margin {largest:.3g}, limit {limit:.3g})"
     if not judged["unexplained"]:
-        stock = summary["transformers_divergences"]
-        scale = f" For scale, {LABELS[STOCK].name} leaves it on {stock['count']}." if stock else ""
-        return f"{differ}. Rounding explains every one of them{margins}.{scale}"
+        return f"{differ}. Rounding explains every one of them{margins}."
     return f"{differ}. Rounding does not explain {judged['unexplained']} of them{margins}: look for a fault."
 
 
@@ -184,13 +185,13 @@ def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def percent(value: float | None, digits: int = 0) -> str:
+def percent(value: float) -> str:
     """A share as a percentage.
 
-    >>> percent(0.25), percent(0.0125, 1)
-    ('25 %', '1.2 %')
+    >>> percent(0.25)
+    '25 %'
     """
-    return "–" if value is None else f"{100 * value:.{digits}f} %"
+    return f"{100 * value:.0f} %"
 
 
 _SHARES = 6  # positions that a cell shows

@@ -37,9 +37,6 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
     """Tune the heads of a folder on this machine, in place; returns what came of it.
 
     `calibration` is a file of tokenised conversations; by default that of the run which the folder is part of.
-
-    Raises:
-        UserError: heads that are not in a folder here, a folder with other files in it, or no conversations to tune on.
     """
     from headstart.data.conversations.records import read_conversations
     from headstart.hub.format import export_heads, read_config
@@ -73,11 +70,7 @@ def keeping_engine_tunings(folder: Path) -> Iterator[None]:
 
 
 def calibration_file(folder: Path, named: Path | None) -> Path:
-    """The conversations that heads are tuned on: those named, or those of the run that the folder is part of.
-
-    Raises:
-        UserError: there are none.
-    """
+    """The conversations that heads are tuned on: those named, or those of the run that the folder is part of."""
     file = named or folder.parent / CONVERSATIONS / "calibration.jsonl"
     if not file.is_file():
         raise UserError(
@@ -111,11 +104,7 @@ def refuse_other_files(folder: Path) -> None:
 
 
 def refuse_others(folder: Path, known: set[str]) -> None:
-    """Refuse to replace a folder that holds more than these files and folders.
-
-    Raises:
-        UserError: naming what would be lost.
-    """
+    """Refuse to replace a folder that holds more than these files and folders, naming what would be lost."""
     if not folder.is_dir():
         raise UserError(f"{folder} is a file.", "Give a folder.")
     other = sorted({path.name for path in folder.iterdir()} - known)

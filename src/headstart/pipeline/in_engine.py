@@ -39,11 +39,7 @@ def tune_in_engine(
     """Find out in a serving engine how many drafts pay there, and keep it with the heads and in their card.
 
     `heads` is their folder, or that of their run; the prompts of its validation conversations are asked, or of the file
-    `calibration`.
-
-    Raises:
-        UserError: no such engine, no numbers of drafts, heads that it cannot load, a target that it cannot find, no
-            prompts, or an engine that fails; its logs are kept then.
+    `calibration`. Where the engine fails, its logs are kept.
     """
     name, folder = options.engine, heads_folder(heads)
     if name not in ENGINES:

@@ -25,16 +25,8 @@ from headstart.support.lock import Busy, locked
 
 @dataclass(frozen=True)
 class RunState:
-    """One run, as `headstart runs` shows it.
-
-    Attributes:
-        state: "done", or how far it is.
-        bytes: of the run's folder and of every artifact that it refers to, shared ones included.
-        tau: tokens per round that the report measured.
-        predicted_tau: what training predicted for a chain of drafts, from stored states.
-        speedup: over plain decoding, from the report.
-        changed: when the run was last worked on.
-    """
+    """One run, as `headstart runs` shows it. `bytes` are those of its folder and of every artifact that it refers to,
+    shared ones included; `tau` and `speedup` over plain decoding are the report's, `predicted_tau` is training's."""
 
     folder: Path
     state: str
@@ -59,11 +51,7 @@ class Free:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The folders of runs in a folder, by name.
-
-    Raises:
-        UserError: there is no such folder.
-    """
+    """The folders of runs in a folder, by name; a UserError where there is no such folder."""
     if not folder.is_dir():
         raise UserError(f"No folder at {folder}.", "Runs lie in runs/ by default; name their folder with --runs.")
     return sorted(path for path in folder.iterdir() if (path / "recipe.yaml").is_file())
@@ -82,8 +70,6 @@ def _state(folder: Path) -> RunState:
     trained = (_json(folder / TRAIN / "result.json").get("best") or {}).get("tau")
     if len(done) == len(STAGES):
         state = "done"
-    elif trained is not None and "train" not in done:
-        state = "trained"  # by several processes, which leave no record of a stage
     else:
         state = f"{begun[0]} begun" if begun else f"{done[-1]} done" if done else "not begun"
     try:
@@ -136,10 +122,8 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
     """What no run in a folder refers to: artifacts, shards of hidden states, and what kills left half written.
 
     What another process works on is left out; `mine` is an artifact that the caller holds. The shards of a run that has
-    begun to compute states, and has not come to their end, count as its own.
-
-    Raises:
-        UserError: there is no such folder, or a run in it whose references cannot be read.
+    begun to compute states, and has not come to their end, count as its own. A run whose references cannot be read is
+    a UserError.
     """
     runs = runs_in(folder)
     for run in runs:
@@ -158,20 +142,12 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
         if path.suffix == PARTIAL:
             unused.append(Free(path, size(path), "half deleted"))
         elif path.resolve() not in used:
-            unused.append(Free(path, size(path), _what(path)))
+            unused.append(Free(path, size(path), f"{path.parent.name} that no run refers to"))
         else:
             if path.parent.name == "states":
                 unused += _unused_shards(path, runs)
             unused += [Free(part, size(part), "half written") for part in sorted(path.rglob(f"*{PARTIAL}"))]
     return unused
-
-
-def _what(path: Path) -> str:
-    kind, steps = path.parent.name, sorted(path.glob("checkpoints/step-*/checkpoint.json"))
-    if kind != "heads" or not steps or (path / "result.json").is_file():
-        return f"{kind} that no run refers to"
-    step = int(steps[-1].parent.name.removeprefix("step-"))
-    return f"a training interrupted at step {step}, which no run asks for now; its command would go on from there"
 
 
 def _unused_shards(path: Path, runs: Sequence[Path]) -> Iterator[Free]:

@@ -55,13 +55,8 @@ def answer_tokens(maximum: int) -> float:
 
 
 def assumed_lengths(data: DataSection, longest: int, prompt: int | None = None) -> Lengths:
-    """Conversations of one turn, as long as those of other recipes are.
-
-    Args:
-        data: of the recipe.
-        longest: text that the target reads.
-        prompt: tokens of a prompt, template included, where the user says so.
-    """
+    """Conversations of one turn, as long as those of other recipes are. `longest` is the text that the target reads;
+    `prompt` are tokens of a prompt, template included, where the user says so."""
     answer, most = answer_tokens(data.max_new_tokens), max(prompt or 0, data.max_prompt_tokens)
     if data.prompts == "self" and prompt is None:
         most = min(most, _SELF_LONGEST)
@@ -99,10 +94,7 @@ def counted_lengths(data: DataSection, tokenizer: Any, longest: int, prompts: Se
 def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
     """The first of the prompts that a recipe names, to plan with; none where the target writes its own.
 
-    Of a dataset on the hub, only what is read is downloaded.
-
-    Raises:
-        UserError: prompts that cannot be read.
+    Of a dataset on the hub, only what is read is downloaded. Prompts that cannot be read are a UserError.
     """
     from headstart.data.prompts.reading import load_prompts
 

@@ -84,15 +84,10 @@ class Plan:
 
 
 def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) -> Plan:
-    """Estimate a run.
+    """Estimate a run in which so many processes train, each on a device of its own; on a CPU they share its cores.
 
-    Args:
-        run: recipe and folder.
-        processes: that train, each on a device of its own; on a CPU they share its cores.
-        prompt_tokens: of a prompt, template included, instead of reading some.
-
-    Raises:
-        UserError: anything in the recipe that would stop the run before its first minute.
+    Prompts are read to see how long they are, unless `prompt_tokens` says so, template included. Anything in the recipe
+    that would stop the run before its first minute is a UserError.
     """
     if processes < 1:
         raise UserError(f"A plan for {processes} processes.", "Give --processes 1 or more.")

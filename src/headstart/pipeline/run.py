@@ -55,12 +55,8 @@ class NoTarget(UserError):
 
 @dataclass
 class Run:
-    """One recipe in one folder.
-
-    Attributes:
-        again: stages whose work is to be done anew even where its result is there.
-        device: of this process, where several train; None for that of the recipe.
-    """
+    """One recipe in one folder. Stages in `again` are done anew even where their result is there; `device` is that of
+    this process where several train, None for that of the recipe."""
 
     recipe: Recipe
     folder: Path
@@ -70,12 +66,7 @@ class Run:
 
     @cached_property
     def target(self) -> Target:
-        """The frozen model, loaded when first asked for.
-
-        Raises:
-            NoTarget: it cannot be loaded.
-            UserError: it is no longer the model that the run began with.
-        """
+        """The frozen model, loaded when first asked for; a UserError where it is no longer the run's."""
         target = self.load(self.recipe.target.adapter)
         record = self.whole_record("target")
         if record is not None and record.identity != target_identity(target):
@@ -88,22 +79,14 @@ class Run:
 
     @cached_property
     def decoded(self) -> Target:
-        """The model that the heads draft for: the target, or what training has made of it together with the heads.
-
-        Raises:
-            UserError: as `target`.
-        """
+        """The model that the heads draft for: the target, or what training has made of it together with the heads."""
         if not self.recipe.train.joint.rank:
             return self.target
         vars(self).pop("target", None)  # there may not be room for both
         return self.load(str(self.folder / TRAIN / "best" / ADAPTER))
 
     def load(self, adapter: str | None, sharded: bool = False) -> Target:
-        """The recipe's target with this adapter; `sharded` keeps a part of its weights on each process.
-
-        Raises:
-            NoTarget: it cannot be loaded.
-        """
+        """The recipe's target with this adapter, or `NoTarget`; `sharded` keeps a part of it on each process."""
         from headstart.data.prompts.chat import with_template_kwargs
         from headstart.target.loading import load_sharded_target, load_target
 
@@ -148,7 +131,7 @@ class Run:
         return self.target
 
     def refer(self, stage: str, artifact: Artifact, link: str | None = None) -> None:
-        """Note which artifact a stage uses; `link` in the run's folder leads there."""
+        """See `headstart.support.artifacts.refer`."""
         refer(self.folder, stage, artifact, link)
 
     def record_file(self, stage: str) -> Path:
@@ -173,15 +156,11 @@ class Record:
     """What a stage leaves behind.
 
     Attributes:
-        fingerprint: of everything the stage depends on.
-        version: of the stage's code.
-        settings: the recipe settings it depends on, by dotted key.
-        before: identity of each stage it reads from.
+        fingerprint: of everything the stage depends on: its version, `settings` by dotted key, and `before`, the
+            identity of each stage it reads from.
         whole: whether it is finished.
         identity: what later stages depend on: new each time the stage is built, unless the stage knows better.
         seconds: spent on it, interrupted attempts included where they could be timed.
-        summary: what came of it, as a short phrase.
-        layout: of the run's folder.
         artifact: that the run referred to when the stage was finished; empty for stages that make none.
     """
 
@@ -210,12 +189,9 @@ class Stage:
     """One step of a run.
 
     Attributes:
-        name: names its record, and is what people see.
-        title: what it does, as a phrase.
         version: raise it when the same settings come to mean another result.
         outputs: what it leaves in the run's folder.
-        after: names of the stages it reads from.
-        settings: the settings it depends on, by dotted key; values must survive JSON.
+        settings: what it depends on, by dotted key, beside the stages `after` which it comes; values must survive JSON.
         work: completes what is there; called again after an interruption, and when a setting has changed.
         broken: says what of a finished stage can no longer be used; None when all of it can.
     """
@@ -233,10 +209,7 @@ class Stage:
 def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:
     """Bring every stage up to date, in order; returns whether there was anything to do.
 
-    Stages named in `again` are done anew even when they are done.
-
-    Raises:
-        UserError: the folder is in use by another run, or a stage refuses.
+    Stages named in `again` are done anew even when they are done. A folder in use by another run is a UserError.
     """
     worked = False
     run.again = again

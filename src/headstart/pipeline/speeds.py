@@ -53,15 +53,8 @@ class Speeds:
 
 
 def measure(target: Target, heads: DraftHead, needed: list[int], section: TrainSection, lengths: Lengths) -> Speeds:
-    """Time a few forwards and steps; some seconds on a small model.
-
-    Args:
-        target: loaded.
-        heads: as the recipe wants them; their weights change.
-        needed: layers whose states are kept.
-        section: whose batches are learnt from.
-        lengths: of the conversations; training batches are made alike.
-    """
+    """Time a few forwards that keep the states of the layers `needed`, and training steps on conversations of these
+    lengths, which change the heads; some seconds on a small model."""
     cache = target.new_cache(1, 160)
     target.prefill(cache, [[1] * 128])
     root = TreeBatch.roots([1], target.device)

@@ -87,10 +87,8 @@ def _known(shards: Path | None) -> Path:
 def train_together(run: Run) -> None:
     """Bring a run up to date as far as its heads. Every process that a launcher has started calls it.
 
-    A process that is alone writes missing data first. Several only train: the data has to be there.
-
-    Raises:
-        UserError: what one of the processes refuses, on all of them.
+    A process that is alone writes missing data first. Several only train: the data has to be there. What one of them
+    refuses, all refuse.
     """
     from headstart.train.processes import count_processes, is_main, join_processes, tell_all, together
 
@@ -133,10 +131,8 @@ def train_together(run: Run) -> None:
 
 
 def take_device(environment: MutableMapping[str, str]) -> None:
-    """Let each process of a launcher on this machine (`torchrun`, `accelerate launch`) see one GPU of its own.
-
-    Args:
-        environment: of this process, before any GPU is used.
+    """Let each process of a launcher on this machine (`torchrun`, `accelerate launch`) see one GPU of its own, by its
+    environment, before any GPU is used.
 
     >>> environment = {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,5,6"}
     >>> take_device(environment)

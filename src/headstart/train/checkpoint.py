@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,16 +37,12 @@ _OF_SEVERAL = "module."
 
 @dataclass
 class TrainerState:
-    """Where a run stands.
+    """Where a run stands: `index` steps of an epoch, counted from 0, are taken, and `step` in all.
 
     Attributes:
-        step: optimiser steps taken.
-        epoch: the epoch it is in, from 0.
-        index: steps of that epoch taken.
         elapsed: seconds spent training, validation and checkpoints included, over all sessions.
         tokens: supervised predictions of the first draft step learnt from so far.
-        best_tau: best predicted tokens per round so far; 0 before the first validation.
-        best_step: the step it was measured at.
+        best_tau: best predicted tokens per round so far, measured at `best_step`; 0 before the first validation.
         lr: learning rate of the last step.
         budget: [steps, minutes, epochs] that the run was to train for.
         onward: share of the run that was done when a larger budget took over from a smaller one; 0 when none did.
@@ -66,7 +62,7 @@ class TrainerState:
     onward_lr: float = 0.0
 
     def advance(self, learnt: int, per_epoch: int) -> None:
-        """One step on, of `per_epoch` in an epoch, which learnt from so many predictions."""
+        """One step on, which learnt from so many predictions."""
         self.step, self.index, self.tokens = self.step + 1, self.index + 1, self.tokens + learnt
         if self.index == per_epoch:
             self.epoch, self.index = self.epoch + 1, 0
@@ -95,7 +91,8 @@ def save(
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         shutil.copytree(best, partial / BEST, copy_function=link_or_copy)
-        files = {str(file.relative_to(partial)): file.stat().st_size for file in _files(partial)}
+        written = (file for file in sorted(partial.rglob("*")) if file.is_file())
+        files = {str(file.relative_to(partial)): file.stat().st_size for file in written}
         manifest = {"standing": dataclasses.asdict(trainer_state), "settings": settings, "files": files}
         write_json(partial / MANIFEST, manifest)
         if path.exists():  # the same step once more; the one before it is still there
@@ -148,10 +145,7 @@ def batches_of_step(settings: Mapping[str, Any]) -> int | None:
 def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) -> tuple[Path, TrainerState] | None:
     """The newest complete checkpoint, or None when there is none; one that was cut short is skipped with a warning.
 
-    A checkpoint of another number of processes is taken where `fits` says so.
-
-    Raises:
-        UserError: when it belongs to other settings.
+    One of other settings is a UserError, save for the number of processes where `fits` says so.
     """
     for path in _newest_first(folder):
         manifest = _manifest(path)
@@ -191,11 +185,7 @@ def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> st
 
 def restore_best(path: Path, best: Path) -> None:
     """Put the best heads that a checkpoint knows of into the folder `best`, whatever is there now."""
-
-    def link(partial: Path) -> None:
-        shutil.copytree(path / BEST, partial, copy_function=link_or_copy)
-
-    write_atomic(best, link)
+    write_atomic(best, lambda partial: shutil.copytree(path / BEST, partial, copy_function=link_or_copy))
 
 
 def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
@@ -224,7 +214,3 @@ def _manifest(path: Path) -> dict[str, Any] | None:
 
 def _newest_first(folder: Path) -> list[Path]:
     return sorted((path for path in folder.glob("step-*") if path.suffix != PARTIAL), reverse=True)
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())

@@ -15,15 +15,7 @@ from headstart.train.tracking import check_tracker
 
 
 def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
-    """Refuse settings of training that cannot work.
-
-    Args:
-        recipe: as it was read.
-        target: where it is loaded already; without it, whether earlier heads fit it is left open.
-
-    Raises:
-        UserError: naming the setting, and what to set.
-    """
+    """Refuse settings of training that cannot work; without a target, whether earlier heads fit it is left open."""
     section, of_target = recipe.train, recipe.target
     online, fp16 = recipe.data.states == "online", section.mixed_precision == "fp16"
     find_loss(section.loss)

@@ -66,11 +66,8 @@ class Drift:
 
 
 class Joint:
-    """The adapter in training; nothing of it is in the target before `begin` and after `release`.
-
-    Attributes:
-        weights: of the adapter, as a module that accelerate can prepare.
-    """
+    """The adapter in training; nothing of it is in the target before `begin` and after `release`. Its `weights` are a
+    module that accelerate can prepare."""
 
     def __init__(self, target: Target, section: TrainSection) -> None:
         self.settings = section.joint

@@ -75,11 +75,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def find_loss(name: str) -> Loss:
-    """The loss called `name`.
-
-    Raises:
-        UserError: when there is none; the message names the nearest.
-    """
+    """The loss called `name`; a UserError names the nearest where there is none."""
     if name not in LOSSES:
         raise UserError(f"Unknown loss {name!r}.", nearest(name, LOSSES))
     return LOSSES[name]

@@ -22,8 +22,7 @@ def keep_freed_memory() -> bool:
     By default every block above 32 MiB (a table of logits, the gradient of an LM head) is mapped anew each time and
     its pages are faulted in and zeroed. Memory at its peak is the same; it is not given back afterwards.
 
-    Returns:
-        Whether the C library took the setting; any other than glibc is left alone.
+    Returns whether it was set; C libraries other than glibc are left alone.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -70,11 +70,7 @@ def join_processes(device: str) -> str | None:
 
 
 def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accelerator:
-    """The accelerator of a run: the recipe's precision and tracker, on the target's device.
-
-    Raises:
-        UserError: the target is not on the device of this process.
-    """
+    """The accelerator of a run: the recipe's precision and tracker, on the target's device."""
     precision: str = recipe.train.mixed_precision
     tracker = recipe.train.tracker
     if precision == "auto":
@@ -100,30 +96,19 @@ def on_device(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def describe_processes(accelerator: Accelerator) -> list[str]:
-    """Lines that say how many processes train, and where; a launcher may quietly start fewer than it was asked for."""
+def describe_processes(accelerator: Accelerator) -> str:
+    """How many processes train, and where; a launcher may quietly start fewer than it was asked for."""
     ranks = accelerator.num_processes
     precision = accelerator.mixed_precision.replace("no", "float32")
-    lines = [
+    return (
         f"Training on {ranks} process{'es' if ranks > 1 else ''} ({accelerator.device.type}, {precision}, "
         f"{torch.get_num_threads()} CPU threads each)."
-    ]
-    # `accelerate launch --cpu --num_processes 2` sets the address of a group, and then starts one process.
-    if ranks == 1 and "MASTER_ADDR" in os.environ and "WORLD_SIZE" not in os.environ:
-        lines.append(
-            "The launcher was asked for more processes, but only this one runs. For several on a CPU: "
-            "ACCELERATE_USE_CPU=true torchrun --nproc_per_node N -m headstart.train RECIPE"
-        )
-    return lines
+    )
 
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A block that refuses on all processes when it refuses on one; nothing in it may wait for another process.
-
-    Raises:
-        UserError: of this process, or the first of the others'.
-    """
+    """A block that refuses on all processes when it refuses on one; nothing in it may wait for another process."""
     refusal: UserError | None = None
     try:
         yield
@@ -139,11 +124,7 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def on_main(hold: AbstractContextManager[object]) -> Iterator[None]:
-    """Hold something on the main process, for all of them.
-
-    Raises:
-        UserError: on all processes, when it cannot be held.
-    """
+    """Hold something on the main process, for all of them; all refuse when it cannot be held."""
     with ExitStack() as stack:
         with together():
             if is_main():
@@ -158,11 +139,7 @@ def tell_all(message: Any) -> Any:
 
 @contextmanager
 def one_voice() -> Iterator[None]:
-    """Inside, several processes of a launcher end together, and one of them says why.
-
-    Raises:
-        SystemExit: with the exit code of the refusal or the interruption, where there are several processes.
-    """
+    """Inside, several processes of a launcher end together, with one exit code, and one of them says why."""
     if count_processes() == 1:
         yield
         return
@@ -187,11 +164,7 @@ def one_voice() -> Iterator[None]:
 
 
 def _speak_once(say: Callable[[], None]) -> bool:
-    """Leave the processes of a training, which may all have the same to say: the first of them says it.
-
-    Returns:
-        Whether this one did.
-    """
+    """Leave the processes of a training, which may all have the same to say; returns whether this one said it first."""
     with suppress(RuntimeError, ValueError):
         if not dist.is_initialized():  # refused before the processes met
             PartialState(cpu=True, timeout=_MEETING)

@@ -37,11 +37,7 @@ def build_heads(
     """Heads of the recipe, warm-started from the target and from earlier heads when the recipe names some.
 
     The draft vocabulary is that of the earlier heads when it has the same size, else that of the training data. `say`
-    takes a sentence for the user.
-
-    Raises:
-        UserError: unknown family or setting, a store that lacks a state or is another model's, nothing is supervised in
-            the training data or no answer is as long as a draft, or earlier heads that are missing or do not fit.
+    takes a sentence for the user. What the heads cannot learn from, or start from, is a UserError.
     """
     config = make_config(recipe.heads, target)
     heads = family(config.family)(config)
@@ -79,13 +75,8 @@ def build_heads(
 def take_over(heads: DraftHead, earlier: DraftHead) -> str:
     """Copy into `heads` every tensor of `earlier` that has the same name and shape, in place.
 
-    Of tables over draft vocabularies of two sizes, the rows of the tokens that both can draft are copied.
-
-    Returns:
-        What was taken over, as a part of a sentence.
-
-    Raises:
-        UserError: when nothing fits.
+    Of tables over draft vocabularies of two sizes, the rows of the tokens that both can draft are copied. Returns what
+    was taken over, as a part of a sentence; a UserError when nothing fits.
     """
     ours_D, theirs_D = heads.draft_to_target_D.cpu(), earlier.draft_to_target_D
     ours_C = torch.isin(ours_D, theirs_D).nonzero()[:, 0]  # indices of the common tokens
@@ -116,11 +107,7 @@ def take_over(heads: DraftHead, earlier: DraftHead) -> str:
 
 
 def check_store(store: States, target: FrozenModel, heads: DraftHead) -> None:
-    """Refuse states that these heads on this target cannot learn from.
-
-    Raises:
-        UserError: a layer is missing, or the states are another model's.
-    """
+    """Refuse states that these heads cannot learn from: a layer is missing, or they are another model's."""
     missing = sorted({*heads.aux_layers, FINAL} - set(store.aux_layers))
     if missing or store.hidden_size != target.hidden_size:
         what = f"lacks the states of layer {missing[0]}" if missing else f"has states of size {store.hidden_size}"

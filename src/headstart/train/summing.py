@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, StepPrediction
 from headstart.recipes.sections import PositionWeight
 from headstart.target.fitting import FINAL
@@ -81,13 +80,10 @@ class Teacher:
 
 @dataclass
 class TeacherLogits:
-    """The target's logits over the draft vocabulary for one batch, and the states they come from.
+    """The target's logits over the draft vocabulary for one batch, in its dtype, and the stored final states that gave
+    them. Where the text is too long for a table of all, `read` takes logits from final states instead.
 
-    Attributes:
-        logits_SD: in the target's dtype; None where the text is too long for a table of all.
-        final_SE: the stored final states that gave them.
-        row_X: int64, the row of the two that belongs to a flat position, -1 where no supervised token follows.
-        read: logits from final states, where there is no table.
+    `row_X`, int64, is the row that belongs to a flat position, -1 where no supervised token follows.
     """
 
     logits_SD: Tensor | None
@@ -120,19 +116,10 @@ def weighted(
 ) -> Tensor:
     """Sum over all predictions of a batch of weight times loss: a float32 scalar, not yet normalised.
 
-    A prediction's confidence learns alpha, by binary cross-entropy with the same weight.
-
-    Args:
-        predictions: of each step in turn.
-        loss: see `headstart.train.losses`.
-        teacher_logits: of the batch.
-        step_weight: step k weighs this to the power k (not with `dpace`).
-        position_weight: see `headstart.train.losses`; `subsampled` takes the batch as `batches.subsampled` left it.
-            `dpace` costs one more product with the LM head, to see first how the drafts fare.
-        feature_weight: of `smooth_l1` between drafted features and final states, with the same position weights.
-
-    Raises:
-        UserError: a feature loss for heads that draft no features.
+    Step k weighs `step_weight` to the power k; see `headstart.train.losses` for other position weights: `subsampled`
+    takes the batch as `batches.subsampled` left it, `dpace` costs one more product with the LM head, to see first how
+    the drafts fare. `feature_weight` is that of `smooth_l1` between drafted features and final states, with the same
+    position weights. A prediction's confidence learns alpha, by binary cross-entropy with the same weight.
     """
     steps = list(predictions)
     weights = _position_weights(steps, teacher_logits, step_weight, position_weight)
@@ -151,8 +138,7 @@ def weighted(
             total = total + (weight_M * missed_M).sum()
     if feature_weight:
         for step, weight_M in zip(steps, weights, strict=True):
-            if step.feature_ME is None:
-                raise UserError("These heads draft no features to compare.", "Set train.feature_weight=0.")
+            assert step.feature_ME is not None, "refused before: these heads draft no features"
             final_ME = teacher_logits.final_SE[teacher_logits.rows(step.source_M)]
             total = total + feature_weight * (weight_M * smooth_l1(step.feature_ME, final_ME)).sum()
     return total
@@ -220,7 +206,7 @@ def alphas(prediction: StepPrediction, teacher_logits: TeacherLogits) -> Tensor:
 
 
 def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]]:
-    """A step's logits [B, D] a block of rows at a time, in autocast's dtype where that is on."""
+    """A step's logits [B, D], a block of rows at a time."""
     hidden_MH, lm_head_DH = _operands(prediction.hidden_MH, prediction.lm_head_DH)
     for block in _blocks(hidden_MH, lm_head_DH):
         logits_BD = F.linear(hidden_MH[block], lm_head_DH, _like(prediction.bias_D, lm_head_DH))

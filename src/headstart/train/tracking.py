@@ -1,4 +1,4 @@
-"""Trackers: whether the one that a recipe names can start, starting it through accelerate, and its copy of the report.
+"""Trackers: whether the one that a recipe names can start, and starting it through accelerate.
 
 A tracker may fail in any way of its own: every failure becomes one kind of error, see `_reported`.
 """
@@ -10,7 +10,7 @@ import importlib.util
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from headstart.errors import UserError
 from headstart.recipes.sections import TrainSection
@@ -34,11 +33,7 @@ _WANDB_SAYS = {"dir": "WANDB_DIR", "name": "WANDB_NAME", "id": "WANDB_RUN_ID", "
 
 @contextmanager
 def _reported(name: str, failure: str) -> Iterator[None]:
-    """Whatever a tracker raises inside becomes an error that says what failed, in the tracker's own words.
-
-    Raises:
-        UserError: with what to try.
-    """
+    """Whatever a tracker raises inside becomes a UserError that says what failed, in the tracker's own words."""
     try:
         yield
     except Exception as error:  # every tracker has its own kinds
@@ -49,11 +44,7 @@ def _reported(name: str, failure: str) -> Iterator[None]:
 
 
 def check_tracker(name: str) -> None:
-    """Refuse a tracker that will not start, before anything is done for the run.
-
-    Raises:
-        UserError: it is not installed, cannot be imported, or wandb has nobody to log in as.
-    """
+    """Refuse a tracker that will not start: it is not installed, or wandb has nobody to log in as."""
     if name == "none":
         return
     packages = _PACKAGES[name]
@@ -79,15 +70,7 @@ def start_tracker(
 ) -> None:
     """Start the recipe's tracker, on the main process only; the accelerator's folder keeps the id of its run.
 
-    Args:
-        accelerator: of the training.
-        section: names the tracker and the project.
-        settings: to show beside the curves.
-        run: name of the run.
-        step: that the training goes on from, in the same run of the tracker; None when it begins.
-
-    Raises:
-        UserError: when it does not start; the message is the tracker's own.
+    `settings` are shown beside the curves. A training that goes on from a `step` goes on in the same run there.
     """
     name = section.tracker
     if name == "none":
@@ -111,10 +94,7 @@ def start_tracker(
 
 
 def _options(name: str, folder: Path, run: str, run_id: str, again: bool) -> dict[str, Any]:
-    """What a tracker is started with; what its user says by environment variables comes first.
-
-    `again` says whether a run with this id was begun before.
-    """
+    """What a tracker is started with, `again` in a run begun before; its user's environment variables come first."""
     if name == "tensorboard":
         return {}
     resume = {"resume": "allow"} if again else {}
@@ -145,31 +125,6 @@ def memory(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         values["memory/cuda_peak_gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
     return values
-
-
-def link_report(
-    section: TrainSection, folder: Path, run: str, report: Path, summary: Mapping[str, Any], say: Callable[[str], None]
-) -> None:
-    """Add figures and text of the report to the run of the tracker that watched the training, when there is one.
-
-    A tracker that fails here is said, and no more: the report itself is there.
-    """
-    name, folder = section.tracker, folder.resolve()
-    run_ids = _run_ids(folder)
-    if name == "none" or (name in _WITH_ID and name not in run_ids):
-        return
-    figures = {f"report/{key}": value for key, value in flat(summary).items() if isinstance(value, int | float)}
-    options = _options(name, folder, run, run_ids.get(name, ""), True)
-    if name == "tensorboard":
-        options = {"logging_dir": str(folder)}
-    try:
-        with _reported(name, "did not take the report"):
-            tracker = LOGGER_TYPE_TO_CLASS[name](section.project, **options)
-            tracker.start()
-            tracker.log({**figures, "report": (report / "report.md").read_text(encoding="utf-8")})
-            tracker.finish()
-    except UserError as error:
-        say(error.problem)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:

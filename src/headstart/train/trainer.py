@@ -66,15 +66,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training run leaves.
-
-    Attributes:
-        heads_folder: the heads with the best predicted tokens per round, for `heads.io.load_heads`.
-        last_folder: the heads after the last step.
-        steps: optimiser steps taken.
-        metrics: the validation of the best heads: step, tau, top1, top4, top8, ...
-        coverage: share of the validation data's supervised tokens that the heads can draft.
-    """
+    """What a training leaves: the heads with the best predicted tokens per round and those after the last step (for
+    `heads.io.load_heads`), the validation of the best, and the share of the validation answers that they can draft."""
 
     heads_folder: Path
     last_folder: Path
@@ -95,12 +88,7 @@ def train(
 
     Leaves `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation), `log.txt` (what was
     said) and `result.json`. The target may be its teacher. Ctrl-C finishes the step, writes a checkpoint and raises
-    KeyboardInterrupt.
-
-    Raises:
-        UserError: bad settings, nothing supervised, a loss that is not a number, or a folder with checkpoints of other
-            settings.
-        KeyboardInterrupt: after a checkpoint was written.
+    KeyboardInterrupt. What cannot be trained, or goes wrong, is a UserError.
     """
     check_training(recipe, target)
     joint = None
@@ -209,8 +197,7 @@ class _Trainer:
             return result
 
     def _announce(self) -> None:
-        for line in describe_processes(self.accelerator):
-            self.log.say(line)
+        self.log.say(describe_processes(self.accelerator))
         if isinstance(self.target, TeacherModel):
             self.log.say(
                 f"The target itself is not loaded: the teacher of {self.target.name} is beside the states."

@@ -109,11 +109,7 @@ def _within(shorter: dict[str, Any], longer: dict[str, Any]) -> bool:
 
 
 def weights_hash(folder: str | None) -> str | None:
-    """Hash of the weights that `train.start_from` names; None without any.
-
-    Raises:
-        UserError: there are none, or they cannot be read.
-    """
+    """Hash of the weights that `train.start_from` names; None without any."""
     if folder is None:
         return None
     file = heads_folder(Path(folder).expanduser()) / WEIGHTS

@@ -34,14 +34,13 @@ _ROWS = 512
 class Validation:
     """What validation measures.
 
-    Attributes:
-        accuracy: {"top1": [one share for each step], "top4": ..., "top8": ...}: the share of predictions whose best
-            1, 4 or 8 drafts hold the target's own most likely token (of its whole vocabulary: a token that the
-            heads cannot draft is a miss). Step k is judged on its own, whatever the steps before it said.
-        tau: predicted tokens per round of a greedy chain of all steps, 1 + sum over k of P(steps 0..k all right),
-            counted jointly along each draft; 1 is plain decoding. Each P is over the drafts that reach that deep
-            before the answer ends.
-        predictions: how many predictions of each step were judged.
+    `accuracy` is {"top1": [one share for each step], "top4": ..., "top8": ...}: the share of predictions whose best 1,
+    4 or 8 drafts hold the target's own most likely token (of its whole vocabulary: a token that the heads cannot draft
+    is a miss). Step k is judged on its own, whatever the steps before it said.
+
+    `tau` is the predicted tokens per round of a greedy chain of all steps, 1 + sum over k of P(steps 0..k all right),
+    counted jointly along each draft; 1 is plain decoding. Each P is over drafts that reach that deep before the answer
+    ends. `predictions` counts those of each step.
     """
 
     accuracy: dict[str, list[float]]
@@ -96,7 +95,6 @@ class Tally:
                 self.counts_KC[step, 2 + column] += hits_MR[:, :top].any(-1).sum()
 
     def result(self) -> Validation:
-        """The shares."""
         counts = self.counts_KC.cpu()
         shares_KC = (counts[:, 1:] / counts[:, :1].clamp_min(1)).tolist()
         return Validation(
@@ -122,20 +120,11 @@ def pick_vocabulary(counts_V: Tensor, size: int, always: Sequence[int]) -> Tenso
 
 
 def draftable_share(store: States, vocab_size: int, draft_to_target_D: Tensor) -> float:
-    """Share of the validation data's supervised tokens that the heads can draft at all.
-
-    Raises:
-        UserError: nothing is supervised.
-    """
+    """Share of the validation data's supervised tokens, if there are any, that the heads can draft at all."""
     counts_V = store.supervised_counts(vocab_size)
     if int(counts_V.sum()) == 0:
         raise UserError(
             "Nothing is supervised in the validation data.",
             "Raise data.validation, or look at the data with `headstart data show`.",
         )
-    return coverage(counts_V, draft_to_target_D)
-
-
-def coverage(counts_V: Tensor, draft_to_target_D: Tensor) -> float:
-    """Share of the supervised tokens counted in `counts_V` that the heads can draft at all."""
-    return float(counts_V[draft_to_target_D.cpu()].sum() / counts_V.sum().clamp_min(1))
+    return float(counts_V[draft_to_target_D.cpu()].sum() / counts_V.sum())
