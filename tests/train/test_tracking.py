@@ -24,7 +24,7 @@ from headstart.errors import UserError
 from headstart.recipes.recipe import Recipe
 from headstart.train import trainer
 from headstart.train.checks import check_training
-from headstart.train.tracking import check_tracker, start_tracker
+from headstart.train.tracking import check_tracker, link_report, start_tracker
 from tests.train.conftest import Train
 from tests.train.results import Killed
 
@@ -125,6 +125,44 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if "trackio" in READERS:
         for name in ("trackio.utils", "trackio.sqlite_storage"):
             monkeypatch.setattr(importlib.import_module(name), "TRACKIO_DIR", tmp_path / "home")
+
+
+@pytest.mark.parametrize("tracker", READERS)
+def test_the_report_joins_the_run_that_watched_the_training(
+    run: Train, recipe: Callable[..., Recipe], tmp_path: Path, offline: None, at_home: None, tracker: str
+) -> None:
+    folder, report = tmp_path / "run" / "train", tmp_path / "report"
+    run(folder, steps=1, log_every=1, tracker=tracker, project="tries")
+    report.mkdir()
+    (report / "report.md").write_text("# What came of it")
+    said: list[str] = []
+    section = recipe(tracker=tracker, project="tries").train
+    summary = {"tokens_per_round": 2.5, "speedup_vs_plain": {"mean": 1.5}, "drafter": "heads"}
+    wandb.teardown()  # as in another process
+    link_report(section, folder, "tiny", report, summary, said.append)
+    assert said == []
+    logged, config = READERS[tracker](folder)
+    if tracker == "wandb":
+        run_id = json.loads((folder / "tracker.json").read_text())["wandb"]
+        assert {known for known, _ in runs_in_wandb(folder)} == {run_id}, "the same run"
+    assert [value for _, value in logged["report/speedup_vs_plain.mean"]] == [1.5]
+    assert config["report"] == "# What came of it"
+
+
+def test_a_tracker_that_does_not_take_the_report_is_said(
+    recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusing:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("no room for events")
+
+    (tmp_path / "report.md").write_text("x")
+    monkeypatch.setattr(tensorboard, "SummaryWriter", Refusing)
+    said: list[str] = []
+    link_report(recipe(tracker="tensorboard").train, tmp_path, "tiny", tmp_path, {}, said.append)
+    link_report(recipe(tracker="wandb").train, tmp_path, "tiny", tmp_path, {}, said.append)  # it has watched nothing
+    link_report(recipe().train, tmp_path, "tiny", tmp_path, {}, said.append)
+    assert said == ["The tracker tensorboard did not take the report: no room for events"]
 
 
 @pytest.mark.parametrize("tracker", READERS)

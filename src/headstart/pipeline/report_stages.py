@@ -112,6 +112,7 @@ def _eval(run: Run) -> Outcome:
     from headstart.data.prompts.questions import read_questions
     from headstart.eval.options import EvalOptions
     from headstart.hub.card import write_card
+    from headstart.train.tracking import link_report
 
     if (run.folder / REPORT).exists():
         refuse_others(run.folder / REPORT, _REPORT_FILES)
@@ -143,6 +144,11 @@ def _eval(run: Run) -> Outcome:
         _give(exported.folder / HEADS, run.folder / HEADS)
         give(folder / REPORT, run.folder / REPORT)
 
+    def say(text: str) -> None:
+        run.console.print(f"    {text}", highlight=False, markup=False, soft_wrap=True)
+
+    train, report_folder = run.recipe.train, run.folder / REPORT
+    link_report(train, run.folder / TRAIN, run.recipe.name, report_folder, results["summary"], say)
     speedup = results["summary"]["speedup_vs_plain"]
     measured = f"{speedup['mean']:.2f}x over plain decoding, measured; " if speedup else ""
     return Outcome(

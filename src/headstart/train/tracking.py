@@ -1,4 +1,4 @@
-"""Trackers: whether the one that a recipe names can start, and starting it through accelerate.
+"""Trackers: whether the one that a recipe names can start, starting it through accelerate, and its copy of the report.
 
 A tracker may fail in any way of its own: every failure becomes one kind of error, see `_reported`.
 """
@@ -10,7 +10,7 @@ import importlib.util
 import os
 import secrets
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 from headstart.errors import UserError
 from headstart.recipes.sections import TrainSection
@@ -125,6 +126,31 @@ def memory(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         values["memory/cuda_peak_gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
     return values
+
+
+def link_report(
+    section: TrainSection, folder: Path, run: str, report: Path, summary: Mapping[str, Any], say: Callable[[str], None]
+) -> None:
+    """Add figures and text of the report to the run of the tracker that watched the training, when there is one.
+
+    A tracker that fails here is said, and no more: the report itself is there.
+    """
+    name, folder = section.tracker, folder.resolve()
+    run_ids = _run_ids(folder)
+    if name == "none" or (name in _WITH_ID and name not in run_ids):
+        return
+    figures = {f"report/{key}": value for key, value in flat(summary).items() if isinstance(value, int | float)}
+    options = _options(name, folder, run, run_ids.get(name, ""), True)
+    if name == "tensorboard":
+        options = {"logging_dir": str(folder)}
+    try:
+        with _reported(name, "did not take the report"):
+            tracker = LOGGER_TYPE_TO_CLASS[name](section.project, **options)
+            tracker.start()
+            tracker.log({**figures, "report": (report / "report.md").read_text(encoding="utf-8")})
+            tracker.finish()
+    except UserError as error:
+        say(error.problem)
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
