@@ -112,15 +112,15 @@ def training_data(
     """
     aux_layers = sorted(set().union(*(aux_layers_of(target, compared.recipe) for compared in arms)))
     stores = {}
-    for split in ("train", "calibration"):
+    for split in ("train", "validation"):
         store = _store_with(run / STATES / split, target, aux_layers) if reuse else None
         if store is None:
             print(f"hidden states of the {split} conversations, layers {aux_layers}", flush=True)
             texts = read_conversations(run / CONVERSATIONS / f"{split}.jsonl")
             store = build_store(out / "states" / split, texts, target, aux_layers, budget_bytes=int(1e9 * gigabytes))
         stores[split] = store
-    texts = read_conversations(run / CONVERSATIONS / "calibration.jsonl")
-    return TrainingData(stores["train"], stores["calibration"], texts)
+    texts = read_conversations(run / CONVERSATIONS / "validation.jsonl")
+    return TrainingData(stores["train"], stores["validation"], texts)
 
 
 def _store_with(folder: Path, target: Target, aux_layers: Sequence[int]) -> StateStore | None:

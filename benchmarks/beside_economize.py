@@ -138,12 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     decoding, always = DecodeOptions(), DecodeOptions(draft="on")
     chain = TreeShape.chain(options.chain)
-    methods: dict[str, Method] = {PLAIN: Ours(target, None, decoding)}
+    methods: dict[str, Method] = {PLAIN: Ours(target, (), decoding)}
     for name, candidate in arms.items():
         heads = trained(candidate, target, data, folder_of(options, candidate) / "train")
-        methods[f"ours, {name}, chain"] = Ours(target, HeadDrafter(heads, chain), always)
+        methods[f"ours, {name}, chain"] = Ours(target, [HeadDrafter(heads, chain)], always)
     decoder = tuned(arms["same minutes"], target, data, folder_of(options, arms["same minutes"]))
-    methods["ours, same minutes, tree"] = Ours(target, decoder.drafter("heads"), decoding, decoder.costs)
+    methods["ours, same minutes, tree"] = Ours(target, decoder.drafters("heads"), decoding, decoder.costs)
     processes = []
     for name in options.theirs:
         processes.append(Theirs(their_command(options, "serve", name), target))

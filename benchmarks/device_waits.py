@@ -23,7 +23,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from record import record
 
-from headstart.decode.loop import CombinedDrafter, Drafter, Engine
+from headstart.decode.loop import Drafter, Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -67,21 +67,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record(options.out, what, results, machine, __file__, arguments, settings)
 
 
-def drafters(target: Target, families: Sequence[str]) -> dict[str, Drafter | None]:
+def drafters(target: Target, families: Sequence[str]) -> dict[str, tuple[Drafter, ...]]:
     """What drafts in each row of the table, by name."""
-    drafters: dict[str, Drafter | None] = {"none": None, "ngram": NgramDrafter()}
+    drafters: dict[str, tuple[Drafter, ...]] = {"none": (), "ngram": (NgramDrafter(),)}
     for name in families:
         heads = family(name)(make_config({"family": name}, target))
         torch.manual_seed(0)
         heads.warm_start(target)
         drafter = HeadDrafter(heads.to(CUDA), TreeShape.chain(heads.draft_steps), "dynamic", max_nodes=16)
-        drafters[name] = drafter
-        drafters[f"{name}+ngram"] = CombinedDrafter(drafter, NgramDrafter())
+        drafters[name] = (drafter,)
+        drafters[f"{name}+ngram"] = (drafter, NgramDrafter())
     return drafters
 
 
 def counted(
-    device: StandIn, target: Target, drafter: Drafter | None, rows: int, temperature: float, tokens: int
+    device: StandIn, target: Target, drafters: Sequence[Drafter], rows: int, temperature: float, tokens: int
 ) -> list[Round]:
     """The rounds of one batch. Rows have prompts of different lengths, which repeat themselves."""
     rng = random.Random(0)
@@ -90,7 +90,7 @@ def counted(
         phrase = [rng.randrange(1, VOCAB) for _ in range(5)]
         prompts.append([*phrase, *phrase, *phrase][: 11 + row % 5])
     options = DecodeOptions(max_new_tokens=tokens, temperature=temperature, ignore_end=True)
-    return rounds_of(device, target, lambda: Engine(target, drafter).generate(prompts, options))
+    return rounds_of(device, target, lambda: Engine(target, *drafters).generate(prompts, options))
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, Any]:

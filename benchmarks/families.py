@@ -91,14 +91,14 @@ def methods_of(target: Target, decoders: Mapping[str, Decoder], chain: int, temp
     decoding = DecodeOptions(temperature=temperature)
     always = DecodeOptions(temperature=temperature, draft="on")
     methods: dict[str, Method] = {
-        PLAIN: Ours(target, None, decoding),
+        PLAIN: Ours(target, (), decoding),
         STOCK: Transformers(target, decoding),
         LOOKUP: Transformers(target, decoding, lookup=True),
     }
     for name, decoder in decoders.items():
         fixed = HeadDrafter(decoder.heads, TreeShape.chain(min(chain, decoder.heads.draft_steps)))
-        methods[f"{name} chain"] = Ours(target, fixed, always)
-        methods[f"{name} tree"] = Ours(target, decoder.drafter("heads"), decoding, decoder.costs)
+        methods[f"{name} chain"] = Ours(target, [fixed], always)
+        methods[f"{name} tree"] = Ours(target, decoder.drafters("heads"), decoding, decoder.costs)
     return methods
 
 

@@ -1,6 +1,6 @@
 """Trees whose drafts follow their own paths, beside trees of independent depths and chains, at the same verify cost.
 
-    python benchmarks/path_conditioned.py HEADS QUESTIONS.jsonl --conversations calibration.jsonl --out out/paths
+    python benchmarks/path_conditioned.py HEADS QUESTIONS.jsonl --conversations validation.jsonl --out out/paths
 
 Every arm may verify the same number of nodes a round, and takes as many: a chain of that length, as far as the heads
 reach; the best tree whose depths are drafted along the best path alone, whatever path a node is on (as DDTree,
@@ -214,12 +214,12 @@ class EveryPosition:
 
     Args:
         target: the frozen model.
-        drafter: what drafts.
+        drafters: what drafts.
         temperature: of sampling.
     """
 
-    def __init__(self, target: Target, drafter: Drafter, temperature: float) -> None:
-        self._ours = Ours(target, drafter, DecodeOptions(temperature=temperature, draft="on"))
+    def __init__(self, target: Target, drafters: Sequence[Drafter], temperature: float) -> None:
+        self._ours = Ours(target, drafters, DecodeOptions(temperature=temperature, draft="on"))
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
         """As any method; one prompt at a time."""
@@ -284,16 +284,16 @@ def methods_of(
         for arm, calibrations in fitted.items()
     }
     methods: dict[str, Method] = {}
-    ours: Callable[[Drafter], Method] = partial(
+    ours: Callable[[list[Drafter]], Method] = partial(
         Ours, target, options=DecodeOptions(temperature=temperature, draft="on")
     )
     if every_position:
         ours = partial(EveryPosition, target, temperature=temperature)
     for count in nodes:
         chain = HeadDrafter(heads, TreeShape.chain(min(count - 1, heads.draft_steps)))
-        methods[named(CHAIN, count)] = ours(chain)
+        methods[named(CHAIN, count)] = ours([chain])
         for arm in ARMS[1:]:
-            methods[named(arm, count)] = ours(dynamic[arm](max_nodes=count, sampled=fitted[arm].sampled))
+            methods[named(arm, count)] = ours([dynamic[arm](max_nodes=count, sampled=fitted[arm].sampled)])
     return methods
 
 

@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     engines: dict[tuple[str, Exact], Engine] = {}
     for name, exact in product((PLAIN, *options.methods), options.exact):
         engine = decoder.engine(name) if name != PLAIN else None
-        engines[name, exact] = Engine(target, engine.drafter if engine else None, engine.costs if engine else None)
+        engines[name, exact] = Engine(target, *engine.drafters, costs=engine.costs) if engine else Engine(target)
     asked = DecodeOptions(options.max_new_tokens, draft=options.draft)
     rows: list[dict[str, Any]] = []
     results = {

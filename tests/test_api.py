@@ -130,18 +130,18 @@ def test_kinds_of_trees(tiny_target: Target) -> None:
     heads, shape = make_heads(tiny_target), TreeShape.from_paths(TUNING["paths"])
     measured = {"chain": 1, "calibration": {"log_probs": [[-5.0, 0.0]] * 2, "accepted": [[0.1, 0.9]] * 2}}
     tuned = Decoder(tiny_target, heads, shape, {**TUNING, **measured, "tree": "dynamic"})
-    kinds = {tree: tuned.drafter("heads", tree) for tree in ("dynamic", "static", "chain", None)}
-    assert {tree: drafter.tree for tree, drafter in kinds.items() if isinstance(drafter, HeadDrafter)} == {
+    kinds = {tree: tuned.drafters("heads", tree) for tree in ("dynamic", "static", "chain", None)}
+    assert {tree: drafter.tree for tree, (drafter,) in kinds.items() if isinstance(drafter, HeadDrafter)} == {
         "dynamic": "dynamic", "static": "static", "chain": "static", None: "dynamic",
     }  # fmt: skip
-    assert kinds["chain"] is not None and kinds["chain"].max_nodes == 2
+    assert kinds["chain"][0].max_nodes == 2
     assert tuned.costs is not None and tuned.costs.widths == (1, 2, 4)
     assert tuned.engine("heads", "chain") is tuned.engine("heads", "chain"), "made once"
     words = {tuple(tuned.generate("Hello", max_new_tokens=12, tree=tree).tokens) for tree in kinds}
     assert len(words) == 1
     untuned = Decoder(tiny_target, heads, shape)
     assert untuned.costs is None
-    alone = untuned.drafter()
+    (alone,) = untuned.drafters()
     assert isinstance(alone, HeadDrafter) and (alone.tree, alone.max_nodes) == ("static", shape.size)
     with pytest.raises(UserError, match="calibration is not whole"):
         Decoder(tiny_target, heads, shape, {"widths": [1]})

@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
     asked = [{"question_id": number, "category": "", "turns": [f"Count to {number}."]} for number in range(3)]
     (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in asked))
     random = torch.Generator().manual_seed(0)
-    for split, count in (("train", 16), ("calibration", 6)):
+    for split, count in (("train", 16), ("validation", 6)):
         texts = []
         for number in range(count):
             tokens = torch.randint(3, 60, (30,), generator=random).tolist()

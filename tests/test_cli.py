@@ -162,7 +162,7 @@ def test_eval_writes_the_three_files(finished: Path, questions: Path, tmp_path: 
 
 def test_data_shows_what_is_supervised(finished: Path, tmp_path: Path, tiny_target_folder: Path) -> None:
     assert "supervised" in works("data", "show", finished, "--index", 1).stdout
-    file = finished / "data" / "conversations" / "calibration.jsonl"
+    file = finished / "data" / "conversations" / "validation.jsonl"
     assert "⟦" in works("data", "show", file).stdout
     shutil.copy(file, tmp_path / "alone.jsonl")
     assert "--target" in refused("data", "show", tmp_path / "alone.jsonl")
@@ -188,7 +188,7 @@ def test_plan_does_no_work(recipe: Path, tmp_path: Path) -> None:
 
 
 def test_tuning_again_writes_the_heads_anew(finished: Path, heads: Path, tmp_path: Path) -> None:
-    calibration = finished / "data" / "conversations" / "calibration.jsonl"
+    calibration = finished / "data" / "conversations" / "validation.jsonl"
     assert "--conversations" in refused("tune", heads)
     (heads / "notes.txt").touch()
     assert "would be lost: notes.txt" in refused("tune", heads, "--conversations", calibration)

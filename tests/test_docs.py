@@ -1,15 +1,27 @@
-"""The examples in docstrings give what they say."""
+"""The examples in docstrings give what they say, and the page on a round names what there is."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
 import pkgutil
+import re
+import sys
+from pathlib import Path
+from types import FrameType
 
 import pytest
 
 import headstart
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.ngram import NgramDrafter
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
+from tests.hub.helpers import make_heads
 
+SOURCE = Path(headstart.__file__).parent
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(headstart.__path__, "headstart.")
@@ -27,3 +39,36 @@ def test_there_are_examples() -> None:
     finder = doctest.DocTestFinder()
     found = [case for name in MODULES for case in finder.find(importlib.import_module(name)) if case.examples]
     assert len(found) > 20
+
+
+PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+ROUND = PAGE[PAGE.index("### One token through one round") :].partition("Behind three of these doors")[0]
+
+
+def test_one_round_needs_the_types_that_the_page_names() -> None:
+    types = dict(re.findall(r"\*\*`(\w+)`\*\*\s+\(`([\w/]+\.py)`", ROUND))
+    assert len(types) == len(set(re.findall(r"\*\*`(\w+)`", ROUND))), "each with its file"
+    assert 10 < len(types) <= 15 and len(set(types.values())) <= 8
+    for name, file in types.items():
+        assert re.search(rf"^class {name}\b", (SOURCE / file).read_text(encoding="utf-8"), re.M), f"{name} in {file}"
+
+
+def test_what_passes_between_rooms_in_a_round_is_named_there(tiny_target: Target) -> None:
+    """Whatever the loop of `Engine.generate` is given, holds or returns while it decodes."""
+    seen: set[type] = set()
+
+    def watch(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code.co_qualname == "Engine.generate":
+            seen.update(type(value) for value in frame.f_locals.values())
+            seen.update(type(part) for value in frame.f_locals.values() if isinstance(value, list) for part in value)
+
+    heads = HeadDrafter(make_heads(tiny_target), TreeShape.chain(2), "dynamic")
+    sys.setprofile(watch)
+    try:
+        Engine(tiny_target, heads, NgramDrafter()).generate([[3, 4, 3]], DecodeOptions(8, ignore_end=True))
+    finally:
+        sys.setprofile(None)
+    ours = {kind.__name__ for kind in seen if kind.__module__.startswith("headstart.")}
+    assert {"Engine", "Target", "Controller", "Verifier", "TreeBatch", "Committed"} <= ours, "it was watched"
+    opaque = {"TreeCache", "_Row"}  # what target and drafters remember, which the loop hands on
+    assert {name for name in ours if f"`{name}`" not in ROUND} <= opaque

@@ -115,10 +115,10 @@ def same(model: Any, folder: str, inputs: dict[str, Tensor], tokenizer: Any = No
     known = [[*text.tolist(), *row[length:].tolist()] for text, row in zip(texts, plain, strict=True)]
     ((_, _, decoder),) = lend._PREPARED[model].decoders.values()
     engine = decoder.engine()
-    drafter, engine.drafter = engine.drafter, Foresight(known)
+    drafters, engine.drafters = engine.drafters, (Foresight(known),)
     before = [criterion.calls for criterion in stops]
     output = model.generate(**inputs, custom_generate=heads, draft="on", return_dict_in_generate=True, **options)
-    engine.drafter = drafter
+    engine.drafters = drafters
     assert torch.equal(output.sequences, plain)
     if plain.shape[1] > length + 2:
         assert output.tokens_per_round.max() > 2

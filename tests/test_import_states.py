@@ -36,7 +36,7 @@ def test_the_states_of_a_run_come_from_vllm(recipe: Path, tmp_path: Path, tiny_t
     for shard in states.glob("shard-*"):  # of writing in this process, which a server does not leave
         shard.unlink()
     target = load_target(str(tiny_target_folder), "float32", "cpu")
-    texts = [item for split in ("train", "calibration") for item in read_conversations(texts_of(run, split))]
+    texts = [item for split in ("train", "validation") for item in read_conversations(texts_of(run, split))]
     for item in texts[1:]:
         write(tmp_path / "files", target, item.tokens, (3,))
     (tmp_path / "files" / "other.safetensors").write_bytes(b"junk")

@@ -151,7 +151,7 @@ def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
         records = [run.record(name) for name in names]
         assert [record is not None and record.whole for record in records] == [i < number for i in range(len(names))]
     execute(quiet(folder, recipe), STAGES)
-    for split in ("train", "calibration", "heldout"):
+    for split in ("train", "validation", "heldout"):
         file = f"data/conversations/{split}.jsonl"
         assert (folder / file).read_text() == (undisturbed / file).read_text()
     theirs, ours = (load_file(path / "heads" / "heads.safetensors") for path in (undisturbed, folder))
@@ -419,7 +419,7 @@ def test_the_byte_budget_holds_for_both_splits_together_and_stops_the_writing(
     recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"conversations": 28, "cache_gigabytes": 2e-4})
     run = quiet(tmp_path / "runs" / "run", recipe)
     execute(run, stages_until("states"))
-    stores = [StateStore(run.folder / "data" / "states" / split) for split in ("train", "calibration")]
+    stores = [StateStore(run.folder / "data" / "states" / split) for split in ("train", "validation")]
     own = sum(estimate_bytes(store.tokens, 1, store.hidden_size, torch.float32) for store in stores)
     assert own <= 2e5
     written = len((run.folder / "data" / "conversations" / "train.jsonl").read_text().splitlines())

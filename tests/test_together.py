@@ -57,7 +57,7 @@ def test_the_planner_is_killed(tmp_path: Path, tiny_target_folder: Path) -> None
             second = subprocess.run([sys.executable, "-m", "headstart", *command], stdout=out, check=False)
         assert first.wait() == -9
     assert second.returncode == 0
-    for split in ("train", "calibration", "heldout"):
+    for split in ("train", "validation", "heldout"):
         ours, theirs = (path / "data" / "conversations" / f"{split}.jsonl" for path in (folder, alone))
         assert ours.read_text() == theirs.read_text()
     stores = [StateStore(path / "data" / "states" / "train") for path in (folder, alone)]

@@ -12,7 +12,7 @@ from headstart.data.prompts.chat import Message, prompt_tokens
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.loop import Drafter, Engine, Generation, check
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
-from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafter
+from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, nearest
 from headstart.heads.base import DraftHead
@@ -70,10 +70,10 @@ class Decoder:
         here = self._tuned_here()
         return here.costs if here else None
 
-    def drafter(self, name: str = "heads", tree: TreeKind | None = None) -> Drafter | None:
-        """A drafter by its name, see `DecodeOptions`; None decodes plainly. A UserError where it cannot draft here."""
+    def drafters(self, name: str = "heads", tree: TreeKind | None = None) -> tuple[Drafter, ...]:
+        """What a name stands for, see `DecodeOptions`; none decodes plainly. A UserError where it cannot draft here."""
         _check_drafting(name, tree)
-        return self._drafter(name, tree, self.tuning if name == "none" else self._tuned_here())
+        return self._drafters(name, tree, self.tuning if name == "none" else self._tuned_here())
 
     def engine(self, drafter: str = DEFAULT, tree: TreeKind | None = None, drafts: bool = True) -> Engine:
         """The decode loop with a drafter, made once; costs are measured first, and without `drafts` there are none."""
@@ -84,7 +84,7 @@ class Decoder:
             key = (drafter, tree, drafts)
             if key not in self._engines:
                 costs = tuning.costs if tuning and drafts else None
-                self._engines[key] = Engine(self.target, self._drafter(drafter, tree, tuning), costs)
+                self._engines[key] = Engine(self.target, *self._drafters(drafter, tree, tuning), costs=costs)
             return self._engines[key]
 
     def generate(self, prompt: Prompt, **options: Unpack[DecodeKeywords]) -> Answer:
@@ -169,12 +169,12 @@ class Decoder:
                 self._engines.clear()
             return self._here
 
-    def _drafter(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> Drafter | None:
+    def _drafters(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> tuple[Drafter, ...]:
         parts = name.split("+")
         heads = self._heads(tree, tuning) if "heads" in parts and self._loaded is not None else None
         if "heads" in parts and heads is None:  # no tree pays: whatever else was asked for drafts alone
             name = "+".join(part for part in parts if part != "heads") or "none"
-        return make_drafter(name, self.target, heads)
+        return make_drafters(name, self.target, heads)
 
     def _heads(self, tree: TreeKind | None, tuning: Tuning | None) -> HeadDrafter | None:
         if tuning is not None:

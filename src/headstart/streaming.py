@@ -25,7 +25,7 @@ class Answer:
         tokens_per_second: tokens over the wall-clock seconds from the call to the last token, reading the prompt
             included; in a batch, this row's tokens only.
         first_token_ms: from the call to the first token.
-        drafter_error: what the drafter raised, when it did; the text is complete all the same, decoded plainly on.
+        drafter_error: what a drafter raised, when one did; the text is complete all the same, decoded on without it.
     """
 
     text: str

@@ -194,7 +194,7 @@ def test_a_prompt_of_another_split_costs_no_further_batch(
     sizes = {"conversations": 40, "heldout": 8, "validation": 8, "batch_size": 32}
     splits = build_conversations(tiny_target, section("self", **sizes), tmp_path / "data")
     assert [len(part) for part in (splits.heldout, splits.validation, splits.train)] == [8, 8, 40]
-    assert [path.name for path in (tmp_path / "data" / "parts").glob("*-calibration*")] == ["00001-calibration.jsonl"]
+    assert [path.name for path in (tmp_path / "data" / "parts").glob("*-validation*")] == ["00001-validation.jsonl"]
 
 
 def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch
 from headstart.decode.loop import Drafter, Engine
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import RULES
-from headstart.drafters.catalog import make_drafter
+from headstart.drafters.catalog import make_drafters
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -50,8 +50,8 @@ def target() -> Target:
         return Target(tiny_model("llama", vocab_size=61).to(CUDA))
 
 
-def texts_of(target: Target, drafter: Drafter | None = None, options: DecodeOptions = GREEDY) -> list[list[int]]:
-    outputs = Engine(target, drafter).generate(TEXTS, options)
+def texts_of(target: Target, *drafters: Drafter, options: DecodeOptions = GREEDY) -> list[list[int]]:
+    outputs = Engine(target, *drafters).generate(TEXTS, options)
     assert [output.drafter_error for output in outputs] == [None] * len(TEXTS)
     return [output.tokens for output in outputs]
 
@@ -83,7 +83,7 @@ def test_every_drafter(name: str, temperature: float, host: Target, target: Targ
     trained.bind(target)
     heads = HeadDrafter(trained, SHAPE, "dynamic")
     options = DecodeOptions(max_new_tokens=6, ignore_end=True, temperature=temperature)
-    texts = texts_of(target, make_drafter(name, target, heads), options)
+    texts = texts_of(target, *make_drafters(name, target, heads), options=options)
     assert texts == texts_of(host) if not temperature else list(map(len, texts)) == [6, 6]
 
 
@@ -91,7 +91,7 @@ def test_every_drafter(name: str, temperature: float, host: Target, target: Targ
 def test_a_draft_model(temperature: float, host: Target, target: Target, device: StandIn) -> None:
     small = Target(tiny_model("llama", seed=1, vocab_size=61).to(CUDA))
     options = DecodeOptions(max_new_tokens=6, ignore_end=True, temperature=temperature)
-    texts = texts_of(target, DraftModelDrafter(small, target), options)
+    texts = texts_of(target, DraftModelDrafter(small, target), options=options)
     assert texts == texts_of(host) if not temperature else list(map(len, texts)) == [6, 6]
 
 
@@ -113,8 +113,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_every_rule(rule: str, settings: str, host: Target, target: Target, device: StandIn) -> None:
     heads = HeadDrafter(build("medusa", host).to(CUDA), SHAPE)
     options = DecodeOptions(max_new_tokens=6, ignore_end=True, verifier=rule, **SETTINGS[settings])
-    for drafter in (None, heads, NgramDrafter()):
-        assert list(map(len, texts_of(target, drafter, options))) == [6, 6]
+    for drafters in ([], [heads], [NgramDrafter()]):
+        assert list(map(len, texts_of(target, *drafters, options=options))) == [6, 6]
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
     for ticks, earlier in (((1e-3,), 0), ((1e-3, 1.0, 1e-3, 1e-3), 3)):
         monkeypatch.setattr("headstart.decode.loop.perf_counter", Clock(*ticks))
         drafter = ReplayDrafter(known, 61, 1.0)
-        engine = Engine(target, drafter, Costs((1, 64), (10.0, 11.0), 1.0, 0.1, 8))
+        engine = Engine(target, drafter, costs=Costs((1, 64), (10.0, 11.0), 1.0, 0.1, 8))
         for number in range(earlier):
             engine.generate([[9, 8, 7], [5]], replace(options, seed=number))
         drafter.rng.seed(0)
@@ -159,7 +159,7 @@ def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(
     monkeypatch.setattr(Target, "forward_tree", noted)
     dear = Costs((1, 64), (1.0, 100.0), draft_ms=50.0)
     options = DecodeOptions(max_new_tokens=24, ignore_end=True)
-    answer = Engine(tiny_target, drafter, dear).generate([[4, 5, 6]], options)[0]
+    answer = Engine(tiny_target, drafter, costs=dear).generate([[4, 5, 6]], options)[0]
     assert answer.tokens == Engine(tiny_target).generate([[4, 5, 6]], options)[0].tokens
     used = aux[: len(answer.rounds)]
     assert used[-1] == (), "no hidden states are read at the end"

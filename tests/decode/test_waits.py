@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from headstart.decode.loop import CombinedDrafter, Drafter, Engine
+from headstart.decode.loop import Drafter, Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -25,19 +25,16 @@ UPLOADS = {"none": 0, "ngram": 1, ONE_FORWARD: 1}
 """Of one row: the proposal."""
 
 
-def make_drafter(name: str, target: Target, host: Target) -> Drafter | None:
-    first, _, second = name.partition("+")
-    if second:
-        both = make_drafter(first, target, host), make_drafter(second, target, host)
-        assert both[0] is not None and both[1] is not None
-        return CombinedDrafter(both[0], both[1])
-    if first == "none":
-        return None
-    if first == "ngram":
-        return NgramDrafter()
-    heads = build(first, host).to(CUDA)
-    heads.bind(target)
-    return HeadDrafter(heads, TreeShape.chain(3), "dynamic", max_nodes=8)
+def make_drafters(name: str, target: Target, host: Target) -> list[Drafter]:
+    drafters: list[Drafter] = []
+    for part in name.split("+") if name != "none" else ():
+        if part == "ngram":
+            drafters.append(NgramDrafter())
+            continue
+        heads = build(part, host).to(CUDA)
+        heads.bind(target)
+        drafters.append(HeadDrafter(heads, TreeShape.chain(3), "dynamic", max_nodes=8))
+    return drafters
 
 
 @pytest.mark.parametrize("name", WAITS)
@@ -49,7 +46,7 @@ def test_waits_of_a_round(name: str, rows: int, temperature: float, limits: dict
     host = Target(tiny_model("llama", vocab_size=61))
     with StandIn() as device:
         target = Target(tiny_model("llama", vocab_size=61).to(CUDA))
-        engine = Engine(target, make_drafter(name, target, host))
+        engine = Engine(target, *make_drafters(name, target, host))
         rounds = rounds_of(device, target, lambda: engine.generate(prompts, options))
     assert rounds
     for one in rounds:

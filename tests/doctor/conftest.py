@@ -26,7 +26,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.test_pipeline import tiny_recipe
 
-SPLITS = ("train", "calibration")
+SPLITS = ("train", "validation")
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ def quickly(path: Path) -> dict[str, Finding]:
     [
         ("data/conversations/train.jsonl", "not valid JSON"),
         ("a shard", "cut short"),
-        ("data/states/calibration/manifest.json", "not whole JSON"),
+        ("data/states/validation/manifest.json", "not whole JSON"),
         ("train/best/heads.safetensors", "cut short or damaged"),
         ("train/best/config.json", "not whole JSON"),
     ],

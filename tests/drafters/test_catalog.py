@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from headstart.cli import heads as cli_heads
-from headstart.decode.loop import CombinedDrafter, Engine
+from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.catalog import DEFAULT, make_drafter
+from headstart.drafters.catalog import DEFAULT, make_drafters
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -23,33 +23,29 @@ HEADS = ReplayDrafter([], 61, 0.0)
 
 
 def test_plain_decoding_is_no_drafter(tiny_target: Target) -> None:
-    assert make_drafter("none", tiny_target) is None
+    assert make_drafters("none", tiny_target) == ()
 
 
 def test_names(tiny_target: Target, tiny_target_folder: Path) -> None:
-    assert make_drafter("heads", tiny_target, HEADS) is HEADS
-    assert isinstance(make_drafter("ngram", tiny_target), NgramDrafter)
-    three = make_drafter("lookahead+ngram+early-exit", tiny_target)
-    assert isinstance(three, CombinedDrafter) and isinstance(three.second, DraftModelDrafter)
-    assert isinstance(three.first, CombinedDrafter) and isinstance(three.first.first, LookaheadDrafter)
-    combined = make_drafter("heads+ngram", tiny_target, HEADS)
-    assert isinstance(combined, CombinedDrafter)
-    assert combined.first is HEADS
-    early = make_drafter("early-exit:2", tiny_target)
+    assert make_drafters("heads", tiny_target, HEADS) == (HEADS,)
+    three = make_drafters("lookahead+ngram+early-exit", tiny_target)
+    assert list(map(type, three)) == [LookaheadDrafter, NgramDrafter, DraftModelDrafter]
+    first, second = make_drafters("heads+ngram", tiny_target, HEADS)
+    assert first is HEADS and isinstance(second, NgramDrafter)
+    (early,) = make_drafters("early-exit:2", tiny_target)
     assert isinstance(early, DraftModelDrafter) and early.draft.num_layers == 2
-    default = make_drafter("early-exit", tiny_target)
+    (default,) = make_drafters("early-exit", tiny_target)
     assert isinstance(default, DraftModelDrafter) and default.draft.num_layers == 1
-    model = make_drafter(f"draft-model:{tiny_target_folder}+ngram", tiny_target)
-    assert isinstance(model, CombinedDrafter)
+    model = make_drafters(f"draft-model:{tiny_target_folder}+ngram", tiny_target)
     options = DecodeOptions(max_new_tokens=12, ignore_end=True)
     text = [[5, 6, 7]]
     expected = Engine(tiny_target).generate(text, options)[0].tokens
-    assert Engine(tiny_target, model).generate(text, options)[0].tokens == expected
+    assert Engine(tiny_target, *model).generate(text, options)[0].tokens == expected
 
 
 def test_a_plus_in_a_path_does_not_join(tiny_target: Target) -> None:
     with pytest.raises(UserError, match=r"'\./a\+b'"):
-        make_drafter("draft-model:./a+b", tiny_target)
+        make_drafters("draft-model:./a+b", tiny_target)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +66,7 @@ def test_a_plus_in_a_path_does_not_join(tiny_target: Target) -> None:
 )
 def test_bad_names_are_refused(tiny_target: Target, name: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
-        make_drafter(name, tiny_target)
+        make_drafters(name, tiny_target)
     assert message in str(caught.value)
 
 

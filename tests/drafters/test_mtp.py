@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.decode.loop import CombinedDrafter, Engine
+from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters import mtp
-from headstart.drafters.catalog import make_drafter
+from headstart.drafters.catalog import make_drafters
 from headstart.drafters.mtp import MtpDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
@@ -118,8 +118,8 @@ def test_text_is_that_of_plain_decoding(kind: str, shipped: dict[str, ShippedTar
     stock = target.model.generate(torch.tensor(texts[1:2]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert stock[0, 6:].tolist() == plain[1]
     drafter = MtpDrafter(target)
-    for one in (drafter, CombinedDrafter(drafter, NgramDrafter())):
-        rows = Engine(target, one).generate(texts, options)
+    for drafters in ([drafter], [drafter, NgramDrafter()]):
+        rows = Engine(target, *drafters).generate(texts, options)
         assert [row.tokens for row in rows] == plain
         assert [row.drafter_error for row in rows] == [None] * 3
     assert max(one.nodes for row in rows for one in row.rounds) > 2
@@ -179,7 +179,7 @@ def test_a_checkpoint_without_its_modules_is_told_what_to_name(
     for kind, said in (("deepseek", r"model\.layers\.2\.eh_proj"), ("qwen3_next", r"mtp\.fc")):
         shipped[kind].target.model.save_pretrained(tmp_path / kind)
         with pytest.raises(UserError, match=said + r".*leaves them out of what it saves.*as it was published"):
-            make_drafter("mtp", reload(tmp_path / kind))
+            make_drafters("mtp", reload(tmp_path / kind))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_modules_that_are_not_whole_are_refused(name: str, said: str, tmp_path: 
 
 def test_packed_modules_and_too_many_steps_are_refused(shipped: dict[str, ShippedTarget], tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"ships 2 multi-token-prediction modules.*3 drafts.*Ask for 2"):
-        make_drafter("mtp:3", shipped["deepseek-two"].target)
+        make_drafters("mtp:3", shipped["deepseek-two"].target)
     ship("deepseek", tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
     tensors["model.layers.2.self_attn.o_proj.weight_scale_inv"] = torch.ones(1)

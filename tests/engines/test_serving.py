@@ -46,7 +46,7 @@ def command(kind: str, fault: str = "none") -> str:
 
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
-    file = tmp_path / "calibration.jsonl"
+    file = tmp_path / "validation.jsonl"
     write_conversations(
         file, [Conversation(str(n), [5, 6, 7, 8 + n], [False, False, True, True], []) for n in range(3)]
     )

@@ -19,5 +19,6 @@ class Drafts:
     calibration: dict[str, Any] = field(default_factory=dict)
     costs: None = None
 
-    def drafter(self, name: str = "heads", tree: str | None = None) -> Drafter | None:
-        return self.others.get(name, self.tested)
+    def drafters(self, name: str = "heads", tree: str | None = None) -> tuple[Drafter, ...]:
+        drafter = self.others.get(name, self.tested)
+        return () if drafter is None else (drafter,)

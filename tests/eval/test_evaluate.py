@@ -175,7 +175,7 @@ def test_every_method_stops_at_the_end_of_the_turn(batch: int, drafter: HeadDraf
     # The model's own defaults would change the output, were they not set aside.
     target.model.generation_config.repetition_penalty = 5.0
     expected = free[: free.index(end) + 1]
-    for name, method in make_methods(Drafts(target), drafter, {}, EvalOptions(batch_size=batch)).items():
+    for name, method in make_methods(Drafts(target), [drafter], {}, EvalOptions(batch_size=batch)).items():
         prompts = [text, [4, *text], [8, 8]][:batch]
         run = method.run(prompts, 20, seed=0)
         assert run.tokens[0] == expected, name

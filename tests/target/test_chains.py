@@ -125,8 +125,8 @@ def test_texts_are_those_of_the_model_itself(target: Target) -> None:
         for prompt in prompts
     ]
     options = DecodeOptions(max_new_tokens=16, ignore_end=True)
-    for drafter in (None, NgramDrafter(), LookaheadDrafter()):
-        rows = Engine(target, drafter).generate(prompts, options)
+    for drafters in ([], [NgramDrafter()], [LookaheadDrafter()]):
+        rows = Engine(target, *drafters).generate(prompts, options)
         assert [row.tokens for row in rows] == plain
         assert [row.drafter_error for row in rows] == [None] * 3
     assert InProcess(target).continue_rows(prompts, Continuation(16, [0.0] * 3, frozenset(), 0)) == plain

@@ -63,9 +63,9 @@ def conversations(count: int, seed: int, vocab_size: int) -> list[Conversation]:
 
 @pytest.fixture(scope="session")
 def states(tiny_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder `states` with the stores `train` (24 conversations) and `calibration` (7)."""
+    """A folder `states` with the stores `train` (24 conversations) and `validation` (7)."""
     folder = tmp_path_factory.mktemp("run") / "data" / "states"
-    for name, count, seed in (("train", 24, 0), ("calibration", 7, 1)):
+    for name, count, seed in (("train", 24, 0), ("validation", 7, 1)):
         made = conversations(count, seed, tiny_target.vocab_size)
         build_store(folder / name, made, tiny_target, [1, 2, 3, FINAL], budget_bytes=10**8)
     return folder
@@ -78,7 +78,7 @@ def train_store(states: Path) -> StateStore:
 
 @pytest.fixture
 def valid_store(states: Path) -> StateStore:
-    return StateStore(states / "calibration")
+    return StateStore(states / "validation")
 
 
 @pytest.fixture

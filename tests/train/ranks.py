@@ -71,7 +71,7 @@ def both_states(folder: Path, target: Target, how: str) -> list[States]:
     """Those of training and of validation: as the fixture `states` stored them, or computed online from the same
     conversations."""
     if how != "online":
-        return [StateStore(folder / split) for split in ("train", "calibration")]
+        return [StateStore(folder / split) for split in ("train", "validation")]
     made = (conversations(24, 0, target.vocab_size), conversations(7, 1, target.vocab_size))
     return [OnlineStates(folder, one, target, [1, 2, 3, FINAL]) for one in made]
 

@@ -283,7 +283,7 @@ def test_validation_keeps_no_states(run: Train, tmp_path: Path, monkeypatch: pyt
 
     def collated(store: StateStore, *args: Any) -> Any:
         batch = original(store, *args)
-        if store.folder.name == "calibration":
+        if store.folder.name == "validation":
             read.append(weakref.ref(batch))
         return batch
 

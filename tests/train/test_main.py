@@ -37,7 +37,7 @@ def here(file: Path, folder: Path, *overrides: str) -> Path:
     recipe = load_recipe(str(file), overrides)
     target = load_target(recipe.target.spec, recipe.target.dtype, recipe.target.device)
     states = file.parent / "runs" / "run" / "data" / "states"
-    stores = StateStore(states / "train"), StateStore(states / "calibration")
+    stores = StateStore(states / "train"), StateStore(states / "validation")
     return train(recipe, target, *stores, folder).last_folder
 
 

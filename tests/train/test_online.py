@@ -122,7 +122,7 @@ def test_the_command_trains_online_and_stores_nothing(
     online = run.with_name("online")
     done = run_to_end(file, "--run-dir", online, "data.states=online")
     assert done.returncode == 0, done.stderr
-    files = [online / "data" / "conversations" / f"{split}.jsonl" for split in ("train", "calibration")]
+    files = [online / "data" / "conversations" / f"{split}.jsonl" for split in ("train", "validation")]
     stores = [OnlineStates(file, read_conversations(file), tiny_target, [FINAL]) for file in files]
     recipe = load_recipe(str(file), ["data.states=online"])
     assert_same(online / "train" / "last", train(recipe, tiny_target, *stores, tmp_path / "here").last_folder)

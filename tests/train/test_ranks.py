@@ -254,7 +254,7 @@ def test_a_target_of_which_each_process_holds_a_part_gives_the_same_heads(
     folders = [run.with_name(name) for name in ("sharded", "whole")]
     for folder, sharded in zip(folders, ("true", "false"), strict=True):
         execute(quiet(folder, recipe), stages_until("states"))
-        lengths = [len(text.tokens) for text in read_conversations(folder / "data/conversations/calibration.jsonl")]
+        lengths = [len(text.tokens) for text in read_conversations(folder / "data/conversations/validation.jsonl")]
         assert len(epoch_batches(lengths, 64, seed=0, epoch=0)) % COUNT == 1
         words = ["--run-dir", folder, "data.states=online", f"train.shard_target={sharded}"]
         ended = together(ranks.train_plainly, file, *words)
@@ -356,7 +356,7 @@ def test_refusals_are_one_sentence_from_one_process(
     file, run = workplace(steps=2)
     recipe = load_recipe(str(file))
     target = load_target(recipe.target.spec, recipe.target.dtype, recipe.target.device)
-    stores = [StateStore(run / "data" / "states" / split) for split in ("train", "calibration")]
+    stores = [StateStore(run / "data" / "states" / split) for split in ("train", "validation")]
     begun = training(run, recipe, make_config(recipe.heads, target), *stores).folder
     here(file, begun)
     (begun / "result.json").unlink()  # as if it had been interrupted

@@ -64,7 +64,7 @@ def test_earlier_heads_that_cannot_be_read_are_refused_by_the_recipe_alone(
         check_training(recipe(start_from=str(earlier[0])))
 
 
-@pytest.mark.parametrize("lacking", ["train", "calibration"])
+@pytest.mark.parametrize("lacking", ["train", "validation"])
 def test_a_store_that_lacks_a_layer_is_refused_by_its_number(
     recipe: Callable[..., Recipe],
     tiny_target: Target,

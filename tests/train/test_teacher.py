@@ -89,7 +89,7 @@ def test_the_teacher_is_taken_where_it_is_enough(place: Place) -> None:
 
 def test_heads_train_where_the_target_is_not(place: Place, tmp_path: Path) -> None:
     target = load_target(str(place.target_folder), "float32", "cpu")
-    stores = [StateStore(place.run / "data" / "states" / split) for split in ("train", "calibration")]
+    stores = [StateStore(place.run / "data" / "states" / split) for split in ("train", "validation")]
     expected = train(place.recipe(), target, *stores, tmp_path / "expected").last_folder
     shutil.rmtree(place.target_folder)
     (tmp_path / "prompts.jsonl").unlink()

@@ -177,7 +177,7 @@ def _pour(stream: Stream) -> str:
     figures = f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}"
     tell(console, f"{figures}, first token after {answer.first_token_ms:.0f} ms", style="dim")
     if answer.drafter_error:
-        tell(console, f"The drafter failed ({answer.drafter_error}); decoding went on plainly.", style="yellow")
+        tell(console, f"A drafter failed ({answer.drafter_error}); decoding went on without it.", style="yellow")
     return answer.text
 
 

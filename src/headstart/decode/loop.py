@@ -9,7 +9,7 @@ Shape suffixes: B rows, T tokens, N tree nodes, P nodes of an accepted path, V v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -58,7 +58,7 @@ class Generation:
         finish_reason: why it ended: "end", "length" or "stop"; empty while it goes on.
         token_ms: for each token, milliseconds since the call at which it was there; the prefill is part of the first.
         rounds: one entry a round; the first token comes from the prefill and has none.
-        drafter_error: what the drafter raised, when it did; from then on the row was decoded plainly.
+        drafter_error: what a drafter raised, when one did; from then on the row was decoded without it.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -128,56 +128,25 @@ class Drafter(Protocol):
         ...
 
 
-class CombinedDrafter:
-    """Draft with two drafters and verify the union of their trees.
-
-    Tokens that both propose after the same path become one node, so the second drafter only costs what it adds: an
-    n-gram match beside trained heads is one more branch. The first goes first where acceptance probabilities do not
-    decide.
-    """
-
-    def __init__(self, first: Drafter, second: Drafter) -> None:
-        self.first, self.second = first, second
-        self.aux_layers = tuple(dict.fromkeys([*first.aux_layers, *second.aux_layers]))
-        self.max_nodes = first.max_nodes + second.max_nodes - 1
-        shares: list[float | None] = [getattr(part, "draft_share", None) for part in (first, second)]
-        known = [share for share in shares if share is not None]
-        self.draft_share = sum(known) if len(known) == len(shares) else None
-
-    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> tuple[Any, Any]:
-        return self.first.prefill(prompts, states), self.second.prefill(prompts, states)
-
-    def propose(self, session: tuple[Any, Any], roots: TreeBatch, request: Request) -> list[Tree]:
-        trees = self.first.propose(session[0], roots, request)
-        if any(tree.drawn for tree in trees):  # one random stream, and one distribution, is enough
-            request = replace(request, draws=False)
-        others = self.second.propose(session[1], roots, request)
-        return [union(tree, other, request) for tree, other in zip(trees, others, strict=True)]
-
-    def commit(self, session: tuple[Any, Any], committed: Committed) -> None:
-        self.first.commit(session[0], committed)
-        self.second.commit(session[1], committed)
-
-    def reorder(self, session: tuple[Any, Any], rows: Sequence[int]) -> None:
-        self.first.reorder(session[0], rows)
-        self.second.reorder(session[1], rows)
-
-
 # -- the loop --------------------------------------------------------------------------------------------------------
 
 
 class Engine:
-    """Decodes with a target and a drafter.
+    """Decodes with a target and its drafters; without any, plainly.
 
-    Without a drafter it decodes plainly. With costs of this machine the number of nodes follows them, and drafting
+    Of several drafters the union of their trees is verified. Tokens that two propose after the same path become one
+    node, so the second only costs what it adds: an n-gram match beside trained heads is one more branch. The first goes
+    first where acceptance probabilities do not decide.
+
+    With costs of this machine the number of nodes follows them, and drafting
     pauses where it does not pay; without them everything that is proposed is verified. In greedy decoding, what rounds
     really take corrects the costs, and what is learned serves later calls; sampling keeps to them, so that a seeded
     text does not depend on the clock, nor on what was decoded before.
     """
 
-    def __init__(self, target: Target, drafter: Drafter | None = None, costs: Costs | None = None) -> None:
+    def __init__(self, target: Target, *drafters: Drafter, costs: Costs | None = None) -> None:
         self.target = target
-        self.drafter = drafter
+        self.drafters = drafters
         self.costs = costs
         self._experience: dict[int, Experience] = {}  # by the size of the batch
 
@@ -193,19 +162,32 @@ class Engine:
         started = perf_counter()
         check(self.target, prompts, options)
         target, controller, verifier = self.target, self._controller(prompts, options), make_verifier(options, prompts)
-        drafter = self.drafter if controller.will_draft else None
+        # Of the drafters that draft still, by their number.
+        sessions = dict[int, Any].fromkeys(range(len(self.drafters)) if controller.will_draft else ())
         texts = [Generation() for _ in prompts]
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
 
-        def ask(method: str, *arguments: Any) -> Any:
-            """What the drafter answers. One that raises is left out from then on: the text goes on."""
-            nonlocal drafter
+        def ask(number: int, method: str, *arguments: Any) -> Any:
+            """What a drafter answers. One that raises is left out from then on: the text goes on without it."""
             try:
-                return getattr(drafter, method)(*arguments) if drafter else None
+                return getattr(self.drafters[number], method)(*arguments)
             except CAUGHT as error:
-                drafter = None
+                del sessions[number]
                 for row in rows:
                     texts[row].drafter_error = f"{type(error).__name__}: {error}"
+
+        def ask_all(method: str, *arguments: Any) -> None:
+            for number, session in list(sessions.items()):
+                ask(number, method, session, *arguments)
+
+        def propose(request: Request) -> list[Tree]:
+            trees = roots.trees
+            for number, session in list(sessions.items()):
+                if (proposed := ask(number, "propose", session, roots, request)) is not None:
+                    trees = [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
+                if any(tree.drawn for tree in trees):  # one random stream, and one distribution, is enough
+                    request = replace(request, draws=False)
+            return trees
 
         def emit(emitted: Sequence[Sequence[int]]) -> list[int]:
             """Add to the texts of the running rows; indices of those that go on."""
@@ -219,11 +201,15 @@ class Engine:
                     on_tokens(row, added)
             return [index for index, row in enumerate(rows) if not texts[row].finish_reason]
 
-        max_nodes = reserve(target, prompts, options.max_new_tokens, drafter.max_nodes if drafter else 1)
+        most_nodes = 1 + sum(self.drafters[number].max_nodes - 1 for number in sessions)
+        max_nodes = reserve(target, prompts, options.max_new_tokens, most_nodes)
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
-        out = target.prefill(cache, prompts, drafter.aux_layers if drafter else ())
+        out = target.prefill(cache, prompts, self._aux_layers(sessions))
         roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
-        session = ask("prefill", prompts, out.aux_hidden_states)
+        for number in list(sessions):
+            session = ask(number, "prefill", prompts, out.aux_hidden_states)
+            if number in sessions:
+                sessions[number] = session
         remaining = emit([[token] for token in roots.root_tokens])
         while remaining:
             if len(remaining) < len(rows):  # rows that ended leave the batch
@@ -231,13 +217,13 @@ class Engine:
                 roots = TreeBatch.roots([roots.root_tokens[index] for index in remaining], target.device)
                 for part in (cache, verifier, controller):
                     part.reorder(remaining)
-                ask("reorder", session, remaining)
+                ask_all("reorder", remaining)
             start = perf_counter()
             batch = roots
             # Asked for, not cut off later: how deep a tree grows may depend on what was drawn for it.
             deepest = target.deepest(cache)
             room = max_nodes if deepest is None else min(max_nodes, deepest + 1)
-            drafts = controller.drafts and room > 1 and drafter is not None and drafter.max_nodes > 1
+            drafts = controller.drafts and room > 1 and bool(sessions)
             if drafts:
                 request = Request(
                     controller.room(room),
@@ -249,30 +235,37 @@ class Engine:
                     streams=verifier.draft_streams,
                     temperature=options.temperature,
                 )
-                trees = controller.prune(ask("propose", session, roots, request) or roots.trees)
+                trees = controller.prune(propose(request))
                 if any(tree.size > 1 for tree in trees):
                     batch = TreeBatch.of(trees, target.device)
             drafted = perf_counter()
-            out = target.forward_tree(cache, batch, drafter.aux_layers if drafter else ())
+            out = target.forward_tree(cache, batch, self._aux_layers(sessions))
             committed, roots = verifier.accept(batch, out)
             verified = perf_counter()
             cache.commit(committed.paths, committed.paths_BP)
-            ask("commit", session, committed)
+            ask_all("commit", committed)
             ended = perf_counter()
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)
             spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafts == controller.drafts else None
             controller.note(batch.trees, list(map(len, emitted)), spent_ms)
             if not controller.will_draft:
-                drafter = session = None  # nothing more will be drafted: plain rounds cost what they do without it
+                sessions.clear()  # nothing more will be drafted: plain rounds cost what they do without drafters
             ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
             for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
                 texts[row].rounds.append(Round(tree.size, len(tokens), *ms, depth=tree.depth))
         return texts
 
+    def _aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:
+        """Layers whose states these drafters read."""
+        return tuple(dict.fromkeys(layer for number in numbers for layer in self.drafters[number].aux_layers))
+
     def _controller(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Controller:
-        share = getattr(self.drafter, "draft_share", None)
-        draft_ms = None if self.costs is None or share is None else float(share) * self.costs.verify(1)
+        shares: list[float | None] = [getattr(drafter, "draft_share", None) for drafter in self.drafters]
+        known = [share for share in shares if share is not None]
+        draft_ms = None
+        if self.costs is not None and known and len(known) == len(shares):
+            draft_ms = sum(known) * self.costs.verify(1)
         experience = None
         if options.greedy:
             experience = self._experience.setdefault(size_of(len(prompts)), Experience())

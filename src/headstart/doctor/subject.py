@@ -26,7 +26,7 @@ from headstart.support.files import read_json
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 
-SPLITS = ("train", "calibration")
+SPLITS = ("train", "validation")
 
 _QUESTIONS = PROMPTS[8:]
 """Asked when there is neither a run nor a file of questions."""
@@ -97,10 +97,10 @@ class Subject:
 
     @cached_property
     def heldout(self) -> list[Conversation]:
-        """A few texts that the heads did not learn from: calibration answers, or some that the target writes now."""
+        """A few texts that the heads did not learn from: validation answers, or some that the target writes now."""
         most = 3 if self.quick else 8
         try:
-            return [item for item in self.conversations["calibration"] if any(item.supervised)][:most]
+            return [item for item in self.conversations["validation"] if any(item.supervised)][:most]
         except Absent:
             prompts = self.question_prompts or [self._prompt(text) for text in _QUESTIONS[:most]]
         answers = Engine(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from functools import reduce
 
-from headstart.decode.loop import CombinedDrafter, Drafter
+from headstart.decode.loop import Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.lookahead import LookaheadDrafter
@@ -25,8 +24,8 @@ DEFAULT = DecodeOptions.drafter
 """What generation drafts with when nothing else is said: n-grams cost next to nothing and see what heads miss."""
 
 
-def make_drafter(name: str, target: Target, heads: Drafter | None = None) -> Drafter | None:
-    """The drafter that a name stands for, verified by `target`; None for plain decoding. "heads" stands for `heads`.
+def make_drafters(name: str, target: Target, heads: Drafter | None = None) -> tuple[Drafter, ...]:
+    """The drafters that a name joins, verified by `target`; none for plain decoding. "heads" stands for `heads`.
 
     Raises:
         UserError: an unknown name or argument, no heads where they are asked for, or a draft model that does not fit.
@@ -34,8 +33,8 @@ def make_drafter(name: str, target: Target, heads: Drafter | None = None) -> Dra
     check_drafter(name)
     names = parts_of(name)
     if names == ["none"]:
-        return None
-    return reduce(CombinedDrafter, [_single(part, target, heads) for part in names])
+        return ()
+    return tuple(_single(part, target, heads) for part in names)
 
 
 def check_drafter(name: str) -> None:

@@ -97,7 +97,7 @@ def run_audit(
     started = perf_counter()
     target = source.target
     _check(target, prompts, options)
-    drafters = {name: _drafter(source, name) for name in options.drafters if name != WRONG}
+    drafters = {name: _drafters(source, name) for name in options.drafters if name != WRONG}
     total = len(prompts) * (1 + len(options.drafters) * len(options.batch_sizes))
     with progress_bar(console, "greedy", total) as bar:
         greedy, answers = _greedy(source, drafters, prompts, options, bar)
@@ -159,11 +159,11 @@ def _check(target: Target, prompts: Prompts, options: AuditOptions) -> None:
         raise UserError("A prompt has a single token.", "Give each prompt at least two tokens.")
 
 
-def _drafter(source: Source, name: str) -> Drafter:
-    """A drafter by its name in the audit. Where tuning found no tree that pays, heads are audited with a small one."""
+def _drafters(source: Source, name: str) -> tuple[Drafter, ...]:
+    """Drafters by their name in the audit. Where tuning found no tree that pays, heads are audited with a small one."""
     if name == RANDOM:
-        return HeadDrafter(random_weights(source.heads), _narrow(source.heads))
-    return named(source, name) or HeadDrafter(source.heads, _narrow(source.heads))
+        return (HeadDrafter(random_weights(source.heads), _narrow(source.heads)),)
+    return named(source, name) or (HeadDrafter(source.heads, _narrow(source.heads)),)
 
 
 def _narrow(heads: DraftHead) -> TreeShape:
@@ -175,7 +175,7 @@ def _narrow(heads: DraftHead) -> TreeShape:
 
 
 def _greedy(
-    source: Source, drafters: Mapping[str, Drafter], prompts: Prompts, options: AuditOptions, bar: Bar
+    source: Source, drafters: Mapping[str, tuple[Drafter, ...]], prompts: Prompts, options: AuditOptions, bar: Bar
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """A row for every drafter at every batch size, compared with plain decoding one prompt at a time; and its answers.
 
@@ -185,15 +185,15 @@ def _greedy(
     target, rows = source.target, list[dict[str, Any]]()
     judge = Judge(target)
 
-    def decode(drafter: Drafter | None, name: str, batch_size: int) -> list[Generation]:
-        engine = Engine(target, drafter, source.costs if drafter else None)
+    def decode(drafting: tuple[Drafter, ...], name: str, batch_size: int) -> list[Generation]:
+        engine = Engine(target, *drafting, costs=source.costs if drafting else None)
         advance = partial(bar.advance, title=f"greedy, {name}")
         return decode_in_batches(engine, prompts, options.max_new_tokens, batch_size, advance)
 
-    alone = [output.tokens for output in decode(None, "plain", 1)]
+    alone = [output.tokens for output in decode((), "plain", 1)]
     one_for_all = target.dtype in (torch.float32, torch.float64)
     answers = {
-        batch: alone if one_for_all or batch == 1 else [output.tokens for output in decode(None, "plain", batch)]
+        batch: alone if one_for_all or batch == 1 else [output.tokens for output in decode((), "plain", batch)]
         for batch in options.batch_sizes
     }
     if WRONG in options.drafters:
@@ -201,7 +201,7 @@ def _greedy(
         unused = unused_tokens(
             (answer for plain in answers.values() for answer in plain), target.vocab_size, shape.width
         )
-        drafters = {**drafters, WRONG: AlwaysWrongDrafter(shape, unused)}
+        drafters = {**drafters, WRONG: (AlwaysWrongDrafter(shape, unused),)}
     for name in options.drafters:
         for batch in options.batch_sizes:
             plain, outputs = answers[batch], decode(drafters[name], name, batch)
@@ -328,7 +328,7 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
     chosen = sorted(range(len(sharpness)), key=lambda number: (-sharpness[number], number))[: options.texts]
     level = LEVEL / (len(options.verifier) * len(options.temperature) * len(chosen))
     # Without costs every tree is verified whole: in large batches costs would leave little of it.
-    engine = Engine(RememberingTarget(source.target, options.depth - 1), _drafter(source, "heads"))
+    engine = Engine(RememberingTarget(source.target, options.depth - 1), *_drafters(source, "heads"))
     rows = []
     for number, temperature in product(chosen, options.temperature):
         asked = replace(common, temperature=temperature)

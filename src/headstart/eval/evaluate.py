@@ -50,13 +50,13 @@ def evaluate(
     options = options or EvalOptions()
     target = source.target
     questions = _checked(target, questions, options, console)
-    drafter = source.drafter(options.drafter, options.tree)
+    drafters = source.drafters(options.drafter, options.tree)
     tested = options.drafter
     if options.tree is not None and "heads" in tested.split("+"):
         tested = options.tree if tested == "heads" else f"{tested} ({options.tree})"
     options = replace(options, drafter=tested, compare=wanted(options.compare, tested))
     others = {name: named(source, name) for name in options.compare}
-    methods = make_methods(source, drafter, others, options)
+    methods = make_methods(source, drafters, others, options)
     units = _measure(target, questions, options, methods, console)
     judged = _judge(target, units, options, list(methods), console)
     summary, rows = summarise(units, options.seed), per_prompt(units)
@@ -74,7 +74,7 @@ def evaluate(
         **({} if target.quantization == "none" else {"quantization": target.quantization}),
         **({} if target.adapter is None else {"adapter": {"hash": target.adapter.hash, **target.adapter.note}}),
         "prompt_lookup_tokens": LOOKUP_TOKENS,
-        "tree_nodes": drafter.max_nodes if drafter is not None else 1,
+        "tree_nodes": 1 + sum(drafter.max_nodes - 1 for drafter in drafters),
         "questions": len(questions),
         "methods": [name.removeprefix(OTHER) for name in methods],
     }
@@ -104,11 +104,11 @@ def _predicted(source: Source, options: EvalOptions) -> float | None:
 
 
 def make_methods(
-    source: Source, drafter: Drafter | None, others: Mapping[str, Drafter | None], options: EvalOptions
+    source: Source, drafters: Sequence[Drafter], others: Mapping[str, Sequence[Drafter]], options: EvalOptions
 ) -> dict[str, Method]:
     """Every way of decoding that is measured, by its name among the runs."""
     target, costs = source.target, source.costs
-    methods: dict[str, Method] = {HEADS: Ours(target, drafter, options, costs), PLAIN: Ours(target, None, options)}
+    methods: dict[str, Method] = {HEADS: Ours(target, drafters, options, costs), PLAIN: Ours(target, (), options)}
     if options.baselines:
         methods[STOCK] = Transformers(target, options)
         if options.batch_size == 1:

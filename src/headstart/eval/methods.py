@@ -50,7 +50,7 @@ class Source(Protocol):
     @property
     def calibration(self) -> dict[str, Any]: ...
 
-    def drafter(self, name: str = "heads", tree: TreeKind | None = None) -> Drafter | None: ...
+    def drafters(self, name: str = "heads", tree: TreeKind | None = None) -> tuple[Drafter, ...]: ...
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Run:
         seconds: wall-clock time of the whole batch, prefill included.
         token_ms: milliseconds since the call at which each token came.
         rounds: empty for methods that do not draft through our loop.
-        drafter_error: what the drafter raised, when it did; decoding went on plainly.
+        drafter_error: what a drafter raised, when one did; decoding went on without it.
     """
 
     tokens: list[list[int]]
@@ -77,10 +77,10 @@ class Run:
         return sum(map(len, self.tokens))
 
 
-def named(source: Source, name: str) -> Drafter | None:
-    """A drafter by its name in a table: one of `TREES`, or what the catalog knows."""
+def named(source: Source, name: str) -> tuple[Drafter, ...]:
+    """Drafters by their name in a table: one of `TREES`, or what the catalog knows."""
     tree = TREES.get(name)
-    return source.drafter("heads", tree) if tree else source.drafter(name)
+    return source.drafters("heads", tree) if tree else source.drafters(name)
 
 
 def wanted(names: Sequence[str], drafter: str) -> tuple[str, ...]:
@@ -110,11 +110,11 @@ class Ours:
     def __init__(
         self,
         target: Target,
-        drafter: Drafter | None = None,
+        drafters: Sequence[Drafter] = (),
         options: DecodeOptions | None = None,
         costs: Costs | None = None,
     ) -> None:
-        self._engine = Engine(target, drafter, costs if drafter is not None else None)
+        self._engine = Engine(target, *drafters, costs=costs if drafters else None)
         self._options = options or DecodeOptions()
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:

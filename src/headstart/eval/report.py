@@ -56,7 +56,7 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
     for sentence in (*verdicts(results), *expected, divergence_sentence(results)):
         console.print(sentence, highlight=False, markup=False, soft_wrap=True)
     for name, error in failed(results):
-        text = f"The drafter {name} failed ({error}): its figures are those of plain decoding."
+        text = f"{name}: a drafter failed ({error}), and the figures are those of decoding without it."
         console.print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
 
 

@@ -140,7 +140,7 @@ class CustomGenerate:
             for group in prompts.groups(together=not chain.rest):
                 generations.update(zip(group, decode(engine, group), strict=True))
         if error := next((row.drafter_error for row in generations.values() if row.drafter_error), None):
-            warnings.warn(f"Drafting failed, and the rest was decoded plainly: {error}", stacklevel=2)
+            warnings.warn(f"A drafter failed, and the rest was decoded without it: {error}", stacklevel=2)
         if streamer is not None:
             streamer.end()
         if not generation_config.return_dict_in_generate:

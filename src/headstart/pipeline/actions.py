@@ -33,10 +33,10 @@ def report(
     return results
 
 
-def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Console) -> str:
+def retune(decoder: Decoder, folder: Path, validation: Path | None, console: Console) -> str:
     """Tune the heads of a folder on this machine, in place; returns what came of it.
 
-    `calibration` is a file of tokenised conversations; by default that of the run which the folder is part of.
+    `validation` is a file of tokenised conversations; by default that of the run which the folder is part of.
     """
     from headstart.data.conversations.records import read_conversations
     from headstart.hub.format import export_heads, read_config
@@ -45,7 +45,7 @@ def retune(decoder: Decoder, folder: Path, calibration: Path | None, console: Co
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder here.", "Tuning writes into the folder: give a copy of the heads.")
     refuse_other_files(folder)
-    texts = read_conversations(calibration_file(folder, calibration))
+    texts = read_conversations(validation_file(folder, validation))
     tuning = tune(decoder.target, decoder.heads, texts, console=console)
     # What was measured belongs to the tree before; what the heads learned from stays true.
     facts = {"training": read_config(folder).get("training", {})}
@@ -69,13 +69,13 @@ def keeping_engine_tunings(folder: Path) -> Iterator[None]:
         add_engine_figures(folder)
 
 
-def calibration_file(folder: Path, named: Path | None) -> Path:
+def validation_file(folder: Path, named: Path | None) -> Path:
     """The conversations that heads are tuned on: those named, or those of the run that the folder is part of."""
-    file = named or folder.parent / CONVERSATIONS / "calibration.jsonl"
+    file = named or folder.parent / CONVERSATIONS / "validation.jsonl"
     if not file.is_file():
         raise UserError(
             "There are no validation conversations to tune on.",
-            "Name a file with --conversations; a run keeps its own in data/conversations/calibration.jsonl.",
+            "Name a file with --conversations; a run keeps its own in data/conversations/validation.jsonl.",
         )
     return file
 

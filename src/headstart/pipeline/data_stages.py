@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Files of the target's tokenizer, as the target's stage keeps them."""
-_SPLITS = ("train", "calibration")
+_SPLITS = ("train", "validation")
 _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
 
@@ -260,7 +260,7 @@ def kept_stores(run: Run) -> dict[str, StateStore]:
 def both_stores(run: Run) -> dict[str, StateStore]:
     """The hidden states of both splits: what is there is kept, what is missing or cut short is computed.
 
-    Those for calibration come first: the byte budget, which holds for both together, leaves out training text. What
+    Those for validation come first: the byte budget, which holds for both together, leaves out training text. What
     training needs of the target itself is kept beside them.
     """
     from headstart.data.states.shards import Work, build_store

@@ -91,7 +91,7 @@ def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
             section.needs_target or not target.starts(make_config(heads, target).start_layers)
         ):
             target = _whole_target(run)
-        return target, (stores["train"], stores["calibration"])
+        return target, (stores["train"], stores["validation"])
     sharded = section.shard_target and count_processes() > 1
     reads = run.load(None, sharded=True) if sharded else run.target
     files, layers = conversation_files(run).values(), aux_layers(run)
@@ -123,7 +123,7 @@ def _tune(run: Run) -> Outcome:
     identity = {
         "version": _TUNE_VERSION,
         "heads": before(run, "train"),
-        "texts": content(run.folder / CONVERSATIONS / "calibration.jsonl"),
+        "texts": content(run.folder / CONVERSATIONS / "validation.jsonl"),
         **_tune_settings(run),
         "conditions": conditions(run),
     }
@@ -131,7 +131,7 @@ def _tune(run: Run) -> Outcome:
     with held(made, run.console):
         run.refer("tune", made, TUNE)
         if "tune" in run.again or not file.is_file():
-            texts = conversations(run, "calibration")
+            texts = conversations(run, "validation")
             tuning = tune(run.decoded, trained_heads(run), texts, section, console=run.console)
             write_json(file, tuning.to_json())
     return Outcome(describe_tuning(Tuning.from_json(read_json(file))), identity=f"{made.name} {content(file)}")

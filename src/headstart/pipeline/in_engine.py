@@ -20,7 +20,7 @@ from headstart.hub.engine_tuning import DRAFTS, Asked, EngineTuning, tune_engine
 from headstart.hub.engines.export import Exported, export_for
 from headstart.hub.engines.serving import drafts_to_try
 from headstart.hub.format import CALIBRATION
-from headstart.pipeline.actions import calibration_file, refuse_other_files
+from headstart.pipeline.actions import refuse_other_files, validation_file
 from headstart.servers.engines import ENGINES, Engine
 from headstart.servers.process import Server
 from headstart.support.files import read_json
@@ -34,19 +34,19 @@ def served_with(engine: Engine, exported: Exported, drafts: int) -> list[str]:
 
 
 def tune_in_engine(
-    heads: Path, calibration: Path | None, console: Console, target: str | None, options: EngineOptions
+    heads: Path, validation: Path | None, console: Console, target: str | None, options: EngineOptions
 ) -> EngineTuning:
     """Find out in a serving engine how many drafts pay there, and keep it with the heads and in their card.
 
     `heads` is their folder, or that of their run; the prompts of its validation conversations are asked, or of the file
-    `calibration`. Where the engine fails, its logs are kept.
+    `validation`. Where the engine fails, its logs are kept.
     """
     name, folder = options.engine, heads_folder(heads)
     if name not in ENGINES:
         raise UserError(f"Unknown engine {name!r}.", nearest(name, list(ENGINES)))
     engine, drafts = ENGINES[name], _numbers(options.engine_drafts)
     refuse_other_files(folder)
-    conversations = read_conversations(calibration_file(folder, calibration))
+    conversations = read_conversations(validation_file(folder, validation))
     prompts = [item.tokens[: item.supervised_spans[0][0]] for item in conversations if item.supervised_spans]
     measured_here = read_json(folder / CALIBRATION)
     with TemporaryDirectory(prefix="headstart-engine-") as place, console.status("exporting") as status:

@@ -163,7 +163,7 @@ def _estimate(run: Run, planned: Planned, plan: Plan) -> Plan:
     if "conversations" in plan.left:
         planned = expecting_conversations(planned)
     else:
-        splits = [conversations(run, split) for split in ("train", "calibration")]
+        splits = [conversations(run, split) for split in ("train", "validation")]
         train, validation = (sum(len(item.tokens) for item in split) for split in splits)
         planned = replace(planned, conversations=len(splits[0]), train_tokens=train, validation_tokens=validation)
     costs = {stage: cost(planned) for stage, cost in COSTS.items() if stage in plan.left}

@@ -36,7 +36,7 @@ def import_states(run: Run, source: str) -> Import:
 
     target, layers, wanted, states_dtype = run.target, aux_layers(run), [], run.recipe.data.states_dtype
     budget, kind = int(run.recipe.data.cache_gigabytes * 1e9), StateKind(target, tuple(layers), states_dtype)
-    for split in ("calibration", "train"):  # as the store is built
+    for split in ("validation", "train"):  # as the store is built
         texts = conversations(run, split)
         texts = texts[: kind.fitting(texts, budget)]
         budget -= kind.bytes(sum(len(item.tokens) for item in texts))

@@ -57,7 +57,7 @@ def build_conversations(
     Held-out and validation conversations come first, so that a time budget cuts the training ones only.
 
     Args:
-        folder: where `train.jsonl`, `calibration.jsonl` and `heldout.jsonl` go.
+        folder: where `train.jsonl`, `validation.jsonl` and `heldout.jsonl` go.
         shared: folder of the parts, and of the jobs that other processes may take; runs with the same `identity` may
             share it. By default the parts lie in `folder` and all are written here.
         max_tokens: training conversations are written until they and those for validation have so many tokens.
@@ -76,7 +76,7 @@ def build_conversations(
         for split, count in counts.items():
             room = math.inf
             if split == "train":
-                room = max_tokens - sum(len(item.tokens) for item in kept["calibration"])
+                room = max_tokens - sum(len(item.tokens) for item in kept["validation"])
             for part, new in writing.parts(split, kept[split], count, room):
                 fresh = part.fresh[: count - len(kept[split])]
                 kept[split].extend(fresh)
@@ -103,7 +103,7 @@ def build_conversations(
     board.clear()
     for split, conversations in kept.items():
         write_conversations(folder / f"{split}.jsonl", conversations)
-    return Splits(kept["train"], kept["calibration"], kept["heldout"])
+    return Splits(kept["train"], kept["validation"], kept["heldout"])
 
 
 class _Writing:

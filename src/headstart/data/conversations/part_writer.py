@@ -19,7 +19,7 @@ from headstart.data.writing.writer import Writer
 from headstart.recipes.sections import DataSection
 from headstart.target.model import Target
 
-SPLITS = {"heldout": "heldout", "calibration": "validation", "train": "conversations"}
+SPLITS = {"heldout": "heldout", "validation": "validation", "train": "conversations"}
 """Names of the splits, in the order in which they are written, each with the setting that says how many it has."""
 PART = "part"
 """Kind of these jobs."""
