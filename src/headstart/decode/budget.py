@@ -35,6 +35,8 @@ _SMALL = 4
 """Nodes of a row, root included, in rounds that find out: a small tree shows it, too. Half of them are hoped for."""
 _MEMORY = 1 / 8
 """Weight of the newest round in the running means."""
+_LUCK = 1.25
+"""How far above what was promised the next drafts are believed to be accepted."""
 _PART = 1 / 12
 """Share of an answer that its stake may be, where nothing is known of earlier answers."""
 
@@ -315,7 +317,8 @@ class Controller:
     @property
     def _calibration_factor(self) -> float:
         """Accepted drafts, as a share of what the acceptance probabilities promised."""
-        return (self._kept + _MEMORY) / (self._promised + _MEMORY)
+        # A lucky run says little of the next drafts.
+        return min(_LUCK, (self._kept + _MEMORY) / (self._promised + _MEMORY))
 
     def _rate(self, tokens: int) -> float:
         """Tokens per millisecond of the whole batch, not below those of plain decoding."""
