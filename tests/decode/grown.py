@@ -27,7 +27,7 @@ CALIBRATION = Calibration(
     KNOTS,
     ((0.0, 0.05, 0.14, 0.37, 0.61, 1.0),) * STEPS,
     (0.7,) * STEPS,
-    left=Calibration(KNOTS, ((0.0, 0.05, 0.13, 0.35, 0.55, 0.9),) * STEPS, (0.6,) * STEPS),
+    off_best=Calibration(KNOTS, ((0.0, 0.05, 0.13, 0.35, 0.55, 0.9),) * STEPS, (0.6,) * STEPS),
 )
 
 

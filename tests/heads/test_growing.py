@@ -135,7 +135,7 @@ LEFT = Calibration(
     log_probs=((-9.0, 0.0),) * 3,
     accepted=((0.01, 0.8),) * 3,
     reached=(0.9,) * 3,
-    left=Calibration(((-9.0, 0.0),) * 3, ((0.0, 0.2),) * 3, (0.3,) * 3),
+    off_best=Calibration(((-9.0, 0.0),) * 3, ((0.0, 0.2),) * 3, (0.3,) * 3),
 )
 """Drafts are a quarter as good on paths that have left the best one."""
 
@@ -155,7 +155,7 @@ def test_a_full_tree_is_that_of_a_best_first_search(shared: bool, nodes: int, ca
 
 def test_paths_that_leave_the_best_one_are_believed_less() -> None:
     heads, request = TableHead(), Request(999, threshold=0.1)
-    tree, one_curve = (grown(heads, [3], request, one)[0] for one in (LEFT, replace(LEFT, left=None)))
+    tree, one_curve = (grown(heads, [3], request, one)[0] for one in (LEFT, replace(LEFT, off_best=None)))
     assert len(tree.paths) < len(one_curve.paths) / 2
     # A level pays by what its nodes reach: 0.9 below the best path, 0.3 below others.
     (first,) = grown(heads, [3], replace(request, level_threshold=100.0), LEFT)
@@ -189,11 +189,11 @@ def test_a_drawn_first_child_may_have_left_the_best_path() -> None:
     heads, streams = TableHead(), [torch.Generator().manual_seed(2)]
     request = Request(3, chain=True, draws=True, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=streams)
     (tree,) = grown(heads, [3], request, LEFT)
-    assert LEFT.left is not None
+    assert LEFT.off_best is not None
     best = [heads.table(path).log_softmax(-1).max() for path in ((), (tree.tokens[1],))]
     stays = float(best[0].exp())
     first = LEFT.probs(0, best[0].numpy())
-    second = [one.probs(1, best[1].numpy()) for one in (LEFT, LEFT.left)]
+    second = [one.probs(1, best[1].numpy()) for one in (LEFT, LEFT.off_best)]
     expected = [1.0, first, first * (stays * second[0] + (1 - stays) * second[1])]
     assert tree.accept_probs == pytest.approx(expected, rel=1e-5)
 

@@ -72,26 +72,26 @@ def test_paths_that_left_the_best_one_have_a_curve_of_their_own() -> None:
     assert found.best_child(1, 1.0) == pytest.approx(0.25, abs=0.02)
     assert found.best_child(1, 0.5) == pytest.approx((found.best_child(1) + found.best_child(1, 1.0)) / 2)
     one_curve = fit_calibration(np.stack([first, second], 1), log_probs.astype(np.float32), by_path=False)
-    assert one_curve.left is None
+    assert one_curve.off_best is None
     assert found.after(True).probs(0, asked).tolist() == pytest.approx(one_curve.probs(0, asked).tolist())
     again = Calibration.from_knots(found.knots("sampled_"), "sampled_")
     assert again == found
     halfway = one_curve.towards(found, 0.5)
-    assert halfway.left is not None
-    expected = (one_curve.probs(1, asked) + found.left.probs(1, asked)) / 2 if found.left else None
-    np.testing.assert_allclose(halfway.left.probs(1, asked), expected)
+    assert halfway.off_best is not None
+    expected = (one_curve.probs(1, asked) + found.off_best.probs(1, asked)) / 2 if found.off_best else None
+    np.testing.assert_allclose(halfway.off_best.probs(1, asked), expected)
 
 
 def test_paths_are_told_apart_only_where_that_foretells_more() -> None:
     """Heads whose drafts follow the path may be as good after any path; chance alone makes no curves."""
     ranks, log_probs = overconfident()
-    assert fit_calibration(ranks, log_probs).left is None
-    assert fit_calibration(ranks, log_probs, by_path=True).left is None, "all are on the best path or not drafted"
+    assert fit_calibration(ranks, log_probs).off_best is None
+    assert fit_calibration(ranks, log_probs, by_path=True).off_best is None, "all are on the best path or not drafted"
     rng = np.random.default_rng(2)
     ranks = rng.choice(3, (4_000, 3), p=(0.5, 0.3, 0.2))
     log_probs = np.log(rng.uniform(0.1, 0.9, (4_000, 3, 2))).astype(np.float32)
-    assert fit_calibration(ranks, log_probs).left is None
-    assert fit_calibration(ranks, log_probs, by_path=True).left is not None
+    assert fit_calibration(ranks, log_probs).off_best is None
+    assert fit_calibration(ranks, log_probs, by_path=True).off_best is not None
 
 
 def saying(informed: bool) -> tuple[np.ndarray, ...]:

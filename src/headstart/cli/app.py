@@ -107,7 +107,8 @@ def gc(
 ) -> None:
     """List what no run uses any more, with sizes, and delete it after asking.
 
-    Nothing else of headstart deletes conversations, states, checkpoints, heads or reports.
+    Nothing else of headstart deletes what runs share. (A training drops its own older checkpoints, see
+    train.keep_checkpoints, and the heads and the report in a run's folder give way to newer ones.)
 
     Example: headstart gc --dry-run
 

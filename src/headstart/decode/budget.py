@@ -5,10 +5,12 @@ whole path is accepted. Over a long text the best choice of nodes maximises expe
 the rate (tokens per millisecond) is that of the decoding as a whole: a node pays when it brings more tokens than the
 time of its verification would bring otherwise. Plain decoding, chains and static trees are special cases of this.
 
-Pauses: drafting has an account, in tokens. A drafted round adds the tokens that it emitted, and takes as many as plain
-decoding would have emitted in its time. When the account is empty, drafting pauses; plain rounds then pay a small share
-of a token each, until another try can be paid. So drafting loses its stake, that share, and never more than a few
-tokens of what it won before. After each try in a row that was lost, the next one is later.
+Pauses: drafting has an account, in tokens, which begins with a stake of two (`STAKE`). A drafted round adds the tokens
+that it emitted, and takes as many as plain decoding would have emitted in its time; the account holds eight at the
+most. At its reserve, which is zero but where too little of the answer is left to win a try back, drafting pauses. Each
+plain round then pays a fiftieth of a token (`SHARE`), until the account covers the reserve and the cost of a try: a
+drafted round with a small tree. A try that is lost makes the next one later; where saving up would take more than half
+of what is left, nothing more is drafted. So drafting can lose the stake, that share, and eight tokens of what it won.
 
 A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
 that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
@@ -32,13 +34,14 @@ from headstart.decode.options import Draft
 from headstart.tree.tree import Tree
 
 _SMALL = 4
-"""Nodes of a row, root included, in rounds that find out: a small tree shows it, too. Half of them are hoped for."""
+"""Nodes of a row, root included, while drafting is tried: a small tree shows whether it pays, too. Until it is known
+how many are accepted, half of them are taken to be."""
 _MEMORY = 1 / 8
 """Weight of the newest round in the running means."""
 _LUCK = 1.25
 """How far above what was promised the next drafts are believed to be accepted."""
-_PART = 1 / 12
-"""Share of an answer that its stake may be, where nothing is known of earlier answers."""
+_STAKE_SHARE = 1 / 12
+"""The stake is at most this share of the answer's tokens, where nothing is known of earlier answers."""
 
 
 class _Now:
@@ -114,18 +117,20 @@ class Controller:
         self._costs = costs
         self._mode = mode
         self._learns = experience is not None and mode == "auto"
-        self._known = experience if experience is not None and mode == "auto" else Experience(min(STAKE, _PART * limit))
+        self._known = (
+            experience if experience is not None and mode == "auto" else Experience(min(STAKE, _STAKE_SHARE * limit))
+        )
         self._left = [max(1.0, limit - 1.0)] * rows  # tokens that each row may still emit after its first one
         self._row_tokens_per_round = [1.5] * rows  # tokens a round of each row, lately
         self._draft_ms = costs.draft_ms if costs else 0.0  # of recent drafts
         self._depth = 0  # of the newest draft
         self._unread = prompt  # tokens of the text that the heads have not read, beyond those of the last round
-        self._promised = self._kept = _SMALL / 2  # drafts of a row that probabilities promised, and those accepted
-        self._unpaid: list[tuple[float, int, int, int]] = []  # rounds that wait for their costs to be seen
+        self._promised = self._accepted = _SMALL / 2  # drafts of a row that probabilities promised, and those accepted
+        self._unsettled: list[tuple[float, int, int, int]] = []  # rounds that wait for their costs to be seen
         self._plain_left = 0  # plain rounds before the next draft
-        self._price = 0.0  # tokens that a try costs which brings nothing
-        self._floor = 0.0  # tokens that must stay in the account
-        self._try_from: float | None = None  # what the account held at the start of a try that has not paid yet
+        self._try_cost = 0.0  # tokens that a try costs which brings nothing
+        self._reserve = 0.0  # tokens that must stay in the account
+        self._before_try: float | None = None  # what the account held at the start of a try that has not paid yet
         self._set_rows(rows)
         if costs is not None and mode == "auto":
             self._plan()
@@ -166,12 +171,14 @@ class Controller:
         """Nodes of a row that this round may draft, at most the `max_nodes` that fit into memory."""
         if self._now is None:
             return max_nodes
-        small = self._unseen or self._try_from is not None
-        return min(max_nodes, _SMALL if small else self._known.rounds.most_nodes if self._learns else max_nodes)
+        if self._unseen or self._before_try is not None:
+            return min(max_nodes, _SMALL)
+        return min(max_nodes, self._known.rounds.most_nodes) if self._learns else max_nodes
 
     @property
     def threshold(self) -> float:
-        """What the acceptance probability of a node in a tree of usual size must be to pay for its verification."""
+        """What the acceptance probability of a node must be to pay for its verification, by what one takes in trees of 4
+        to 16 nodes; `prune` decides exactly, afterwards."""
         if self._now is None or self._mode == "off" or self._unseen:
             return 0.0
         few, many = 4 * self.rows, 16 * self.rows
@@ -197,23 +204,19 @@ class Controller:
         # Levels that another drafter's branch reaches beyond those of the heads cost nothing.
         levels = max(tree.depth if tree.levels is None else tree.levels for tree in trees)
         self._depth = max(1, levels) if self._costs.level_ms else max(1, self._costs.levels)
-        known = [tree.accept_probs for tree in trees if tree.accept_probs is not None and not tree.drawn]
-        if len(known) < len(trees) or width == 1 or self._unseen:
+        probs_by_row = [tree.accept_probs for tree in trees if tree.accept_probs is not None and not tree.drawn]
+        if len(probs_by_row) < len(trees) or width == 1 or self._unseen:
             return trees
         ranked = [tree.best(tree.size) for tree in trees]
-        columns = [
-            sum(
-                weight * probs[order[index]]
-                for weight, probs, order in zip(self.weights, known, ranked, strict=True)
-                if index < len(order)
-            )
-            for index in range(width)
-        ]
+        # Expected tokens that the root and then the next best node of every row add.
+        gains, factors = [0.0] * width, [1.0, *[self._calibration_factor] * (width - 1)]
+        for weight, probs, order in zip(self.weights, probs_by_row, ranked, strict=True):
+            for place, node in enumerate(order):
+                gains[place] += weight * probs[node] * factors[place]
         rate = self._rate(width * self.rows)
-        columns = [columns[0], *(self._calibration_factor * accept_prob for accept_prob in columns[1:])]
         net = [
             tokens - rate * self._now.verify(self.rows * nodes)
-            for nodes, tokens in enumerate(accumulate(columns), start=1)
+            for nodes, tokens in enumerate(accumulate(gains), start=1)
         ]
         best = max(range(len(net)), key=net.__getitem__) + 1
         if best < width:
@@ -238,7 +241,7 @@ class Controller:
         if not drafted:
             self._plain_left -= 1
             self._unread += 1
-            self._enter(self._share, max(STAKE, self._floor + self._price))
+            self._enter(self._share, max(STAKE, self._reserve + self._try_cost))
             return
         self._row_tokens_per_round = [
             pace + _MEMORY * (count - pace) for pace, count in zip(self._row_tokens_per_round, emitted, strict=True)
@@ -248,9 +251,9 @@ class Controller:
         if len(known) == len(trees):
             promised = sum(sum(probs) - 1 for probs in known)
             self._promised += _MEMORY * (promised / rows - self._promised)
-            self._kept += _MEMORY * ((sum(emitted) - rows) / rows - self._kept)
+            self._accepted += _MEMORY * ((sum(emitted) - rows) / rows - self._accepted)
         self._draft_ms += _MEMORY * (self._now.draft(depth) - self._draft_ms)
-        self._unpaid.append((tokens / rows, width, depth, self._unread))
+        self._unsettled.append((tokens / rows, width, depth, self._unread))
         self._unread = 0
         if self._mode == "auto":
             self._judge()
@@ -265,14 +268,14 @@ class Controller:
         self._plain_left = self._known.rounds.wants_plain if self._learns else 0
         if self._unseen:
             return
-        gain = sum(tokens - self._now.plain_rounds(*spent) for tokens, *spent in self._unpaid)
+        gain = sum(tokens - self._now.plain_rounds(*spent) for tokens, *spent in self._unsettled)
         self._enter(gain, 4 * STAKE)
-        just_seen, self._unpaid = len(self._unpaid) > 1, []
-        if self._try_from is not None and self._known.account > self._try_from:
-            self._try_from, self._known.lost_tries = None, 0
-        if self._known.account <= self._floor:
+        just_seen, self._unsettled = len(self._unsettled) > 1, []
+        if self._before_try is not None and self._known.account > self._before_try:
+            self._before_try, self._known.lost_tries = None, 0
+        if self._known.account <= self._reserve:
             self._known.lost_tries += 1
-        if self._known.account <= self._floor or just_seen:
+        if self._known.account <= self._reserve or just_seen:
             self._plan()
 
     def _enter(self, tokens: float, most: float) -> None:
@@ -289,20 +292,22 @@ class Controller:
         reading = self._now.plain_rounds(_SMALL, depth, self._unread) - drafted
         gain = 1 - drafted / max(_SMALL / 2, self._known.tokens_per_round)  # of a round, as a share of its tokens
         rounds = TWICE if self._unseen else 1  # that a try takes
-        price = reading + rounds * (drafted - 1)
-        self._price = reading + min(2 * STAKE, rounds * (drafted - 1))
+        cost = reading + rounds * (drafted - 1)
+        self._try_cost = reading + min(2 * STAKE, rounds * (drafted - 1))
         # What cannot win by these costs may win if they are wrong: but only what plain rounds earn is spent on it.
-        self._floor = STAKE if gain * (left - rounds) <= price else 0.0
-        certain = not (self._floor or self._unseen or lost_tries)
-        wait = 0.0 if certain else max(0.0, self._floor + self._price - self._known.account) / self._share
-        if self._floor and not self._learns:
-            wait = left  # where the clock is not read, costs are not wrong
+        self._reserve = STAKE if gain * (left - rounds) <= cost else 0.0
+        certain = not (self._reserve or self._unseen or lost_tries)
+        saving = 0.0 if certain else max(0.0, self._reserve + self._try_cost - self._known.account) / self._share
+        if self._reserve and not self._learns:
+            saving = left  # where the clock is not read, costs are not wrong
         plain = self._known.rounds.wants_plain if self._learns else 0
-        # In the first half of what is left or not at all; where costs were not seen, at the start of an answer.
-        self._plain_left = ceil(left if wait > (0 if self._unseen else left / 2) else max(wait, plain))
+        # Where saving takes more than half of what is left, nothing more is drafted; nor where costs are still to be seen,
+        # which is done at the start of an answer.
+        never = saving > (0 if self._unseen else left / 2)
+        self._plain_left = ceil(left if never else max(saving, plain))
         if lost_tries:
-            self._promised = self._kept = _SMALL / 2
-            self._try_from = max(self._known.account, self._floor + self._price)
+            self._promised = self._accepted = _SMALL / 2
+            self._before_try = max(self._known.account, self._reserve + self._try_cost)
 
     @property
     def _share(self) -> float:
@@ -318,7 +323,7 @@ class Controller:
     def _calibration_factor(self) -> float:
         """Accepted drafts, as a share of what the acceptance probabilities promised."""
         # A lucky run says little of the next drafts.
-        return min(_LUCK, (self._kept + _MEMORY) / (self._promised + _MEMORY))
+        return min(_LUCK, (self._accepted + _MEMORY) / (self._promised + _MEMORY))
 
     def _rate(self, tokens: int) -> float:
         """Tokens per millisecond of the whole batch, not below those of plain decoding."""

@@ -220,7 +220,8 @@ class Engine:
                 ask_all("reorder", remaining)
             start = perf_counter()
             batch = roots
-            # Asked for, not cut off later: how deep a tree grows may depend on what was drawn for it.
+            # The limit is part of the request: cutting a tree afterwards may depend on what was drawn, which sampling
+            # must not.
             deepest = target.deepest(cache)
             room = max_nodes if deepest is None else min(max_nodes, deepest + 1)
             drafts = controller.drafts and room > 1 and bool(sessions)
@@ -247,6 +248,7 @@ class Engine:
             ended = perf_counter()
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)
+            # Where there was no room, or no drafter that works, the time says nothing of drafting.
             spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafts == controller.drafts else None
             controller.note(batch.trees, list(map(len, emitted)), spent_ms)
             if not controller.will_draft:
@@ -306,7 +308,7 @@ class Verifier:
         if choice_BN.device.type == "cpu":
             paths, next_tokens = walk(batch.trees, choice_BN.tolist())
             return decided(batch, paths, next_tokens, out.aux_hidden_states, out.logits_BTV)
-        return _decided_on_device(batch, out, choice_BN)
+        return _accept_on_device(batch, out, choice_BN)
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -324,8 +326,8 @@ def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[
     return paths, [choice[path[-1]] for choice, path in zip(choices, paths, strict=True)]
 
 
-def _decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
-    """The same as `walk` and `decided`, without the host but for reading what was decided."""
+def _accept_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
+    """As `walk` and `decided`, in operations on the device: the host waits once, for what was decided."""
     parents_BN = batch.parents_BN.expand_as(choice_BN)
     # A node is right when it holds its parent's choice, and accepted when all on its path are right.
     right_BN = (choice_BN.gather(1, parents_BN.clamp(min=0)) == batch.tokens_BN) & (parents_BN >= 0)

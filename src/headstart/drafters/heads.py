@@ -134,8 +134,8 @@ class _Leaf(NamedTuple):
     node: int
     above: int = 0
     """Its parent's index in the level before."""
-    left: float = 0.0
-    """How likely its path has left the best one, see `Calibration.left`; between 0 and 1 for drawn nodes alone."""
+    off_best: float = 0.0
+    """How likely its path has left the best one, see `Calibration.off_best`; between 0 and 1 for drawn nodes alone."""
     place: int = 0
     """The node of the static shape that it fills; 0 in a dynamic tree."""
 
@@ -183,7 +183,7 @@ def grow(
     levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
     shape_children = shape.children if shape else []
     reading_is_free = roots.root_B.device.type == "cpu"
-    curves = [calibration] if shape or calibration.left is None else [calibration, calibration.left]
+    curves = [calibration] if shape or calibration.off_best is None else [calibration, calibration.off_best]
     table: _Table | None = None
     first = drafted = 0
     undrawn: list[_Undrawn] = []
@@ -206,7 +206,7 @@ def grow(
         for number, row in enumerate(rows):
             columns = [index if shared is None else shared for index in range(len(row.level))]
             tables = [
-                _blend([side[number][index if shared is None else 0] for side in sides], leaf.left)
+                _blend([side[number][index if shared is None else 0] for side in sides], leaf.off_best)
                 for index, leaf in enumerate(row.level)
             ]
             if shape:
@@ -232,7 +232,7 @@ def grow(
 def _pays(rows: Sequence[_Growing], depth: int, calibration: Calibration, request: Request) -> bool:
     """Whether each node's best child, less what verifying costs, is worth what a further level costs."""
     children = (
-        _prob(row.tree, leaf.node) * calibration.best_child(depth, leaf.left) for row in rows for leaf in row.level
+        _prob(row.tree, leaf.node) * calibration.best_child(depth, leaf.off_best) for row in rows for leaf in row.level
     )
     return sum(max(0.0, accept_prob - request.threshold) for accept_prob in children) >= request.level_threshold
 
@@ -305,12 +305,12 @@ class _Table:
         ]
 
 
-def _blend(sides: Sequence[list[_Candidate]], left: float) -> list[_Candidate]:
+def _blend(sides: Sequence[list[_Candidate]], off_best: float) -> list[_Candidate]:
     """A node's candidates by how likely its path has left the best one; the first side is for paths that have not."""
-    if len(sides) == 1 or left in (0.0, 1.0):
-        return sides[int(left) if len(sides) > 1 else 0]
+    if len(sides) == 1 or off_best in (0.0, 1.0):
+        return sides[int(off_best) if len(sides) > 1 else 0]
     return [
-        (index, token, prob + left * (far - prob), drawn_prob + left * (far_drawn - drawn_prob), q_draft)
+        (index, token, prob + off_best * (far - prob), drawn_prob + off_best * (far_drawn - drawn_prob), q_draft)
         for (index, token, prob, drawn_prob, q_draft), (_, _, far, far_drawn, _) in zip(*sides, strict=True)
     ]
 
@@ -391,11 +391,11 @@ def _extend(
         chosen = [candidates[rank] for rank in ranks]
         places = shape_children[leaf.place] if shape_children else [0] * len(chosen)
         details = zip(chosen, _probs(chosen, draws), _have_left(leaf, chosen, draws), places, strict=True)
-        for rank, ((_, token, *_), prob, left, place) in enumerate(details):
+        for rank, ((_, token, *_), prob, off_best, place) in enumerate(details):
             drawn = draws and rank == len(chosen) - 1
             node = row.tree.add(leaf.node, _UNKNOWN if drawn else token, _prob(row.tree, leaf.node) * prob)
             if not shape_children or shape_children[place]:
-                level.append(_Leaf(node, above, left, place))
+                level.append(_Leaf(node, above, off_best, place))
             if drawn:
                 undrawn.append((above, node, [index for index, *_ in chosen[:-1]]))
     row.level = level
@@ -405,7 +405,7 @@ def _extend(
 def _have_left(leaf: _Leaf, chosen: Sequence[_Candidate], draws: bool) -> list[float]:
     """How likely the path to each of a node's children has left the best one: an only child that is drawn may be
     another than the best; of several, the first is the best."""
-    stays = (1 - leaf.left) * (chosen[0][-1] if draws and len(chosen) == 1 else 1.0)
+    stays = (1 - leaf.off_best) * (chosen[0][-1] if draws and len(chosen) == 1 else 1.0)
     return [1.0 if rank else 1 - stays for rank in range(len(chosen))]
 
 

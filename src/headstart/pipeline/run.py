@@ -1,7 +1,7 @@
 """The stages of a run: skipped when done, continued when interrupted, extended when more is asked for.
 
 What a stage makes is an artifact (see `headstart.support.artifacts`), found again by what it is; its work completes
-what is there and never removes anything. A stage is done when its record (`stages/<name>.json` in the run's folder)
+what is there. A stage is done when its record (`stages/<name>.json` in the run's folder)
 says so for the same fingerprint and its outputs are there. The fingerprint covers the stage's version, the recipe
 settings it depends on, and the identity of every stage before it: a changed setting that comes to the same artifact
 leaves the stages after it done.

@@ -38,7 +38,7 @@ class Calibration:
             from what other drafts leave, and is read at the logarithm of how much they leave.
         trust: how much the logarithm of what heads say of a node's children (`DraftHead.confidence`) counts beside the
             log-probability of each: the knots are of their weighted sum. 0 for heads that say nothing.
-        left: the same after a path that has left the best one: that holds a token which is not its node's best draft.
+        off_best: the same after a path that has left the best one: that holds a token which is not its node's best draft.
             All that stands above is then for the other paths. None makes no difference between the two.
     """
 
@@ -46,7 +46,7 @@ class Calibration:
     accepted: tuple[tuple[float, ...], ...] = ()
     reached: tuple[float, ...] = ()
     sampled: Calibration | None = None
-    left: Calibration | None = None
+    off_best: Calibration | None = None
     trust: float = 0.0
 
     def knots(self, prefix: str = "") -> dict[str, list[list[float]]]:
@@ -54,7 +54,7 @@ class Calibration:
         curves = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.reached,)}
         values = {prefix + name: [list(part) for part in parts] for name, parts in curves.items()}
         values |= {prefix + "trust": [[self.trust]]} if self.trust else {}
-        for name, part in (("drawn_", self.sampled), ("left_", self.left)):
+        for name, part in (("drawn_", self.sampled), ("left_", self.off_best)):
             values |= part.knots(prefix + name) if part else {}
         return values
 
@@ -65,30 +65,30 @@ class Calibration:
             return None
         log_probs, accepted = (tuple(map(tuple, knots[prefix + name])) for name in ("log_probs", "accepted"))
         (reached,) = knots.get(f"{prefix}reached", [[]])
-        sampled, left = (cls.from_knots(knots, prefix + name) for name in ("drawn_", "left_"))
+        sampled, off_best = (cls.from_knots(knots, prefix + name) for name in ("drawn_", "left_"))
         ((trust,),) = knots.get(f"{prefix}trust", [[0.0]])
-        return cls(log_probs, accepted, tuple(reached), sampled, left, trust)
+        return cls(log_probs, accepted, tuple(reached), sampled, off_best, trust)
 
     def trusting(self, trust: float) -> Calibration:
         """With another `trust`."""
-        sampled, left = (part and part.trusting(trust) for part in (self.sampled, self.left))
-        return replace(self, sampled=sampled, left=left, trust=trust)
+        sampled, off_best = (part and part.trusting(trust) for part in (self.sampled, self.off_best))
+        return replace(self, sampled=sampled, off_best=off_best, trust=trust)
 
     def curve(self, depth: int) -> Curve:
         """Knots and shares of a depth."""
         return self.log_probs[depth], self.accepted[depth]
 
-    def after(self, left: bool) -> Calibration:
+    def after(self, off_best: bool) -> Calibration:
         """What holds after paths that have left the best one, or after those that have not."""
-        return self.left or self if left else self
+        return self.off_best or self if off_best else self
 
-    def best_child(self, depth: int, left: float = 0.0) -> float:
+    def best_child(self, depth: int, off_best: float = 0.0) -> float:
         """How often a node at this depth (from 0, the root) has a child that is accepted, where its path has left the
-        best one with the probability `left`; 1 where it is unknown."""
+        best one with the probability `off_best`; 1 where it is unknown."""
         reached = self.reached[depth] if depth < len(self.reached) else 1.0
-        if self.left is None or not left:
+        if self.off_best is None or not off_best:
             return reached
-        return reached + left * (self.left.best_child(depth) - reached)
+        return reached + off_best * (self.off_best.best_child(depth) - reached)
 
     def towards(self, other: Calibration, share: float) -> Calibration:
         """Between this calibration and another one: `share` of the other, of both what is known.
@@ -100,14 +100,14 @@ class Calibration:
         assert self.trust == other.trust, "else their knots are of different numbers"
         curves = [between(depth, self, other, share) for depth in range(min(len(self.log_probs), len(other.log_probs)))]
         reached = tuple((1 - share) * a + share * b for a, b in zip(self.reached, other.reached, strict=False))
-        sampled = left = None
+        sampled = off_best = None
         if self.sampled or other.sampled:
-            near, far = (part.sampled or replace(part, left=None) for part in (self, other))
+            near, far = (part.sampled or replace(part, off_best=None) for part in (self, other))
             sampled = near.towards(far, share)
-        if self.left or other.left:
-            left = (self.left or self).towards(other.left or other, share)
+        if self.off_best or other.off_best:
+            off_best = (self.off_best or self).towards(other.off_best or other, share)
         log_probs, accepted = (tuple(part[index] for part in curves) for index in (0, 1))
-        return Calibration(log_probs, accepted, reached, sampled, left, self.trust)
+        return Calibration(log_probs, accepted, reached, sampled, off_best, self.trust)
 
     def scores(
         self, log_probs_XR: NDArray[np.float32], confidence_X: NDArray[np.float32] | None

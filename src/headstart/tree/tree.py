@@ -104,7 +104,7 @@ class Tree:
         return len(self.tokens) - 1
 
     def keep(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Take out all other nodes. The parent of each node that stays does, too.
+        """Take out all other nodes. `nodes` must hold the parent of each of its nodes.
 
         Returns:
             The new number of each node by its old one.

@@ -112,8 +112,8 @@ class _Tables:
         total = 0.0
         for depth in range(before_OK.shape[1]):
             right_OR = self.right(depth)
-            for left, counts_O in ((False, best_OK[:, depth]), (True, before_OK[:, depth] & ~best_OK[:, depth])):
-                probs = calibration.after(left).probs(depth, self.log_probs_OKR[counts_O, depth])
+            for off_best, counts_O in ((False, best_OK[:, depth]), (True, before_OK[:, depth] & ~best_OK[:, depth])):
+                probs = calibration.after(off_best).probs(depth, self.log_probs_OKR[counts_O, depth])
                 probs, right = np.clip(probs, _CERTAIN, 1 - _CERTAIN), right_OR[counts_O]
                 total -= float((right * np.log(probs) + (1.0 - right) * np.log(1 - probs)).sum())
         return total
@@ -124,8 +124,8 @@ class _Tables:
         every, left_OK = self._fit(before_OK), before_OK & ~best_OK
         if not by_path or not left_OK.any():
             return every
-        on_best, left = (_backed(self._fit(part_OK), every, part_OK) for part_OK in (best_OK, left_OK))
-        return replace(on_best, left=left)
+        on_best, off_best = (_backed(self._fit(part_OK), every, part_OK) for part_OK in (best_OK, left_OK))
+        return replace(on_best, off_best=off_best)
 
     def _fit(self, counts_OK: NDArray[np.bool_]) -> Calibration:
         """From the origins that count at each depth."""

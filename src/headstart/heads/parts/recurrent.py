@@ -1,11 +1,19 @@
 """What families that feed their own state back have in common: unrolling in training, drafting level by level.
 
-Entry t of such a head reads the target's state of token t and the embedding of token t + 1, and drafts token t + 2.
-Its output stands in for the target's next state: together with the drafted token's embedding it is the entry of the
-next step. On tokens a b c d e (positions 0-4), the draft that starts from the state after `b` (origin 1):
+Entry t of such a head reads a state of the target after token t and the embedding of token t + 1, and drafts token
+t + 2. The state is the final one (EAGLE-1, MTP) or what the heads make of several layers' (EAGLE-3). The head's output
+stands in for the next one: together with the drafted token's embedding it is the entry of the next step. On tokens
+a b c d e (positions 0-4), the draft that starts from the state after `b` (origin 1):
 
     step 0   state(b), emb(c) -> d      sees the entries of a, b
     step 1   own(0),   emb(d) -> e      sees the entries of a, b, and its own of step 0
+
+Where the target wrote c d e, these are the origins that step 0 and step 1 learn from:
+
+>>> from headstart.heads.base import supervised_origins
+>>> supervised = torch.tensor([[False, False, True, True, True]])
+>>> [supervised_origins(supervised, step).tolist() for step in range(2)]
+[[1, 2], [1]]
 
 The entry of step k stands at position t + k. Training computes step k of all origins of a conversation at once; an
 origin sees the text's entries up to itself and its own earlier steps, never those of another origin, exactly as when

@@ -245,8 +245,8 @@ def _architecture(checkpoint: Checkpoint, layout: Layout, engine: str) -> Faults
         return
     if (engine, layout) not in _ARCHITECTURES:
         yield (
-            "headstart knows of no SGLang that serves DSpark heads as it writes them.",
-            "Serve them with llama.cpp (--format gguf) or vLLM, or train dflash heads.",
+            f"headstart knows of no {engine} that serves {layout} heads as it writes them.",
+            "Serve them with another engine (--format), or train heads that it knows.",
         )
         return
     known, given = _ARCHITECTURES[engine, layout], checkpoint.config.get("architectures")
