@@ -152,7 +152,7 @@ def test_the_commands_ask_for_the_whole_block(target: Target, facts: TargetFacts
 
 def test_what_a_format_cannot_hold_is_refused(target: Target, facts: TargetFacts) -> None:
     dflash, dspark = random(Layout.DFLASH, target), random(Layout.DSPARK, target)
-    with pytest.raises(UserError, match="no SGLang that serves DSpark"):
+    with pytest.raises(UserError, match="no sglang that serves dspark"):
         check_heads("sglang", dspark, facts)
     for change, said in (
         ({"aux_layers": (2, 4, 8)}, "7 is the deepest"),
@@ -252,7 +252,7 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
         Layout.DSPARK, "speculators", no("sample_from_anchor"), "vllm", "does not say sample_from_anchor",
     ),
     "slots of DFlash": (Layout.DSPARK, "vllm", top(sample_from_anchor=False), "vllm", "draft their own place"),
-    "DSpark in SGLang": (Layout.DSPARK, "vllm", top(), "sglang", "no SGLang that serves DSpark"),
+    "DSpark in SGLang": (Layout.DSPARK, "vllm", top(), "sglang", "no sglang that serves dspark"),
     "no k_norm": (Layout.DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
     "no Markov head": (Layout.DSPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
     "another rank": (Layout.DSPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),

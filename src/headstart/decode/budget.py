@@ -153,9 +153,11 @@ class Controller:
         per_row = (together - alone) / (self.rows - 1)  # milliseconds that each row adds to a round
         shared = together - per_row * self.rows
         rounds = [tokens / pace for tokens, pace in zip(self._left, self._row_tokens_per_round, strict=True)]
+        most = max(rounds)
         # A number of rounds ahead is uncertain by about its root.
-        last = [exp((ahead - max(rounds)) / (sqrt(max(rounds)) / 4)) for ahead in rounds]
-        return [self.rows * (per_row + shared * prob / sum(last)) / together for prob in last]
+        last = [exp((ahead - most) / (sqrt(most) / 4)) for ahead in rounds]
+        total = sum(last)
+        return [self.rows * (per_row + shared * prob / total) / together for prob in last]
 
     @property
     def will_draft(self) -> bool:
@@ -177,8 +179,8 @@ class Controller:
 
     @property
     def threshold(self) -> float:
-        """What the acceptance probability of a node must be to pay for its verification, by what one takes in trees of 4
-        to 16 nodes; `prune` decides exactly, afterwards."""
+        """What the acceptance probability of a node must be to pay for its verification, by what one takes in trees of
+        4 to 16 nodes; `prune` decides exactly, afterwards."""
         if self._now is None or self._mode == "off" or self._unseen:
             return 0.0
         few, many = 4 * self.rows, 16 * self.rows
@@ -301,8 +303,8 @@ class Controller:
         if self._reserve and not self._learns:
             saving = left  # where the clock is not read, costs are not wrong
         plain = self._known.rounds.wants_plain if self._learns else 0
-        # Where saving takes more than half of what is left, nothing more is drafted; nor where costs are still to be seen,
-        # which is done at the start of an answer.
+        # Where saving takes more than half of what is left, nothing more is drafted; nor where costs are still to be
+        # seen, which is done at the start of an answer.
         never = saving > (0 if self._unseen else left / 2)
         self._plain_left = ceil(left if never else max(saving, plain))
         if lost_tries:

@@ -167,24 +167,27 @@ class Engine:
         texts = [Generation() for _ in prompts]
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
 
-        def ask(number: int, method: str, *arguments: Any) -> Any:
-            """What a drafter answers. One that raises is left out from then on: the text goes on without it."""
+        def ask(number: int, work: Callable[..., Any], *arguments: Any) -> Any:
+            """What comes of a drafter's work. One that raises is left out from then on: the text goes on without it."""
             try:
-                return getattr(self.drafters[number], method)(*arguments)
+                return work(*arguments)
             except CAUGHT as error:
                 del sessions[number]
                 for row in rows:
                     texts[row].drafter_error = f"{type(error).__name__}: {error}"
 
-        def ask_all(method: str, *arguments: Any) -> None:
+        def tell(method: str, *arguments: Any) -> None:
             for number, session in list(sessions.items()):
-                ask(number, method, session, *arguments)
+                ask(number, getattr(self.drafters[number], method), session, *arguments)
+
+        def joined(number: int, trees: list[Tree], request: Request) -> list[Tree]:
+            proposed = self.drafters[number].propose(sessions[number], roots, request)
+            return [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
 
         def propose(request: Request) -> list[Tree]:
             trees = roots.trees
-            for number, session in list(sessions.items()):
-                if (proposed := ask(number, "propose", session, roots, request)) is not None:
-                    trees = [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
+            for number in list(sessions):
+                trees = ask(number, joined, number, trees, request) or trees
                 if any(tree.drawn for tree in trees):  # one random stream, and one distribution, is enough
                     request = replace(request, draws=False)
             return trees
@@ -207,7 +210,7 @@ class Engine:
         out = target.prefill(cache, prompts, self._aux_layers(sessions))
         roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
         for number in list(sessions):
-            session = ask(number, "prefill", prompts, out.aux_hidden_states)
+            session = ask(number, self.drafters[number].prefill, prompts, out.aux_hidden_states)
             if number in sessions:
                 sessions[number] = session
         remaining = emit([[token] for token in roots.root_tokens])
@@ -217,7 +220,7 @@ class Engine:
                 roots = TreeBatch.roots([roots.root_tokens[index] for index in remaining], target.device)
                 for part in (cache, verifier, controller):
                     part.reorder(remaining)
-                ask_all("reorder", remaining)
+                tell("reorder", remaining)
             start = perf_counter()
             batch = roots
             # The limit is part of the request: cutting a tree afterwards may depend on what was drawn, which sampling
@@ -244,7 +247,7 @@ class Engine:
             committed, roots = verifier.accept(batch, out)
             verified = perf_counter()
             cache.commit(committed.paths, committed.paths_BP)
-            ask_all("commit", committed)
+            tell("commit", committed)
             ended = perf_counter()
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)

@@ -38,7 +38,7 @@ class Calibration:
             from what other drafts leave, and is read at the logarithm of how much they leave.
         trust: how much the logarithm of what heads say of a node's children (`DraftHead.confidence`) counts beside the
             log-probability of each: the knots are of their weighted sum. 0 for heads that say nothing.
-        off_best: the same after a path that has left the best one: that holds a token which is not its node's best draft.
+        off_best: the same after a path that has left the best one: it holds a token that is not its node's best draft.
             All that stands above is then for the other paths. None makes no difference between the two.
     """
 
