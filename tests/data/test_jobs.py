@@ -146,6 +146,21 @@ def test_what_is_left_behind_is_cleared_but_for_what_somebody_does(board: Board)
     claim.close()
 
 
+def test_what_cannot_be_done_here_is_looked_at_once(board: Board) -> None:
+    board.post("0-other", {"number": 1})
+    seen: list[dict[str, Any]] = []
+
+    def mine(what: dict[str, Any]) -> bool:
+        seen.append(what)
+        return False
+
+    refused: set[str] = set()
+    for _ in range(3):
+        with Workers(CPU, 1) as workers:
+            assert help_others([board], Taker(square, workers, mine, refused)) == 0
+    assert len(seen) == 1 and refused == {"0-other"} and board.is_free("0-other")
+
+
 def test_helpers_do_what_the_planner_has_no_time_for(board: Board) -> None:
     """The planner's first job waits for three that somebody else does."""
     theirs, ours = list[int](), list[int]()

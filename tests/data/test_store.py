@@ -250,6 +250,21 @@ class TestDamage:
         assert store.damaged_files() == [store.files[1]]
         assert store.files[1].exists()
 
+    @pytest.mark.parametrize("cache_bytes", [0, 10**9])
+    def test_memory_that_is_short_says_nothing_of_a_shard(
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_bytes: int
+    ) -> None:
+        store = build(tmp_path, tiny_target, conversations(tiny_target))
+        store = StateStore(tmp_path, cache_bytes=cache_bytes)
+
+        def fails(*_: Any, **__: Any) -> None:
+            raise RuntimeError("unable to mmap 4096 bytes: Cannot allocate memory (12)")
+
+        monkeypatch.setattr(StateStore, "_part", fails)
+        with pytest.raises(RuntimeError, match="Cannot allocate memory"):
+            store.get(0)
+        assert store.files[0].exists()
+
     def test_a_shard_that_goes_while_it_is_in_use(self, tiny_target: Target, tmp_path: Path) -> None:
         store = build(tmp_path, tiny_target, conversations(tiny_target))
         for file in store.files:
@@ -439,7 +454,15 @@ class TestBudget:
 
 
 class TestRefusals:
-    def test_no_conversations(self, tiny_target: Target, tmp_path: Path) -> None:
+    def test_conversations_that_cannot_be_stored(self, tiny_target: Target, tmp_path: Path) -> None:
+        def refuse(match: str, *tokens: int, supervised: bool = True) -> None:
+            given = [Conversation("odd", list(tokens), [supervised] * len(tokens), [])]
+            with pytest.raises(UserError, match=match):
+                build(tmp_path, tiny_target, given)
+
+        refuse("Nothing is supervised in conversation 'odd'", 1, 2, supervised=False)
+        refuse("'odd' has 1025 tokens; the context of tiny is 1024", *[1] * 1025)
+        refuse("'odd' holds token 5000", 1, 5000)
         with pytest.raises(UserError, match="no conversations"):
             build(tmp_path, tiny_target, [])
 

@@ -130,7 +130,7 @@ def test_one_of_them_draws(first_draws: bool) -> None:
 
 @pytest.mark.drafter_fails
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("where", ["prefill", "propose", "commit", "reorder"])
+@pytest.mark.parametrize("where", ["prefill", "propose", "commit", "reorder", "too few trees"])
 def test_one_that_fails_is_left_out_alone(failing: int, where: str) -> None:
     target, drafters = tiny(), [Recorder(), Recorder()]
     expected = plain(target)
@@ -138,12 +138,15 @@ def test_one_that_fails_is_left_out_alone(failing: int, where: str) -> None:
     def fail(*arguments: Any) -> None:
         raise ValueError("no drafts today")
 
-    setattr(drafters[failing], where, fail)
+    if where == "too few trees":
+        drafters[failing].propose = lambda *_: []
+    else:
+        setattr(drafters[failing], where, fail)
     options = replace(OPTIONS, stop_test=lambda row, text: row == len(text))
     rows = Engine(target, *drafters).generate(texts(), options)
     assert [row.tokens for row in rows] == [text[: row or None] for row, text in enumerate(expected)]
-    assert {row.drafter_error for row in rows} <= {None, "ValueError: no drafts today"}
-    assert any(row.drafter_error for row in rows)
+    errors = {row.drafter_error for row in rows} - {None}
+    assert len(errors) == 1 and str(errors.pop()).startswith("ValueError: ")
     other = drafters[1 - failing].calls
     assert other[-1][0] == "commit" and len(other) > 4, "it drafts to the end"
     assert len(drafters[failing].calls) < len(other)

@@ -207,6 +207,14 @@ def test_pickled_weights_are_refused(theirs: Path, target: Target) -> None:
     assert "pickled file, which can run any program" in problem(theirs, target)
 
 
+def test_a_folder_of_something_else_is_not_replaced(theirs: Path, target: Target, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.txt").write_text("years")
+    with pytest.raises(UserError, match=r"holds something else, which would be lost: thesis\.txt"):
+        headstart.import_heads(theirs, target, tmp_path / "work")
+    assert (tmp_path / "work" / "thesis.txt").read_text() == "years"
+
+
 def test_an_index_that_points_elsewhere_is_refused(theirs: Path, target: Target) -> None:
     for name in ("../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "model.bin"):
         (theirs / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))

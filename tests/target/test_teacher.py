@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +142,15 @@ def test_a_damaged_teacher_is_refused_and_mended(damage: str, tmp_path: Path) ->
     assert (teacher_problem(folder) is None) == (damage == "a flipped byte"), "sizes are what is looked at first"
     save_teacher(tmp_path, target)
     assert load_teacher(folder, CPU).starts(1) and file.read_bytes() == content
+
+
+def test_a_class_that_this_transformers_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_teacher(tmp_path, Target(tiny_model("llama")))
+    assert folder is not None
+    monkeypatch.setattr("headstart.target.teacher.transformers", SimpleNamespace(__version__="4.0"))
+    with pytest.raises(UserError, match=r"transformers \(4\.0\) has no LlamaForCausalLM") as refused:
+        load_teacher(folder, CPU)
+    assert "pip install transformers==" in refused.value.remedy
 
 
 def test_a_teacher_knows_the_token_that_no_text_has(tmp_path: Path) -> None:

@@ -99,10 +99,9 @@ def import_checkpoint(
 
     Example: headstart import user/eagle3-heads --target user/model --out heads
     """
-    from headstart.pipeline.actions import refuse_other_files
+    from headstart.hub.format import refuse_other_files
 
-    if out.exists():
-        refuse_other_files(out)
+    refuse_other_files(out)  # before the target is loaded
     console = Console()
     with console.status("importing"):
         from headstart.hub.engines.importing import import_heads

@@ -29,7 +29,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, WEIGHTS, build_heads, settings_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
-from headstart.support.files import read_json, write_atomic, write_json
+from headstart.support.files import read_json, refuse_others, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
 from headstart.target.adapter import find_adapter
@@ -241,3 +241,10 @@ def named(target: FrozenModel) -> str:
 
 def _not_ours(path: Path) -> UserError:
     return UserError(f"{path} was not written by headstart export.", "Give a folder that headstart export wrote.")
+
+
+def refuse_other_files(folder: Path) -> None:
+    """Refuse (UserError) to replace a folder that holds, or may hold, anything but exported heads."""
+    refuse_others(folder, {BUNDLED, CALIBRATION, CARD, CONFIG, CUSTOM_GENERATE, ENGINES, TREE, WEIGHTS})
+    if folder.exists() and any(folder.iterdir()):
+        read_config(folder)

@@ -39,7 +39,7 @@ def retune(decoder: Decoder, folder: Path, validation: Path | None, console: Con
     `validation` is a file of tokenised conversations; by default that of the run which the folder is part of.
     """
     from headstart.data.conversations.records import read_conversations
-    from headstart.hub.format import export_heads, read_config
+    from headstart.hub.format import export_heads, read_config, refuse_other_files
     from headstart.tuning.tune import tune
 
     if not folder.is_dir():
@@ -82,37 +82,12 @@ def validation_file(folder: Path, named: Path | None) -> Path:
 
 def copy_heads(heads: Path, out: Path) -> None:
     """Copy a whole folder of heads to one of its own, which must not hold anything else yet."""
-    from headstart.hub.format import check_folder
+    from headstart.hub.format import check_folder, refuse_other_files
 
     check_folder(heads)
-    if out.exists():
-        refuse_other_files(out)
+    refuse_other_files(out)
 
     write_atomic(out, lambda partial: copytree(heads, partial))
-
-
-def refuse_other_files(folder: Path) -> None:
-    """Refuse to replace a folder that holds, or may hold, anything but exported heads."""
-    from headstart.heads.io import CONFIG, WEIGHTS
-    from headstart.hub.engine_tuning import FILE as ENGINES
-    from headstart.hub.format import CALIBRATION, CARD, CUSTOM_GENERATE, TREE, read_config
-    from headstart.target.identity import BUNDLED
-
-    refuse_others(folder, {BUNDLED, CALIBRATION, CARD, CONFIG, CUSTOM_GENERATE, ENGINES, TREE, WEIGHTS})
-    if any(folder.iterdir()):
-        read_config(folder)
-
-
-def refuse_others(folder: Path, known: set[str]) -> None:
-    """Refuse to replace a folder that holds more than these files and folders, naming what would be lost."""
-    if not folder.is_dir():
-        raise UserError(f"{folder} is a file.", "Give a folder.")
-    other = sorted({path.name for path in folder.iterdir()} - known)
-    if other:
-        raise UserError(
-            f"{folder} holds something else, which would be lost: {', '.join(other[:3])}.",
-            "Move that away, or choose another folder.",
-        )
 
 
 def tokenizer_for(file: Path, target: str | None) -> Any:

@@ -19,8 +19,8 @@ from headstart.hub.card import add_engine_figures
 from headstart.hub.engine_tuning import DRAFTS, Asked, EngineTuning, tune_engine, write_engine_tuning
 from headstart.hub.engines.export import Exported, export_for
 from headstart.hub.engines.serving import drafts_to_try
-from headstart.hub.format import CALIBRATION
-from headstart.pipeline.actions import refuse_other_files, validation_file
+from headstart.hub.format import CALIBRATION, refuse_other_files
+from headstart.pipeline.actions import validation_file
 from headstart.servers.engines import ENGINES, Engine
 from headstart.servers.process import Server
 from headstart.support.files import read_json

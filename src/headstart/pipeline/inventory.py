@@ -142,12 +142,21 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
         if path.suffix == PARTIAL:
             unused.append(Free(path, size(path), "half deleted"))
         elif path.resolve() not in used:
-            unused.append(Free(path, size(path), f"{path.parent.name} that no run refers to"))
+            unused.append(Free(path, size(path), _unused(path)))
         else:
             if path.parent.name == "states":
                 unused += _unused_shards(path, runs)
             unused += [Free(part, size(part), "half written") for part in sorted(path.rglob(f"*{PARTIAL}"))]
     return unused
+
+
+def _unused(path: Path) -> str:
+    """What an artifact is that no run refers to; of a training that was interrupted, how far it is."""
+    kind, steps = path.parent.name, sorted(path.glob("checkpoints/step-*/checkpoint.json"))
+    if kind != "heads" or not steps or (path / "result.json").is_file():
+        return f"{kind} that no run refers to"
+    step = int(steps[-1].parent.name.removeprefix("step-"))
+    return f"a training interrupted at step {step}, which no run asks for now; its command would go on from there"
 
 
 def _unused_shards(path: Path, runs: Sequence[Path]) -> Iterator[Free]:

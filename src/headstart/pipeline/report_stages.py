@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headstart.pipeline.actions import keeping_engine_tunings, refuse_other_files, refuse_others, report
+from headstart.pipeline.actions import keeping_engine_tunings, report
 from headstart.pipeline.head_stages import trained_heads
 from headstart.pipeline.run import (
     HEADS,
@@ -26,7 +26,7 @@ from headstart.pipeline.run import (
 )
 from headstart.recipes.sections import DataSection
 from headstart.support.artifacts import Artifact, artifact, give, held
-from headstart.support.files import read_json, write_atomic
+from headstart.support.files import read_json, refuse_others, write_atomic
 
 _REPORT_FILES = {"report.html", "report.md", "results.json"}
 _EXPORT_VERSION = 1
@@ -58,8 +58,9 @@ def _exported(run: Run) -> Artifact:
 
 
 def _give(source: Path, path: Path) -> None:
-    if path.exists():
-        refuse_other_files(path)
+    from headstart.hub.format import refuse_other_files
+
+    refuse_other_files(path)
     with keeping_engine_tunings(path):
         give(source, path)
 

@@ -55,6 +55,7 @@ class _Helper:
 
         self._run, self._most = run, 2 if InProcess(run.target).shareable else 1
         self._owner = owner_of(run.target)
+        self._refused: set[str] = set()  # jobs that cannot be done here
 
     def help(self) -> int:
         """Do what there is to do; how many jobs that was."""
@@ -67,7 +68,7 @@ class _Helper:
             return 0
         with Workers(self._run.target.device, self._most) as workers:
             do = partial(self._do, check=workers.check)
-            return help_others(boards, Taker(do, workers, lambda what: what["target"] == self._owner))
+            return help_others(boards, Taker(do, workers, lambda what: what["target"] == self._owner, self._refused))
 
     def _do(self, what: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
         from headstart.data.conversations.part_writer import PART, help_writing

@@ -29,7 +29,7 @@ LONGEST_WAIT = 30.0
 """Seconds until a server that failed is asked again: the first, doubled with each failure in a row, and the longest."""
 _LONGEST_ASKED_WAIT = 600.0
 """Of a server that says itself when to come back."""
-_ANSWER_SECONDS = 1800.0
+_ANSWER_SECONDS = 600.0
 _CONNECT_SECONDS = 10.0
 _KEPT_SECONDS = 2.0
 """An idle connection is used again: servers close theirs after five."""
@@ -86,13 +86,18 @@ class Endpoint:
             raise Later(f"{type(error).__name__}: {error}") from None
 
     def ask(
-        self, method: str, path: str, body: dict[str, Any] | None = None, absent: dict[str, Any] | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        absent: dict[str, Any] | None = None,
+        seconds: float = _ANSWER_SECONDS,
     ) -> dict[str, Any]:
         """The JSON object that a request is answered with; `absent` where the server has no such page, unless None.
 
         Raises `Later` where it may work another time, and a UserError where it will not.
         """
-        return self.read(self.send(method, path, body), absent)
+        return self.read(self.send(method, path, body, seconds), absent)
 
     def read(self, reply: httpx.Response, absent: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object of a reply; see `ask`."""

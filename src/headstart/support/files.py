@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -154,3 +154,16 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     elif path.exists() or path.is_symlink():
         path.unlink()
+
+
+def refuse_others(folder: Path, known: Collection[str]) -> None:
+    """Refuse (UserError) to replace a folder that holds more than these files and folders."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file.", "Give a folder.")
+    if other := sorted({path.name for path in folder.iterdir()} - set(known)):
+        raise UserError(
+            f"{folder} holds something else, which would be lost: {', '.join(other[:3])}.",
+            "Move that away, or choose another folder.",
+        )

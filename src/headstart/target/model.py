@@ -58,7 +58,7 @@ class Target(FrozenModel):
         chains_only: whether it verifies chains instead of trees, since some of its layers keep a running state.
 
     Raises:
-        UserError: when the model's attention cannot take a token tree; nothing of ours stays on the model then.
+        UserError: when the model's attention cannot take a token tree; the model stays frozen then, without our hooks.
     """
 
     def __init__(

@@ -141,8 +141,14 @@ def load_teacher(folder: Path, device: torch.device) -> TeacherModel:
     note = _note(folder)
     if problem := teacher_problem(folder, thorough=True):
         raise UserError(problem, f"Delete it, if it is there. {_AGAIN}")
+    cls = getattr(transformers, note["class"], None)
+    if cls is None:
+        raise UserError(
+            f"This transformers ({transformers.__version__}) has no {note['class']}, the class of {note['name']}.",
+            f"Install the version that the teacher was written with: pip install transformers=={note['transformers']}",
+        )
     tensors = {name: tensor for file in note["files"] for name, tensor in load_file(folder / file).items()}
-    return _assembled(getattr(transformers, note["class"]), note, tensors, device)
+    return _assembled(cls, note, tensors, device)
 
 
 def _assembled(cls: Any, note: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> TeacherModel:

@@ -83,6 +83,9 @@ class Board:
         file = self.folder / name / RESULT
         return dict(read_json(file)) if file.is_file() else None
 
+    def is_done(self, name: str) -> bool:
+        return (self.folder / name / RESULT).is_file()
+
     def finish(self, name: str, result: dict[str, Any]) -> None:
         write_json(self.folder / name / RESULT, result, indent=None)
 
@@ -141,9 +144,15 @@ class Board:
 class Taker:
     """Takes jobs for the workers of this process, as far as they can be done here (`mine`)."""
 
-    def __init__(self, do: Do, workers: Workers, mine: Callable[[dict[str, Any]], bool] = lambda _: True) -> None:
+    def __init__(
+        self,
+        do: Do,
+        workers: Workers,
+        mine: Callable[[dict[str, Any]], bool] = lambda _: True,
+        refused: set[str] | None = None,
+    ) -> None:
         self._do, self._workers, self._mine = do, workers, mine
-        self._refused: set[str] = set()
+        self._refused = set() if refused is None else refused  # jobs that were looked at and cannot be done here
         self.running: dict[str, Future[None]] = {}
 
     def take(self, board: Board, names: Iterable[str]) -> int:
@@ -203,7 +212,7 @@ def share(
         return [job for job in posted if job.name not in taker.running and board.is_free(job.name)]
 
     def writers(free: Sequence[Job]) -> int:
-        return max(workers.count, sum(board.result(job.name) is None for job in posted) - len(free))
+        return max(workers.count, sum(not board.is_done(job.name) for job in posted) - len(free))
 
     try:
         while True:

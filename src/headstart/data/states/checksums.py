@@ -25,8 +25,8 @@ from headstart.support.files import DAMAGED
 KEY = "checksums"
 """In the metadata of a shard."""
 REBUILD = "Build the states again (headstart data build RECIPE): only that shard is computed anew."
-UNREADABLE = (SafetensorError, ValueError, KeyError, AttributeError, TypeError, RuntimeError)
-"""What reading a damaged shard raises."""
+UNREADABLE = (SafetensorError, ValueError, KeyError, AttributeError, TypeError)
+"""What reading a damaged shard raises. Not RuntimeError, which memory that is short raises too."""
 
 
 def checksum(tensor: Tensor) -> int:

@@ -104,8 +104,7 @@ def build_store(
     Raises:
         UserError: nothing to store, a budget too small for the first conversation, or too little free disk.
     """
-    if not conversations:
-        raise UserError("There are no conversations to store.", "Check data.prompts and data.conversations.")
+    check_conversations(conversations, target)
     shards, work = shards or folder, work or Work()
     kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), work.states_dtype)
     kept = conversations[: kind.fitting(conversations, budget_bytes)]
@@ -317,3 +316,23 @@ def _write_shard(
     described = {**metadata, KEY: checksums(tensors, lengths)}
     write_atomic(file, lambda partial: save_file(tensors, partial, metadata=described))
     return file
+
+
+def check_conversations(conversations: Sequence[Conversation], target: Target) -> None:
+    """Refuse conversations whose states cannot be computed, or that have nothing to teach."""
+    if not conversations:
+        raise UserError("There are no conversations to store.", "Check data.prompts and data.conversations.")
+    for conversation in conversations:
+        name, length, largest = conversation.id, len(conversation.tokens), max(conversation.tokens, default=0)
+        if not any(conversation.supervised):
+            raise UserError(f"Nothing is supervised in conversation {name!r}.", "Give it an assistant turn with text.")
+        if length > target.max_length:
+            raise UserError(
+                f"Conversation {name!r} has {length} tokens; the context of {target.name} is {target.max_length}.",
+                "Lower data.max_prompt_tokens or data.max_new_tokens, or shorten the conversation.",
+            )
+        if largest >= target.vocab_size:
+            raise UserError(
+                f"Conversation {name!r} holds token {largest}; {target.name} knows {target.vocab_size}.",
+                "It was written with another tokenizer: delete the file and run the command again.",
+            )

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -206,10 +206,15 @@ class StateStore(States):
                 self._wanted[shard] = wanted_sums(file)
                 with suppress(OSError):  # for `headstart gc`: many disks keep no time of reading
                     os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
-            part = self._part(name, shard, slice(start, start + self.lengths[index]))
         except FileNotFoundError:  # another process has put it aside, or somebody deleted it
             raise UserError(f"{file} is missing.", REBUILD) from None
         except UNREADABLE:
+            raise put_aside(file) from None
+        try:
+            part = self._part(name, shard, slice(start, start + self.lengths[index]))
+        except FileNotFoundError:
+            raise UserError(f"{file} is missing.", REBUILD) from None
+        except SafetensorError:  # nothing else: memory that is short says nothing of the file
             raise put_aside(file) from None
         wanted = self._wanted[shard].pop((name, start), None)
         if wanted is not None and checksum(part) != wanted[1]:

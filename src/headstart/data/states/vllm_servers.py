@@ -14,6 +14,9 @@ from headstart.servers.completions import Ask, served_by
 
 _RESTART = "Start it as headstart data import-states RECIPE shows; then the same command goes on from there."
 
+_ANSWER_SECONDS = 1800.0
+"""For the states of one conversation, which a busy server may keep waiting."""
+
 
 def take_from_servers(
     urls: Sequence[str],
@@ -51,7 +54,7 @@ def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
     """Let a server read token ids; the file that it has written their states to."""
     dialect, model = endpoint.once(lambda endpoint: served_by(endpoint, spec))
     path, body = dialect.request(Ask(tokens, 1), model)
-    page = endpoint.ask("POST", path, body)
+    page = endpoint.ask("POST", path, body, seconds=_ANSWER_SECONDS)
     try:
         file = Path((page.get("kv_transfer_params") or {})["hidden_states_path"])
         read = dialect.read(page).prompt

@@ -21,7 +21,7 @@ from headstart.hub.engines.gguf import Gguf
 from headstart.hub.engines.serving import engine_remarks, serve_commands
 from headstart.hub.format import check_folder, read_config
 from headstart.hub.target_facts import TargetFacts
-from headstart.support.files import write_atomic
+from headstart.support.files import refuse_others, write_atomic
 from headstart.target.loading import load_target, read_embeddings
 from headstart.target.model import Target
 
@@ -177,16 +177,7 @@ def _spec(facts: TargetFacts) -> str:
 
 def refuse_used(out: Path) -> None:
     """Refuse (UserError) to replace a folder that holds anything but an earlier export for an engine."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise UserError(f"{out} is a file.", "Give a folder with --out.")
-    names = {path.name for path in out.iterdir()}
-    if lost := sorted(names - set(ENGINE_FILES) if is_engine_folder(out) else names):
-        raise UserError(
-            f"{out} holds something else, which would be lost: {', '.join(lost[:3])}.",
-            "Move that away, or choose another folder.",
-        )
+    refuse_others(out, ENGINE_FILES if out.is_dir() and is_engine_folder(out) else ())
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from headstart.heads.base import DraftHead, families
 from headstart.heads.exchange.published import Published
 from headstart.hub.engines.export import formats_of
 from headstart.hub.engines.facts import facts_of_target
-from headstart.hub.format import export_heads
+from headstart.hub.format import export_heads, refuse_other_files
 from headstart.hub.pull import HUB_ID
 from headstart.hub.target_facts import kind_of
 from headstart.support.hub_errors import explained
@@ -22,6 +22,7 @@ from headstart.target.model import Target
 
 def import_heads(source: str | Path, target: Target, out: Path, revision: str | None = None) -> DraftHead:
     """Write a published checkpoint as a folder of heads of ours, see `headstart.import_heads`."""
+    refuse_other_files(out)
     folder = _folder(source, revision)
     published = read_checked(folder, target)
     family = next(family for family in families().values() if family.publishes is published.layout)
