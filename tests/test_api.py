@@ -65,6 +65,16 @@ def test_load_finds_the_target_named_in_the_folder(
     assert named.target.dtype == torch.float32
 
 
+def test_load_takes_the_dtypes_of_torch(tiny_target_folder: Path) -> None:
+    folder: Any = str(tiny_target_folder)
+    assert headstart.load(target=folder, dtype=torch.bfloat16, device="cpu").target.dtype == torch.bfloat16
+    for wrong, message in ((torch.float64, "Unknown dtype 'float64'"), (16, "dtype is 16"), (None, "dtype is None")):
+        with pytest.raises(UserError, match=message):
+            headstart.load(target=folder, dtype=wrong)
+    with pytest.raises(UserError, match=r"Unknown dtype torch.bfloat16. Did you mean 'bfloat16'"):
+        load_target(folder, torch.bfloat16)  # type: ignore[arg-type]  # wrong on purpose
+
+
 def test_load_refuses(tmp_path: Path, tiny_target: Target) -> None:
     export(tmp_path / "heads", tiny_target)
     other = Target(tiny_model("llama", seed=1, vocab_size=tiny_target.vocab_size), None, "other-model")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
+
+import torch
 
 from headstart.decode.options import DecodeOptions as DecodeOptions
 from headstart.decoder import Decoder as Decoder
@@ -30,13 +33,14 @@ def load(
             that need no heads, such as "mtp" for the multi-token-prediction modules of its own checkpoint.
         target: the model, when it is loaded already or lies elsewhere than the heads say (then what `load_target`
             takes). The adapter of a target comes with the heads.
-        **options: see `headstart.hub.options.LoadOptions`.
+        **options: see `headstart.hub.options.LoadOptions`; dtype may be torch's own, such as torch.bfloat16.
 
     Raises:
         UserError: no such heads, files that are cut short, a target that cannot be loaded, or one that the heads were
             not trained on.
     """
     asked = LoadOptions(**options)
+    asked = replace(asked, dtype=_dtype_name(asked.dtype))
     if isinstance(target, Target) and (asked.dtype, asked.device, asked.quantization) != ("auto", "auto", None):
         raise UserError(
             "dtype, device and quantization are those of the target, and it is loaded already.",
@@ -67,8 +71,21 @@ def _loaded(target: Target | str, asked: LoadOptions, quantization: str, **origi
     return target
 
 
+def _dtype_name(dtype: Any) -> Any:
+    """A dtype by its name, or torch's own, as a name; `UserError` for anything else."""
+    if isinstance(dtype, torch.dtype):
+        return str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, str):
+        raise UserError(f"dtype is {dtype!r}.", "Give a name such as 'bfloat16', or torch.bfloat16.")
+    return dtype
+
+
 def export(
-    heads: str | Path, out: str | Path, format: str, target: Target | str | None = None, dtype: str | None = None
+    heads: str | Path,
+    out: str | Path,
+    format: str,
+    target: Target | str | None = None,
+    dtype: str | torch.dtype | None = None,
 ) -> Exported:
     """Write heads as a serving engine loads them.
 
@@ -84,11 +101,16 @@ def export(
     Raises:
         UserError: no such heads or format, heads that no engine of the format can serve, or a folder in use.
     """
-    return export_for(locate(heads), Path(out), format, target=target, dtype=dtype)
+    name = None if dtype is None else _dtype_name(dtype)
+    return export_for(locate(heads), Path(out), format, target=target, dtype=name)
 
 
 def import_heads(
-    source: str | Path, target: Target | str, out: str | Path, revision: str | None = None, dtype: str = "auto"
+    source: str | Path,
+    target: Target | str,
+    out: str | Path,
+    revision: str | None = None,
+    dtype: str | torch.dtype = "auto",
 ) -> Path:
     """Write a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint as a folder of heads of ours.
 
@@ -102,6 +124,6 @@ def import_heads(
         UserError: no such checkpoint, pickled or damaged files, a variant that headstart has no heads for, or another
             target.
     """
-    known = target if isinstance(target, Target) else load_target(target, dtype)
+    known = target if isinstance(target, Target) else load_target(target, _dtype_name(dtype))
     importing.import_heads(source, known, Path(out), revision)
     return Path(out)

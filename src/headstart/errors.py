@@ -15,12 +15,12 @@ class UserError(ValueError):
         self.remedy = remedy
 
 
-def close(name: str, known: Iterable[str]) -> str | None:
+def close(name: object, known: Iterable[str]) -> str | None:
     """The known word that is most like `name`; None when none is close."""
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.6)), None)
+    return next(iter(difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=0.6)), None)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[str]) -> str:
     """A hint naming the closest known word, or the list of known words when none is close.
 
     >>> nearest("lrr", ["lr", "epochs"])
