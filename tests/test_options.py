@@ -6,14 +6,18 @@ import inspect
 from dataclasses import MISSING, fields
 from typing import Any, get_type_hints
 
+import numpy as np
+import pytest
 import typer
 from typer.testing import CliRunner
 
 from headstart.cli import heads as cli_heads
 from headstart.cli.options import with_options
+from headstart.decode.loop import check_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, SamplingOptions, meaning
 from headstart.decode.verify import RULES
 from headstart.drafters.catalog import DRAFTERS
+from headstart.errors import UserError
 from headstart.eval.options import EvalOptions
 from headstart.hf_generate.call import CustomGenerate
 from headstart.hf_generate.request import _WARPERS
@@ -51,6 +55,24 @@ def test_every_option_has_a_meaning_and_the_class_shows_it() -> None:
 def test_the_words_to_choose_from_are_those_there_are() -> None:
     assert all(name in meaning(DecodeOptions, "verifier").text for name in RULES)
     assert all(name in meaning(DecodeOptions, "drafter").text for name in DRAFTERS)
+
+
+def test_options_are_checked_without_a_target() -> None:
+    for options in (DecodeOptions(), EvalOptions(), DecodeOptions(top_k=np.int64(3), temperature=np.float32(0.5))):
+        check_options(options)
+    wrong: dict[str, Any] = {"top_p": 2.0, "verifier": "topk", "draft": "maybe", "stop": ["a", ""], "seed": 1 << 63}
+    for name, value in wrong.items():
+        with pytest.raises(UserError, match=name):
+            check_options(DecodeOptions(**{name: value}))
+    with pytest.raises(UserError, match="seed"):
+        check_options(DecodeOptions(seed=(1 << 63) - 1), rows=2)
+
+
+def test_every_option_is_checked_for_its_type() -> None:
+    for item in fields(DecodeOptions):
+        if item.name not in ("draft", "tree", "stop_test"):  # those to choose from, and what Python alone can give
+            with pytest.raises(UserError, match=f"{item.name} is "):
+                check_options(DecodeOptions(**{item.name: 1j}))
 
 
 def test_transformers_callers_give_options_by_the_same_names() -> None:

@@ -15,6 +15,17 @@ class UserError(ValueError):
         self.remedy = remedy
 
 
+def check_text(text: str, name: str) -> None:
+    """Refuse (UserError) what no tokenizer reads: halves of characters, which input that is not UTF-8 leaves."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"{name} is not UTF-8: character {error.start + 1} is {text[error.start]!r}.",
+            "Leave out that character, or convert the text to UTF-8.",
+        ) from None
+
+
 def close(name: object, known: Iterable[str]) -> str | None:
     """The known word that is most like `name`; None when none is close."""
     return next(iter(difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=0.6)), None)

@@ -21,10 +21,10 @@ from torch import Tensor
 from headstart.decode.budget import Controller, Costs
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import reserve
-from headstart.decode.options import DecodeOptions
-from headstart.decode.sampling import argmax, check_sampling, warp
+from headstart.decode.options import DecodeOptions, check_kinds
+from headstart.decode.sampling import argmax, check_processors, check_sampling, warp
 from headstart.decode.verify import RULES, SamplingVerifier
-from headstart.errors import UserError, nearest
+from headstart.errors import UserError, check_text, nearest
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
 
@@ -354,27 +354,36 @@ def _accept_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) ->
 # -- before the loop ----------------------------------------------------------------------
 
 
-def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> None:
-    """Refuse what cannot be decoded, before any work.
-
-    Raises:
-        UserError: naming the value and the remedy.
-    """
+def check_options(options: DecodeOptions, rows: int = 1) -> None:
+    """Refuse (UserError) what no target decodes so many rows with; it takes no target, so that none need be loaded."""
+    check_kinds(options)
     if options.max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
-    check_sampling(options, target.vocab_size, target.device)
+    check_sampling(options)
     if options.verifier != "auto" and options.verifier not in RULES:
         raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *RULES]))
     if options.draft not in ("auto", "on", "off"):
         raise UserError(f"draft is {options.draft!r}.", "Use auto, on or off.")
     if not all(options.stop_strings):
         raise UserError("A stop string is empty.", "Leave it out.")
+    for stop in options.stop_strings:
+        check_text(stop, "A stop string")
+    if not -(1 << 63) <= options.seed <= (1 << 63) - max(rows, 1):
+        raise UserError(f"seed is {options.seed}.", "Use a number that fits into 64 bits.")
+
+
+def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> None:
+    """Refuse what cannot be decoded, before any work.
+
+    Raises:
+        UserError: naming the value and the remedy.
+    """
+    check_options(options, len(prompts))
+    check_processors(options, target.vocab_size, target.device)
     if options.stop_strings and target.tokenizer is None:
         raise UserError("Stop strings need a tokenizer.", "Load the target with its tokenizer.")
     if not prompts:
         raise UserError("There is no prompt.", "Give at least one prompt.")
-    if not -(1 << 63) <= options.seed <= (1 << 63) - len(prompts):
-        raise UserError(f"seed is {options.seed}.", "Use a number that fits into 64 bits.")
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"Prompt {number} is empty.", "Give each prompt at least one token.")
@@ -399,5 +408,12 @@ def _at_stop_string(text: list[int], stop_strings: Sequence[str], tokenizer: Any
         return False
     # A stop string is at most as many tokens long as it has bytes; the tail holds it whole.
     tail = text[-max(len(stop.encode()) for stop in stop_strings) - 8 :]
-    decoded = tokenizer.decode(tail, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return any(stop in decoded for stop in stop_strings)
+    shown, whole = (
+        tokenizer.decode(tail, skip_special_tokens=skip, clean_up_tokenization_spaces=False) for skip in (True, False)
+    )
+    return any(stop in shown or (stop in whole and _holds_special(stop, tokenizer)) for stop in stop_strings)
+
+
+def _holds_special(text: str, tokenizer: Any) -> bool:
+    """Whether a text contains a special token: as text is shown it would never be seen."""
+    return any(token.special and token.content in text for token in tokenizer.added_tokens_decoder.values())

@@ -7,8 +7,9 @@ the sampling options are those of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from headstart.errors import UserError, nearest
@@ -169,6 +170,27 @@ class DecodeKeywords(TypedDict, total=False):
     tree: TreeKind | None
     stop: str | Sequence[str]
     raw: bool
+
+
+_KINDS: dict[str, tuple[Any, str]] = {
+    "int": (Integral, "a whole number"),
+    "float": (Real, "a number"),
+    "str": (str, "a name"),
+    "bool": (bool, "True or False"),
+    "Sequence[Processor]": (Sequence, "a list of logits processors"),
+}
+"""By the type that an option is written with: which values it takes, numpy's numbers among them, and their name."""
+
+
+def check_kinds(options: DecodeOptions) -> None:
+    """Refuse (UserError) options of another type than their own."""
+    for item in fields(options):
+        kind, words = _KINDS.get(str(item.type), (object, ""))
+        value = getattr(options, item.name)
+        if not isinstance(value, kind) or (isinstance(value, bool) and kind in (Integral, Real)):
+            raise UserError(f"{item.name} is {value!r}.", f"Give {words}.")
+    if not isinstance(options.stop, Collection) or not all(isinstance(text, str) for text in options.stop):
+        raise UserError(f"stop is {options.stop!r}.", "Give a text, or a list of texts.")
 
 
 @explained

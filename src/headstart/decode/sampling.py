@@ -8,6 +8,7 @@ Shape suffixes: V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,22 +30,26 @@ def argmax(logits: Tensor) -> Tensor:
     return logits.max(-1).indices
 
 
-def check_sampling(options: SamplingOptions, vocab_size: int, device: torch.device | str = "cpu") -> None:
-    """Refuse what cannot be sampled, before any work.
-
-    Raises:
-        UserError: a setting out of its range, or a processor whose result depends on more than its arguments.
-    """
-    defined = options.greedy or options.temperature >= _COLDEST
+def check_sampling(options: SamplingOptions) -> None:
+    """Refuse (UserError) a setting out of its range, before any work; `check_processors` looks at the processors."""
+    defined = options.greedy or _COLDEST <= options.temperature < math.inf
     for wrong, name, remedy in (
-        (not defined, "temperature", f"Use 0 for greedy decoding, or at least {_COLDEST:g}."),
+        (not defined, "temperature", f"Use 0 for greedy decoding, or at least {_COLDEST:g} and finite."),
         (options.top_k < 0, "top_k", "Use 0 for all tokens, or the number of tokens to keep."),
         (not 0 < options.top_p <= 1, "top_p", "Use a share above 0, at most 1; 1 keeps every token."),
         (not 0 <= options.min_p <= 1, "min_p", "Use a share from 0 to 1; 0 keeps every token."),
-        (not options.repetition_penalty > 0, "repetition_penalty", "Use a value above 0; 1 changes nothing."),
+        (
+            not 0 < options.repetition_penalty < math.inf,
+            "repetition_penalty",
+            "Use a finite value above 0; 1 changes nothing.",
+        ),
     ):
         if wrong:
             raise UserError(f"{name} is {getattr(options, name)}.", remedy)
+
+
+def check_processors(options: SamplingOptions, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    """Refuse (UserError) a processor whose result depends on more than its arguments, before any work."""
     for processor in options.processors:
         _check_processor(processor, vocab_size, device)
 
