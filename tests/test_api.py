@@ -170,6 +170,17 @@ def test_a_drafter_that_fails_is_named_in_the_answer(tiny_target: Target, monkey
     monkeypatch.setattr("headstart.drafters.heads.HeadDrafter.propose", fail)
     answer = decoder.generate("Hello", max_new_tokens=8)
     assert (answer.tokens, answer.drafter_error) == (plain.tokens, "ValueError: no drafts today")
+    options: dict[str, Any] = {"max_new_tokens": 8, "draft": "on"}
+    for call in (
+        lambda: decoder.generate("Hello", **options),
+        lambda: decoder.generate_batch(PROMPTS, **options),
+        lambda: list(decoder.stream("Hello", **options)),
+    ):
+        with pytest.warns(RuntimeWarning) as warned:
+            call()
+        told = [(str(warning.message), warning.filename) for warning in warned]
+        problem = "A drafter failed (ValueError: no drafts today); decoding went on without it."
+        assert told == [(problem, __file__)], "once a call, at the line that made it"
 
 
 def test_batch_equals_one_by_one(decoder: Decoder) -> None:
@@ -191,10 +202,51 @@ def test_the_three_kinds_of_prompt(decoder: Decoder) -> None:
     assert decoder.generate(expected, max_new_tokens=8).tokens == decoder.generate("Hello", max_new_tokens=8).tokens
 
 
+def test_a_content_may_be_a_list_of_texts(decoder: Decoder) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "input_text", "text": "lo"}]
+    assert decoder.tokens([{"role": "user", "content": parts}]) == decoder.tokens("Hello")
+    system, developer = (
+        [{"role": role, "content": "be brief"}, {"role": "user", "content": parts}] for role in ("system", "developer")
+    )
+    assert decoder.tokens(system) == decoder.tokens(developer) != decoder.tokens("Hello")
+
+
+def test_a_stop_string_may_hold_special_tokens(decoder: Decoder) -> None:
+    def always_1(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores.index_fill(1, torch.tensor([1]), 1e9)
+
+    options: dict[str, Any] = {"processors": [always_1], "max_new_tokens": 4}
+    stopped = decoder.generate("Hello", stop="<|im_start|><|im_start|>", **options)
+    assert (stopped.tokens, stopped.finish_reason, stopped.text) == ([1, 1], "stop", "")
+    assert decoder.generate("Hello", stop=["im_start", "x"], **options).finish_reason == "length", "no text is shown"
+
+
+@pytest.mark.parametrize("prompts", ["Hi", b"Hi", {"role": "user", "content": "Hi"}, None, 5])
+def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
+    with pytest.raises(UserError, match=f"of the type {type(prompts).__name__}. Give a list of prompts"):
+        decoder.generate_batch(prompts)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"prompt": []}, "empty"),
+        ({"prompt": None}, "not understood"),
+        ({"prompt": 5}, "not understood"),
+        ({"prompt": b"Hi"}, "not understood"),
+        ({"prompt": "a\ud800"}, "The prompt is not UTF-8: character 2 is"),
+        ({"prompt": "\ud800", "raw": True}, "The prompt is not UTF-8"),
+        ({"prompt": [{"role": "system", "content": "\ud800"}]}, "The prompt is not UTF-8"),
+        ({"prompt": "a", "stop": ["x", "\ud800"]}, "A stop string is not UTF-8"),
+        ({"prompt": [{"role": "alien", "content": "a"}]}, "'alien'. Known: assistant, developer, system, tool, user"),
+        ({"prompt": [{"role": None, "content": "a"}]}, "Unknown role None"),
+        ({"prompt": [{"role": "user", "content": 5}]}, "of the type int. Give a text"),
+        ({"prompt": [{"role": "user", "content": None}]}, "of the type NoneType"),
+        ({"prompt": [{"role": "user", "content": [{"type": "text", "text": " "}]}]}, "the user says nothing"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+            "A prompt with image_url content cannot be answered. Give texts alone",
+        ),
         ({"prompt": ""}, "The prompt is empty"),
         ({"prompt": " \n\t"}, "The prompt is empty"),
         ({"prompt": "", "raw": True}, "The prompt is empty"),
@@ -220,6 +272,18 @@ def test_the_three_kinds_of_prompt(decoder: Decoder) -> None:
         ({"prompt": "a", "verifier": "topk"}, "Did you mean 'top_k'"),
         ({"prompt": "a", "draft": "always"}, "draft is 'always'"),
         ({"prompt": "a", "processors": [lambda ids, scores: scores + torch.rand(1)]}, "keeps a state or draws random"),
+        ({"prompt": "a", "stop": 5}, "stop is 5. Give a text"),
+        ({"prompt": "a", "stop": ["x", 5]}, "stop is .*'x', 5"),
+        ({"prompt": "a", "top_k": 2.5}, "top_k is 2.5. Give a whole number"),
+        ({"prompt": "a", "top_k": True}, "top_k is True"),
+        ({"prompt": "a", "seed": None}, "seed is None. Give a whole number"),
+        ({"prompt": "a", "max_new_tokens": "8"}, "max_new_tokens is '8'. Give a whole number"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'. Give a number"),
+        ({"prompt": "a", "temperature": float("inf")}, "temperature is inf"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature is nan"),
+        ({"prompt": "a", "repetition_penalty": float("inf")}, "repetition_penalty is inf"),
+        ({"prompt": "a", "drafter": None}, "drafter is None. Give a name"),
+        ({"prompt": "a", "processors": abs}, "processors is .*Give a list"),
         ({"prompt": "a", "stop": ""}, "stop string is empty"),
         ({"prompt": "a", "stop": ["x", ""]}, "stop string is empty"),
         ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens is 0"),

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack, get_args
 
 from pydantic import ValidationError
 
-from headstart.data.prompts.chat import Message, prompt_tokens
+from headstart.data.prompts.chat import prompt_tokens
+from headstart.data.prompts.shapes import Unusable, parse_prompt
 from headstart.decode.costs import Conditions, Costs
-from headstart.decode.loop import Drafter, Engine, Generation, check
+from headstart.decode.loop import Drafter, Engine, Generation, check, check_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
 from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters
 from headstart.drafters.heads import HeadDrafter
-from headstart.errors import UserError, nearest
+from headstart.errors import UserError, check_text, nearest
 from headstart.heads.base import DraftHead
-from headstart.streaming import Answer, IncrementalDetokenizer, Stream, decode_text
+from headstart.streaming import Answer, IncrementalDetokenizer, Stream, decode_text, warn_of_failures
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning.here import tuned_here
 from headstart.tuning.tune import Tuning
 
 TREES = get_args(TreeKind)
-Prompt = str | Sequence[Message] | Sequence[int]
-"""A user's text, a conversation of {"role", "content"} messages, or token ids."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Of messages; "developer" is another word for "system"."""
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+"""A user's text, a conversation of {"role", "content"} messages, or token ids. A content is a text, or a list of parts
+such as {"type": "text", "text": ...}."""
 
 
 class Decoder:
@@ -99,13 +103,16 @@ class Decoder:
             UserError: a prompt that is empty, too long or of another kind, a target without a chat template, or an
                 option that is unknown or out of range; all before anything is decoded.
         """
-        return self.generate_batch([prompt], **options)[0]
+        return self._answers([prompt], options)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], **options: Unpack[DecodeKeywords]) -> list[Answer]:
         """Answer several prompts at once; prompt b samples with seed + b. Errors are those of `generate`."""
-        asked = DecodeOptions.of(options)
-        tokens, engine = self._prepared(prompts, asked)
-        return [self._answer(generation) for generation in engine.generate(tokens, asked)]
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+            raise UserError(
+                f"The prompts of a batch are of the type {type(prompts).__name__}.",
+                "Give a list of prompts, or one prompt to generate.",
+            )
+        return self._answers(prompts, options)
 
     def stream(self, prompt: Prompt, **options: Unpack[DecodeKeywords]) -> Stream:
         """Answer one prompt, piece by piece; errors are those of `generate`.
@@ -131,7 +138,11 @@ class Decoder:
                 raise empty
             if tokenizer is None:
                 raise UserError("A text prompt needs a tokenizer.", "Pass token ids.")
+            check_text(prompt, "The prompt")
             return list(tokenizer.encode(prompt))
+        unknown = UserError("A prompt of this kind is not understood.", "Pass a text, a list of messages or token ids.")
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
+            raise unknown
         items: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if items and all(isinstance(item, dict) for item in items):
             if not getattr(tokenizer, "chat_template", None):
@@ -139,20 +150,26 @@ class Decoder:
                     f"{self.target.name} has no chat template to render messages with.",
                     "Pass token ids, or a text with raw=True to have it continued as it is.",
                 )
-            if lacking := [item for item in items if not {"role", "content"} <= item.keys()]:
-                raise UserError(f"A message lacks role or content: {lacking[0]}.", "Write both.")
-            last = items[-1]
-            if last["role"] == "user" and isinstance(last["content"], str) and not last["content"].strip():
+            messages = [_readable(item) for item in items]
+            if messages[-1]["role"] == "user" and not messages[-1]["content"].strip():
                 raise empty
-            return prompt_tokens(items, tokenizer)
+            return prompt_tokens(messages, tokenizer)
         if not all(isinstance(item, int) for item in items):
-            raise UserError("A prompt of this kind is not understood.", "Pass a text, a list of messages or token ids.")
+            raise unknown
         if items and not 0 <= min(items) <= max(items) < self.target.vocab_size:
             given, known = f"{min(items)} to {max(items)}", f"0 to {self.target.vocab_size - 1}"
             raise UserError(f"Token ids run from {given}, and the target knows {known}.", "Use its own tokenizer.")
         return items
 
-    def _prepared(self, prompts: Sequence[Prompt], asked: DecodeOptions) -> tuple[list[list[int]], Engine]:
+    def _answers(self, prompts: Iterable[Prompt], options: DecodeKeywords) -> list[Answer]:
+        asked = DecodeOptions.of(options)
+        tokens, engine = self._prepared(prompts, asked)
+        answers = [self._answer(generation) for generation in engine.generate(tokens, asked)]
+        warn_of_failures(answers)
+        return answers
+
+    def _prepared(self, prompts: Iterable[Prompt], asked: DecodeOptions) -> tuple[list[list[int]], Engine]:
+        check_options(asked)
         tokens = [self.tokens(prompt, asked.raw) for prompt in prompts]
         check(self.target, tokens, asked)
         return tokens, self.engine(asked.drafter, asked.tree, asked.draft != "off")
@@ -193,6 +210,26 @@ class Decoder:
             first_token_ms=generation.token_ms[0],
             drafter_error=generation.drafter_error,
         )
+
+
+def _readable(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates read it, with a text for its content; `UserError` where it cannot be read so."""
+    if not {"role", "content"} <= message.keys():
+        raise UserError(f"A message lacks role or content: {message}.", "Write both.")
+    role, content = message["role"], message["content"]
+    if role not in ROLES:
+        raise UserError(f"Unknown role {role!r}.", nearest(role, ROLES))
+    if isinstance(content, list):
+        try:
+            (content,) = parse_prompt({"turns": [content]}, "").turns
+        except Unusable as reason:
+            remedy = "Give texts alone: {'type': 'text', 'text': ...}."
+            raise UserError(f"A prompt {reason} cannot be answered.", remedy) from None
+    if isinstance(content, str):
+        check_text(content, "The prompt")
+    elif content is not None or role != "assistant":  # which may have called a tool
+        raise UserError(f"The content of a message is of the type {type(content).__name__}.", "Give a text.")
+    return {**message, "role": "system" if role == "developer" else role, "content": content}
 
 
 def _check_drafting(drafter: str, tree: TreeKind | None) -> None:

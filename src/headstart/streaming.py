@@ -5,7 +5,8 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +19,15 @@ class Answer:
 
     Attributes:
         text: as read by people: without the end-of-turn token and other special tokens; a stop string that ended the
-            text is part of it. Empty when the target has no tokenizer.
+            text is part of it, but for special tokens. Empty when the target has no tokenizer.
         tokens: token ids, the end-of-turn token included.
         finish_reason: why it ended: "end" (the model ended its turn), "length" or "stop".
         tokens_per_round: τ, mean tokens per forward of the target after the prompt; 1 without drafts.
         tokens_per_second: tokens over the wall-clock seconds from the call to the last token, reading the prompt
             included; in a batch, this row's tokens only.
         first_token_ms: from the call to the first token.
-        drafter_error: what a drafter raised, when one did; the text is complete all the same, decoded on without it.
+        drafter_error: what a drafter raised, when one did, which a Python warning says too; the text is complete all
+            the same, decoded on without it.
     """
 
     text: str
@@ -35,6 +37,13 @@ class Answer:
     tokens_per_second: float
     first_token_ms: float
     drafter_error: str | None = None
+
+
+def warn_of_failures(answers: Iterable[Answer]) -> None:
+    """One Python warning for a call whose drafters failed, at the line of the user's that stands three calls above."""
+    if errors := dict.fromkeys(answer.drafter_error for answer in answers if answer.drafter_error):
+        problem = f"A drafter failed ({'; '.join(errors)}); decoding went on without it."
+        warnings.warn(problem, RuntimeWarning, stacklevel=4)
 
 
 class Stream(Iterator[str]):
@@ -95,6 +104,7 @@ def _decoded(
         if piece := pieces.rest():
             yield piece
         answer.append(message)
+        warn_of_failures(answer)
     finally:
         stopped.set()
         thread.join()
