@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from headstart.cli import heads as cli_heads
+from headstart.cli.app import app
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.heads.medusa import MedusaHead
@@ -97,6 +99,54 @@ def test_an_empty_prompt_is_refused_before_anything_is_loaded(heads: Path, monke
         assert "The prompt is empty." in refused("generate", heads, "--prompt", prompt)
 
 
+def test_options_are_checked_before_anything_is_loaded(heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.api.load", None)
+    for command in (("generate", heads, "--prompt", "hi"), ("chat", heads)):
+        for option, value, problem in (
+            ("--drafter", "headz", "Did you mean 'heads'"),
+            ("--top-p", 1.5, "top_p is 1.5"),
+            ("--temperature", "inf", "temperature is inf"),
+            ("--verifier", "topk", "Did you mean 'top_k'"),
+            ("--seed", 1 << 64, "seed is 18446744073709551616"),
+        ):
+            assert problem in refused(*command, option, value)
+    assert "A stop string is empty" in refused("generate", heads, "--prompt", "hi", "--stop", "")
+
+
+def test_a_prompt_may_come_from_standard_input(heads: Path) -> None:
+    asked = ("generate", heads, "--prompt", "-", "--max-new-tokens", 10, "--dtype", "float32")
+    assert works(*asked, stdin="one two one two\n").stdout == said(heads).stdout
+    empty = call(*asked, stdin="\n")
+    assert empty.exit_code == 2 and "The prompt is empty." in empty.stderr
+
+
+def test_text_that_is_not_utf8_is_refused(heads: Path) -> None:
+    for asked in (("chat", heads), ("generate", heads, "--prompt", "-")):
+        result = CliRunner().invoke(app, [*map(str, asked)], input=b"\xff\n")
+        assert result.exit_code == 2 and isinstance(result.exception, SystemExit), result.output
+        assert "Error: Standard input is not UTF-8" in result.stderr
+    assert "The prompt is not UTF-8" in refused("generate", heads, "--prompt", "\udcff")
+    assert "A stop string is not UTF-8" in refused("generate", heads, "--prompt", "a", "--stop", "\udcff")
+    assert "The system prompt is not UTF-8" in refused("chat", heads, "--system", "\udcff")
+
+
+def test_sampling_options_without_a_temperature_are_said_to_do_nothing(heads: Path) -> None:
+    idle = said(heads, "--top-p", 0.5, "--top-k", 3)
+    assert idle.stderr.count("No effect without --temperature: --top-p, --top-k.") == 1
+    assert idle.stdout == said(heads).stdout
+    for options in ((), ("--temperature", 1, "--top-p", 0.5)):
+        assert "No effect" not in said(heads, *options).stderr
+
+
+def test_in_a_pipe_chat_writes_its_answers_alone(heads: Path) -> None:
+    asked = ("--max-new-tokens", 6, "--dtype", "float32")
+    answer = works("generate", heads, "--prompt", "hello", *asked).stdout
+    result = works("chat", heads, *asked, stdin="/help\nhello\n\n")
+    assert result.stdout == answer
+    assert result.stderr.count("/new forgets what was said, /help says this") == 2, "at the start, and asked for"
+    assert result.stderr.count("tokens/s, τ") == 1
+
+
 def test_a_target_with_modules_of_its_own_needs_no_heads(questions: Path, heads: Path, tmp_path: Path) -> None:
     tokenizer, folder = tiny_tokenizer(), tmp_path / "target"
     ship("deepseek", folder, vocabulary=len(tokenizer))
@@ -142,7 +192,7 @@ def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
 
 @pytest.mark.drafter_fails
 def test_a_drafter_that_fails_is_said_loudly(
-    heads: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    heads: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     def fail(*_: Any) -> None:
         raise ValueError("no [drafts] today")
@@ -156,6 +206,7 @@ def test_a_drafter_that_fails_is_said_loudly(
     page = (tmp_path / "out" / "report.md").read_text()
     assert "heads: a drafter failed (ValueError: no [drafts] today); decoding went on without it." in page
     assert "A drafter failed (ValueError: no [drafts] today)" in said(heads).stderr
+    assert not [warning for warning in recwarn if "A drafter failed" in str(warning.message)], "it is said once"
     result = call("audit", heads, "--limit", 1, "--drafters", "static", "--temperature", 0, "--max-new-tokens", 4)
     assert result.exit_code == 1 and "the drafter failed (ValueError: no [drafts] today)" in result.stdout
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -13,7 +15,7 @@ from rich.console import Console
 
 from headstart.cli.options import Heads, Loading, Overwrite, listed, with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions
-from headstart.errors import UserError
+from headstart.errors import UserError, check_text
 from headstart.eval.options import AuditOptions, EvalOptions
 from headstart.support.files import check_writable
 from headstart.support.terminal import ask, complain, say, tell
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 REPORT_FILES = ("results.json", "report.md", "report.html")
 AUDIT_FILES = ("audit.json", "audit.md")
 _OF_ONE_ANSWER = ("stop", "raw")
+_CHAT_HELP = "/new forgets what was said, /help says this, an empty line or Ctrl-D ends."
 
 
 @with_options(without=_OF_ONE_ANSWER)
@@ -48,7 +51,7 @@ def evaluate(
 
     console = Console()
     measuring = replace(options, heads_name=heads)
-    results = report(load_decoder(heads, loading, options.drafter), asked, measuring, out=out, console=console)
+    results = report(load_decoder(heads, loading, options), asked, measuring, out=out, console=console)
     show_results(results, f"{heads} on {questions.name}", console)
     say(console, ("Report", out / "report.html"))
 
@@ -97,7 +100,7 @@ def audit(
 @with_options()
 def generate(
     heads: Heads,
-    prompt: Annotated[str, typer.Option(help="What the user says.")],
+    prompt: Annotated[str, typer.Option(help="What the user says; - reads it from standard input.")],
     options: DecodeOptions = DecodeOptions(),
     loading: Loading = Loading(),
 ) -> None:
@@ -105,9 +108,12 @@ def generate(
 
     Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
     """
+    if prompt == "-":
+        prompt = _from_stdin(sys.stdin.read).removesuffix("\n")
+    check_text(prompt, "The prompt")
     if not (prompt if options.raw else prompt.strip()):
         raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
-    decoder = load_decoder(heads, loading, options.drafter)
+    decoder = load_decoder(heads, loading, options)
     _pour(decoder.stream(prompt, **_keywords(options)))
 
 
@@ -122,12 +128,16 @@ def chat(
 
     Example: headstart chat runs/quickstart
     """
-    decoder = load_decoder(heads, loading, options.drafter)
-    console = Console()
-    console.print(f"{decoder.target.name}. Empty line or Ctrl-D ends, /new forgets what was said.", style="dim")
+    check_text(system or "", "The system prompt")
+    decoder = load_decoder(heads, loading, options)
+    console = Console(stderr=not sys.stdin.isatty())  # in a pipe, stdout holds the answers alone
+    tell(console, f"{decoder.target.name}. {_CHAT_HELP}", style="dim")
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
-    while text := ask(console):
+    while text := _from_stdin(partial(ask, console)):
+        if text == "/help":
+            tell(console, _CHAT_HELP, style="dim")
+            continue
         if text == "/new":
             messages = list(opening)
             continue
@@ -148,14 +158,37 @@ def _keywords(options: DecodeOptions) -> DecodeKeywords:
     return cast(DecodeKeywords, {name: getattr(options, name) for name in DecodeKeywords.__annotations__})
 
 
-def load_decoder(heads: str, loading: Loading, drafter: str = "heads") -> Decoder:
-    """Heads and their target, ready to generate; where its own modules draft, the target may be named as heads."""
-    with Console(stderr=True).status("loading"):
-        from headstart.api import load
+def _from_stdin(read: Callable[[], str]) -> str:
+    """What is read from standard input; a UserError where that is not UTF-8."""
+    try:
+        text = read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"Standard input is not UTF-8: {error.reason}.", "Convert it to UTF-8.") from None
+    check_text(text, "Standard input")
+    return text
+
+
+def load_decoder(heads: str, loading: Loading, options: DecodeOptions = DecodeOptions()) -> Decoder:
+    """Heads and their target, ready to generate with these options, which are checked first.
+
+    Where the target's own modules draft, it may be named as heads.
+    """
+    console, drafter = Console(stderr=True), options.drafter
+    with console.status("loading"):
+        from headstart.decode.loop import check_options
         from headstart.drafters.catalog import check_drafter, kinds_of
+
+        check_options(options)
+        check_drafter(drafter)
+        unused = [
+            name for name in ("top_p", "top_k", "min_p") if getattr(options, name) != getattr(DecodeOptions, name)
+        ]
+        if options.greedy and unused:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
+            tell(console, f"No effect without --temperature: {names}.", style="yellow")
+        from headstart.api import load
         from headstart.hub.pull import has_heads
 
-        check_drafter(drafter)
         if {"mtp"} <= kinds_of(drafter) <= {"mtp", "ngram", "lookahead"} and not has_heads(heads):
             return load(**{**vars(loading), "target": loading.target or heads})
         return load(heads, **vars(loading))
@@ -164,9 +197,11 @@ def load_decoder(heads: str, loading: Loading, drafter: str = "heads") -> Decode
 def _pour(stream: Stream) -> str:
     """Write a stream's text to stdout as it comes, then its figures to stderr; returns the text."""
     try:
-        for piece in stream:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "A drafter failed")  # said below, beside the figures
+            for piece in stream:
+                sys.stdout.write(piece)
+                sys.stdout.flush()
     finally:
         stream.close()
         sys.stdout.write("\n")
