@@ -481,3 +481,15 @@ def test_a_target_alone_takes_drafters_that_need_no_heads(tiny_target: Target) -
         _ = alone.heads
     with pytest.raises(UserError, match="Neither heads nor a target"):
         headstart.load()
+
+
+def test_load_refuses_arguments_of_other_kinds(tiny_target: Target, tiny_target_folder: Path) -> None:
+    assert headstart.load(target=tiny_target_folder, dtype="float32").target.name == str(tiny_target_folder)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"target": tiny_target.model}, "target is of the type LlamaForCausalLM. Give what load_target returns"),
+        ({"heads": 5}, "heads are of the type int"),
+        ({"target": tiny_target, "dtyp": "float32"}, "Unknown option 'dtyp'. Did you mean 'dtype'"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(UserError, match=message):
+            headstart.load(**arguments)

@@ -10,7 +10,7 @@ import torch
 
 from headstart.decode.options import DecodeOptions as DecodeOptions
 from headstart.decoder import Decoder as Decoder
-from headstart.errors import UserError
+from headstart.errors import UserError, nearest
 from headstart.hub.engines import importing
 from headstart.hub.engines.export import Exported as Exported
 from headstart.hub.engines.export import export_for
@@ -24,7 +24,7 @@ from headstart.target.model import Target
 
 
 def load(
-    heads: str | Path | None = None, target: Target | str | None = None, **options: Unpack[LoadKeywords]
+    heads: str | Path | None = None, target: Target | str | Path | None = None, **options: Unpack[LoadKeywords]
 ) -> Decoder:
     """Load heads and the model they belong to.
 
@@ -39,6 +39,15 @@ def load(
         UserError: no such heads, files that are cut short, a target that cannot be loaded, or one that the heads were
             not trained on.
     """
+    if unknown := sorted(set(options) - set(LoadKeywords.__annotations__)):
+        raise UserError(f"Unknown option {unknown[0]!r}.", nearest(unknown[0], LoadKeywords.__annotations__))
+    if not isinstance(heads, str | Path | None):
+        raise UserError(f"heads are of the type {type(heads).__name__}.", "Name a folder of heads, a run or a Hub id.")
+    if not isinstance(target, Target | str | Path | None):
+        raise UserError(
+            f"target is of the type {type(target).__name__}.", "Give what load_target returns, a folder or a hub id."
+        )
+    target = str(target) if isinstance(target, Path) else target
     asked = LoadOptions(**options)
     asked = replace(asked, dtype=_dtype_name(asked.dtype))
     if isinstance(target, Target) and (asked.dtype, asked.device, asked.quantization) != ("auto", "auto", None):
