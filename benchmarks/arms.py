@@ -58,7 +58,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What all arms learn from: states of the training and calibration conversations, and the latter themselves."""
+    """What all arms learn from: states of the training and validation conversations, and the latter themselves."""
 
     train: StateStore
     validation: StateStore

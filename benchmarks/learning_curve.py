@@ -3,7 +3,7 @@
     python benchmarks/learning_curve.py eagle3 --run runs/quickstart --questions QUESTIONS.jsonl
 
 For each share of a run's conversations and each number of epochs the recipe is trained anew, with a learning rate that
-ends with that budget. τ is read from metrics.jsonl (the run's own calibration conversations) and, with --questions,
+ends with that budget. τ is read from metrics.jsonl (the run's own validation conversations) and, with --questions,
 from the target's plain greedy answers to them, by replaying the rounds of a greedy chain: nothing here depends on the
 clock. Cells that are done are skipped, so the command can be stopped and given again.
 """

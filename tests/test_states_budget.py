@@ -39,7 +39,7 @@ def run(folder: Path, name: str, shards: str, trained: bool = True, whole: bool 
     (path / "recipe.yaml").write_text("heads: {family: medusa}\n")
     (path / "references.json").write_text('{"states": "../artifacts/states/tiny-0123456789ab"}')
     for stage, done in (("states", whole), ("train", trained)):
-        (path / "stages" / f"{stage}.json").write_text(json.dumps({"whole": done, "layout": 2}))
+        (path / "stages" / f"{stage}.json").write_text(json.dumps({"whole": done}))
     (path / "data" / "states" / "train").mkdir(parents=True)
     files = [{"file": f"shard-{one}.safetensors", "bytes": SIZE} for one in shards]
     (path / "data" / "states" / "train" / "manifest.json").write_text(json.dumps({"files": files}))

@@ -9,8 +9,9 @@ from typing import Any, Unpack
 import torch
 
 from headstart.decode.options import DecodeOptions as DecodeOptions
+from headstart.decode.options import check_names
 from headstart.decoder import Decoder as Decoder
-from headstart.errors import UserError, nearest
+from headstart.errors import UserError
 from headstart.hub.engines import importing
 from headstart.hub.engines.export import Exported as Exported
 from headstart.hub.engines.export import export_for
@@ -39,8 +40,7 @@ def load(
         UserError: no such heads, files that are cut short, a target that cannot be loaded, or one that the heads were
             not trained on.
     """
-    if unknown := sorted(set(options) - set(LoadKeywords.__annotations__)):
-        raise UserError(f"Unknown option {unknown[0]!r}.", nearest(unknown[0], LoadKeywords.__annotations__))
+    check_names(options, LoadKeywords.__annotations__)
     if not isinstance(heads, str | Path | None):
         raise UserError(f"heads are of the type {type(heads).__name__}.", "Name a folder of heads, a run or a Hub id.")
     if not isinstance(target, Target | str | Path | None):

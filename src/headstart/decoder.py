@@ -13,7 +13,7 @@ from headstart.data.prompts.shapes import Unusable, parse_prompt
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.loop import Drafter, Engine, Generation, check, check_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
-from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters
+from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, parts_of
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, check_text, nearest
 from headstart.heads.base import DraftHead
@@ -187,7 +187,7 @@ class Decoder:
             return self._here
 
     def _drafters(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> tuple[Drafter, ...]:
-        parts = name.split("+")
+        parts = parts_of(name)
         heads = self._heads(tree, tuning) if "heads" in parts and self._loaded is not None else None
         if "heads" in parts and heads is None:  # no tree pays: whatever else was asked for drafts alone
             name = "+".join(part for part in parts if part != "heads") or "none"
@@ -235,7 +235,7 @@ def _readable(message: dict[str, Any]) -> dict[str, Any]:
 def _check_drafting(drafter: str, tree: TreeKind | None) -> None:
     check_drafter(drafter)
     if tree not in (None, *TREES):
-        raise UserError(f"Unknown tree {tree!r}.", nearest(str(tree), TREES))
+        raise UserError(f"Unknown tree {tree!r}.", nearest(tree, TREES))
 
 
 def _tuning(calibration: dict[str, Any]) -> Tuning | None:

@@ -241,7 +241,7 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
 def tune(
     path: Annotated[str, typer.Argument(metavar="RUN_OR_HEADS", help="A run's folder, or a folder of heads.")],
     conversations: Annotated[
-        Path | None, typer.Option(help="Read these calibration conversations, for heads outside of their run.")
+        Path | None, typer.Option(help="Read these validation conversations, for heads outside of their run.")
     ] = None,
     loading: Loading = Loading(),
     options: EngineOptions = EngineOptions(),

@@ -17,8 +17,6 @@ that part only in the row that runs longest, and in the others no more than thei
 weighted accordingly.
 
 Sources: costs as in Sequoia (arXiv 2402.12374) and CaDDTree (2606.01813); the rate is Dinkelbach's for ratios.
-
-Shape suffixes: B rows, N nodes.
 """
 
 from __future__ import annotations
@@ -116,10 +114,9 @@ class Controller:
             costs = replace(costs, draft_ms=draft_ms, level_ms=0.0, read_ms=0.0)
         self._costs = costs
         self._mode = mode
-        self._learns = experience is not None and mode == "auto"
-        self._known = (
-            experience if experience is not None and mode == "auto" else Experience(min(STAKE, _STAKE_SHARE * limit))
-        )
+        learned = experience if mode == "auto" else None
+        self._learns = learned is not None
+        self._known = learned or Experience(min(STAKE, _STAKE_SHARE * limit))
         self._left = [max(1.0, limit - 1.0)] * rows  # tokens that each row may still emit after its first one
         self._row_tokens_per_round = [1.5] * rows  # tokens a round of each row, lately
         self._draft_ms = costs.draft_ms if costs else 0.0  # of recent drafts

@@ -138,10 +138,10 @@ class Engine:
     node, so the second only costs what it adds: an n-gram match beside trained heads is one more branch. The first goes
     first where acceptance probabilities do not decide.
 
-    With costs of this machine the number of nodes follows them, and drafting
-    pauses where it does not pay; without them everything that is proposed is verified. In greedy decoding, what rounds
-    really take corrects the costs, and what is learned serves later calls; sampling keeps to them, so that a seeded
-    text does not depend on the clock, nor on what was decoded before.
+    With costs of this machine the number of nodes follows them, and drafting pauses where it does not pay; without them
+    everything that is proposed is verified. In greedy decoding, what rounds really take corrects the costs, and what is
+    learned serves later calls; sampling keeps to them, so that a seeded text does not depend on the clock, nor on what
+    was decoded before.
     """
 
     def __init__(self, target: Target, *drafters: Drafter, costs: Costs | None = None) -> None:
@@ -351,7 +351,7 @@ def _accept_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) ->
     return committed, TreeBatch.roots([token for _, token, *_ in on_host], on_device=next_B1[:, 0])
 
 
-# -- before the loop ----------------------------------------------------------------------
+# -- before the loop ---------------------------------------------------------------------------------------------------
 
 
 def check_options(options: DecodeOptions, rows: int = 1) -> None:

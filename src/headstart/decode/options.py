@@ -7,7 +7,7 @@ the sampling options are those of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
@@ -147,9 +147,7 @@ class DecodeOptions(SamplingOptions):
         Raises:
             UserError: an unknown name; the nearest known one is named.
         """
-        known = list(DecodeKeywords.__annotations__)
-        if unknown := sorted(set(keywords) - set(known)):
-            raise UserError(f"Unknown option {unknown[0]!r}.", nearest(unknown[0], known))
+        check_names(keywords, DecodeKeywords.__annotations__)
         return cls(**keywords)
 
 
@@ -180,6 +178,12 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "Sequence[Processor]": (Sequence, "a list of logits processors"),
 }
 """By the type that an option is written with: which values it takes, numpy's numbers among them, and their name."""
+
+
+def check_names(given: Iterable[str], known: Collection[str]) -> None:
+    """Refuse (UserError) the name of an option that there is not, naming the nearest one."""
+    if unknown := sorted(set(given) - set(known)):
+        raise UserError(f"Unknown option {unknown[0]!r}.", nearest(unknown[0], known))
 
 
 def check_kinds(options: DecodeOptions) -> None:
@@ -215,5 +219,5 @@ class EngineOptions:
     engine_drafts: str = option(
         "", "Try these numbers of drafts; else 1, 2, 3 and 5, and all of a block.", metavar="N,N..."
     )
-    engine_prompts: int = option(8, "Ask so many prompts of the calibration conversations.", minimum=1)
+    engine_prompts: int = option(8, "Ask so many prompts of the validation conversations.", minimum=1)
     engine_tokens: int = option(64, "Longest answer of the engine in tokens.", minimum=2)

@@ -48,7 +48,7 @@ def check_sampling(options: SamplingOptions) -> None:
             raise UserError(f"{name} is {getattr(options, name)}.", remedy)
 
 
-def check_processors(options: SamplingOptions, vocab_size: int, device: torch.device | str = "cpu") -> None:
+def check_processors(options: SamplingOptions, vocab_size: int, device: torch.device | str) -> None:
     """Refuse (UserError) a processor whose result depends on more than its arguments, before any work."""
     for processor in options.processors:
         _check_processor(processor, vocab_size, device)

@@ -14,9 +14,9 @@ and hold this code against it. The proof needs of a tree that
 
 Children chosen without randomness may stand beside a drawn one, and hold any tokens.
 
-Shape suffixes: B rows, N tree nodes, K depths, P nodes of an accepted path, M rows that still go on, W drawn nodes,
-V vocabulary. In formulas p is the target's distribution after a node, q what its drawn child was drawn from, and
-norm(x+) the positive part of x, scaled to sum to 1.
+Shape suffixes: B rows, N tree nodes, K depths, M rows that still go on, W drawn nodes, V vocabulary. In formulas p is
+the target's distribution after a node, q what its drawn child was drawn from, and norm(x+) the positive part of x,
+scaled to sum to 1.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.eval.audit import PROMPTS
 from headstart.heads.base import DraftHead
-from headstart.heads.io import CONFIG, RUN_RECIPE, load_heads
+from headstart.heads.io import CONFIG, RUN_RECIPE, is_exported, load_heads
 from headstart.hub.format import heads_target, read_heads
 from headstart.hub.pull import locate
 from headstart.pipeline.run import ADAPTER, CONVERSATIONS, HEADS, STATES, TRAIN
@@ -25,6 +25,7 @@ from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
 from headstart.support.files import read_json
 from headstart.target.loading import load_target
 from headstart.target.model import Target
+from headstart.tuning.acceptance import Text
 
 SPLITS = ("train", "validation")
 
@@ -55,7 +56,7 @@ class Subject:
         """The heads as they decode: bound to the target, in its dtype, frozen."""
         if self.heads_folder is None:
             raise Absent("there are no trained heads yet")
-        if _is_exported(self.heads_folder):
+        if is_exported(read_json(self.heads_folder / CONFIG)):
             heads = read_heads(self.heads_folder, self.target)[0]
         else:
             heads = load_heads(self.heads_folder, self.target)
@@ -106,9 +107,8 @@ class Subject:
         answers = Engine(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))
         written = []
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-            supervised = [False] * len(prompt) + [True] * len(answer.tokens)
-            tokens = [*prompt, *answer.tokens]
-            written.append(Conversation(f"written now {number}", tokens, supervised, [], sampling={"temperature": 0.0}))
+            text, how = Text.of(prompt, answer.tokens), {"temperature": 0.0}
+            written.append(Conversation(f"written now {number}", text.tokens, text.supervised, [], sampling=how))
         return written
 
     @cached_property
@@ -194,15 +194,9 @@ def _located(path: str, run_dir: Path | None) -> tuple[Recipe | None, Path | Non
 
 
 def _target_of_heads(folder: Path, target: str | None) -> Target:
-    if not _is_exported(folder):
+    if not is_exported(read_json(folder / CONFIG)):
         if target is None:
             raise UserError(f"The heads in {folder} do not name their target.", "Name it with --target.")
         return load_target(target)
     trained_on = heads_target(folder)
     return load_target(target or trained_on.spec, adapter=trained_on.adapter_spec(folder))
-
-
-def _is_exported(folder: Path) -> bool:
-    """Whether heads were exported (and name their target), rather than left by training."""
-    config = read_json(folder / CONFIG)
-    return isinstance(config, dict) and "format" in config

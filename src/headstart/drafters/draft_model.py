@@ -4,7 +4,7 @@ The classic of speculative decoding (arXiv 2211.17192, 2302.01318): the small mo
 it. The draft has a KV cache of its own, which keeps what was accepted; whatever of the text it has not read, it reads
 at its next draft, all at once.
 
-Shape suffixes: B rows, V vocabulary, P committed tokens of a round.
+Shape suffixes: B rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -118,8 +118,7 @@ class DraftModelDrafter:
         texts = zip(session.texts, session.cache.lengths, roots, strict=True)
         rows = [[*text[length:], root] for text, length, root in texts]
         room = max(max(map(len, session.texts)) + self.max_nodes, max(session.cache.lengths) + max(map(len, rows)))
-        if room > session.cache.capacity:
-            session.cache = session.cache.grown(2 * room)
+        session.cache = session.cache.with_room(room)
         session.read = [[] for _ in rows]
         if max(map(len, rows)) > 1:
             return self.draft.prefill(session.cache, rows).logits_BTV[:, 0]

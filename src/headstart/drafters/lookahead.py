@@ -14,8 +14,6 @@ attention mask; for W = 3 columns a, b, c of n = 3 (two entries each):
 
 The new first entries guess one token further on, as does the root of the next round. Guesses are wrong most of the time
 and verified like any draft, so the output stays lossless; the window costs its W (n - 1) nodes in every round.
-
-Shape suffixes: B rows, P committed tokens of a round.
 """
 
 from __future__ import annotations

@@ -214,7 +214,5 @@ class MtpDrafter:
 
     def _with_room(self, session: _Session, number: int, more: int) -> TreeCache:
         cache = session.caches[number]
-        needed = max(cache.lengths) + more
-        if needed > cache.capacity:
-            session.caches[number] = cache = cache.grown(2 * needed)
+        session.caches[number] = cache = cache.with_room(max(cache.lengths) + more)
         return cache

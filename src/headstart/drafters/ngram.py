@@ -122,9 +122,8 @@ class _Row:
             if accept_prob < minimum:
                 break
             position = self.source + step
-            tokens.append(
-                text[position] if position < end else tokens[position - end]
-            )  # a text that repeats its own end
+            # Past its end the text repeats what was just predicted.
+            tokens.append(text[position] if position < end else tokens[position - end])
             accept_probs.append(accept_prob)
         return tokens, accept_probs
 

@@ -421,8 +421,8 @@ def unused_tokens(answers: Iterable[Sequence[int]], vocab_size: int, count: int)
     return tokens
 
 
-def random_weights(heads: DraftHead, seed: int = 0, scale: float = 0.05) -> DraftHead:
-    """A copy of these heads whose own weights are replaced by noise: normal, with this standard deviation.
+def random_weights(heads: DraftHead, seed: int = 0) -> DraftHead:
+    """A copy of these heads whose own weights are replaced by noise: normal, with a standard deviation of 0.05.
 
     What is not theirs, such as the target's embeddings, is shared with the original.
     """
@@ -431,5 +431,5 @@ def random_weights(heads: DraftHead, seed: int = 0, scale: float = 0.05) -> Draf
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in noisy.parameters():  # loaded heads are frozen: requires_grad says nothing here
-            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return noisy

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from headstart.eval.report import template
 from headstart.support.files import write_json, write_text
+from headstart.support.terminal import tell
 
 
 def write_audit(results: Mapping[str, Any], out: Path) -> None:
@@ -43,7 +44,7 @@ def show_audit(results: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     console.print(sentence(results), style="green" if results["clean"] else "bold red", highlight=False, markup=False)
     for problem in results["problems"]:
-        console.print(problem, highlight=False, markup=False, soft_wrap=True)
+        tell(console, problem)
 
 
 def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:

@@ -136,11 +136,9 @@ class Transformers:
 
     The model's own generation defaults (repetition penalty, top-p, ...) are set aside, so that both loops draw from the
     same distribution.
-
     """
 
-    def __init__(self, target: Target, sampling: SamplingOptions | None = None, lookup: bool = False) -> None:
-        sampling = sampling or SamplingOptions()
+    def __init__(self, target: Target, sampling: SamplingOptions, lookup: bool = False) -> None:
         if sampling.processors:
             raise UserError("Logits processors cannot be measured beside transformers.", "Leave them out.")
         self._target = target

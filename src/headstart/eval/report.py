@@ -14,6 +14,7 @@ from rich.table import Table
 from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN
 from headstart.eval.plots import plots
 from headstart.support.files import write_json, write_text
+from headstart.support.terminal import tell
 
 DEFINITIONS = {
     "Tokens per round (τ)": "The mean number of tokens that one forward of the target yields: accepted drafts plus the "
@@ -54,10 +55,10 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
     predicted = results["summary"]["predicted_speedup"]
     expected = [f"Tuning predicted {predicted:.2f}x over {LABELS[PLAIN].name}."] if predicted else []
     for sentence in (*verdicts(results), *expected, divergence_sentence(results)):
-        console.print(sentence, highlight=False, markup=False, soft_wrap=True)
+        tell(console, sentence)
     for name, error in failed(results):
         text = f"{name}: a drafter failed ({error}), and the figures are those of decoding without it."
-        console.print(text, style="bold red", highlight=False, markup=False, soft_wrap=True)
+        tell(console, text, style="bold red")
 
 
 def template(name: str) -> Template:

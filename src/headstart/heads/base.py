@@ -190,6 +190,10 @@ class DraftHead(nn.Module, ABC):
         assert self._embedding_VE is not None, "heads are bound to their target"
         return self._embedding_VE
 
+    def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
+        """The target's embeddings of tokens [...], [..., E], in the dtype and on the device of `like`."""
+        return F.embedding(tokens.to(self.target_embeddings.device), self.target_embeddings).to(like)
+
     def frozen_lm_head(self, target: FrozenModel, like: Tensor) -> Tensor:
         """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it, in the dtype
         and on the device of `like`; sets `lm_bias_D` and `finish`, which belong to such logits."""

@@ -3,8 +3,8 @@
 Three aux hidden states are fused by a linear map; attention reads the normed embedding of the next token beside the
 normed fused state, the stream is the fused state itself, and the layer's output is fed back. The heads have a final
 norm and an LM head of their own over the draft vocabulary. EAGLE-3.1 normalises every aux hidden state before the map
-and feeds back the normed output. What each step reads and drafts is in
-`headstart.heads.parts.recurrent`, with an example; "state" there is the fused state.
+and feeds back the normed output. What each step reads and drafts is in `headstart.heads.parts.recurrent`, with an
+example; "state" there is the fused state.
 
 This is the arrangement that serving engines read. With `init: transition` it begins as a solved step from one final
 state of the target to the next. Two things are solved for before the first gradient step. The linear part of the step,
@@ -314,7 +314,7 @@ class Eagle3Head(RecurrentHead):
                 layer.o.weight[:, of_own_heads:] = map_EJ[:, 2 * size :]
 
     def _attended(self, seen_BTX: Tensor, following_BT: Tensor) -> Tensor:
-        return self.layer_input(self.project(seen_BTX), self._embed(following_BT, seen_BTX))[0]
+        return self.layer_input(self.project(seen_BTX), self.embedded(following_BT, seen_BTX))[0]
 
     def _read(self, attended_BTI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of the layer, every row a text of its own."""
@@ -327,7 +327,7 @@ class Eagle3Head(RecurrentHead):
         like = self.embedding_norm.weight.float()
 
         def normed_of(tokens: Tensor) -> Iterator[Tensor]:
-            return (normed(self.embedding_norm, self._embed(part, like)) for part in torch.split(tokens, _BLOCK))
+            return (normed(self.embedding_norm, self.embedded(part, like)) for part in torch.split(tokens, _BLOCK))
 
         kinds = [normed_of(torch.arange(len(self.target_embeddings)))]
         if batches:
@@ -341,7 +341,7 @@ class Eagle3Head(RecurrentHead):
         """Set the fusion and the attention of the other heads so that they copy; says whether they do."""
         fused_EX = self.fc.weight.clone()
         aux_MX = self._aux_states(batches)
-        embedded_ME = torch.cat([self._embed(batch.tokens_BT.flatten(), aux_MX) for batch in batches])
+        embedded_ME = torch.cat([self.embedded(batch.tokens_BT.flatten(), aux_MX) for batch in batches])
         embedded_ME = normed(self.embedding_norm, embedded_ME)
         slow = induction.slow_pairs(self.config, self._cosines(induction.FAR))
         final_ME = aux_MX @ fused_EX.T

@@ -61,8 +61,12 @@ def load_heads(folder: Path, target: FrozenModel | None = None, device: torch.de
     """
     folder = heads_folder(folder)
     config = read_json(folder / CONFIG)
-    exported = isinstance(config, dict) and "format" in config
-    return build_heads(config.get("heads") if exported else config, folder / WEIGHTS, target, device)
+    return build_heads(config.get("heads") if is_exported(config) else config, folder / WEIGHTS, target, device)
+
+
+def is_exported(config: Any) -> bool:
+    """Whether the config of heads is that of an export (and names their target), rather than left by training."""
+    return isinstance(config, dict) and "format" in config
 
 
 def settings_of(heads: DraftHead) -> dict[str, Any]:

@@ -11,7 +11,7 @@ target's own LM head predicts token t + 1. On tokens a b c d e (positions 0-4), 
 [[1, 2], [1]]
 
 Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, F what a head reads, M predictions, K heads,
-L blocks of a head, R ranks, N tree nodes, X = B * T flat positions.
+L blocks of a head, X = B * T flat positions.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
     """
     config = read_config(folder)
     if not any_target:
-        _check_target(folder, target)
+        _check_target(folder, HeadsTarget.model_validate(config["target"]), target)
     heads = build_heads(config["heads"], folder / WEIGHTS, target)
     tree = read_json(folder / TREE)
     shape = _shape(tree, heads, folder)
@@ -150,9 +150,9 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
     return heads, shape, {**calibration, "paths": [list(path) for path in shape.paths]}
 
 
-def _check_target(folder: Path, target: Target) -> None:
+def _check_target(folder: Path, theirs: HeadsTarget, target: Target) -> None:
     """Refuse a model that the heads were not trained on; every rounding of the same model passes."""
-    theirs, given = heads_target(folder), target.identity()
+    given = target.identity()
     if given.fingerprint == theirs.fingerprint or (why := target.differs_from(theirs.sketch)) is None:
         return
     load = f"Load {theirs.name}"
@@ -245,6 +245,6 @@ def _not_ours(path: Path) -> UserError:
 
 def refuse_other_files(folder: Path) -> None:
     """Refuse (UserError) to replace a folder that holds, or may hold, anything but exported heads."""
-    refuse_others(folder, {BUNDLED, CALIBRATION, CARD, CONFIG, CUSTOM_GENERATE, ENGINES, TREE, WEIGHTS})
+    refuse_others(folder, {name.partition("/")[0] for name in FILES})
     if folder.exists() and any(folder.iterdir()):
         read_config(folder)

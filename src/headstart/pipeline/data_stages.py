@@ -22,7 +22,7 @@ from headstart.pipeline.run import (
 )
 from headstart.support.artifacts import Artifact, artifact, forget, held, read_note, referred
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
-from headstart.support.terminal import progress_bar
+from headstart.support.terminal import progress_bar, tell
 
 if TYPE_CHECKING:
     from headstart.data.conversations.records import Conversation
@@ -97,7 +97,7 @@ def _target(run: Run) -> Outcome:
     check_prompts(target.tokenizer, run.recipe.data.prompts)
     aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
     for remark in check_formats(run, target):
-        run.console.print(remark, highlight=False, markup=False, soft_wrap=True)
+        tell(run.console, remark)
     if run.recipe.data.minutes is None and not is_online(run):
         _need_room_for_states(run)
     target.tokenizer.save_pretrained(run.folder / TARGET / "tokenizer")

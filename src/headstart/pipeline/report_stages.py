@@ -27,6 +27,7 @@ from headstart.pipeline.run import (
 from headstart.recipes.sections import DataSection
 from headstart.support.artifacts import Artifact, artifact, give, held
 from headstart.support.files import read_json, refuse_others, write_atomic
+from headstart.support.terminal import tell
 
 _REPORT_FILES = {"report.html", "report.md", "results.json"}
 _EXPORT_VERSION = 1
@@ -115,8 +116,7 @@ def _eval(run: Run) -> Outcome:
     from headstart.hub.card import write_card
     from headstart.train.tracking import link_report
 
-    if (run.folder / REPORT).exists():
-        refuse_others(run.folder / REPORT, _REPORT_FILES)
+    refuse_others(run.folder / REPORT, _REPORT_FILES)
     section, asked = run.recipe.eval, run.recipe.eval.questions
     file = run.folder / QUESTIONS if asked == "heldout" else Path(asked).expanduser()
     exported = _exported(run)
@@ -146,7 +146,7 @@ def _eval(run: Run) -> Outcome:
         give(folder / REPORT, run.folder / REPORT)
 
     def say(text: str) -> None:
-        run.console.print(f"    {text}", highlight=False, markup=False, soft_wrap=True)
+        tell(run.console, f"    {text}")
 
     train, report_folder = run.recipe.train, run.folder / REPORT
     link_report(train, run.folder / TRAIN, run.recipe.name, report_folder, results["summary"], say)

@@ -1,10 +1,10 @@
 """The stages of a run: skipped when done, continued when interrupted, extended when more is asked for.
 
 What a stage makes is an artifact (see `headstart.support.artifacts`), found again by what it is; its work completes
-what is there. A stage is done when its record (`stages/<name>.json` in the run's folder)
-says so for the same fingerprint and its outputs are there. The fingerprint covers the stage's version, the recipe
-settings it depends on, and the identity of every stage before it: a changed setting that comes to the same artifact
-leaves the stages after it done.
+what is there. A stage is done when its record (`stages/<name>.json` in the run's folder) says so for the same
+fingerprint and its outputs are there. The fingerprint covers the stage's version, the recipe settings it depends on,
+and the identity of every stage before it: a changed setting that comes to the same artifact leaves the stages after it
+done.
 """
 
 from __future__ import annotations
@@ -172,7 +172,6 @@ class Record:
     identity: str = ""
     seconds: float = 0.0
     summary: str = ""
-    layout: int = 2
     artifact: str = ""
 
 

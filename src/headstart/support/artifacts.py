@@ -27,6 +27,7 @@ from rich.console import Console
 from headstart.errors import UserError
 from headstart.support.files import PARTIAL, read_json, write_atomic, write_json
 from headstart.support.lock import Busy, locked
+from headstart.support.terminal import tell
 
 FOLDER = "artifacts"
 """Beside the folders of the runs that share it."""
@@ -92,7 +93,7 @@ def held(artifact: Artifact, console: Console | None = None, wait: bool = True) 
                 if not wait:
                     raise
                 if not waiting and console is not None:
-                    console.print(f"    waiting: {error.problem}", highlight=False, markup=False, soft_wrap=True)
+                    tell(console, f"    waiting: {error.problem}")
                 waiting = True
                 time.sleep(0.5)
         if not (artifact.folder / NOTE).is_file():

@@ -55,15 +55,14 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def rows(self) -> int:
         return len(self.lengths)
 
-    def begin(self, new_tokens: int) -> int:
-        """Announce a forward of `new_tokens` per row; returns how many slots that forward sees."""
+    def begin(self, new_tokens: int) -> None:
+        """Announce a forward of `new_tokens` per row."""
         seen = max(self.lengths) + new_tokens
         if seen > self.capacity:
             raise RuntimeError(f"KV cache of {self.capacity} tokens cannot take {seen}.")
         self._new_tokens = new_tokens
         self._seen = seen
         self._ragged, self._slots = len(set(self.lengths)) > 1, {}
-        return seen
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -156,9 +155,11 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         part._slots, part._lengths = {}, {}
         return part
 
-    def grown(self, capacity: int) -> TreeCache:
-        """What it holds, in a cache with more room."""
-        other = copy.copy(self)
+    def with_room(self, needed: int) -> TreeCache:
+        """Itself; or what it holds, in a cache for twice as many tokens, where so many do not fit."""
+        if needed <= self.capacity:
+            return self
+        capacity, other = 2 * needed, copy.copy(self)
         other._stores = [F.pad(store, (0, 0, 0, capacity - self.capacity)) for store in self._stores]
         other.capacity, other.lengths, other._slots, other._lengths = capacity, list(self.lengths), {}, {}
         return other

@@ -60,8 +60,8 @@ class ChainCache:
     `chains` are what each row read last, to be committed.
     """
 
-    def __init__(self, config: Any, rows: int, capacity: int) -> None:
-        self._config, self.capacity = config, capacity
+    def __init__(self, config: Any, rows: int) -> None:
+        self._config = config
         self.rows_B = [Row(config) for _ in range(rows)]
         self.lengths = [0] * rows
         self.chains: list[list[int]] = [[] for _ in range(rows)]
@@ -95,7 +95,7 @@ class ChainCache:
 
     def kept(self, row: int, length: int) -> ChainCache:
         """What a row has committed, in memory of its own; nothing where that is more than `length` tokens."""
-        alone = ChainCache(self._config, 1, length)
+        alone = ChainCache(self._config, 1)
         if self.lengths[row] == length:
             alone.go_on_with(0, self.part(row, row + 1))
         return alone

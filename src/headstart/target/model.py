@@ -145,7 +145,7 @@ class Target(FrozenModel):
         """An empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
         self._fitting.refresh()
         if self.chains_only:
-            return cast(TreeCache, ChainCache(self.config, rows, capacity))  # of the same methods
+            return cast(TreeCache, ChainCache(self.config, rows))  # of the same methods
         return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
 
     @torch.inference_mode()

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from headstart.errors import UserError
-from headstart.support.artifacts import link_or_copy
-from headstart.support.files import PARTIAL, read_json, write_atomic, write_json
+from headstart.support.artifacts import give, link_or_copy
+from headstart.support.files import PARTIAL, read_json, write_json
 
 MANIFEST = "checkpoint.json"
 BEST = "best"
@@ -185,7 +185,7 @@ def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> st
 
 def restore_best(path: Path, best: Path) -> None:
     """Put the best heads that a checkpoint knows of into the folder `best`, whatever is there now."""
-    write_atomic(best, lambda partial: shutil.copytree(path / BEST, partial, copy_function=link_or_copy))
+    give(path / BEST, best)
 
 
 def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:

@@ -10,7 +10,7 @@ from types import TracebackType
 from rich.console import Console
 
 from headstart.errors import UserError
-from headstart.support.terminal import Bar, format_seconds, progress_bar
+from headstart.support.terminal import Bar, format_seconds, progress_bar, tell
 from headstart.train.batches import Batch
 from headstart.train.validation import Validation
 
@@ -46,7 +46,7 @@ class Log:
     def say(self, text: str) -> None:
         """One line on the console and in the file."""
         if self.console is not None:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            tell(self.console, text)
         self.note(text)
 
     def note(self, text: str) -> None:

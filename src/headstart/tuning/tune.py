@@ -5,7 +5,7 @@ Acceptance alone always asks for a wider tree; only the cost of verifying it on 
 static tree, the best chain, and what dynamic trees need (costs, and how far the heads' probabilities can be believed)
 come out of the same two measurements; for sampling the second is made again on sampled answers.
 
-Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, K steps, R ranks.
+Shape suffixes: O origins, K steps.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Tuning:
         packed: whether drafting with weights in 8 bits was clearly faster; the milliseconds are then its own.
         acceptance: for each depth and rank, how often that draft is right when the better choices above it were
             right (rank 0 at every depth above).
-        predicted: `tokens_per_round` (τ, replayed on the calibration answers), `speedup` over plain decoding,
+        predicted: `tokens_per_round` (τ, replayed on the validation answers), `speedup` over plain decoding,
             `tokens_per_second`, of decoding with the static tree; dynamic trees do as well or better.
         curve: for each node count of a static tree tried, the predicted speed-up.
         tree: "dynamic" trees, or the "static" one where nothing pays or the target takes chains alone.

@@ -29,7 +29,7 @@ from headstart.data.prompts.overlap import normalise
 from headstart.data.prompts.reading import LeftOut
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection
-from headstart.support.terminal import progress_bar
+from headstart.support.terminal import progress_bar, tell
 from headstart.target.model import Target
 
 
@@ -99,7 +99,7 @@ def build_conversations(
                 "is spent. Raise it for more."
             )
         for notice in filter(None, notices):
-            console.print(f"    {notice}", highlight=False, markup=False, soft_wrap=True)
+            tell(console, f"    {notice}")
     board.clear()
     for split, conversations in kept.items():
         write_conversations(folder / f"{split}.jsonl", conversations)

@@ -80,8 +80,7 @@ class Board:
 
     def result(self, name: str) -> dict[str, Any] | None:
         """What came of a job; None while it is not done."""
-        file = self.folder / name / RESULT
-        return dict(read_json(file)) if file.is_file() else None
+        return dict(read_json(self.folder / name / RESULT)) if self.is_done(name) else None
 
     def is_done(self, name: str) -> bool:
         return (self.folder / name / RESULT).is_file()
@@ -130,7 +129,7 @@ class Board:
     def clear(self) -> None:
         """Remove what earlier planners left behind, but for what somebody is doing."""
         for name in self.names():
-            if self.result(name) is not None:
+            if self.is_done(name):
                 self.remove(name)
             else:
                 self.withdraw(name)

@@ -59,7 +59,7 @@ class Part:
             conversations = [Conversation.from_json(row) for _, row in rows]
             number, seconds = int(about["part"]), float(about["seconds"])
             return cls(number, str(about["split"]), (int(start), int(stop)), seconds, conversations)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(

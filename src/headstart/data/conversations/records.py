@@ -61,7 +61,7 @@ class Conversation:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Conversation:
-        """Back from `to_json`; a KeyError, TypeError or ValueError where it is none."""
+        """Back from `to_json`; a KeyError, TypeError, ValueError or AttributeError where it is none."""
         tokens = [int(token) for token in row["tokens"]]
         supervised = [False] * len(tokens)
         for start, stop in row["supervised"]:

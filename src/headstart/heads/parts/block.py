@@ -244,11 +244,10 @@ class BlockHead(DraftHead):
 
     def block(self, anchors: Tensor, like: Tensor) -> Tensor:
         """What goes into the first layer [..., K, E], for anchors [...]: embeddings as the target stores them."""
-        embedding_VE = self.target_embeddings
         shape = (*anchors.shape, self.config.block_size)
-        tokens = torch.full(shape, self.config.mask_token_id, device=embedding_VE.device)
-        tokens[..., 0] = anchors.to(tokens.device)
-        return F.embedding(tokens, embedding_VE).to(like)
+        tokens = torch.full(shape, self.config.mask_token_id, device=anchors.device)
+        tokens[..., 0] = anchors
+        return self.embedded(tokens, like)
 
     # -- training ------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from headstart.errors import UserError
@@ -204,8 +203,7 @@ class SolvedBlockHead(BlockHead):
 
     def _first_input(self, tokens: Tensor, like: Tensor) -> Tensor:
         assert self.stack[0].input_norm is not None, "as of every layer of a block"
-        embedded = F.embedding(tokens.to(self.target_embeddings.device), self.target_embeddings).to(like)
-        return normed(self.stack[0].input_norm, embedded)
+        return normed(self.stack[0].input_norm, self.embedded(tokens, like))
 
     def _angles(self) -> Tensor:
         """By how much each pair of a head turns over one position, [R]."""

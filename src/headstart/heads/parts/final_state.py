@@ -87,7 +87,7 @@ class FinalStateHead(RecurrentHead):
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
             final_XE, tokens_X = batch.states[FINAL].flatten(0, 1).float(), batch.tokens_BT.flatten()
             origin_M = supervised_origins(batch.supervised_BT, 0)
-            joined_MJ = self.joined_inputs(final_XE[origin_M], self._embed(tokens_X[origin_M + 1], final_XE))
+            joined_MJ = self.joined_inputs(final_XE[origin_M], self.embedded(tokens_X[origin_M + 1], final_XE))
             return joined_MJ, [self.stream_for(final_XE[origin_M + 1])]
 
         joining_map = self.joining_map

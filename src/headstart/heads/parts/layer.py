@@ -319,11 +319,11 @@ def _is_rms(norm: Any) -> bool:
     return "RMSNorm" in type(norm).__name__
 
 
-def with_own(own_BNTd: Tensor, mixed_BNGTd: Tensor, groups: int) -> Tensor:
+def with_own(own_BNTd: Tensor, mixed_BNGTd: Tensor) -> Tensor:
     """What all heads found, [B, N, G, T, d], from what those that learn found and the values of `own_heads`."""
     if not own_BNTd.shape[1]:
         return mixed_BNGTd
-    return torch.cat([own_BNTd[:, :, None].expand(-1, -1, groups, -1, -1), mixed_BNGTd], dim=1)
+    return torch.cat([own_BNTd[:, :, None].expand(-1, -1, mixed_BNGTd.shape[2], -1, -1), mixed_BNGTd], dim=1)
 
 
 def by_token(mixed_BNGTd: Tensor) -> Tensor:

@@ -124,16 +124,13 @@ class RecurrentHead(DraftHead):
         """What is fed back, where it stands for the target's FINAL state."""
         return None
 
-    def _embed(self, tokens: Tensor, like: Tensor) -> Tensor:
-        return F.embedding(tokens.to(self.target_embeddings.device), self.target_embeddings).to(like)
-
     # -- training ------------------------------------------------------------------------------------------------
 
     def enter(
         self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], learning: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys and values of the first layer as `DraftLayer.read` gives them, and the stream it adds to."""
-        attended, stream = self.layer_input(feedback, self._embed(tokens, feedback))
+        attended, stream = self.layer_input(feedback, self.embedded(tokens, feedback))
         return *self.stack[0].read(attended, rotary, learning), stream
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
@@ -230,7 +227,7 @@ class RecurrentHead(DraftHead):
         positions_BW = torch.tensor(first, device=device)[:, None] + steps_W
         chain = visible_BWS.shape[2] == max(1, depth)  # every level so far had a single node
         mask = _allowed(visible_BWS, first, slots, chain)
-        attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self._embed(tokens_BW, feedback_BWE))
+        attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embedded(tokens_BW, feedback_BWE))
         rotary = self._rotary.at(positions_BW, feedback_BWE.dtype, slots)
         for number, layer in enumerate(self.stack):
             queries, keys, values = layer.read(attended_BWI, rotary)
@@ -316,5 +313,5 @@ class _Text:
             else:
                 self.chains[number].append((keys, values))
                 mixed = attend(queries, *self.kv[number], self.sight, self.chains[number])
-            stream = heads.light(layer.write, stream, with_own(own_values, mixed, queries.shape[2]))
+            stream = heads.light(layer.write, stream, with_own(own_values, mixed))
         return stream

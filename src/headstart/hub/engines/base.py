@@ -136,7 +136,7 @@ class Format(ABC):
         """The heads that a folder holds; a UserError where they are not whole, or not to be told."""
 
     @abstractmethod
-    def faults(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> Faults:
+    def faults(self, folder: Path, engine: str, facts: TargetFacts | None) -> Faults:
         """What an engine would refuse, ignore, or fill with noise; a UserError where nothing else can be checked."""
 
     def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:

@@ -177,7 +177,7 @@ def _spec(facts: TargetFacts) -> str:
 
 def refuse_used(out: Path) -> None:
     """Refuse (UserError) to replace a folder that holds anything but an earlier export for an engine."""
-    refuse_others(out, ENGINE_FILES if out.is_dir() and is_engine_folder(out) else ())
+    refuse_others(out, ENGINE_FILES if is_engine_folder(out) else ())
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class FolderFormat(Format):
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
         return read_published(open_checkpoint(folder), facts)
 
-    def faults(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> Faults:
+    def faults(self, folder: Path, engine: str, facts: TargetFacts | None) -> Faults:
         return checkpoint_faults(open_checkpoint(folder), engine, facts)
 
 

@@ -56,7 +56,7 @@ class Gguf(Format):
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
         return read_heads(GgufFile(folder))
 
-    def faults(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> Faults:
+    def faults(self, folder: Path, engine: str, facts: TargetFacts | None) -> Faults:
         return _faults(GgufFile(folder), facts)
 
 
