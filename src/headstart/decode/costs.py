@@ -87,7 +87,8 @@ class Conditions:
     """What costs depend on beside the target and the heads.
 
     The machine is what the GPU, or the processor, calls itself; threads are 0 where a GPU computes. Verifying a tree
-    takes longer where the bits are kept (`Target.exact`), and less long where the linear layers have prepacked weights.
+    takes longer where the bits are kept (`Target.exact`), and less long where the linear layers have prepacked weights,
+    or the forward is replayed.
     """
 
     machine: str
@@ -98,6 +99,7 @@ class Conditions:
     exact: str = "tokens"
     prepacked: bool = False
     quantization: str = "none"
+    replayed: bool = False
 
     @classmethod
     def of(cls, target: Target) -> Conditions:
@@ -107,7 +109,8 @@ class Conditions:
         machine = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_model()}, {os.cpu_count()} cores"
         threads = 0 if on_gpu else torch.get_num_threads()
         version, bits = str(torch.__version__), target.quantization
-        return cls(machine, device.type, dtype, threads, version, target.exact, target.prepacked, bits)
+        replayed = target.eager is None
+        return cls(machine, device.type, dtype, threads, version, target.exact, target.prepacked, bits, replayed)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> Conditions | None:

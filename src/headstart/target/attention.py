@@ -115,6 +115,8 @@ class Running:
         spans: rows that attend together, as (start, stop, slots in sight of the longest of them); empty for all rows.
         wanted: rows [R] and positions [R] of the tokens whose logits are wanted; None for those of all tokens.
         row: of a target with running states, what is read by itself (see `chains`).
+        cache: where a replay of a recorded forward keeps keys and values.
+        recording: what hears this forward, while it is recorded (see `captured`).
     """
 
     mask: TreeMask | None = None
@@ -127,6 +129,8 @@ class Running:
     spans: Sequence[tuple[int, int, int]] = ()
     wanted: tuple[Tensor, Tensor] | None = None
     row: Any = None
+    cache: Any = None
+    recording: Any = None
     captured: dict[int, Tensor] = field(default_factory=dict)
 
 
@@ -178,20 +182,25 @@ def tree_attention(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Attention of new tokens [B, Q, T, D] over slots [B, H, S, D]; returns ([B, T, Q, D_v], None)."""
+    forward, scores = running(), Scores(scaling, softcap, s_aux)
+    assert forward is not None, "a forward of ours"
+    if forward.recording is not None:
+        return forward.recording.attend(query, key, value, scores, sliding_window is not None), None
+    expected = None if forward.mask is None else forward.mask.full_B1TS.shape
+    if expected != (None if attention_mask is None else attention_mask.shape):
+        raise RuntimeError("this model rewrites the attention mask on its way to the layers")
+    return attend(forward, query, key, value, scores, sliding_window is not None), None
+
+
+def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
+    """Attention of a forward of ours in a layer, with a sliding window or without: [B, T, Q, D_v]."""
     rows, query_heads, new_tokens, size = query.shape
     heads = key.shape[1]
     groups = query_heads // heads
-    forward, scores = running(), Scores(scaling, softcap, s_aux)
-    assert forward is not None, "a forward of ours"
-    if attention_mask is not None or forward.mask is not None:
-        if forward.mask is None or attention_mask is None or attention_mask.shape != forward.mask.full_B1TS.shape:
-            raise RuntimeError("this model rewrites the attention mask on its way to the layers")
-        mask = forward.mask.folded(sliding_window is not None, groups, query)
-    elif forward.causal:
-        window = forward.window if sliding_window is not None else None
-        return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous(), None
-    else:
-        mask = None
+    if forward.mask is None and forward.causal:
+        window = forward.window if sliding else None
+        return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous()
+    mask = None if forward.mask is None else forward.mask.folded(sliding, groups, query)
     query = query.reshape(rows, heads, groups * new_tokens, size)
     if forward.bits:
         out = _reference(query, key, value, mask, how=scores, exactly=torch.float64)
@@ -204,15 +213,15 @@ def tree_attention(
                 key[start:stop, :, :seen],
                 value[start:stop, :, :seen],
                 attn_mask=mask[start:stop, :, :, :seen],
-                scale=scaling,
+                scale=scores.scaling,
             )
             for start, stop, seen in forward.spans
         ]
         out = torch.cat(parts)
     else:
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scaling)
     out = out.reshape(rows, query_heads, new_tokens, value.shape[-1])
-    return out.transpose(1, 2).contiguous(), None
+    return out.transpose(1, 2).contiguous()
 
 
 def causal_attention(

@@ -19,10 +19,12 @@ from transformers.cache_utils import DynamicCache
 from headstart.errors import UserError, nearest
 from headstart.target.attention import PIECE, Running, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
+from headstart.target.captured import Captured
 from headstart.target.chains import ChainCache, has_running_states
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
 from headstart.target.identity import Origin
+from headstart.target.tape import NotRecordable
 from headstart.tree.tree import Tree, TreeBatch
 
 Exact = Literal["auto", "bits", "tokens"]
@@ -35,6 +37,8 @@ _CLOSE, _ROUNDED = 0.02, 0.25
 rounds them by about 1 %, quantised layers by more; a mask that leaks or hides a token moves them by about 100 %."""
 _CAPTURED = 8192
 """Tokens whose states are captured at a time, or one row."""
+_CHECK_FAILS = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError)
+"""What a model raises that cannot do what it is asked."""
 
 
 @dataclass
@@ -56,6 +60,8 @@ class Target(FrozenModel):
     Attributes:
         kv_layers: what each layer keeps of a token.
         chains_only: whether it verifies chains instead of trees, since some of its layers keep a running state.
+        eager: why forwards run through the model's modules; None where forwards of a few tokens are replayed (see
+            `captured`).
 
     Raises:
         UserError: when the model's attention cannot take a token tree; the model stays frozen then, without our hooks.
@@ -73,12 +79,15 @@ class Target(FrozenModel):
         refuse_layers(self.name, self.config)
         model.eval().requires_grad_(False)
         self._exact: Exact = "tokens"  # while it is checked
+        self._captured: Captured | None = None
+        self.eager: str | None = None
         self.chains_only = has_running_states(self.config)
         self._fitting = Fitting(self.decoder, self.layers, model.get_output_embeddings())
         self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
             self._check_tree()
+            self._capture()
             self.exact = exact
         except BaseException:
             self._fitting.release()
@@ -144,6 +153,8 @@ class Target(FrozenModel):
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         """An empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
         self._fitting.refresh()
+        if self._captured is not None and not self._captured.holds:
+            self._capture()
         if self.chains_only:
             return cast(TreeCache, ChainCache(self.config, rows))  # of the same methods
         return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
@@ -319,6 +330,9 @@ class Target(FrozenModel):
             cache.begin(tokens_BT.shape[1])
             if self._reads_again:
                 cache.note(tokens_BT)
+        captured = self._captured
+        if captured is not None and cache is not None and captured.serves(tokens_BT.numel(), forward.bits):
+            return self._replay(captured, forward, cache, tokens_BT, positions_BT)
         with run(forward):
             out = self.model(
                 input_ids=tokens_BT,
@@ -332,6 +346,17 @@ class Target(FrozenModel):
             out.logits.to(self.device),
             {aux_layer: state.to(self.device) for aux_layer, state in forward.captured.items()},
         )
+
+    def _replay(
+        self, captured: Captured, forward: Running, cache: TreeCache, tokens_BT: Tensor, positions_BT: Tensor
+    ) -> TargetOutput:
+        forward.cache = cache
+        with run(forward):
+            states = captured(tokens_BT, positions_BT)
+            final = states[FINAL]
+            if forward.wanted is not None:
+                final, forward.wanted = final[forward.wanted][:, None], None
+            return TargetOutput(self.lm_head(final), {layer: states[layer] for layer in forward.aux_layers})
 
     def _rows_and_positions(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
         rows, indices = torch.tensor([list(wanted), list(wanted.values())], device=self.device)
@@ -360,6 +385,24 @@ class Target(FrozenModel):
                     self._read_causal(alone, text_1T[:, start : start + PIECE], (), {0: 0}, [end])
                     alone.commit([range(min(PIECE, length - start))])
                 cache.replace(row, alone)
+
+    def _capture(self) -> None:
+        """Record the forward, and see that a replay passes the check of `_check_tree`, too; where it does not, `eager`
+        has the reason."""
+        layers = [FINAL, *range(self.num_layers + 1)]
+        self._captured, self.eager = None, None
+        try:
+            if self.chains_only:
+                raise NotRecordable("its layers keep running states")
+            if self._fitting.limit is not None:
+                raise NotRecordable("its rotary frequencies depend on the length of the text")
+            self._fitting.ensure(layers)
+            self._captured = Captured(self.decoder, layers, self.device, self.prepacked)
+            self._check_tree()
+        except NotRecordable as reason:
+            self.eager = str(reason)
+        except (UserError, *_CHECK_FAILS) as error:
+            self._captured, self.eager = None, f"replaying it failed ({type(error).__name__}: {error})"
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -419,7 +462,7 @@ class Target(FrozenModel):
             text_1T = torch.tensor([[*prefix, *(tokens[node] for node in path)]], device=self.device)
             stock = self.model(text_1T, use_cache=False, logits_to_keep=len(path) + 1).logits
             stock_KV = stock[0, -len(path) - 1 :].to(self.device).float()
-        except (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        except _CHECK_FAILS as error:
             raise cannot_tree(self.name, f"{type(error).__name__}: {error}") from error
         difference = (ours_KV - stock_KV).square().mean().sqrt().item() / (stock_KV.std().item() + 1e-6)
         if not difference <= (_CLOSE if self.dtype == torch.float32 else _ROUNDED):

@@ -16,7 +16,7 @@ Shape suffixes: M rows, I inputs, O outputs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, cast
@@ -53,6 +53,7 @@ class Matrix:
     """A linear layer's forward, in forwards of ours; else the layer's own, or what somebody put in its place before."""
 
     def __init__(self, module: nn.Module, original: Any, prepacked: bool) -> None:
+        self.is_stock = original is None  # the forward of the module's class, and of nobody else
         self._module, self._original = module, original or partial(type(module).forward, module)
         self._prepacked = Prepacked(cast(nn.Linear, module), self._original) if prepacked and original is None else None
         self._known: tuple[int, SameBits] | None = None  # and with how many threads
@@ -63,7 +64,7 @@ class Matrix:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = running()
-        if forward is None or not args:
+        if forward is None or not args or forward.recording is not None:
             return self._original(*args, **kwargs)
         product = self._prepacked or self._original
         if not forward.bits:
@@ -93,13 +94,17 @@ def product(rows: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
     return out
 
 
+def can_merge(weight: Tensor) -> bool:
+    """Whether oneDNN multiplies by these weights of a linear layer on this CPU."""
+    plain = type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu" and weight.is_contiguous()
+    return plain and weight.ndim == 2 and weight.dtype in _DTYPES and _works(weight.dtype)
+
+
 def can_prepack(module: nn.Module) -> bool:
     """Whether it is a plain linear layer in a dtype that oneDNN multiplies on this CPU."""
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
-    weight = module.weight
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu" and weight.is_contiguous()
-    return plain and weight.dtype in _DTYPES and _works(weight.dtype)
+    return can_merge(module.weight)
 
 
 def fits(modules: list[nn.Module]) -> bool:
@@ -159,6 +164,58 @@ class Prepacked:
         return product(rows, known[2], self._module.bias)
 
 
+class Merged:
+    """Linear layers that read the same rows, as one product with prepacked weights."""
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+        self._weights, self._biases = list(weights), list(biases)
+        self.sizes = [len(weight) for weight in weights]
+        self._packed: tuple[Tensor, Tensor | None] | None = None
+        self._samples: list[tuple[Tensor, Tensor]] = []
+        self._known: tuple[int, SameBits] | None = None
+
+    @staticmethod
+    def groups(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[list[int]]:
+        """Which of these layers become one product: all that have a bias, and all that have none, where together they
+        are small enough for the calls to count."""
+        parts = [[at for at, bias in enumerate(biases) if (bias is None) == without] for without in (True, False)]
+        small = [part for part in parts if sum(weights[at].nbytes for at in part) <= _COPIED]
+        return [part for part in small if part] + [[at] for part in parts if part not in small for at in part]
+
+    def refresh(self) -> None:
+        """Forget the packed weights when a row, a column or all of a layer's own are others by now."""
+        for weight, sample in zip(self._weights, self._samples, strict=False):
+            if not all(map(torch.equal, sample, _sample(weight))):
+                self._packed, self._samples = None, []
+                return
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        packed, bias_O = self._packed or self._pack()
+        forward = running()
+        if forward is None or not forward.bits:
+            return product(rows, packed, bias_O)
+        threads, count = torch.get_num_threads(), rows.numel() // rows.shape[-1]
+        known = self._known
+        if known is None or known[0] != threads or count > known[1].maximum:
+            shape = self._weights[0].new_empty(sum(self.sizes), rows.shape[-1])
+            known = self._known = threads, _same_bits(shape, False, bias_O is not None, count, True)
+        same = known[1]
+        if same.fewest <= count <= same.maximum:
+            return product(rows, packed, bias_O)
+        out: Tensor = in_pieces(lambda part: product(part, packed, bias_O), same, (rows,), {})
+        return out
+
+    def _pack(self) -> tuple[Tensor, Tensor | None]:
+        weights = [weight.detach() for weight in self._weights]
+        biases = [bias.detach() for bias in self._biases if bias is not None]
+        self._samples = [(row_I.clone(), column_O.clone()) for row_I, column_O in map(_sample, weights)]
+        self._packed = (
+            prepack(torch.cat(weights) if len(weights) > 1 else weights[0]),
+            torch.cat(biases) if biases else None,
+        )
+        return self._packed
+
+
 # -- the bits a row has alone ------------------------------------------------------------------------------------------
 
 
@@ -208,7 +265,10 @@ def same_bits(module: nn.Module, rows: int = 1, prepacked: bool = False) -> Same
     if not can_try(module):
         return ALONE
     weight: Any = module.weight
-    conv, biased = isinstance(module, Conv1D), module.bias is not None
+    return _same_bits(weight, isinstance(module, Conv1D), module.bias is not None, rows, prepacked)
+
+
+def _same_bits(weight: Tensor, conv: bool, biased: bool, rows: int, prepacked: bool) -> SameBits:
     threads = torch.get_num_threads() if weight.device.type == "cpu" else 0
     level = next((level for level in _LEVELS if rows <= level), _LEVELS[-1])
     key = (conv, biased, tuple(weight.shape), weight.dtype, weight.device, threads, level, prepacked)

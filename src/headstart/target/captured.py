@@ -1,0 +1,274 @@
+"""The target's decoder, recorded once and replayed for forwards of a few tokens.
+
+What is recorded is the forward over one text; see `tape`. The tokens of a batch go through it as if they were of one
+row, since nothing but attention looks from one token to another: there each row gets its own shape back, and its keys
+and values go to the cache, as in every forward of ours. The operators are then rewritten where that pays on a CPU:
+
+- Linear layers that read the same numbers become one product with prepacked weights (see `products`).
+- The scale of an RMS norm works in place on one number a token, instead of taking a copy of the state in float32 apart.
+
+What cannot be recorded, or gives other logits than the modules do, runs through the modules, and `Target.eager` says
+why. Long texts do so anyway: there the operators themselves take all the time.
+
+Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, E hidden size.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+from transformers.cache_utils import Cache
+
+from headstart.target.attention import Running, Scores, attend, causal_attention, run, running
+from headstart.target.products import MAX_ROWS, Matrix, Merged, can_merge, is_matrix
+from headstart.target.tape import NotRecordable, call, clean, record, share
+
+_COUNTS = (11, 13)
+"""Tokens of the two recordings."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """One layer's attention, which is not recorded: a replay calls it."""
+
+    layer: int
+    scores: Scores
+    sliding: bool
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of new tokens, queries [1, Q, M, D], keys and values [1, H, M, D]: [1, M, Q, D_v]."""
+        forward = running()
+        assert forward is not None and forward.cache is not None, "a replay has a cache"
+        rows = forward.cache.rows
+        if rows > 1:
+            query, key, value = (
+                part.reshape(part.shape[1], rows, -1, part.shape[3]).transpose(0, 1) for part in (query, key, value)
+            )
+        keys, values = forward.cache.update(key, value, self.layer)
+        out = attend(forward, query, keys, values, self.scores, self.sliding)
+        return out.reshape(1, -1, *out.shape[2:])
+
+
+@dataclass
+class Recording:
+    """What stands in for cache and attention while a forward is recorded."""
+
+    recorder: Any
+    cache: Any = field(default_factory=lambda: _NewKeys())
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
+        """Causal attention of a text that is read from its beginning, [1, T, Q, D_v]."""
+        layer = self.cache.layer_of.get(id(key))
+        if layer is None:
+            raise NotRecordable("a layer attends over keys of another one")
+        with self.recorder.deaf():
+            out = causal_attention(query, key, value, scores).transpose(1, 2).contiguous()
+        self.recorder.note(Site(layer, scores, sliding), ((query, key, value), {}), out)
+        return out
+
+
+class _NewKeys(Cache):  # type: ignore[misc]  # transformers has no types
+    """A cache that holds nothing: layers get their new keys and values back."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.layer_of: dict[int, int] = {}
+        self._kept: list[Tensor] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.layer_of[id(key_states)] = layer_idx
+        self._kept.append(key_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return int(query_length), 0
+
+
+class Captured:
+    """A decoder's recorded forward.
+
+    Args:
+        decoder: of the model, in eval mode, with the hooks of `layers` in place.
+        layers: whose states it gives, see `TargetOutput`.
+        packs: whether weights may be kept prepacked.
+
+    Raises:
+        NotRecordable: with the reason.
+    """
+
+    def __init__(self, decoder: nn.Module, layers: Sequence[int], device: torch.device, packs: bool) -> None:
+        self._decoder, self.layers = decoder, list(layers)
+        refuse_others(decoder)
+        self.products: list[Merged] = []
+
+        def code(recorder: Any, tokens_1T: Tensor, positions_1T: Tensor, mask_11TT: Tensor) -> list[Tensor]:
+            forward = Running(aux_layers=frozenset(layers), recording=Recording(recorder))
+            with run(forward):
+                decoder(
+                    input_ids=tokens_1T,
+                    attention_mask=mask_11TT,
+                    position_ids=positions_1T,
+                    past_key_values=forward.recording.cache,
+                    use_cache=True,
+                )
+            return [forward.captured[layer] for layer in layers]
+
+        def inputs(count: int) -> list[Tensor]:
+            text_1T = torch.arange(count, device=device)[None]
+            mask_TT = torch.full((count, count), float("-inf"), device=device).triu_(1)
+            return [text_1T + count % 3, text_1T, mask_TT[None, None]]
+
+        tape = record(code, ("tokens_1M", "positions_1M", "mask"), inputs, _COUNTS)
+        self._known = list(_places(decoder, tape.constants))
+        clean(tape.graph)
+        share(tape.graph)
+        if packs:
+            self.products = merge_products(tape.graph)
+        shorten_norms(tape.graph)
+        clean(tape.graph)
+        self._replay = tape.compile()
+        # Other matrices know nothing of `Running.bits`.
+        self._has_bits = sum(len(product.sizes) for product in self.products) == sum(map(is_matrix, decoder.modules()))
+
+    def __call__(self, tokens_BT: Tensor, positions_BT: Tensor) -> dict[int, Tensor]:
+        """States [B, T, E] by layer, in a forward of ours that has a cache."""
+        shape = tokens_BT.shape
+        states = self._replay(tokens_BT.reshape(1, -1), positions_BT.reshape(1, -1), None, tokens_BT.numel())
+        return {layer: state.view(*shape, -1) for layer, state in zip(self.layers, states, strict=True)}
+
+    def serves(self, tokens: int, bits: bool) -> bool:
+        """Whether it replays a forward over so many tokens of all rows, with the bits that a row has alone or not."""
+        return tokens <= MAX_ROWS and (not bits or self._has_bits)
+
+    @property
+    def holds(self) -> bool:
+        """Whether the decoder still has the weights, and nobody's hooks, that it was recorded with."""
+        for product in self.products:
+            product.refresh()
+        return all(getattr(module, name, None) is tensor for module, name, tensor in self._known) and not _hooked(
+            self._decoder
+        )
+
+
+def refuse_others(decoder: nn.Module) -> None:
+    """Refuse modules that others changed, and may change again unseen."""
+    hooked = _hooked(decoder)
+    if hooked:
+        raise NotRecordable(f"{hooked} has hooks or a forward of somebody else's")
+    for name, module in decoder.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft":
+            raise NotRecordable(f"{name} is an adapter's, which may be switched")
+        if any(type(weight) not in (Tensor, nn.Parameter) for weight in module.parameters(False)):
+            raise NotRecordable(f"{name} has weights that are packed, or spread over processes")
+
+
+def _hooked(decoder: nn.Module) -> str | None:
+    """A module with hooks or a forward that are neither its class's, nor transformers', nor ours."""
+    for name, module in decoder.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        forward = vars(module).get("forward")
+        if any(not _is_ours(hook) for hook in hooks) or not (forward is None or _is_ours(forward)):
+            return name or type(module).__name__
+    return None
+
+
+def _is_ours(function: Any) -> bool:
+    if isinstance(function, Matrix):
+        return bool(function.is_stock)
+    function = getattr(function, "func", function)  # of a partial
+    module: str = function.__module__
+    return module.startswith(("headstart.", "transformers."))
+
+
+def _places(decoder: nn.Module, constants: Sequence[Tensor]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Where the decoder keeps these tensors."""
+    wanted = {id(tensor): tensor for tensor in constants}
+    for module in decoder.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if id(tensor) in wanted:
+                yield module, name, wanted[id(tensor)]
+
+
+# -- rewrites ----------------------------------------------------------------------------------------------------------
+
+
+def _constant(node: Any) -> Tensor | None:
+    tensor: Tensor | None = node.meta["constant"] if isinstance(node, fx.Node) and node.op == "get_attr" else None
+    return tensor
+
+
+def merge_products(graph: fx.Graph) -> list[Merged]:
+    """One product for all linear layers that read the same numbers, prepacked."""
+    by_input: dict[Any, list[Any]] = {}
+    node: Any
+    for node in graph.nodes:
+        if node.target is not F.linear or node.kwargs:
+            continue
+        weight, bias = _constant(node.args[1]), node.args[2] if len(node.args) > 2 else None
+        if weight is not None and (bias is None or _constant(bias) is not None) and can_merge(weight):
+            by_input.setdefault(node.args[0], []).append(node)
+    made = []
+    for rows, nodes in by_input.items():
+        if any(user.meta.get("writes") for user in rows.users):
+            continue
+        weights = [node.args[1].meta["constant"] for node in nodes]
+        biases = [_constant(node.args[2]) if len(node.args) > 2 else None for node in nodes]
+        for group in Merged.groups(weights, biases):
+            product = Merged([weights[index] for index in group], [biases[index] for index in group])
+            made.append(product)
+            with graph.inserting_before(nodes[group[0]]):
+                joined = call(graph, product, (rows,))
+                if len(group) > 1:
+                    parts = call(graph, Tensor.split, (joined, product.sizes, -1))
+                    replacements = [call(graph, operator.getitem, (parts, at)) for at in range(len(group))]
+                else:
+                    replacements = [joined]
+            for index, replacement in zip(group, replacements, strict=True):
+                nodes[index].replace_all_uses_with(replacement)
+                graph.erase_node(nodes[index])
+    return made
+
+
+_POWERS = (Tensor.pow, torch.pow, Tensor.__pow__)
+_MEANS = (Tensor.mean, torch.mean)
+_ROOTS = (torch.rsqrt, Tensor.rsqrt)
+_SUMS = (Tensor.__add__, Tensor.add, torch.add)
+
+
+def _is(node: Any, functions: Sequence[Any]) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and any(node.target is f for f in functions)
+
+
+def shorten_norms(graph: fx.Graph) -> None:
+    """`rsqrt(mean(x ** 2) + eps)` over the last dimension as one call."""
+    for root in list(graph.nodes):
+        if not _is(root, _ROOTS) or not _is(root.args[0], _SUMS):
+            continue
+        mean, eps = root.args[0].args
+        if not isinstance(eps, float) or not _is(mean, _MEANS) or not _is(mean.args[0], _POWERS):
+            continue
+        along = (mean.args[1:], dict(mean.kwargs))
+        power = mean.args[0]
+        if along not in (((-1,), {"keepdim": True}), ((-1, True), {})) or power.args[1] != 2:
+            continue
+        with graph.inserting_before(root):
+            scale = call(graph, inverse_rms, (power.args[0], eps))
+        root.replace_all_uses_with(scale)
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """1 / root mean square of the last dimension, which stays with size 1."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True)
+    scale: Tensor = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return scale

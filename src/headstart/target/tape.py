@@ -1,0 +1,380 @@
+"""A forward as the list of operators that it ran, recorded once and replayed without its modules.
+
+Walking through the modules of a transformers model takes a fifth of a small forward on a CPU. Which operators run, with
+which weights and in which order, is the same for every forward of a few tokens, so it is written down: `record` runs
+the model's own code with `_Recorder` listening, and `Tape.compile` turns what was heard into one straight function.
+
+The code runs twice, over different numbers of tokens. A number that differs between the two recordings is a size or an
+offset and becomes a multiple of their count plus a constant, so one tape serves forwards of any width. Code that reads
+numbers of its tensors, or takes another course, cannot be repeated by any tape: `NotRecordable` says so.
+
+Operators are those that Python code calls (`torch.nn.functional.linear`, `Tensor.mul`), before torch takes them apart.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.overrides import TorchFunctionMode, resolve_name
+
+_ON_HOST = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "numpy"}
+"""Functions that read numbers of a tensor back to Python."""
+_DATA_SHAPED = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "equal", "allclose"}
+"""Functions whose result has a size, or is a decision, that depends on such numbers."""
+_MAY_DO_NOTHING = {"to", "float", "type_as", "dropout"}
+"""Functions that give their first argument back where there is nothing to do."""
+SIZE = "size"
+"""The name of the input that counts tokens."""
+
+
+class NotRecordable(Exception):
+    """Why a forward cannot be written down; ends a sentence that begins with its name."""
+
+
+class _Value(NamedTuple):
+    """A tensor that is an input, or came out of an operator before."""
+
+    number: int
+
+
+class _Constant(NamedTuple):
+    """A tensor that was there before the forward: a weight or a buffer."""
+
+    number: int
+
+
+class _Size(NamedTuple):
+    """`slope` times the count of tokens, plus `offset`."""
+
+    slope: int
+    offset: int
+
+
+@dataclass
+class _Call:
+    """An operator with its arguments, tensors in them replaced by where they come from; the numbers of its results, in
+    the same nesting."""
+
+    function: Any
+    args: Any
+    results: Any
+
+
+class _Recorder(TorchFunctionMode):
+    """Hears every operator that Python code calls."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.constants: list[Tensor] = []
+        # Tensors are known by identity, and kept so that no other can have the same.
+        self._kept: list[Tensor] = list(inputs)
+        self._values = {id(tensor): number for number, tensor in enumerate(inputs)}
+        self._count = len(inputs)
+        self._constants: dict[int, int] = {}
+        self._listens = True
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._listens:
+            return result
+        name = getattr(func, "__name__", "")
+        if name in _ON_HOST or name in _DATA_SHAPED or _selects(name, args):
+            raise NotRecordable(f"its code looks at numbers ({resolve_name(func) or name})")
+        if name == "__set__":
+            raise NotRecordable("its code replaces parts of tensors")
+        if name in _MAY_DO_NOTHING and args and result is args[0]:
+            return result
+        if _has_tensors(result) or (result is None and name != "__get__"):
+            self.note(func, (args, kwargs or {}), result)
+        return result
+
+    @contextmanager
+    def deaf(self) -> Iterator[None]:
+        """What runs inside is not heard."""
+        before, self._listens = self._listens, False
+        try:
+            yield
+        finally:
+            self._listens = before
+
+    def note(self, function: Any, args: Any, result: Any) -> None:
+        """Write down a call."""
+        encoded = _mapped(self._source, args)
+        self.calls.append(_Call(function, encoded, _mapped(self._new, result)))
+
+    def _source(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        number = self._values.get(id(value))
+        if number is not None:
+            return _Value(number)
+        if id(value) not in self._constants:
+            self._constants[id(value)] = len(self.constants)
+            self.constants.append(value)
+        return _Constant(self._constants[id(value)])
+
+    def _new(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        self._values[id(value)] = self._count  # what worked in place gives its first argument back
+        self._kept.append(value)
+        self._count += 1
+        return _Value(self._count - 1)
+
+
+def _selects(name: str, args: Any) -> bool:
+    """Whether this picks as many numbers as a mask happens to have."""
+    if name == "where":
+        return len(args) == 1
+    if name not in ("__getitem__", "__setitem__"):
+        return False
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    return any(isinstance(part, Tensor) and part.dtype == torch.bool for part in index)
+
+
+def _has_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (isinstance(value, (tuple, list)) and any(map(_has_tensors, value)))
+
+
+def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """The same nesting of lists, tuples, dictionaries and slices, its leaves changed."""
+    if isinstance(value, slice):
+        return slice(*(_mapped(change, part) for part in (value.start, value.stop, value.step)))
+    if isinstance(value, Mapping):
+        return {key: _mapped(change, part) for key, part in value.items()}
+    if isinstance(value, (tuple, list)) and not isinstance(value, (_Value, _Constant, _Size, torch.Size)):
+        parts = [_mapped(change, part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
+    if isinstance(value, torch.Size):
+        return tuple(_mapped(change, part) for part in value)
+    return change(value)
+
+
+@dataclass
+class Tape:
+    """A recorded forward.
+
+    Attributes:
+        graph: its operators; placeholders are the inputs by name, then `SIZE`, their count of tokens. Weights and
+            buffers are nodes of the operation "get_attr" whose `meta["constant"]` holds the tensor.
+        constants: these tensors.
+    """
+
+    graph: fx.Graph
+    constants: list[Tensor]
+
+    def compile(self) -> Callable[..., Any]:
+        """One function of the inputs; it returns what the recorded code returned."""
+        return _compile(self.graph)
+
+
+def record(
+    code: Callable[..., Any], names: Sequence[str], inputs: Callable[[int], Sequence[Tensor]], counts: tuple[int, int]
+) -> Tape:
+    """Write down what code runs.
+
+    Args:
+        code: takes a `_Recorder` and the inputs, and returns nested tensors that come from them.
+        names: of the inputs.
+        inputs: for so many tokens.
+        counts: of tokens in the two recordings; sizes that no part of the model has.
+
+    Raises:
+        NotRecordable: where no list of operators can stand for the code.
+    """
+    first, second = (_heard(code, inputs(count)) for count in counts)
+    recorder, results = first
+    if len(recorder.calls) != len(second[0].calls):
+        raise NotRecordable("its operators depend on the number of tokens")
+    if any(a is not b for a, b in zip(recorder.constants, second[0].constants, strict=False)):
+        raise NotRecordable("its code makes tensors in ways that cannot be followed")
+    graph, values = fx.Graph(), dict[int, fx.Node]()
+    for number, name in enumerate(names):
+        values[number] = graph.placeholder(name)
+    builder = _Builder(graph, graph.placeholder(SIZE), values, recorder.constants, counts)
+    for call, other in zip(recorder.calls, second[0].calls, strict=True):
+        if call.function != other.function:
+            raise NotRecordable("its operators depend on the number of tokens")
+        builder.add(call, other)
+    graph.output(_mapped(builder.node, builder.joined(results, second[1])))
+    return Tape(graph, recorder.constants)
+
+
+def _heard(code: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[_Recorder, Any]:
+    recorder = _Recorder(inputs)
+    with torch.no_grad(), recorder:
+        results = code(recorder, *inputs)
+    return recorder, _mapped(recorder._source, results)
+
+
+@dataclass
+class _Builder:
+    """Turns calls into nodes of a graph."""
+
+    graph: fx.Graph
+    size: fx.Node
+    values: dict[int, fx.Node]
+    constants: list[Tensor]
+    counts: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        self._attributes: dict[int, fx.Node] = {}
+        self._sizes: dict[_Size, fx.Node | int] = {}
+
+    def add(self, heard: _Call, other: _Call) -> None:
+        args, kwargs = _mapped(self.node, self.joined(heard.args, other.args))
+        node = call(self.graph, heard.function, args, kwargs)
+        name = getattr(heard.function, "__name__", "")
+        # What writes into its arguments stays, whoever reads its result.
+        node.meta["writes"] = heard.results is None or (name.endswith("_") and not name.endswith("__"))
+        node.meta["writes"] |= name.startswith("__i") and name != "__invert__"
+        self._name(heard.results, node)
+
+    def _name(self, results: Any, node: fx.Node) -> None:
+        if isinstance(results, _Value):
+            self.values[results.number] = node
+        elif isinstance(results, (tuple, list)):
+            for index, part in enumerate(results):
+                self._name(part, call(self.graph, operator.getitem, (node, index)))
+
+    def node(self, leaf: Any) -> Any:
+        """What stands for a leaf of the arguments in the graph."""
+        if isinstance(leaf, _Value):
+            return self.values[leaf.number]
+        if isinstance(leaf, _Constant):
+            if leaf.number not in self._attributes:
+                node = self.graph.create_node("get_attr", f"constant_{leaf.number}")
+                node.meta["constant"] = self.constants[leaf.number]
+                self._attributes[leaf.number] = node
+            return self._attributes[leaf.number]
+        if isinstance(leaf, _Size):
+            if leaf not in self._sizes:
+                node = self.size
+                if leaf.slope != 1:
+                    node = call(self.graph, operator.mul, (node, leaf.slope))
+                if leaf.offset:
+                    node = call(self.graph, operator.add, (node, leaf.offset))
+                self._sizes[leaf] = node
+            return self._sizes[leaf]
+        return leaf
+
+    def joined(self, value: Any, other: Any) -> Any:
+        """Two recordings of the same argument as one."""
+        if type(value) is not type(other):
+            raise NotRecordable("its operators depend on the number of tokens")
+        if isinstance(value, (_Value, _Constant)) or not isinstance(value, (tuple, list, dict, slice, int)):
+            if value is not other and value != other:
+                raise NotRecordable(f"its code makes {value!r} of some tokens and {other!r} of others")
+            return value
+        if isinstance(value, slice):
+            ends = [(value.start, other.start), (value.stop, other.stop), (value.step, other.step)]
+            return slice(*(self.joined(*pair) for pair in ends))
+        if isinstance(value, dict):
+            return {key: self.joined(part, other[key]) for key, part in value.items()}
+        if isinstance(value, (tuple, list)):
+            parts = [self.joined(*pair) for pair in zip(value, other, strict=True)]
+            return parts if isinstance(value, list) else tuple(parts)
+        if value == other or isinstance(value, bool):
+            if value != other:
+                raise NotRecordable("its code decides by the number of tokens")
+            return value
+        slope, rest = divmod(other - value, self.counts[1] - self.counts[0])
+        if rest:
+            raise NotRecordable(f"its code makes {value} of some tokens and {other} of others")
+        return _Size(slope, value - slope * self.counts[0])
+
+
+# -- from a graph to a function ----------------------------------------------------------------------------------------
+
+
+def call(graph: fx.Graph, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+    """A new node that calls a function, or an object."""
+    name = getattr(function, "__name__", type(function).__name__)
+    return graph.create_node("call_function", function, args, kwargs, name=name)
+
+
+def clean(graph: fx.Graph) -> None:
+    """Take out what nobody reads."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users and not node.meta.get("writes"):
+            graph.erase_node(node)
+
+
+def share(graph: fx.Graph) -> None:
+    """Run what is the same once: calls of one function with equal arguments. Nothing is shared where operators write
+    into tensors."""
+    if any(node.meta.get("writes") for node in graph.nodes):
+        return
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        key = (id(node.target), repr((node.args, node.kwargs)))  # nodes have names of their own
+        same = known.setdefault(key, node)
+        if same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+
+
+def _compile(graph: fx.Graph) -> Callable[..., Any]:
+    """Python source with a line for each operator, which lets tensors go after their last use."""
+    names: dict[fx.Node, str] = {}
+    space: dict[str, Any] = {}
+    last: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            last[source] = node
+    ends: dict[fx.Node, list[fx.Node]] = {}
+    for source, node in last.items():
+        if source.op == "call_function":
+            ends.setdefault(node, []).append(source)
+
+    def written(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return names[value]
+        if isinstance(value, (tuple, list)):
+            inner = ", ".join(map(written, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner}{',' if len(value) == 1 else ''})"
+        if isinstance(value, dict):
+            return "{" + ", ".join(f"{key!r}: {written(part)}" for key, part in value.items()) + "}"
+        if isinstance(value, slice):
+            return f"slice({written(value.start)}, {written(value.stop)}, {written(value.step)})"
+        if value is None or isinstance(value, (bool, int, str)):
+            return repr(value)
+        return kept(value)
+
+    def kept(value: Any) -> str:
+        name = f"k{len(space)}"
+        space[name] = value
+        return name
+
+    functions: dict[int, str] = {}
+    lines = []
+    for number, node in enumerate(graph.nodes):
+        if node.op == "placeholder":
+            names[node] = str(node.target)
+        elif node.op == "get_attr":
+            names[node] = kept(node.meta["constant"])
+        elif node.op == "output":
+            lines.append(f"return {written(node.args[0])}")
+        else:
+            function = functions.get(id(node.target)) or functions.setdefault(id(node.target), kept(node.target))
+            arguments = [*map(written, node.args), *(f"{key}={written(part)}" for key, part in node.kwargs.items())]
+            names[node] = f"v{number}"
+            call = f"{function}({', '.join(arguments)})"
+            lines.append(f"v{number} = {call}" if node.users else call)
+        gone = [names[source] for source in ends.get(node, ()) if node.op != "output"]
+        if gone:
+            lines.append("del " + ", ".join(gone))
+    inputs = ", ".join(str(node.target) for node in graph.nodes if node.op == "placeholder")
+    body = "\n    ".join(lines)
+    exec(compile(f"def replay({inputs}):\n    {body}\n", "<recorded forward>", "exec"), space)
+    replay: Callable[..., Any] = space["replay"]
+    return replay

@@ -1,0 +1,260 @@
+"""Recorded forwards: what a replay gives is what the model's modules give, and what cannot be recorded is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headstart.decode.costs import Conditions
+from headstart.eval.environment import environment
+from headstart.target import products
+from headstart.target.captured import Captured
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
+from headstart.target.products import MAX_ROWS, can_merge
+from headstart.target.tape import NotRecordable, record
+from headstart.tree.tree import Tree, TreeBatch
+from tests.tiny import KINDS, LONG, packed_model, tiny_model
+
+TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8], [*range(1, 13)], [3]]
+AUX_LAYERS = (0, 2, FINAL)
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+ROUNDING = 1e-5
+"""Logits of size 1 from sums of at most 100 products, in float32 and another order."""
+
+
+@contextmanager
+def through_modules(target: Target) -> Iterator[None]:
+    """Forwards run as they do where nothing could be recorded: the reference."""
+    captured, target._captured = target._captured, None
+    try:
+        yield
+    finally:
+        target._captured = captured
+
+
+def tree(width: int, seed: int = 0) -> Tree:
+    draw = torch.Generator().manual_seed(seed)
+    parents = [-1, *(int(torch.randint(node, (1,), generator=draw)) for node in range(1, width))]
+    return Tree(torch.randint(1, 100, (width,), generator=draw).tolist(), parents)
+
+
+def rounds(target: Target, rows: int, width: int) -> list[Tensor]:
+    """Everything that a prefill, two rounds and a plain step give for this many rows."""
+    cache = target.new_cache(rows, 12 + 3 * width)
+    texts = TEXTS[:rows]
+    read = target.prefill(cache, texts, AUX_LAYERS)
+    seen = [read.logits_BTV, *(read.aux_hidden_states[layer][0, : len(texts[0])] for layer in AUX_LAYERS)]
+    for seed in (1, 2):
+        out = target.forward_tree(cache, TreeBatch.of([tree(width, seed + row) for row in range(rows)]), AUX_LAYERS)
+        seen += [out.logits_BTV, *(out.aux_hidden_states[layer] for layer in AUX_LAYERS)]
+        cache.commit([[0, 1][:width] if row != 1 else [0] for row in range(rows)])  # lengths part
+    return [*seen, target.forward_tree(cache, TreeBatch.roots([7] * rows)).logits_BTV]
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replay_gives_what_the_modules_give(kind: str, rows: int, width: int) -> None:
+    """Every width from one recording, beyond a sliding window and for rows of unequal lengths."""
+    target = Target(tiny_model(kind))
+    assert target.eager is None
+    replayed = rounds(target, rows, width)
+    with through_modules(target):
+        expected = rounds(target, rows, width)
+    for ours, theirs in zip(replayed, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
+def test_operators_that_are_not_rewritten_keep_their_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.target.captured.merge_products", lambda graph: [])
+    monkeypatch.setattr("headstart.target.captured.shorten_norms", lambda graph: None)
+    monkeypatch.setattr("headstart.target.fitting.fits", lambda modules: False)
+    target = Target(tiny_model(kind))
+    replayed = rounds(target, 4, 8)
+    with through_modules(target):
+        expected = rounds(target, 4, 8)
+    assert all(map(torch.equal, replayed, expected))
+
+
+@pytest.mark.skipif(not can_merge(torch.zeros(32, 32)), reason="this build of torch has no oneDNN")
+def test_a_node_of_a_replayed_tree_has_the_bits_of_a_single_step() -> None:
+    """In float32, where products of several layers are merged; `test_bits` has the dtypes that decoding uses."""
+    target = Target(tiny_model("llama"), exact="bits")
+    captured = target._captured
+    assert captured is not None and captured.serves(8, bits=True)
+    text = TEXTS[0]
+    single, drafted = target.new_cache(1, 40), target.new_cache(1, 40)
+    for cache in (single, drafted):
+        target.prefill(cache, [text])
+    path = [11, 12, 13]
+    steps = []
+    for token in path:
+        steps.append(target.forward_tree(single, TreeBatch.roots([token])).logits_BTV[0, 0])
+        single.commit([[0]])
+    wide = Tree([11, 40, 12, 41, 13, 42], [-1, 0, 0, 1, 2, 2])
+    nodes = target.forward_tree(drafted, TreeBatch.of([wide])).logits_BTV[0]
+    assert all(torch.equal(nodes[node], step) for node, step in zip([0, 2, 4], steps, strict=True))
+
+
+def test_modules_do_not_run() -> None:
+    target = Target(tiny_model("llama"))
+    cache = target.new_cache(1, 20)
+    called: list[str] = []
+    handle = nn.modules.module.register_module_forward_pre_hook(lambda module, _: called.append(type(module).__name__))
+    try:
+        target.prefill(cache, [[1, 2, 3]])
+        target.forward_tree(cache, TreeBatch.roots([3]))
+    finally:
+        handle.remove()
+    assert called == ["Linear", "Linear"], "the LM head alone"
+
+
+def test_hooks_of_others_are_called() -> None:
+    """They were not there when the forward was recorded."""
+    target = Target(tiny_model("llama"))
+    called: list[nn.Module] = []
+    target.model.model.layers[1].register_forward_hook(lambda module, args, output: called.append(module))
+    target.prefill(target.new_cache(1, 20), [[1, 2, 3]])
+    assert called and target.eager is not None and "hooks" in target.eager
+
+
+def test_long_texts_run_through_the_modules() -> None:
+    target = Target(tiny_model("llama", max_length=2 * MAX_ROWS))
+    captured = target._captured
+    assert captured is not None and captured.serves(MAX_ROWS, False) and not captured.serves(MAX_ROWS + 1, False)
+    text = [1 + i % 100 for i in range(MAX_ROWS + 5)]
+    read = target.prefill(target.new_cache(1, len(text)), [text]).logits_BTV
+    torch.testing.assert_close(read[0, 0], target.model(torch.tensor([text])).logits[0, -1], atol=1e-4, rtol=1e-4)
+
+
+def test_other_weights_are_recorded_anew() -> None:
+    """A parameter that was put in the place of another one; changes in place are in `test_prepacked`."""
+    target = Target(tiny_model("llama"))
+    layer = target.model.model.layers[1].mlp.down_proj
+    layer.weight = nn.Parameter(2 * layer.weight.detach(), requires_grad=False)
+    replayed = rounds(target, 1, 4)
+    assert target.eager is None
+    with through_modules(target):
+        expected = rounds(target, 1, 4)
+    for ours, theirs in zip(replayed, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
+
+
+@pytest.mark.parametrize("kind", LONG)
+def test_rotary_frequencies_that_change_with_the_text_are_not_recorded(kind: str) -> None:
+    target = Target(tiny_model(kind))
+    assert target.eager is not None and "rotary" in target.eager and target._captured is None
+
+
+def test_packed_weights() -> None:
+    target = Target(packed_model(tiny_model("llama"), 8))
+    replayed = rounds(target, 1, 4)
+    with through_modules(target):
+        expected = rounds(target, 1, 4)
+    for ours, theirs in zip(replayed, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
+
+
+def test_what_looks_at_its_numbers_is_not_recorded() -> None:
+    model = tiny_model("llama")
+    layer = model.model.layers[1].mlp
+    original = type(layer).forward
+
+    class Looking(type(layer)):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Any:
+            return original(self, x) if float(x.sum()) > -1e9 else x
+
+    layer.__class__ = Looking
+    target = Target(model)
+    assert target.eager is not None and "looks at numbers" in target.eager
+    assert rounds(target, 2, 4)
+
+
+def test_a_replay_that_gives_other_logits_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Captured.__call__
+
+    def wrong(self: Captured, *args: Any) -> dict[int, Tensor]:
+        return {layer: state + 1 for layer, state in own(self, *args).items()}
+
+    monkeypatch.setattr(Captured, "__call__", wrong)
+    target = Target(tiny_model("llama"))
+    assert target._captured is None and target.eager is not None and "differ" in target.eager
+
+
+def test_reports_and_costs_say_how_forwards_run() -> None:
+    replayed, not_replayed = Target(tiny_model("llama")), Target(tiny_model("llama_long"))
+    assert environment(replayed)["forward"] == "replayed"
+    assert "rotary" in environment(not_replayed)["forward"]
+    assert Conditions.of(replayed) != Conditions.of(not_replayed)
+
+
+def test_layers_that_read_the_same_are_one_product() -> None:
+    target = Target(tiny_model("llama"))
+    captured = target._captured
+    assert captured is not None
+    if not can_merge(torch.zeros(32, 32)):
+        assert not captured.products
+        return
+    assert [product.sizes for product in captured.products[:4]] == [[64, 32, 32], [64], [96, 96], [64]]
+
+
+def test_large_layers_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_COPIED", 1)
+    weights = [torch.zeros(4, 4)] * 3
+    assert products.Merged.groups(weights, [None, None, torch.zeros(4)]) == [[0], [1], [2]]
+
+
+# -- tapes -------------------------------------------------------------------------------------------------------------
+
+
+def texts(count: int) -> list[Tensor]:
+    return [torch.arange(float(count))]
+
+
+def test_sizes_become_formulas() -> None:
+    weight = torch.randn(3, 1)
+
+    def code(recorder: Any, x_T: Tensor) -> Tensor:
+        count = x_T.shape[0]
+        doubled = torch.cat([x_T, torch.zeros(count + 2)]).view(2 * count + 2)
+        return (weight @ doubled[None])[:, : count + 1]
+
+    replay = record(code, ["x_T"], texts, (11, 13)).compile()
+    for count in (1, 2, 30):
+        (x_T,) = texts(count)
+        assert torch.equal(replay(x_T, count), code(None, x_T))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (lambda recorder, x_T: x_T if x_T.sum() > 100 else -x_T, "looks at numbers"),
+        (lambda recorder, x_T: x_T[x_T > 3], "looks at numbers"),
+        (lambda recorder, x_T: x_T + x_T.nonzero().shape[0], "looks at numbers"),
+        (lambda recorder, x_T: x_T * 2 if x_T.shape[0] > 12 else x_T + 2, "depend on the number"),
+        (lambda recorder, x_T: x_T + x_T.shape[0] // 2, "of some tokens"),
+    ],
+)
+def test_what_no_list_of_operators_can_repeat_is_refused(code: Callable[..., Any], reason: str) -> None:
+    with pytest.raises(NotRecordable, match=reason):
+        record(code, ["x_T"], texts, (11, 13))
+
+
+def test_writing_in_place_is_repeated() -> None:
+    def code(recorder: Any, x_T: Tensor) -> Tensor:
+        y_T = x_T + 1
+        y_T[:1] = 5.0
+        y_T *= 2
+        y_T.view(-1).add_(1)
+        return y_T
+
+    replay = record(code, ["x_T"], texts, (11, 13)).compile()
+    (x_T,) = texts(6)
+    assert torch.equal(replay(x_T, 6), code(None, x_T.clone()))
