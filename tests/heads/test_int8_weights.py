@@ -1,4 +1,4 @@
-"""Weights in 8 bits: close to the full ones, used where they help, and never where they would be wrong."""
+"""Weights as drafts read them, prepacked or in 8 bits: close to the full ones, and never those of an earlier time."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from headstart.heads import int8_weights
 from headstart.heads.int8_weights import Linear, drop_int8, linear, to_int8, unstack
 from headstart.heads.io import load_heads, save_heads
 from headstart.target.model import Target
+from headstart.target.products import MAX_ROWS, can_merge
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
@@ -184,3 +185,55 @@ def test_every_family_drafts_alike_and_decodes_the_same_tokens(name: str, target
     plain = Engine(target).generate([prompt, prompt[:3]], DecodeOptions(24))
     for row, other in zip(engine.generate([prompt, prompt[:3]], DecodeOptions(24)), plain, strict=True):
         assert row.tokens == other.tokens
+
+
+# -- prepacked ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each product with prepacked weights."""
+    if not can_merge(torch.zeros(32, 32)):
+        pytest.skip("this build of torch has no oneDNN, so nothing is prepacked")
+    seen: list[int] = []
+    own = int8_weights.product
+
+    def counted(x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        seen.append(x.shape[:-1].numel())
+        return own(x, *more)
+
+    monkeypatch.setattr(int8_weights, "product", counted)
+    return seen
+
+
+@torch.inference_mode()
+def test_drafts_multiply_with_prepacked_weights(products: list[int]) -> None:
+    """From the second time on: the first says that the weight lasts."""
+    layer = Linear(256, 256)
+    for rows in (3, 3, MAX_ROWS, MAX_ROWS + 1):
+        x = torch.randn(1, rows, 256)
+        # Sums of 256 products of size 0.06, in another order.
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), atol=1e-5, rtol=1e-5)
+    assert products == [3, MAX_ROWS]
+
+
+@torch.no_grad()
+def test_changed_weights_are_prepacked_anew(products: list[int]) -> None:
+    layer, x = Linear(256, 256), torch.randn(2, 256)
+    for _ in range(3):
+        layer(x)
+    layer.weight.mul_(2)
+    for _ in range(3):
+        torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias), atol=1e-5, rtol=1e-5)
+    assert len(products) == 4
+    assert torch.equal(copy.deepcopy(layer)(x), F.linear(x, layer.weight, layer.bias)), "a copy packs its own"
+
+
+def test_training_and_passing_views_take_the_weights_as_they_are(products: list[int]) -> None:
+    layer, x = Linear(256, 256), torch.randn(2, 256)
+    for _ in range(3):
+        layer(x)
+    with torch.no_grad():
+        for _ in range(3):
+            linear(x, layer.weight[:])
+    assert not products

@@ -1,4 +1,4 @@
-"""Weights of draft heads in 8 bits, for drafting on a CPU.
+"""Weights of draft heads as drafting on a CPU reads them fastest: prepacked, or in 8 bits.
 
 A draft reads every weight of the heads for a few rows, so its time is that of fetching them from memory. Rounded to 8
 bits, with a scale for each output, they are half as many bytes. Products with many rows (reading a prompt, training)
@@ -18,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from headstart.target.products import MAX_ROWS, can_merge, prepack, product
 
 _FEW_ROWS = 12
 """Rows up to which the product with 8 bits is the faster one: 2 to 3 times up to 4 rows, even at 16."""
@@ -28,6 +31,8 @@ _BLOCK = 32
 _ROWS = 4096
 """Outputs that are rounded at a time, in float32."""
 _NAME = "int8"
+_PACKED = WeakTensorKeyDictionary()
+"""Prepacked weights (see `target.products`) by weight, with its version: None where it was met once."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,29 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
     """`F.linear`, in 8 bits where the weight has them and x [..., I] has few rows."""
     int8: Int8Weight | None = getattr(weight_NI, _NAME, None)
     if int8 is None or int8.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
-        return F.linear(x, weight_NI, bias_N)
+        return _in_full(x, weight_NI, bias_N)
     if x.numel() > _FEW_ROWS * x.shape[-1] or x.dtype != int8.scale_N.dtype or not x.is_cpu:
-        return F.linear(x, weight_NI, bias_N)
+        return _in_full(x, weight_NI, bias_N)
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, int8.int8_NI, int8.scale_N)
     product = product[:, : len(weight_NI)].reshape(*x.shape[:-1], len(weight_NI))
     return product if bias_N is None else product + bias_N
+
+
+def _in_full(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
+    """`F.linear`, from prepacked weights where drafts read a few rows. They are packed when a weight is met a second
+    time as it was: training changes it at every step, and views of a weight are new ones every time."""
+    drafts = x.is_cpu and x.numel() <= MAX_ROWS * x.shape[-1] and not torch.is_grad_enabled()
+    if not drafts or x.dtype != weight_NI.dtype or weight_NI.numel() < _MIN:
+        return F.linear(x, weight_NI, bias_N)
+    version, packed = _PACKED.get(weight_NI, (None, None))
+    if version != _version(weight_NI):
+        packed = None
+        _PACKED[weight_NI] = _version(weight_NI), packed
+    elif packed is None and can_merge(weight_NI):
+        packed = prepack(weight_NI)
+        _PACKED[weight_NI] = version, packed
+    return F.linear(x, weight_NI, bias_N) if packed is None else product(x, packed, bias_N)
 
 
 def unstack(weight_KNI: Tensor) -> list[Tensor]:
