@@ -1,16 +1,19 @@
-"""What one forward of the target over a tree costs, with prepacked weights and without, by batch and width.
+"""What one forward of the target costs, replayed and through the model's modules; with heads, decoding both ways.
 
     python benchmarks/forward.py --out out/forward.json
-    python benchmarks/forward.py --target USER/NAME --dtype float32 --batches 1 4
+    python benchmarks/forward.py --heads runs/quickstart/heads --questions mt_bench.jsonl --out out/replayed.json
 
-Two copies of the target, of which one has no prepacked weights, read the same trees in turns; medians. `same bits` says
-whether all logits of the two were equal in every bit.
+The ways take turns. Forwards read the same trees after the same text; medians, and the largest difference of logits as a
+share of their spread. Decoding answers the same questions with the default drafter, with the heads alone and plainly,
+each with everything recorded and prepacked, and with neither: the target through its modules (their weights prepacked, as
+they always are) and the heads with their weights as torch stores them. Costs are measured for each way.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -20,81 +23,146 @@ from unittest import mock
 import torch
 from record import record
 from tables import table
-from torch import Tensor
 
+import headstart
+from headstart.data.prompts.chat import prompt_tokens
+from headstart.data.prompts.questions import read_questions
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.catalog import DEFAULT
 from headstart.eval.environment import environment
-from headstart.target.cache import TreeCache
+from headstart.target.captured import Captured
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
 
-WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 64)
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+REPLAYED, MODULES = "replayed", "modules"
+WAYS = (REPLAYED, MODULES)
+DRAFTERS = (DEFAULT, "heads", "none")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="smollm2-135m", help="a folder, a Hub id or the packaged model")
-    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--dtype", default="auto")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4], help="rows")
     parser.add_argument("--widths", nargs="+", type=int, default=list(WIDTHS), help="nodes of a tree")
-    parser.add_argument("--context", type=int, default=256, help="tokens before the tree")
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--context", type=int, default=200, help="tokens before the tree")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--heads", help="a folder of heads: decode instead of timing forwards")
+    parser.add_argument("--questions", type=Path, help="JSONL, as of `headstart eval`; needed with --heads")
+    parser.add_argument("--limit", type=int, default=24, help="questions")
+    parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
     options = parser.parse_args(arguments)
-    prepacked = load_target(options.target, dtype=options.dtype)
-    with mock.patch("headstart.target.fitting.fits", return_value=False):
-        plain = load_target(options.target, dtype=options.dtype)
-        assert not plain.prepacked
-    rows = []
-    for batch in options.batches:
-        caches = [read(target, batch, options.context, max(options.widths)) for target in (prepacked, plain)]
-        for width in options.widths:
-            ms, same = compared([prepacked, plain], caches, width, options.repeats)
-            rows.append(
-                {
-                    "width": width,
-                    "batch": batch,
-                    "verify_ms": ms[0],
-                    "not_prepacked_ms": ms[1],
-                    "over_not_prepacked": ms[1] / ms[0],
-                    "same_bits": same,
-                }
-            )
-            print(rows[-1], flush=True)
+    if options.heads:
+        target, rows = decoded(options)
+        what = "Answers to the same questions, greedy, batch 1, replayed and through the modules, in turns."
+        settings = {"questions": options.limit, "max_new_tokens": options.max_new_tokens}
+    else:
+        target = load_target(options.target, dtype=options.dtype)
+        rows = forwards(target, options)
+        what = "One forward of the target over a tree, replayed and through the modules, in turns; medians."
+        settings = {"context": options.context, "repeats": options.repeats}
     print(table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
     if options.out:
-        what = "One forward of the target over a tree, with prepacked weights and without, in turns; medians."
-        settings = {"target": Path(prepacked.name).name, "context": options.context, "repeats": options.repeats}
-        record(options.out, what, rows, environment(prepacked), __file__, arguments, settings)
+        settings = {"target": Path(target.name).name, **settings}
+        record(options.out, what, rows, environment(target), __file__, arguments, settings)
 
 
-def read(target: Target, batch: int, context: int, width: int) -> TreeCache:
-    """A cache of random texts."""
-    random = torch.Generator().manual_seed(0)
-    cache = target.new_cache(batch, context + width)
-    target.prefill(cache, torch.randint(target.vocab_size, (batch, context), generator=random).tolist())
-    return cache
+@contextmanager
+def running(target: Target, way: str, captured: Captured | None) -> Iterator[None]:
+    """The target, and heads, as they run in this way."""
+    target._captured = captured if way == REPLAYED else None
+    target.eager = None if way == REPLAYED else "a benchmark compares the two"
+    with mock.patch("headstart.heads.int8_weights.can_merge", return_value=way == REPLAYED):
+        yield
+
+
+def forwards(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each batch and width."""
+    start = perf_counter()
+    target._capture()
+    print(f"Recorded and checked in {perf_counter() - start:.2f} s.")
+    assert target.eager is None, target.eager
+    rows = []
+    for batch in options.batches:
+        for width in options.widths:
+            rows.append({"width": width, "batch": batch, **compared(target, batch, width, options)})
+            print(rows[-1], flush=True)
+    return rows
 
 
 @torch.inference_mode()
-def compared(
-    targets: Sequence[Target], caches: Sequence[TreeCache], width: int, repeats: int
-) -> tuple[list[float], bool]:
-    """Median milliseconds of each target, and whether their logits are equal in every bit."""
+def compared(target: Target, batch: int, width: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Median milliseconds both ways, and how far the logits are apart."""
     random = torch.Generator().manual_seed(width)
-    tokens_BN = torch.randint(targets[0].vocab_size, (caches[0].rows, width), generator=random)
-    batch = TreeBatch.of([Tree.chain_of(row) for row in tokens_BN.tolist()])
-    seconds: list[list[float]] = [[] for _ in targets]
-    logits: list[Any] = [None] * len(targets)
-    for number in range(repeats + 1):
-        for index in sorted(range(len(targets)), key=lambda index: (index + number) % len(targets)):
-            start = perf_counter()
-            read: Tensor = targets[index].forward_tree(caches[index], batch).logits_BTV
-            if number:  # the first one warms up
-                seconds[index].append(perf_counter() - start)
-            logits[index] = read
-    same = all(torch.equal(logits_BNV, logits[0]) for logits_BNV in logits)
-    return [1000 * median(times) for times in seconds], same
+    captured, cache = target._captured, target.new_cache(batch, options.context + width)
+    text_BT = torch.randint(target.vocab_size, (batch, options.context), generator=random)
+    target.prefill(cache, text_BT.tolist())
+    tokens_BN = torch.randint(target.vocab_size, (batch, width), generator=random)
+    parents = [-1, *((node - 1) // 2 for node in range(1, width))]
+    trees = TreeBatch.of([Tree(row, list(parents)) for row in tokens_BN.tolist()])
+    ms: dict[str, list[float]] = {way: [] for way in WAYS}
+    logits = {}
+    for number in range(options.repeats + 1):
+        for way in WAYS if number % 2 else reversed(WAYS):
+            with running(target, way, captured):
+                start = perf_counter()
+                logits[way] = target.forward_tree(cache, trees).logits_BTV.float()
+                if number:  # the first one warms up
+                    ms[way].append(1e3 * (perf_counter() - start))
+    with running(target, REPLAYED, captured):
+        replayed_ms, modules_ms = (median(ms[way]) for way in WAYS)
+    apart = (logits[REPLAYED] - logits[MODULES]).abs().max() / logits[MODULES].std()
+    return {
+        "replayed_ms": replayed_ms,
+        "modules_ms": modules_ms,
+        "over_modules": modules_ms / replayed_ms,
+        "largest_difference": float(apart),
+    }
+
+
+def decoded(options: argparse.Namespace) -> tuple[Target, list[dict[str, Any]]]:
+    """A row for each drafter."""
+    decoders = {way: headstart.load(options.heads, dtype=options.dtype) for way in WAYS}
+    captured = {way: decoder.target._captured for way, decoder in decoders.items()}
+    prompts = [
+        prompt_tokens([{"role": "user", "content": item.turns[0]}], decoders[MODULES].target.tokenizer)
+        for item in read_questions(options.questions)[: options.limit]
+    ]
+    engines: dict[tuple[str, str], Engine] = {}
+    seconds = dict.fromkeys([(drafter, way) for drafter in DRAFTERS for way in WAYS], 0.0)
+    emitted, rounds = dict.fromkeys(seconds, 0), dict.fromkeys(seconds, 0)
+    decoding = DecodeOptions(options.max_new_tokens)
+    for way, decoder in decoders.items():
+        with running(decoder.target, way, captured[way]):
+            for drafter in DRAFTERS:
+                engines[drafter, way] = decoder.engine(drafter)
+                engines[drafter, way].generate([prompts[0]], DecodeOptions(8))
+    for number, prompt in enumerate(prompts):
+        keys = list(engines)
+        for drafter, way in keys[number % len(keys) :] + keys[: number % len(keys)]:
+            with running(decoders[way].target, way, captured[way]):
+                start = perf_counter()
+                (answer,) = engines[drafter, way].generate([prompt], decoding)
+                seconds[drafter, way] += perf_counter() - start
+            emitted[drafter, way] += len(answer.tokens)
+            rounds[drafter, way] += len(answer.rounds)
+    rows = []
+    for drafter in DRAFTERS:
+        speeds = {way: emitted[drafter, way] / seconds[drafter, way] for way in WAYS}
+        rows.append(
+            {
+                "name": drafter,
+                "replayed_tokens_per_second": speeds[REPLAYED],
+                "modules_tokens_per_second": speeds[MODULES],
+                "over_modules": speeds[REPLAYED] / speeds[MODULES],
+                "tokens_per_round": emitted[drafter, REPLAYED] / max(1, rounds[drafter, REPLAYED]),
+            }
+        )
+    return decoders[REPLAYED].target, rows
 
 
 if __name__ == "__main__":

@@ -14,10 +14,10 @@ Operators are those that Python code calls (`torch.nn.functional.linear`, `Tenso
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -37,19 +37,22 @@ class NotRecordable(Exception):
     """Why a forward cannot be written down; ends a sentence that begins with its name."""
 
 
-class _Value(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Value:
     """A tensor that is an input, or came out of an operator before."""
 
     number: int
 
 
-class _Constant(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Constant:
     """A tensor that was there before the forward: a weight or a buffer."""
 
     number: int
 
 
-class _Size(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Size:
     """`slope` times the count of tokens, plus `offset`."""
 
     slope: int
@@ -145,15 +148,15 @@ def _has_tensors(value: Any) -> bool:
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """The same nesting of lists, tuples, dictionaries and slices, its leaves changed."""
-    if isinstance(value, slice):
-        return slice(*(_mapped(change, part) for part in (value.start, value.stop, value.step)))
-    if isinstance(value, Mapping):
+    if isinstance(value, tuple):
+        return tuple([_mapped(change, part) for part in value])
+    kind = type(value)
+    if kind is list:
+        return [_mapped(change, part) for part in value]
+    if kind is dict:
         return {key: _mapped(change, part) for key, part in value.items()}
-    if isinstance(value, (tuple, list)) and not isinstance(value, (_Value, _Constant, _Size, torch.Size)):
-        parts = [_mapped(change, part) for part in value]
-        return parts if isinstance(value, list) else tuple(parts)
-    if isinstance(value, torch.Size):
-        return tuple(_mapped(change, part) for part in value)
+    if kind is slice:
+        return slice(_mapped(change, value.start), _mapped(change, value.stop), _mapped(change, value.step))
     return change(value)
 
 
