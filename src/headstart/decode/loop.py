@@ -98,7 +98,7 @@ OnTokens = Callable[[int, list[int]], None]
 
 class Drafter(Protocol):
     """What the decode loop asks of a drafter. One object serves many generations; `prefill` starts one and returns its
-    state, which the other methods are given as `session`.
+    session, which the other methods are given.
 
     Attributes:
         aux_layers: layers of the target whose hidden states it reads.

@@ -1,11 +1,8 @@
-"""What users call formats and engines: all that recipes and `--help` need to know of them. A test holds them equal."""
+"""What users call formats and engines, as recipes and `--help` need it; a test holds it equal to the tables named."""
 
 from typing import Literal, get_args
 
-FormatName = Literal["vllm", "sglang", "speculators", "gguf"]
-"""Those of `headstart.hub.engines.export.FORMATS`."""
+FormatName = Literal["vllm", "sglang", "speculators", "gguf"]  # headstart.hub.engines.export.FORMATS
 FORMATS = ", ".join(get_args(FormatName))
-READERS = "vllm, sglang, speculators, llama.cpp"
-"""Those of `headstart.hub.engines.base.READERS`."""
-ENGINES = "vllm, llama.cpp"
-"""Those of `headstart.servers.engines.ENGINES`."""
+READERS = "vllm, sglang, speculators, llama.cpp"  # headstart.hub.engines.base.READERS
+ENGINES = "vllm, llama.cpp"  # headstart.servers.engines.ENGINES
