@@ -129,16 +129,16 @@ class AlongBestPath:
         self.heads.eval()
         return self
 
-    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """Logits [B, 1, D] after the best path, whatever nodes are asked for."""
         self._last_B1 = self._best_B1 if depth else tokens_BW
-        logits_B1D = self.heads.draft_step(state, self._last_B1, torch.zeros_like(self._last_B1), depth)
+        logits_B1D = self.heads.draft_step(session, self._last_B1, torch.zeros_like(self._last_B1), depth)
         self._best_B1 = self.heads.draft_to_target_D[logits_B1D[:, :1].argmax(-1)]
         return logits_B1D
 
-    def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor | None:
+    def confidence(self, session: Any, tokens_BW: Tensor, depth: int) -> Tensor | None:
         """What the heads say of the best path's drafts, [B, 1]."""
-        return self.heads.confidence(state, self._last_B1, depth)
+        return self.heads.confidence(session, self._last_B1, depth)
 
 
 @dataclass(frozen=True)

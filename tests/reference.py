@@ -64,16 +64,16 @@ def generate(
     chances = map(Chance, accepting, drawing)
     text = list(prompt)  # what is decided, but for the root
     root = Node(next_token(warp(logits_after(model, text)), None, next(chances)))
-    state = heads.prefill([prompt], hidden_states(model, heads, text, 0))
+    session = heads.prefill([prompt], hidden_states(model, heads, text, 0))
     emitted = [root.token]
 
     def p_target(path: list[int]) -> Tensor:
         return warp(logits_after(model, [*text, *path]))
 
     while len(emitted) < max_new_tokens:
-        propose(heads, state, root, warp, None if seed is None else drafting)
+        propose(heads, session, root, warp, None if seed is None else drafting)
         accepted, last = accept(root, p_target, chances)
-        heads.commit(state, Committed.of([accepted], hidden_states(model, heads, [*text, *accepted], len(text))))
+        heads.commit(session, Committed.of([accepted], hidden_states(model, heads, [*text, *accepted], len(text))))
         text += accepted
         root = Node(last)
         emitted += [*accepted[1:], last]
@@ -120,12 +120,12 @@ class Node:
         return next((child for child in self.children if child.q_draft_V is not None), None)
 
 
-def propose(heads: DraftHead, state: Any, root: Node, warp: Warp, drafting: Iterator[float] | None) -> None:
+def propose(heads: DraftHead, session: Any, root: Node, warp: Warp, drafting: Iterator[float] | None) -> None:
     """Grow the tree below a root. The heads draft one level after the other, all of its nodes together."""
     level, parents = [root], [0]  # nodes, and for each its parent's index in the level before
     for depth in range(DEPTH):
         tokens_1W = torch.tensor([[node.token for node in level]])
-        logits_1WD = heads.draft_step(state, tokens_1W, torch.tensor([parents]), depth)
+        logits_1WD = heads.draft_step(session, tokens_1W, torch.tensor([parents]), depth)
         for node, logits_D in zip(level, logits_1WD[0].expand(len(level), -1), strict=True):
             node.children = drafts(logits_D, heads.draft_to_target_D, warp, drafting)
         parents = [index for index, node in enumerate(level) for _ in node.children]

@@ -100,7 +100,7 @@ def export(
 
     Args:
         heads: a folder of heads, the folder of a run, or a Hub id (user/name).
-        format: "vllm", "sglang", "speculators" or "gguf".
+        format: one of `headstart.servers.names.FormatName`, such as "vllm".
         target: where the target is, when it is not where the heads say, or the loaded target.
         dtype: of the weights: "bfloat16" by default, "float16", "float32", and for GGUF files "q8_0".
 
@@ -121,7 +121,7 @@ def import_heads(
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
 ) -> Path:
-    """Write a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint as a folder of heads of ours.
+    """Write a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint as a folder of headstart heads.
 
     Args:
         source: a folder with config.json and safetensors files, or a Hub id (user/name).

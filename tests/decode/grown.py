@@ -47,13 +47,13 @@ class PathTables:
         self.prefix = prefix
         self.level: list[tuple[int, ...]] = []
 
-    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         above = self.level
         pairs = zip(tokens_BW[0].tolist(), parents_BW[0].tolist(), strict=True)
         self.level = [(*above[parent], token) for token, parent in pairs] if depth else [()]
         return torch.stack([drafted((*self.prefix, *path)).log() for path in self.level])[None]
 
-    def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> None:
+    def confidence(self, session: Any, tokens_BW: Tensor, depth: int) -> None:
         return None
 
 

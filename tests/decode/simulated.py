@@ -1,6 +1,6 @@
 """A machine whose rounds take what a table says, and heads whose drafts are accepted by chance: no clock, no model.
 
-What the controller sees may be noisy; what counts is the time without the noise. Drafts are a comb: at each depth the
+What the budget sees may be noisy; what counts is the time without the noise. Drafts are a comb: at each depth the
 best draft and its siblings, and only the best one has children.
 """
 
@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from headstart.decode.budget import Controller
+from headstart.decode.budget import Budget
 from headstart.decode.costs import Costs
 from headstart.decode.learned import Experience, size_of
 from headstart.tree.tree import Tree
@@ -72,15 +72,15 @@ class Decoding:
 
 
 class Engine:
-    """Calls the controller as the decode loop does, and keeps what it learned as the engine does.
+    """Calls the budget as the decode loop does, and keeps what it learned as the engine does.
 
     Args:
         machine: where it runs.
-        costs: what the controller is told.
+        costs: what the budget is told.
         promised: acceptance that the heads' calibration promises; see `GOOD`.
         accepted: acceptance that there is.
         greedy: whether what rounds take is learned.
-        fixed: nodes of a tree that is verified in every round, in place of what the controller says.
+        fixed: nodes of a tree that is verified in every round, in place of what the budget says.
     """
 
     def __init__(
@@ -101,17 +101,17 @@ class Engine:
     def call(self, tokens: int = 128, rows: int = 1, prompt: int = 60) -> None:
         """Decode a batch of answers of so many tokens each."""
         experience = self.experience.setdefault(size_of(rows), Experience()) if self.greedy else None
-        controller = Controller(self.costs, "auto", rows, limit=tokens, prompt=prompt, experience=experience)
+        budget = Budget(self.costs, "auto", rows, limit=tokens, prompt=prompt, experience=experience)
         self.came_to.plain_ms += (tokens - 1) * self.machine.verify(rows, 1)
         self.came_to.tokens += rows * tokens
-        left, unread, opened = [tokens - 1] * rows, prompt, controller.will_draft
+        left, unread, opened = [tokens - 1] * rows, prompt, budget.will_draft
         while left:
-            drafts = self.fixed is not None or controller.drafts
+            drafts = self.fixed is not None or budget.drafts
             draft_ms = 0.0
             trees = [Tree([0]) for _ in left]
             if drafts:
                 assert opened or self.fixed, "nothing drafts without a session"
-                trees, depth = self._draft(controller, len(left))
+                trees, depth = self._draft(budget, len(left))
                 draft_ms = self.machine.draft(len(left), depth, unread)
                 unread = 0
             else:
@@ -121,19 +121,17 @@ class Engine:
             self.came_to.rounds += 1
             self.came_to.drafted += drafts
             emitted = [self._accept(tree) for tree in trees]
-            controller.note(
-                trees, emitted, (self.machine.seen(draft_ms) if drafts else 0.0, self.machine.seen(verify_ms))
-            )
+            budget.note(trees, emitted, (self.machine.seen(draft_ms) if drafts else 0.0, self.machine.seen(verify_ms)))
             left = [have - got for have, got in zip(left, emitted, strict=True)]
             kept = [row for row, have in enumerate(left) if have > 0]
             if len(kept) < len(left):
                 left = [left[row] for row in kept]
                 if left:
-                    controller.reorder(kept)
+                    budget.reorder(kept)
 
-    def _draft(self, controller: Controller, rows: int) -> tuple[list[Tree], int]:
+    def _draft(self, budget: Budget, rows: int) -> tuple[list[Tree], int]:
         """The tree to verify and how many levels were drafted; a node's token is its depth and rank."""
-        room, threshold, level_threshold = controller.room(32), controller.threshold, controller.level_threshold
+        room, threshold, level_threshold = budget.room(32), budget.threshold, budget.level_threshold
         if self.fixed is not None:
             room, threshold, level_threshold = self.fixed, 0.0, 0.0
         best, shares = self.promised[0], self.promised
@@ -161,7 +159,7 @@ class Engine:
         accept_probs = [1.0, *(one for one, _, _ in nodes)]
         levels = depth if self.fixed is None else max((at + 1 for _, at, _ in nodes), default=1)
         trees = [Tree(tokens, parents, accept_probs, levels=levels) for _ in range(rows)]
-        return (trees if self.fixed is not None else controller.prune(trees)), levels
+        return (trees if self.fixed is not None else budget.prune(trees)), levels
 
     def _accept(self, tree: Tree) -> int:
         """Tokens that the row emits: down the comb as far as luck and the tree go."""

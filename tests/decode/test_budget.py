@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from headstart.decode.budget import Controller, Costs
+from headstart.decode.budget import Budget, Costs
 from headstart.decode.learned import Experience
 from headstart.tree.tree import Drawn, Tree, TreeShape
 
@@ -38,87 +38,87 @@ def filled(shape: TreeShape) -> list[Tree]:
 
 def test_free_nodes_are_all_kept_and_dear_ones_all_dropped() -> None:
     drafted = trees([[1.0, 0.5, 0.4, 0.3]], [[-1, 0, 0, 1]])
-    assert sizes(Controller(FLAT, "on", 1).prune(drafted)) == [4]
-    assert sizes(Controller(STEEP, "on", 1).prune(drafted)) == [1]
+    assert sizes(Budget(FLAT, "on", 1).prune(drafted)) == [4]
+    assert sizes(Budget(STEEP, "on", 1).prune(drafted)) == [1]
 
 
 def test_pruning_keeps_the_best_nodes_with_their_parents() -> None:
     drafted = trees([[1.0, 0.01, 0.9, 0.8, 0.005]], [[-1, 0, 0, 2, 1]])
-    (kept,) = Controller(REAL, "on", 1).prune(drafted)
+    (kept,) = Budget(REAL, "on", 1).prune(drafted)
     assert kept == Tree([0, 2, 3], [-1, 0, 1], [1.0, 0.9, 0.8])
 
 
 def test_rows_share_one_width_by_acceptance() -> None:
     drafted = trees([[1.0, 0.9, 0.8, 0.7], [1.0, 0.1]], [[-1, 0, 1, 2], [-1, 0]])
-    kept = Controller(REAL, "on", 2).prune(drafted)
+    kept = Budget(REAL, "on", 2).prune(drafted)
     assert sizes(kept) == [4, 2], "one row pays for the width; the other brings what it has"
 
 
 def test_the_best_width_is_that_of_exhaustive_search() -> None:
     rng = random.Random(0)
     for _ in range(20):
-        controller = Controller(REAL, "on", 1)
+        budget = Budget(REAL, "on", 1)
         accept_probs = [1.0, *sorted((rng.random() ** 2 for _ in range(20)), reverse=True)]
         drafted = trees([accept_probs], [[-1, *[0] * 20]])
-        rate = controller._rate(21)
+        rate = budget._rate(21)
         net = [sum(accept_probs[:nodes]) - rate * REAL.verify(nodes) for nodes in range(1, 22)]
-        assert sizes(controller.prune(drafted)) == [net.index(max(net)) + 1]
+        assert sizes(budget.prune(drafted)) == [net.index(max(net)) + 1]
 
 
 def test_trees_with_drawn_nodes_are_never_pruned() -> None:
     drafted = trees([[1.0, 0.01]], [[-1, 0]])
     drafted[0].drawn[1] = Drawn(torch.tensor([1.0]))
-    assert sizes(Controller(STEEP, "on", 1).prune(drafted)) == [2]
+    assert sizes(Budget(STEEP, "on", 1).prune(drafted)) == [2]
 
 
 @pytest.mark.parametrize("accepted", [0, 1])
 def test_drafting_pauses_only_where_it_does_not_pay(accepted: int) -> None:
     """A round costs .14 tokens: those that bring nothing come to less than 3 % of all rounds' time."""
-    controller = Controller(REAL, "auto", 1, limit=1000, draft_ms=1.6)
+    budget = Budget(REAL, "auto", 1, limit=1000, draft_ms=1.6)
     shape = TreeShape.chain(4)
     drafted = 0
     for _ in range(300):
-        if controller.drafts:
+        if budget.drafts:
             drafted += 1
-            controller.note(filled(shape), [1 + accepted])
+            budget.note(filled(shape), [1 + accepted])
         else:
-            controller.note(roots(1), [1])
+            budget.note(roots(1), [1])
     assert drafted == 300 if accepted else 0.14 * drafted < 0.03 * 300
 
 
 def test_a_few_rounds_without_luck_are_forgiven() -> None:
     """Rounds that bring 1.5 tokens and cost 1.3 plain ones, 12 tokens won; of these no more than 8 are lost again."""
-    controller = Controller(Costs((1, 64), (10.0, 10.0), 3.0), "auto", 1, draft_ms=3.0)
+    budget = Budget(Costs((1, 64), (10.0, 10.0), 3.0), "auto", 1, draft_ms=3.0)
     drafted = filled(TreeShape.chain(4))
     for number in range(60):
-        controller.note(drafted, [1 + number % 2])
+        budget.note(drafted, [1 + number % 2])
     unlucky = 0
-    while controller.drafts:
+    while budget.drafts:
         unlucky += 1
-        controller.note(drafted, [1])
+        budget.note(drafted, [1])
     assert unlucky == 27
 
 
 def test_dear_drafts_that_fail_are_given_up_early() -> None:
-    controller = Controller(REAL, "auto", 1, draft_ms=20.0)
+    budget = Budget(REAL, "auto", 1, draft_ms=20.0)
     rounds = 0
-    while controller.drafts:
+    while budget.drafts:
         rounds += 1
-        controller.note(filled(TreeShape.chain(4)), [1])
+        budget.note(filled(TreeShape.chain(4)), [1])
     assert rounds == 3, "three such rounds cost its stake of two tokens"
 
 
 def test_drafting_returns_when_it_pays_again() -> None:
-    controller = Controller(REAL, "auto", 1, limit=2000, draft_ms=1.6)
+    budget = Budget(REAL, "auto", 1, limit=2000, draft_ms=1.6)
     shape = TreeShape.chain(4)
     history = []
     for number in range(400):
-        history.append(controller.drafts)
-        if controller.drafts:
+        history.append(budget.drafts)
+        if budget.drafts:
             emitted = 1 if number < 100 else 3
-            controller.note(filled(shape), [emitted])
+            budget.note(filled(shape), [emitted])
         else:
-            controller.note(roots(1), [1])
+            budget.note(roots(1), [1])
     assert not all(history[20:100])
     assert all(history[200:])
 
@@ -126,42 +126,42 @@ def test_drafting_returns_when_it_pays_again() -> None:
 @pytest.mark.parametrize(("levels", "charged"), [(1, 3.0), (4, 6.0), (None, 5.0)])
 def test_a_draft_costs_the_levels_that_the_heads_drafted(levels: int | None, charged: float) -> None:
     """A tree of depth 3: a deeper branch of another drafter costs no level; without a word of levels depth counts."""
-    controller = Controller(Costs((1, 64), (10.0, 10.0), 6.0, 1.0, 4), "on", 1)
+    budget = Budget(Costs((1, 64), (10.0, 10.0), 6.0, 1.0, 4), "on", 1)
     drafted = trees([[1.0, 0.9, 0.8, 0.7]], [[-1, 0, 1, 2]])
     drafted[0].levels = levels
     for _ in range(200):
-        controller.note(controller.prune(drafted), [1])
-    assert controller._draft_ms == pytest.approx(charged, abs=1e-6), "the mean of a constant"
+        budget.note(budget.prune(drafted), [1])
+    assert budget._draft_ms == pytest.approx(charged, abs=1e-6), "the mean of a constant"
 
 
 def test_modes() -> None:
-    assert Controller(None, "auto", 1).drafts
-    assert not Controller(REAL, "off", 1).drafts
-    assert Controller(None, "auto", 1).threshold == 0.0
-    assert Controller(None, "auto", 1, experience=Experience()).room(64) == 64, "without costs nothing is small"
-    assert 0 < Controller(REAL, "auto", 1).threshold < Controller(REAL, "auto", 16).threshold < 1
+    assert Budget(None, "auto", 1).drafts
+    assert not Budget(REAL, "off", 1).drafts
+    assert Budget(None, "auto", 1).threshold == 0.0
+    assert Budget(None, "auto", 1, experience=Experience()).room(64) == 64, "without costs nothing is small"
+    assert 0 < Budget(REAL, "auto", 1).threshold < Budget(REAL, "auto", 16).threshold < 1
 
 
 def test_a_token_counts_for_the_time_that_it_saves() -> None:
     """Costs of 10 ms and 1 more for each row: what is shared belongs to the row that will end last."""
-    controller = Controller(Costs((1, 64), (11.0, 74.0)), "on", 2, limit=100)
-    assert controller.weights == pytest.approx([1.0, 1.0]), "nothing is known yet"
+    budget = Budget(Costs((1, 64), (11.0, 74.0)), "on", 2, limit=100)
+    assert budget.weights == pytest.approx([1.0, 1.0]), "nothing is known yet"
     for _ in range(20):
-        controller.note(roots(2), [3, 1])
-    first, second = controller.weights
+        budget.note(roots(2), [3, 1])
+    first, second = budget.weights
     assert first == pytest.approx(2 * 1 / 12, abs=0.01), "its own share of the forward"
     assert second == pytest.approx(2 * 11 / 12, abs=0.01)
-    controller.reorder([1])
-    assert controller.weights == [1.0]
+    budget.reorder([1])
+    assert budget.weights == [1.0]
 
 
 def test_a_batch_whose_slowest_row_gains_nothing_is_decoded_plainly() -> None:
     """Fast rows would pay for drafting on average, yet the batch would end later."""
     drafted = trees([[1.0, 0.9]] * 3 + [[1.0, 0.02]], [[-1, 0]] * 4)
     costs = Costs((1, 4, 8), (20.0, 24.0, 32.0))
-    alike = Controller(costs, "on", 4)
+    alike = Budget(costs, "on", 4)
     assert sizes(alike.prune(drafted)) == [2] * 4
-    uneven = Controller(costs, "on", 4, limit=200)
+    uneven = Budget(costs, "on", 4, limit=200)
     for _ in range(30):
         uneven.note(roots(4), [2, 2, 2, 1])
     assert sizes(uneven.prune(drafted)) == [1] * 4

@@ -66,10 +66,10 @@ def test_the_number_of_children_is_settled_before_they_are_drawn() -> None:
 class AlongBest(PathTables):
     """Depths are drafted along the best path, whatever path a node is on."""
 
-    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         if depth:
             tokens_BW = drafted((*self.prefix, *self.level[0])).argmax().view(1, 1)
-        return super().draft_step(state, tokens_BW, torch.zeros_like(tokens_BW), depth)
+        return super().draft_step(session, tokens_BW, torch.zeros_like(tokens_BW), depth)
 
 
 class Beside(GrownTrees):

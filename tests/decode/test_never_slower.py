@@ -1,4 +1,4 @@
-"""Drafting never costs what it does not bring: the controller on a simulated machine, where the table's time counts."""
+"""Drafting never costs what it does not bring: the budget on a simulated machine, where the table's time counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STEEP = replace(BF16, verify_ms=tuple(23.7 + 8 * (width - 1) for width in BF16.w
 CHEAP = replace(BF16, draft_ms=0.6, level_ms=0.1)
 DEAR = replace(BF16, draft_ms=60.0, level_ms=10.0)
 TOLD = {"right": BF16, "a GPU's": FLAT, "steep": STEEP, "cheap drafts": CHEAP, "dear drafts": DEAR}
-"""What the controller is told of a machine that is BF16."""
+"""What the budget is told of a machine that is BF16."""
 SHAPES = {
     "128": (128, 12, 1),
     "40": (40, 30, 1),
@@ -40,7 +40,7 @@ CONDITIONS = {
     "one thread": (ONE_THREAD, ONE_THREAD, 64),
     **{f"{tokens} tokens": (BF16, BF16, tokens) for tokens in (8, 20, 40)},
 }
-"""Those of benchmarks/never_slower.py: what things take, what the controller is told, tokens of an answer."""
+"""Those of benchmarks/never_slower.py: what things take, what the budget is told, tokens of an answer."""
 CELLS = [
     *((*condition, 1) for condition in CLAIMS.values()),
     *((*condition, rows) for condition in CONDITIONS.values() for rows in (1, 4, 16)),

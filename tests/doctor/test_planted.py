@@ -19,7 +19,7 @@ from headstart.doctor.subject import Subject, find_subject
 from headstart.heads import base
 from headstart.heads.base import DraftHead
 from headstart.heads.medusa import MedusaHead
-from headstart.heads.parts.residual import ResidualState
+from headstart.heads.parts.residual import FinalSession
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.doctor.conftest import planted, problems, read_again, rewrite, rewrite_states
@@ -254,22 +254,22 @@ def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
 class WrongHead(MedusaHead):
     """Drafts every token with the first head, and trains them all."""
 
-    def depth_logits(self, state: ResidualState, root_B: Any, depths: range) -> Any:
-        super().depth_logits(state, root_B, depths)
-        return torch.cat([super(WrongHead, self).depth_logits(state, root_B, range(1)) for _ in depths], dim=1)
+    def depth_logits(self, session: FinalSession, root_B: Any, depths: range) -> Any:
+        super().depth_logits(session, root_B, depths)
+        return torch.cat([super(WrongHead, self).depth_logits(session, root_B, range(1)) for _ in depths], dim=1)
 
 
 class Forgetful(MedusaHead):
     """Never learns what was accepted."""
 
-    def commit(self, state: ResidualState, *arguments: Any) -> None:
+    def commit(self, session: FinalSession, *arguments: Any) -> None:
         return None
 
 
 class StateBefore(MedusaHead):
     """Opens with the state of the last token but one."""
 
-    def prefill(self, prompts: Any, states: Any) -> ResidualState:
+    def prefill(self, prompts: Any, states: Any) -> FinalSession:
         return super().prefill([prompt[:-1] for prompt in prompts], states)
 
 

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
+from headstart.hub.engines.base import READERS
 from headstart.hub.engines.export import FORMATS, check_export, export_for
+from headstart.servers import names
+from headstart.servers.engines import ENGINES
 from headstart.target.model import Target
 from tests.engines import readers
 
@@ -75,6 +78,15 @@ def test_readers_draft_with_our_logits(case: str, form: str, made: Made, target:
     for engine in done.commands:
         assert check_export(tmp_path / "out", [engine]) == []
     assert check_export(tmp_path / "out", against=folder) == []
+
+
+def test_help_and_recipes_know_every_name() -> None:
+    assert names.FORMATS.split(", ") == list(FORMATS)
+    assert names.READERS.split(", ") == list(READERS)
+    assert names.ENGINES.split(", ") == list(ENGINES)
+    assert {engine for format in FORMATS.values() for engine in format.readers} == set(READERS)
+    for engine in ENGINES.values():
+        assert engine.name in FORMATS[engine.format].engines
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -1,4 +1,4 @@
-"""Published checkpoints become heads of ours: bit for bit what was exported, and whole in every published layout."""
+"""Published checkpoints become headstart heads: bit for bit what was exported, and whole in every published layout."""
 
 from __future__ import annotations
 

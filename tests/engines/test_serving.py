@@ -128,6 +128,20 @@ def test_an_engine_that_fails_says_why(heads: Path, texts: Path, tmp_path: Path)
     assert {path.name for path in heads.iterdir()} == before
 
 
+def test_a_failing_engine_leaves_nothing_but_the_log_that_its_error_names(
+    heads: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "tmp"
+    place.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(place))
+    asked = ("tune", heads, "--conversations", texts, "--engine", "vllm", "--engine-command")
+    refused(*asked, str(tmp_path / "nowhere"))
+    assert not list(place.iterdir())
+    said = "".join(refused(*asked, command("vllm", "start")).split())
+    (kept,) = place.iterdir()
+    assert str(kept) in said and [file.name for file in kept.iterdir()] == ["logs"]
+
+
 def test_bad_input_is_refused(heads: Path, made: Made, texts: Path) -> None:
     asked = ("tune", heads, "--conversations", texts, "--engine")
     assert "vllm" in refused(*asked, "vlm")

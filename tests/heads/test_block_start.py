@@ -100,7 +100,7 @@ def test_what_is_solved_for_is_nearer_to_the_states_to_come(
     for batch in lessons:
         for step, prediction in enumerate(heads.unroll(batch)):
             logits_MD = prediction.logits_MD
-            wanted_MD = target.lm_head(batch.states[FINAL].flatten(0, 1)[prediction.source_M])
+            wanted_MD = target.lm_head(batch.states[FINAL].flatten(0, 1)[prediction.teacher_M])
             centred = [x - x.mean(-1, keepdim=True) for x in (logits_MD, wanted_MD)]
             missed += float((1 - torch.cosine_similarity(*centred, dim=-1)).sum())
             spread += len(logits_MD)
@@ -109,7 +109,7 @@ def test_what_is_solved_for_is_nearer_to_the_states_to_come(
     unsolved = 0.0
     for batch in lessons:
         for prediction in start.unroll(batch):
-            wanted_MD = target.lm_head(batch.states[FINAL].flatten(0, 1)[prediction.source_M])
+            wanted_MD = target.lm_head(batch.states[FINAL].flatten(0, 1)[prediction.teacher_M])
             centred = [x - x.mean(-1, keepdim=True) for x in (prediction.logits_MD, wanted_MD)]
             unsolved += float((1 - torch.cosine_similarity(*centred, dim=-1)).sum())
     assert missed < 0.8 * unsolved

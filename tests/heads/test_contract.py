@@ -136,12 +136,12 @@ def test_unroll_shapes_and_gradients(name: str, target: Target) -> None:
     batch = batch_of(target, heads, [list(range(1, 13)), list(range(20, 28))], prompt=3)
     total = torch.zeros(())
     for step, prediction in enumerate(heads.unroll(batch)):
-        rows = len(prediction.source_M)
+        rows = len(prediction.teacher_M)
         assert prediction.logits_MD.shape == (rows, heads.config.draft_width)
-        assert (prediction.source_M - prediction.origin_M == step + 1).all(), "step k of origin t predicts t + k + 2"
+        assert (prediction.teacher_M - prediction.origin_M == step + 1).all(), "step k of origin t predicts t + k + 2"
         flat = batch.supervised_BT.flatten()
-        assert flat[prediction.source_M + 1].all(), "only supervised tokens are predicted"
-        assert (prediction.origin_M // 12 == (prediction.source_M + 1) // 12).all(), "never across rows"
+        assert flat[prediction.teacher_M + 1].all(), "only supervised tokens are predicted"
+        assert (prediction.origin_M // 12 == (prediction.teacher_M + 1) // 12).all(), "never across rows"
         total = total + prediction.logits_MD.square().mean()
         if prediction.confidence_M is not None:
             assert prediction.confidence_M.shape == (rows,)
@@ -169,7 +169,7 @@ def test_texts_without_an_answer_to_learn_from_predict_nothing(name: str, target
     heads = shake(build(name, target))
     for supervised in (0, 1, 2):
         steps = list(heads.unroll(batch_of(target, heads, [[3, 9, 14, 27, 33]], prompt=5 - supervised)))
-        assert [len(step.source_M) for step in steps if len(step.source_M)] == [1] * max(0, supervised - 1)
+        assert [len(step.teacher_M) for step in steps if len(step.teacher_M)] == [1] * max(0, supervised - 1)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -187,7 +187,7 @@ def test_drafts_that_end_early_take_nothing_from_the_others(name: str, target: T
         stays_M = subset.subsampled_steps_BT.flatten()[full.origin_M] > step
         lost += int((~stays_M).sum())
         assert torch.equal(kept.origin_M, full.origin_M[stays_M])
-        assert torch.equal(kept.source_M, full.source_M[stays_M])
+        assert torch.equal(kept.teacher_M, full.teacher_M[stays_M])
         # Products of other shapes add up in another order.
         torch.testing.assert_close(kept.hidden_MH, full.hidden_MH[stays_M], rtol=1e-4, atol=1e-4)
     assert lost > 5

@@ -29,26 +29,26 @@ def drafting(name: str, target: Target) -> tuple[DSparkHead, Any]:
 
 def test_drafts_after_a_node_depend_on_its_token_alone(target: Target) -> None:
     """The block runs once; siblings differ by what their own tokens add, whatever they grew on."""
-    heads, state = drafting("dspark-deep", target)
+    heads, session = drafting("dspark-deep", target)
     zero = torch.zeros(1, 2, dtype=torch.long)
-    heads.draft_step(state, torch.tensor([[8]]), zero[:, :1], 0)
+    heads.draft_step(session, torch.tensor([[8]]), zero[:, :1], 0)
     for depth, tokens in ((1, [7, 30]), (2, [12, 7])):
-        logits_WD = heads.draft_step(state, torch.tensor([tokens]), zero, depth)[0]
+        logits_WD = heads.draft_step(session, torch.tensor([tokens]), zero, depth)[0]
         added_WD = heads.markov_embedding_VR[tokens] @ heads.markov_lm_head_DR.T
-        alone_D = linear(state.hidden_BSE[0, depth], heads.lm_head_DE)
+        alone_D = linear(session.hidden_BSE[0, depth], heads.lm_head_DE)
         torch.testing.assert_close(logits_WD, alone_D + added_WD, rtol=1e-4, atol=1e-4)
 
 
 def test_confidence_in_drafting_is_what_is_trained(target: Target) -> None:
-    heads, state = drafting("dspark-deep", target)
+    heads, session = drafting("dspark-deep", target)
     text = [*TEXT, 8, 12, 7, 30, 8, 9, 10, 11]
     batch = batch_of(target, heads, [text], prompt=2)
     for step, prediction in enumerate(heads.unroll(batch)):
         before = torch.tensor([[text[len(TEXT) + step]]])
-        heads.draft_step(state, before, torch.zeros(1, 1, dtype=torch.long), step)
+        heads.draft_step(session, before, torch.zeros(1, 1, dtype=torch.long), step)
         assert prediction.confidence_M is not None
         (wanted,) = prediction.confidence_M[prediction.origin_M == len(TEXT) - 1].sigmoid()
-        found = heads.confidence(state, before, step)
+        found = heads.confidence(session, before, step)
         assert found is not None and found.shape == (1, 1)
         torch.testing.assert_close(found[0, 0], wanted, rtol=1e-4, atol=1e-5)
 

@@ -109,7 +109,7 @@ def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Ta
     final_XE = batch.states[FINAL].flatten(0, 1)
     for prediction in heads.unroll(batch):
         # The ridge shrinks the map by about a thousandth; the second step does so twice.
-        torch.testing.assert_close(prediction.hidden_MH, final_XE[prediction.source_M], rtol=0, atol=0.05)
+        torch.testing.assert_close(prediction.hidden_MH, final_XE[prediction.teacher_M], rtol=0, atol=0.05)
 
 
 def test_aux_layers_must_differ(target: Target) -> None:

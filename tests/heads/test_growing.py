@@ -39,7 +39,7 @@ class TableHead(DraftHead):
         seed = hash(path if not self.shared else len(path)) % (1 << 31)
         return 2 * torch.randn(self.config.draft_width, generator=torch.Generator().manual_seed(seed))
 
-    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         if depth == 0:
             self.asked = [[[()] for _ in tokens_BW]]
         else:
@@ -167,7 +167,7 @@ def test_paths_that_leave_the_best_one_are_believed_less() -> None:
 
 def test_what_heads_say_of_a_node_counts_for_its_children() -> None:
     class Saying(TableHead):
-        def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor:
+        def confidence(self, session: Any, tokens_BW: Tensor, depth: int) -> Tensor:
             assert tokens_BW.shape[1] == len(self.asked[-1][0])
             return 1 / (2.0 + tokens_BW)
 
@@ -276,7 +276,7 @@ def test_a_row_draws_with_its_own_numbers_whatever_rows_are_beside_it() -> None:
 class OnceHead(TableHead):
     """Drafts all depths in one forward."""
 
-    def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor:
+    def depth_logits(self, session: Any, root_B: Tensor, depths: range) -> Tensor:
         level = torch.stack([self.table((0,) * depth) for depth in depths])
         return level.expand(len(root_B), -1, -1).to(root_B.device)
 

@@ -115,7 +115,7 @@ def test_linear_start_finds_a_linear_rule(target: Target) -> None:
     final_XE = batch.states[FINAL].flatten(0, 1)
     for step in heads.unroll(batch):
         # The ridge shrinks the guess by a hundredth where the data is thinnest; states are about 1.4 in size.
-        torch.testing.assert_close(step.hidden_MH, final_XE[step.source_M], rtol=0, atol=0.1)
+        torch.testing.assert_close(step.hidden_MH, final_XE[step.teacher_M], rtol=0, atol=0.1)
 
 
 def test_linear_start_stops_when_it_has_seen_enough(target: Target) -> None:

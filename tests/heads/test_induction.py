@@ -154,7 +154,7 @@ def test_heads_copy_before_they_are_trained() -> None:
     heads.fit(batch() for _ in range(4))
     asked = batch()
     (prediction,) = heads.unroll(asked)
-    true_ME = asked.states[FINAL].flatten(0, 1)[prediction.source_M]
+    true_ME = asked.states[FINAL].flatten(0, 1)[prediction.teacher_M]
     near_M = torch.cosine_similarity(prediction.hidden_MH.detach(), true_ME, dim=-1)
     again_M = prediction.origin_M % 60 >= 29  # the token after it stood before
     assert near_M[~again_M].mean() < 0.2

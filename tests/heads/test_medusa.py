@@ -89,9 +89,9 @@ def test_seeing_the_root_changes_the_draft() -> None:
     heads.warm_start(target)
     torch.manual_seed(0)
     torch.nn.init.normal_(heads.input_KEF)
-    state = heads.prefill([[5]], {FINAL: torch.randn(1, 1, 64)})
+    session = heads.prefill([[5]], {FINAL: torch.randn(1, 1, 64)})
     level = torch.zeros(1, 1, dtype=torch.long)
-    drafted = {heads.draft_step(state, torch.tensor([[root]]), level, 0).argmax(-1).item() for root in range(9)}
+    drafted = {heads.draft_step(session, torch.tensor([[root]]), level, 0).argmax(-1).item() for root in range(9)}
     assert len(drafted) > 1
 
 

@@ -30,7 +30,7 @@ class ToyConfig(HeadConfig):
 
 
 @dataclass
-class ToyState:
+class ToySession:
     """Drafting of a batch: the state of each row's last committed token."""
 
     final_BE: Tensor
@@ -72,15 +72,15 @@ class ToyHead(DraftHead):
             hidden_ME = self.mix(final_XE[origin_M], tokens_X[origin_M + step + 1], step)
             yield StepPrediction(hidden_ME, self.lm_head_DE, origin_M + step + 1, origin_M)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> ToyState:
-        return ToyState(torch.stack([states[FINAL][row, len(prompt) - 1] for row, prompt in enumerate(prompts)]))
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> ToySession:
+        return ToySession(torch.stack([states[FINAL][row, len(prompt) - 1] for row, prompt in enumerate(prompts)]))
 
-    def draft_step(self, state: ToyState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        return self.mix(state.final_BE[:, None], tokens_BW, depth) @ self.lm_head_DE.T
+    def draft_step(self, session: ToySession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        return self.mix(session.final_BE[:, None], tokens_BW, depth) @ self.lm_head_DE.T
 
-    def commit(self, state: ToyState, committed: Committed) -> None:
+    def commit(self, session: ToySession, committed: Committed) -> None:
         rows_B = torch.arange(len(committed.counts_B), device=committed.counts_B.device)
-        state.final_BE = committed.states[FINAL][rows_B, committed.counts_B - 1]
+        session.final_BE = committed.states[FINAL][rows_B, committed.counts_B - 1]
 
-    def reorder(self, state: ToyState, rows: Sequence[int]) -> None:
-        state.final_BE = state.final_BE[list(rows)]
+    def reorder(self, session: ToySession, rows: Sequence[int]) -> None:
+        session.final_BE = session.final_BE[list(rows)]

@@ -82,16 +82,16 @@ def _teacher_logits(rows: int, drafts: int = DRAFTS, size: int = 4) -> TeacherLo
     return TeacherLogits(torch.randn(rows, drafts), torch.randn(rows, size), torch.arange(-2, rows).clamp_min(-1))
 
 
-def _predicted(hidden_MH: Tensor, lm_head_DH: Tensor, source_M: Tensor, **of_lm_head: Any) -> StepPrediction:
-    return StepPrediction(hidden_MH, lm_head_DH, source_M, source_M, **of_lm_head)
+def _predicted(hidden_MH: Tensor, lm_head_DH: Tensor, teacher_M: Tensor, **of_lm_head: Any) -> StepPrediction:
+    return StepPrediction(hidden_MH, lm_head_DH, teacher_M, teacher_M, **of_lm_head)
 
 
 def _problem(trained: bool) -> tuple[StepPrediction, TeacherLogits, Tensor]:
     torch.manual_seed(0)
     hidden_MH = torch.randn(ROWS, WIDTH, requires_grad=True)
     lm_head_DH = torch.randn(DRAFTS, WIDTH, requires_grad=trained)
-    teacher_logits, source_M = _teacher_logits(9), torch.randint(2, 11, (ROWS,))
-    return _predicted(hidden_MH, lm_head_DH, source_M), teacher_logits, torch.rand(ROWS)
+    teacher_logits, teacher_M = _teacher_logits(9), torch.randint(2, 11, (ROWS,))
+    return _predicted(hidden_MH, lm_head_DH, teacher_M), teacher_logits, torch.rand(ROWS)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -150,8 +150,8 @@ def test_float16_gradients_do_not_overflow_before_they_are_scaled() -> None:
     lm_head_DH = torch.tensor([[1.0, 0.0], [0.0, 0.0]], requires_grad=True)
     teacher_logits = TeacherLogits(torch.tensor([[-60.0, 0.0]]), torch.zeros(1, 1), torch.tensor([0]))
     with torch.autocast("cpu", dtype=torch.float16):
-        source_M, weight_M = torch.zeros(400, dtype=torch.long), torch.ones(400)
-        total = summed(losses.soft_ce, _predicted(hidden_MH, lm_head_DH, source_M), teacher_logits, weight_M)
+        teacher_M, weight_M = torch.zeros(400, dtype=torch.long), torch.ones(400)
+        total = summed(losses.soft_ce, _predicted(hidden_MH, lm_head_DH, teacher_M), teacher_logits, weight_M)
     (1e-3 * total).backward()
     assert lm_head_DH.grad is not None
     torch.testing.assert_close(lm_head_DH.grad, torch.tensor([[400.0, 400.0], [-400.0, -400.0]]))
@@ -250,7 +250,7 @@ def _brute_force(
             if not len(index):
                 break
             draft_D = _logits(prediction)[index[0, 0]].softmax(-1)
-            target_D = teacher_logits.logits_SD[prediction.source_M[index[0, 0]] - 2].softmax(-1)
+            target_D = teacher_logits.logits_SD[prediction.teacher_M[index[0, 0]] - 2].softmax(-1)
             cost = -(target_D * draft_D.log()).sum().item()
             alpha = torch.minimum(draft_D, target_D).sum().item()
             terms.append((cost, alpha))
@@ -309,7 +309,7 @@ def test_alpha_is_the_mass_that_both_distributions_share() -> None:
 def test_drafted_features_learn_the_final_state_of_their_source() -> None:
     torch.manual_seed(0)
     steps, teacher_logits = _steps([4, 3], [torch.randn(DRAFTS, WIDTH)] * 2), _teacher_logits(5)
-    features = [torch.randn(len(prediction.source_M), 4, requires_grad=True) for prediction in steps]
+    features = [torch.randn(len(prediction.teacher_M), 4, requires_grad=True) for prediction in steps]
     for prediction, feature_ME in zip(steps, features, strict=True):
         prediction.feature_ME = feature_ME
     without = weighted(steps, losses.tv_ce, teacher_logits, 0.5)
@@ -317,7 +317,7 @@ def test_drafted_features_learn_the_final_state_of_their_source() -> None:
     expected = sum(
         2.0 * 0.5**step * F.smooth_l1_loss(feature_E, teacher_logits.final_SE[source - 2])
         for step, prediction in enumerate(steps)
-        for feature_E, source in zip(features[step], prediction.source_M, strict=True)
+        for feature_E, source in zip(features[step], prediction.teacher_M, strict=True)
     )
     torch.testing.assert_close(total - without, expected)
     total.backward()

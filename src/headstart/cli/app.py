@@ -17,6 +17,7 @@ from headstart.cli.options import JsonFile, Loading, Overrides, RecipeName, RunD
 from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
+from headstart.servers.names import ENGINES
 from headstart.support.terminal import Commands, DataCommands, format_seconds, program, say, tell
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
             f"headstart run is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
-            "Train with several as `-m headstart.train RECIPE` (a point, not a space) after headstart data build.",
+            "Train with several as `-m headstart.train RECIPE` (written with a dot) after headstart data build.",
         )
     work = _run(recipe, overrides, run_dir)
     _execute(work, STAGES)
@@ -102,7 +103,11 @@ def gc(
     dry_run: Annotated[bool, typer.Option(help="Only list.")] = False,
     states_gigabytes: Annotated[
         float | None,
-        typer.Option(min=0, help="Keep so much of the states; of finished trainings delete those unread the longest."),
+        typer.Option(
+            min=0,
+            help="Keep at most this many GB of hidden states; the least recently read ones of finished trainings are "
+            "deleted first.",
+        ),
     ] = None,
 ) -> None:
     """List what no run uses any more, with sizes, and delete it after asking.
@@ -146,7 +151,7 @@ def plan(
 ) -> None:
     """Say what a run would cost in memory, disk, network and time, before any of it is spent.
 
-    Forwards are timed here where the target's weights are. For all else its config.json is enough.
+    Forwards are timed where the target's weights are on this machine. Everything else is computed from its config.json.
 
     Example: headstart plan quickstart data.conversations=5000
 
@@ -260,7 +265,7 @@ def tune(
             f"Give it to the engine: --engine-arguments='--dtype {loading.dtype}'",
         )
     if not options.engine and options != EngineOptions():
-        raise UserError("An option of engines was given, and no engine.", "Name it: --engine vllm or llama.cpp.")
+        raise UserError("An option of engines was given, and no engine.", f"Name it with --engine: {ENGINES}.")
     if options.engine:
         from headstart.pipeline.in_engine import describe_engine_tuning, tune_in_engine
 

@@ -25,8 +25,8 @@ def doctor(
     questions: Annotated[
         Path | None, typer.Option(help="JSONL with questions as people will ask them: do the heads know such texts?")
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the findings with their figures to this file.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Look at less of everything.")] = False,
+    json: Annotated[Path | None, typer.Option(help="Also write the findings as JSON to this file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Check a sample only.")] = False,
     target: TargetOption = None,
 ) -> None:
     """Find out why acceptance is low: which stage disagrees with which, and how to fix it. Exits with 1 if any does.

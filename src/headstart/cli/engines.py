@@ -11,6 +11,7 @@ from rich.table import Table
 
 from headstart.cli.options import HEADS, Loading, TargetOption, listed, names, with_options
 from headstart.errors import UserError
+from headstart.servers.names import FORMATS, READERS
 from headstart.support.terminal import program, say, tell
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def export(
     heads: Annotated[str | None, HEADS] = None,
     format: Annotated[
         list[str] | None,
-        names("headstart (our own), vllm, sglang, speculators or gguf; gguf goes with another too.", "headstart"),
+        names(f"headstart (our own), {FORMATS}; gguf may be combined with one other format.", "headstart"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write this folder.")] = None,
     dtype: Annotated[
@@ -32,9 +33,9 @@ def export(
     check: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads, whoever wrote it.")
     ] = None,
-    engine: Annotated[list[str] | None, names("With --check: vllm, sglang, llama.cpp or speculators.")] = None,
+    engine: Annotated[list[str] | None, names(f"With --check: {READERS}.")] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="HEADS", help="With --check: heads of ours that the folder should hold.")
+        Path | None, typer.Option(metavar="HEADS", help="With --check: headstart heads that the folder should hold.")
     ] = None,
 ) -> None:
     """Write heads for serving engines and print the commands that serve them, or check a folder of heads.
@@ -93,7 +94,7 @@ def import_checkpoint(
     out: Annotated[Path, typer.Option(help="Write this folder.")],
     loading: Loading = Loading(),
 ) -> None:
-    """Make heads of ours from a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint.
+    """Make headstart heads from a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint.
 
     They decode, and can be tuned and trained further. Weights come from safetensors files; pickled ones are refused.
 

@@ -69,7 +69,7 @@ def audit(
 ) -> None:
     """Prove on your own target and heads that drafts change nothing. Exits with 1 if they do.
 
-    In float32, or in any dtype with --exact bits.
+    The proof holds in float32, and in any dtype with --exact bits.
 
     Greedy decoding writes the same tokens with every drafter as without. Sampling draws tokens as often as transformers
     does, under every verifier.

@@ -31,7 +31,7 @@ RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_def
 HEADS = typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
 Heads = Annotated[str, HEADS]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a report that is there already.")]
-JsonFile = Annotated[Path | None, typer.Option(help="Write the same to this file, for programs.")]
+JsonFile = Annotated[Path | None, typer.Option(help="Also write the result as JSON to this file.")]
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,40 @@ Nodes: a round that verifies a tree emits one token and, for each node, one more
 whole path is accepted. Over a long text the best choice of nodes maximises expected tokens minus rate times cost, where
 the rate (tokens per millisecond) is that of the decoding as a whole: a node pays when it brings more tokens than the
 time of its verification would bring otherwise. Plain decoding, chains and static trees are special cases of this.
+Nothing is cut where some tree has drawn nodes, or none of the probabilities.
 
-Pauses: drafting has an account, in tokens, which begins with a stake of two (`STAKE`). A drafted round adds the tokens
-that it emitted, and takes as many as plain decoding would have emitted in its time; the account holds eight at the
-most. At its reserve, which is zero but where too little of the answer is left to win a try back, drafting pauses. Each
-plain round then pays a fiftieth of a token (`SHARE`), until the account covers the reserve and the cost of a try: a
-drafted round with a small tree. A try that is lost makes the next one later; where saving up would take more than half
-of what is left, nothing more is drafted. So drafting can lose the stake, that share, and eight tokens of what it won.
+Pauses ("auto"). Amounts are tokens a row. A drafted round is worth what it emitted less the plain rounds that take its
+time. What is left is what the row with the most of it may still emit, of `max_new_tokens`.
+
+1. The account starts with a stake of 2 (`STAKE`); when sampling, with a twelfth of `max_new_tokens` if that is less.
+2. A drafted round adds its worth, or takes it; the account is not raised above 8 (`_MOST_HELD`). Every plain round adds
+   1/50 (`SHARE`) / (1 + lost tries), as far as 2 or, if that is more, the reserve and the price of a try.
+3. A try is a drafted round with 4 nodes of a row and 3 levels (`_SMALL`); two of them while costs are unknown. Its cost
+   is the plain rounds that take its time, less the round itself, and what the heads have to read first: the prompt, and
+   every plain round since their last draft. Its price is the same, with at most 4 (`_MOST_OF_TRY`) beside the reading.
+4. The reserve is 2 where what is left cannot win a try back: where (1 - the time of its round in plain rounds / the
+   larger of 2 and the mean tokens a round) * (what is left - its rounds) is not above its cost. That holds, too, where
+   costs say that drafting never wins. Else it is 0.
+5. A plan is made when a call starts, when costs were just measured, and when a try is lost; price and reserve stay as
+   they are until the next. It drafts at once where the reserve is 0, costs are known and no try is lost. Else plain
+   rounds come first, until the account covers reserve and price. Where they would take more than half of what is left,
+   or any while costs are unknown, nothing more is drafted in this call: of a new engine the whole first answer is plain
+   where a try costs more than the stake, as after a long prompt. When sampling, a reserve ends drafting as well.
+6. A try is lost when a drafted round leaves the account at the reserve or below, the very first time too. The lost try
+   counts before the plan is made: rounds of the first pause add 1/100, those of the next 1/150.
+7. After a loss drafting is on trial, with trees of 4 nodes at most, until the account is above what it held when the
+   trial began (then no try counts as lost any more) or the next is lost. What is known of promises is forgotten.
+8. In greedy decoding account, lost tries, mean tokens a round and measured rounds serve later calls of the engine with
+   a like number of rows (`size_of`). Sampling starts anew with every call.
+
+So drafting can lose the stake, that share of plain rounds, and eight tokens of what it won.
+
+Measuring (greedy "auto"; `learned.py`): a drafted round and the plain ones before it make a pair, which says by how
+much costs are wrong, if it is among the first 4 after them; the draft itself only if it had no more to read than usual,
+which the first one has. A new engine starts with 2 plain rounds. Until 2 pairs of drafts are known, for 4 drafted
+rounds at most, costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no round enters the
+account; then all of them do, by the corrected costs. After that trees have at most twice the nodes of the largest size
+with 2 pairs. Two plain rounds are due after 100 drafted ones, and after 16 where one of them verified a larger size.
 
 A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
 that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
@@ -27,7 +54,7 @@ from itertools import accumulate
 from math import ceil, exp, sqrt
 
 from headstart.decode.costs import Costs as Costs
-from headstart.decode.learned import SHARE, STAKE, TWICE, Experience, Rounds, size_of
+from headstart.decode.learned import LEAST_PAIRS, SHARE, STAKE, Experience, RoundTimes, size_of
 from headstart.decode.options import Draft
 from headstart.tree.tree import Tree
 
@@ -36,7 +63,13 @@ _SMALL = 4
 how many are accepted, half of them are taken to be."""
 _MEMORY = 1 / 8
 """Weight of the newest round in the running means."""
-_LUCK = 1.25
+_SMOOTHING = 1 / 8
+"""Drafts that are added to those promised and to those accepted, so that few of them say little."""
+_MOST_HELD = 4 * STAKE
+"""Tokens in the account above which drafted rounds add nothing."""
+_MOST_OF_TRY = 2 * STAKE
+"""Tokens that a try is saved for at most, beside what the heads have to read first."""
+_MOST_OPTIMISM = 1.25
 """How far above what was promised the next drafts are believed to be accepted."""
 _STAKE_SHARE = 1 / 12
 """The stake is at most this share of the answer's tokens, where nothing is known of earlier answers."""
@@ -45,7 +78,7 @@ _STAKE_SHARE = 1 / 12
 class _Now:
     """What rounds with this many rows cost: as measured, corrected by what rounds really took."""
 
-    def __init__(self, costs: Costs, rows: int, rounds: Rounds, per_row: bool) -> None:
+    def __init__(self, costs: Costs, rows: int, rounds: RoundTimes, per_row: bool) -> None:
         self._costs, self._rows, self._rounds, self._per_row = costs, rows, rounds, per_row
         self._measured: dict[int, float] = {}
         self.refresh()
@@ -81,7 +114,7 @@ class _Now:
         return (self.verify(self._rows * nodes) + self.draft(depth, unread)) / self.verify(self._rows)
 
 
-class Controller:
+class Budget:
     """Decides, round by round, whether a batch drafts and how many nodes it verifies.
 
     Without costs it drafts always, and verifies what is proposed. Decisions follow from costs and from what was
@@ -116,7 +149,7 @@ class Controller:
         self._mode = mode
         learned = experience if mode == "auto" else None
         self._learns = learned is not None
-        self._known = learned or Experience(min(STAKE, _STAKE_SHARE * limit))
+        self._experience = learned or Experience(min(STAKE, _STAKE_SHARE * limit))
         self._left = [max(1.0, limit - 1.0)] * rows  # tokens that each row may still emit after its first one
         self._row_tokens_per_round = [1.5] * rows  # tokens a round of each row, lately
         self._draft_ms = costs.draft_ms if costs else 0.0  # of recent drafts
@@ -125,7 +158,7 @@ class Controller:
         self._promised = self._accepted = _SMALL / 2  # drafts of a row that probabilities promised, and those accepted
         self._unsettled: list[tuple[float, int, int, int]] = []  # rounds that wait for their costs to be seen
         self._plain_left = 0  # plain rounds before the next draft
-        self._try_cost = 0.0  # tokens that a try costs which brings nothing
+        self._price = 0.0  # tokens that are saved for a try
         self._reserve = 0.0  # tokens that must stay in the account
         self._before_try: float | None = None  # what the account held at the start of a try that has not paid yet
         self._set_rows(rows)
@@ -170,15 +203,15 @@ class Controller:
         """Nodes of a row that this round may draft, at most the `max_nodes` that fit into memory."""
         if self._now is None:
             return max_nodes
-        if self._unseen or self._before_try is not None:
+        if self._costs_unknown or self._before_try is not None:
             return min(max_nodes, _SMALL)
-        return min(max_nodes, self._known.rounds.most_nodes) if self._learns else max_nodes
+        return min(max_nodes, self._experience.rounds.most_nodes) if self._learns else max_nodes
 
     @property
     def threshold(self) -> float:
         """What the acceptance probability of a node must be to pay for its verification, by what one takes in trees of
         4 to 16 nodes; `prune` decides exactly, afterwards."""
-        if self._now is None or self._mode == "off" or self._unseen:
+        if self._now is None or self._mode == "off" or self._costs_unknown:
             return 0.0
         few, many = 4 * self.rows, 16 * self.rows
         rate = self._rate(few) / self._calibration_factor
@@ -187,7 +220,7 @@ class Controller:
     @property
     def level_threshold(self) -> float:
         """How many tokens another level of drafting must promise; see `Request.level_threshold`."""
-        if self._now is None or self._mode == "off" or self._unseen:
+        if self._now is None or self._mode == "off" or self._costs_unknown:
             return 0.0
         level_ms = self._now.draft(2) - self._now.draft(1)
         return self._rate(4 * self.rows) * level_ms / self._calibration_factor
@@ -204,7 +237,7 @@ class Controller:
         levels = max(tree.depth if tree.levels is None else tree.levels for tree in trees)
         self._depth = max(1, levels) if self._costs.level_ms else max(1, self._costs.levels)
         probs_by_row = [tree.accept_probs for tree in trees if tree.accept_probs is not None and not tree.drawn]
-        if len(probs_by_row) < len(trees) or width == 1 or self._unseen:
+        if len(probs_by_row) < len(trees) or width == 1 or self._costs_unknown:
             return trees
         ranked = [tree.best(tree.size) for tree in trees]
         # Expected tokens that the root and then the next best node of every row add.
@@ -235,17 +268,17 @@ class Controller:
         if self._learns and spent_ms is not None:
             expected_ms = self._now.measured_draft(depth) if drafted and not self._unread else 0.0
             ratio = spent_ms[0] / expected_ms if expected_ms > 0 else None
-            self._known.rounds.note(width, spent_ms[1] / self._now.measured(rows * width), ratio)
+            self._experience.rounds.note(width, spent_ms[1] / self._now.measured(rows * width), ratio)
             self._now.refresh()
         if not drafted:
             self._plain_left -= 1
             self._unread += 1
-            self._enter(self._share, max(STAKE, self._reserve + self._try_cost))
+            self._enter(self._share, max(STAKE, self._reserve + self._price))
             return
         self._row_tokens_per_round = [
             pace + _MEMORY * (count - pace) for pace, count in zip(self._row_tokens_per_round, emitted, strict=True)
         ]
-        self._known.tokens_per_round += _MEMORY * (tokens / rows - self._known.tokens_per_round)
+        self._experience.tokens_per_round += _MEMORY * (tokens / rows - self._experience.tokens_per_round)
         known = [tree.accept_probs for tree in trees if tree.accept_probs is not None]
         if len(known) == len(trees):
             promised = sum(sum(probs) - 1 for probs in known)
@@ -259,74 +292,71 @@ class Controller:
 
     def _set_rows(self, rows: int) -> None:
         self.rows = rows
-        self._now = _Now(self._costs, rows, self._known.rounds, self._per_row) if self._costs is not None else None
+        self._now = _Now(self._costs, rows, self._experience.rounds, self._per_row) if self._costs is not None else None
 
     def _judge(self) -> None:
-        """Settle the account, and go on drafting or pause."""
+        """Settle the account, and go on drafting or pause; rules 2, 6 and 7 above."""
         assert self._now is not None, "without costs nothing is weighed"
-        self._plain_left = self._known.rounds.wants_plain if self._learns else 0
-        if self._unseen:
+        self._plain_left = self._experience.rounds.wants_plain if self._learns else 0
+        if self._costs_unknown:
             return
         gain = sum(tokens - self._now.plain_rounds(*spent) for tokens, *spent in self._unsettled)
-        self._enter(gain, 4 * STAKE)
+        self._enter(gain, _MOST_HELD)
         just_seen, self._unsettled = len(self._unsettled) > 1, []
-        if self._before_try is not None and self._known.account > self._before_try:
-            self._before_try, self._known.lost_tries = None, 0
-        if self._known.account <= self._reserve:
-            self._known.lost_tries += 1
-        if self._known.account <= self._reserve or just_seen:
+        if self._before_try is not None and self._experience.account > self._before_try:
+            self._before_try, self._experience.lost_tries = None, 0
+        lost = self._experience.account <= self._reserve
+        self._experience.lost_tries += lost
+        if lost or just_seen:
             self._plan()
 
     def _enter(self, tokens: float, most: float) -> None:
         """Add to the account, not above `most`, or take from it."""
-        account = self._known.account
-        self._known.account = min(account + tokens, max(account, most))
+        account = self._experience.account
+        self._experience.account = min(account + tokens, max(account, most))
 
     def _plan(self) -> None:
-        """How many plain rounds come before the next draft, and whether that is a try: all that are left where the
-        answer cannot win the try back."""
+        """How many plain rounds come before the next draft, down to the end of the answer; rules 3 to 5 above."""
         assert self._now is not None, "without costs nothing is weighed"
-        left, depth, lost_tries = max(self._left), _SMALL - 1, self._known.lost_tries
+        left, depth, lost_tries = max(self._left), _SMALL - 1, self._experience.lost_tries
         drafted = self._now.plain_rounds(_SMALL, depth)
         reading = self._now.plain_rounds(_SMALL, depth, self._unread) - drafted
-        gain = 1 - drafted / max(_SMALL / 2, self._known.tokens_per_round)  # of a round, as a share of its tokens
-        rounds = TWICE if self._unseen else 1  # that a try takes
+        gain = 1 - drafted / max(_SMALL / 2, self._experience.tokens_per_round)  # of a round, as a share of its tokens
+        rounds = LEAST_PAIRS if self._costs_unknown else 1  # that a try takes
         cost = reading + rounds * (drafted - 1)
-        self._try_cost = reading + min(2 * STAKE, rounds * (drafted - 1))
+        self._price = reading + min(_MOST_OF_TRY, rounds * (drafted - 1))
         # What cannot win by these costs may win if they are wrong: but only what plain rounds earn is spent on it.
         self._reserve = STAKE if gain * (left - rounds) <= cost else 0.0
-        certain = not (self._reserve or self._unseen or lost_tries)
-        saving = 0.0 if certain else max(0.0, self._reserve + self._try_cost - self._known.account) / self._share
-        if self._reserve and not self._learns:
-            saving = left  # where the clock is not read, costs are not wrong
-        plain = self._known.rounds.wants_plain if self._learns else 0
-        # Where saving takes more than half of what is left, nothing more is drafted; nor where costs are still to be
-        # seen, which is done at the start of an answer.
-        never = saving > (0 if self._unseen else left / 2)
-        self._plain_left = ceil(left if never else max(saving, plain))
+        certain = not (self._reserve or self._costs_unknown or lost_tries)
+        missing = 0.0 if certain else max(0.0, self._reserve + self._price - self._experience.account)
+        saving = missing / self._share
+        due = self._experience.rounds.wants_plain if self._learns else 0
+        # Costs are measured at the start of an answer or not at all; where the clock is not read, they are not wrong.
+        never = saving > (0 if self._costs_unknown else left / 2) or (self._reserve > 0 and not self._learns)
+        self._plain_left = ceil(left if never else max(saving, due))
         if lost_tries:
             self._promised = self._accepted = _SMALL / 2
-            self._before_try = max(self._known.account, self._reserve + self._try_cost)
+            self._before_try = max(self._experience.account, self._reserve + self._price)
 
     @property
     def _share(self) -> float:
         """Of a token that a plain round pays for the next try."""
-        return SHARE / (1 + self._known.lost_tries)
+        return SHARE / (1 + self._experience.lost_tries)
 
     @property
-    def _unseen(self) -> bool:
+    def _costs_unknown(self) -> bool:
         """Whether what drafting costs here is still to be seen."""
-        return self._learns and self._known.rounds.unseen
+        return self._learns and self._experience.rounds.unknown
 
     @property
     def _calibration_factor(self) -> float:
         """Accepted drafts, as a share of what the acceptance probabilities promised."""
         # A lucky run says little of the next drafts.
-        return min(_LUCK, (self._accepted + _MEMORY) / (self._promised + _MEMORY))
+        return min(_MOST_OPTIMISM, (self._accepted + _SMOOTHING) / (self._promised + _SMOOTHING))
 
     def _rate(self, tokens: int) -> float:
         """Tokens per millisecond of the whole batch, not below those of plain decoding."""
         assert self._now is not None, "rates follow from costs"
         plain = self.rows / self._now.verify(self.rows)
         round_ms = self._now.verify(tokens) + self._draft_ms
-        return max(plain, self.rows * self._known.tokens_per_round / round_ms)
+        return max(plain, self.rows * self._experience.tokens_per_round / round_ms)

@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 import numpy as np
 
 STAKE = 2.0
-"""Tokens that drafting may lose before it has won any; four times as many of what it won."""
+"""Tokens that drafting may lose before it has won any."""
 SHARE = 1 / 50
 """Of all rounds, what finding out may cost: lost tries while decoding is plain, plain rounds while it drafts."""
-TWICE = 2
-"""Plain rounds that others are compared with, and pairs that correct a cost, at least: one alone may be disturbed."""
+LEAST_PAIRS = 2
+"""Pairs that correct a cost, and plain rounds that others are compared with, at least: one alone may be disturbed."""
 _NEAR = 4
 """Drafted rounds that are compared with the plain ones before them: later the machine may be busier, or less busy."""
 
 
 @dataclass
-class Rounds:
+class RoundTimes:
     """What rounds of batches of a like number of rows took.
 
     Attributes:
@@ -43,7 +43,7 @@ class Rounds:
         """Learn from a round: milliseconds of its forward, and of its draft, as multiples of what the costs say. The
         latter is None when nothing was drafted, or the draft had more to read than usual."""
         if nodes == 1 and draft_ratio is None:
-            self.plain = (*(self.plain if not self.since_plain else ()), verify_ratio)[-TWICE:]
+            self.plain = (*(self.plain if not self.since_plain else ()), verify_ratio)[-LEAST_PAIRS:]
             self.since_plain, self.wider = 0, False
             return
         self.since_plain += 1
@@ -56,15 +56,15 @@ class Rounds:
                 self.ratios = {**self.ratios, kind: pairs[-3 * _NEAR :]}
 
     @property
-    def unseen(self) -> bool:
+    def unknown(self) -> bool:
         """Whether the next round may still show what drafting costs, and too few have."""
-        return len(self.ratios.get(0, ())) < TWICE and self.since_plain < _NEAR
+        return len(self.ratios.get(0, ())) < LEAST_PAIRS and self.since_plain < _NEAR
 
     @property
     def wants_plain(self) -> int:
         """How many plain rounds are due."""
-        due = self.since_plain * SHARE >= TWICE or (self.wider and self.since_plain >= 4 * _NEAR)
-        return TWICE if due or not self.plain else 0
+        due = self.since_plain * SHARE >= LEAST_PAIRS or (self.wider and self.since_plain >= 4 * _NEAR)
+        return LEAST_PAIRS if due or not self.plain else 0
 
     @property
     def most_nodes(self) -> int:
@@ -74,7 +74,7 @@ class Rounds:
     @property
     def _largest(self) -> int:
         """The largest size that is known."""
-        return max((size for size, pairs in self.ratios.items() if len(pairs) >= TWICE), default=0)
+        return max((size for size, pairs in self.ratios.items() if len(pairs) >= LEAST_PAIRS), default=0)
 
     @property
     def drafting(self) -> float:
@@ -89,7 +89,7 @@ class Rounds:
     def _typical(self, kind: int) -> float | None:
         """The median, the lower one of two; None as long as too little is known."""
         ratios = sorted(self.ratios.get(kind, ()))
-        return ratios[(len(ratios) - 1) // 2] if len(ratios) >= TWICE else None
+        return ratios[(len(ratios) - 1) // 2] if len(ratios) >= LEAST_PAIRS else None
 
 
 def size_of(count: int) -> int:
@@ -115,4 +115,4 @@ class Experience:
     account: float = STAKE
     lost_tries: int = 0
     tokens_per_round: float = 1.5
-    rounds: Rounds = field(default_factory=Rounds)
+    rounds: RoundTimes = field(default_factory=RoundTimes)

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from headstart.decode.budget import Controller, Costs
+from headstart.decode.budget import Budget, Costs
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions, check_kinds
@@ -98,7 +98,7 @@ OnTokens = Callable[[int, list[int]], None]
 
 class Drafter(Protocol):
     """What the decode loop asks of a drafter. One object serves many generations; `prefill` starts one and returns its
-    state, which the other methods are given as `session`.
+    session, which the other methods are given.
 
     Attributes:
         aux_layers: layers of the target whose hidden states it reads.
@@ -161,9 +161,9 @@ class Engine:
         """
         started = perf_counter()
         check(self.target, prompts, options)
-        target, controller, verifier = self.target, self._controller(prompts, options), make_verifier(options, prompts)
+        target, budget, verifier = self.target, self._budget(prompts, options), make_verifier(options, prompts)
         # Of the drafters that draft still, by their number.
-        sessions = dict[int, Any].fromkeys(range(len(self.drafters)) if controller.will_draft else ())
+        sessions = dict[int, Any].fromkeys(range(len(self.drafters)) if budget.will_draft else ())
         texts = [Generation() for _ in prompts]
         rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
 
@@ -218,7 +218,7 @@ class Engine:
             if len(remaining) < len(rows):  # rows that ended leave the batch
                 rows = [rows[index] for index in remaining]
                 roots = TreeBatch.roots([roots.root_tokens[index] for index in remaining], target.device)
-                for part in (cache, verifier, controller):
+                for part in (cache, verifier, budget):
                     part.reorder(remaining)
                 tell("reorder", remaining)
             start = perf_counter()
@@ -227,19 +227,19 @@ class Engine:
             # must not.
             deepest = target.deepest(cache)
             room = max_nodes if deepest is None else min(max_nodes, deepest + 1)
-            drafts = controller.drafts and room > 1 and bool(sessions)
+            drafts = budget.drafts and room > 1 and bool(sessions)
             if drafts:
                 request = Request(
-                    controller.room(room),
-                    controller.threshold,
-                    controller.level_threshold,
+                    budget.room(room),
+                    budget.threshold,
+                    budget.level_threshold,
                     chain=target.chains_only,
                     draws=verifier.draws,
                     warp=partial(warp, options),
                     streams=verifier.draft_streams,
                     temperature=options.temperature,
                 )
-                trees = controller.prune(propose(request))
+                trees = budget.prune(propose(request))
                 if any(tree.size > 1 for tree in trees):
                     batch = TreeBatch.of(trees, target.device)
             drafted = perf_counter()
@@ -252,9 +252,9 @@ class Engine:
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)
             # Where there was no room, or no drafter that works, the time says nothing of drafting.
-            spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafts == controller.drafts else None
-            controller.note(batch.trees, list(map(len, emitted)), spent_ms)
-            if not controller.will_draft:
+            spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafts == budget.drafts else None
+            budget.note(batch.trees, list(map(len, emitted)), spent_ms)
+            if not budget.will_draft:
                 sessions.clear()  # nothing more will be drafted: plain rounds cost what they do without drafters
             ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
             for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
@@ -265,7 +265,7 @@ class Engine:
         """Layers whose states these drafters read."""
         return tuple(dict.fromkeys(layer for number in numbers for layer in self.drafters[number].aux_layers))
 
-    def _controller(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Controller:
+    def _budget(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Budget:
         shares: list[float | None] = [getattr(drafter, "draft_share", None) for drafter in self.drafters]
         known = [share for share in shares if share is not None]
         draft_ms = None
@@ -275,7 +275,7 @@ class Engine:
         if options.greedy:
             experience = self._experience.setdefault(size_of(len(prompts)), Experience())
         longest = max(map(len, prompts))
-        return Controller(
+        return Budget(
             self.costs,
             options.draft,
             len(prompts),

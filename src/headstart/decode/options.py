@@ -13,6 +13,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from headstart.errors import UserError, nearest
+from headstart.servers.names import ENGINES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -117,7 +118,9 @@ class DecodeOptions(SamplingOptions):
     seed: int = option(0, "Seed of sampling; prompt b of a batch takes seed + b.")
     verifier: str = option(
         "auto",
-        "Accept drafts by this rule when sampling: auto, top_k or greedy_draft.",
+        "How drafts are made and accepted when sampling; the text always follows the target's distribution. top_k: "
+        "the most likely drafts, accepted where plain sampling with this seed draws them. greedy_draft, as with auto: "
+        "each node's last draft is drawn from the heads' distribution, and more are accepted.",
         metavar="NAME",
     )
     draft: Draft = option("auto", "auto pauses drafting where it does not pay, on always drafts, off never.")
@@ -128,7 +131,7 @@ class DecodeOptions(SamplingOptions):
         metavar="NAME",
     )
     tree: TreeKind | None = option(
-        None, "Let the heads draft such trees; by default as tuning found best.", unset="tuned"
+        None, "Shape of the heads' trees; by default what tuning measured fastest.", unset="tuned"
     )
     stop: str | Sequence[str] = option((), "End the answer after this text; several may be given.", metavar="TEXT")
     raw: bool = option(False, "Read a text prompt as it is, without the chat template.")
@@ -204,12 +207,10 @@ class EngineOptions:
 
     engine: str = option(
         "",
-        "Measure a serving engine instead, with heads and without: vllm or llama.cpp. Says how many drafts pay there.",
+        f"Measure a serving engine instead, with heads and without ({ENGINES}). Says how many drafts pay there.",
         metavar="NAME",
     )
-    engine_command: str = option(
-        "", "Start it with this, such as a path; else `vllm serve` or `llama-server`.", metavar="COMMAND"
-    )
+    engine_command: str = option("", "Start it with this, such as a path; else its usual command.", metavar="COMMAND")
     engine_target: str = option(
         "", "Serve this target, such as another GGUF file; else the heads' own.", metavar="TARGET"
     )

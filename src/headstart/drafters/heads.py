@@ -114,9 +114,9 @@ class Levels(Protocol):
     @property
     def draft_steps(self) -> int: ...
 
-    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor: ...
+    def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor: ...
 
-    def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor | None: ...
+    def confidence(self, session: Any, tokens_BW: Tensor, depth: int) -> Tensor | None: ...
 
 
 DepthLogits = Callable[[Any, Tensor, range], Tensor]
@@ -165,7 +165,7 @@ class _Growing:
 @torch.no_grad()
 def grow(
     heads: Levels,
-    state: Any,
+    session: Any,
     roots: TreeBatch,
     request: Request,
     max_rank: int = MAX_RANK,
@@ -192,13 +192,13 @@ def grow(
             break
         if depth_logits is None:
             tokens_BW, parents_BW = _level(rows, roots, depth)
-            logits_BWD = heads.draft_step(state, tokens_BW, parents_BW, depth)
-            confidence_BW = heads.confidence(state, tokens_BW, depth) if calibration.trust and not shape else None
+            logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depth)
+            confidence_BW = heads.confidence(session, tokens_BW, depth) if calibration.trust and not shape else None
             table = _Table.read(logits_BWD, ranks, heads.draft_to_target_D, confidence_BW)
         elif table is None or depth >= first + table.width:
             # Where reading is free, the next depth waits until it is known to be worth its LM head.
             depths, first = range(depth, depth + 1 if reading_is_free else levels), depth
-            table = _Table.read(depth_logits(state, roots.root_B, depths), ranks, heads.draft_to_target_D)
+            table = _Table.read(depth_logits(session, roots.root_B, depths), ranks, heads.draft_to_target_D)
         drafted += 1
         shared = depth - first if depth_logits else 0 if table.width == 1 else None  # column of all nodes of the level
         sides = [table.candidates(depth, shared, curve, request.draws) for curve in curves]

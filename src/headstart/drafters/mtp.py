@@ -136,26 +136,26 @@ class MtpDrafter:
             return roots.trees
         return grow(self, session, roots, replace(request, chain=True))
 
-    def draft_step(self, state: _Session, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, session: _Session, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """See `DraftHead.draft_step`; a level is one draft of a chain, so every parent is the draft before."""
         number = depth if len(self.modules) > 1 else 0
         if depth == 0:
-            state.place(tokens_BW)
-            state.drafts_BN = tokens_BW[:, :0]
-            feedback_BNE = state.queues[0].values_BPE[:, :0]
+            session.place(tokens_BW)
+            session.drafts_BN = tokens_BW[:, :0]
+            feedback_BNE = session.queues[0].values_BPE[:, :0]
         else:
-            state.drafts_BN = torch.cat([state.drafts_BN, tokens_BW], dim=1)
-            feedback_BNE = state.made_BNE
-        made_BPE, counts = self._read_text(state, number)
-        state.made_BNE = self._read_drafts(state, number, feedback_BNE)
+            session.drafts_BN = torch.cat([session.drafts_BN, tokens_BW], dim=1)
+            feedback_BNE = session.made_BNE
+        made_BPE, counts = self._read_text(session, number)
+        session.made_BNE = self._read_drafts(session, number, feedback_BNE)
         if number + 1 < len(self.modules):
-            state.queues[number + 1] = state.queues[number + 1].joined(made_BPE, counts)
-        hidden_B1E = state.made_BNE[:, -1:]
+            session.queues[number + 1] = session.queues[number + 1].joined(made_BPE, counts)
+        hidden_B1E = session.made_BNE[:, -1:]
         if self._shipped.lm_head_VE is None:
             return self._target.lm_head(hidden_B1E)
         return self._target.finish(F.linear(hidden_B1E, self._shipped.lm_head_VE))
 
-    def confidence(self, state: _Session, tokens_BW: Tensor, depth: int) -> None:
+    def confidence(self, session: _Session, tokens_BW: Tensor, depth: int) -> None:
         """See `DraftHead.confidence`: modules do not know."""
         return None
 

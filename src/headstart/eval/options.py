@@ -19,8 +19,8 @@ class EvalOptions(DecodeOptions):
     drafter: str = option("heads", meaning(DecodeOptions, "drafter").text, metavar="NAME")
     compare: Sequence[str] = option(
         (),
-        "Measure other drafters in the same turns: those of --drafter, dynamic, static, chain, or all (every one that "
-        "needs no second model).",
+        "Also measure these drafters, alternating with the heads: names as for --drafter, dynamic, static, chain "
+        "(the heads, with such trees), or all (every one that needs no second model).",
         metavar="NAME,NAME...",
     )
     limit: int | None = option(None, "Questions at most.", minimum=1)
@@ -41,7 +41,7 @@ class AuditOptions:
 
     drafters: Sequence[str] = option(
         (),
-        "Prove greedy decoding for these drafters: those of --compare, 'random heads', 'always wrong'.",
+        "Prove greedy decoding for these drafters: names as for `eval --compare`, 'random heads', 'always wrong'.",
         metavar="NAME,NAME...",
         shown="one of each kind",
     )

@@ -96,11 +96,11 @@ class StepPrediction:
 
     Attributes:
         hidden_MH: what the LM head reads.
-        source_M: flat index b * T + t of the position whose FINAL state gives the target's own distribution for the
+        teacher_M: flat index b * T + t of the position whose FINAL state gives the target's own distribution for the
             same token: the token predicted is number t + 1 of row b.
         origin_M: flat index of the position the drafting started from: step k of origin t predicts token t + k + 2
             (k from 0).
-        feature_ME: the head's guess of the FINAL state at `source_M`, for families that draft features.
+        feature_ME: the head's guess of the FINAL state at `teacher_M`, for families that draft features.
         bias_D: of the LM head, where it is the target's and has one.
         finish: what the target does to its logits, where the LM head is the target's.
         frozen_columns: how many of the LM head's first columns do not learn, where others do.
@@ -109,7 +109,7 @@ class StepPrediction:
 
     hidden_MH: Tensor
     lm_head_DH: Tensor
-    source_M: Tensor
+    teacher_M: Tensor
     origin_M: Tensor
     feature_ME: Tensor | None = None
     bias_D: Tensor | None = None
@@ -166,7 +166,8 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose hidden states it reads."""
+        """Layers of the target whose hidden states it reads, counted as transformers' `hidden_states`: 0 is the
+        embeddings, n the output of the n-th layer, and FINAL the last one's after the final norm."""
         return (FINAL,)
 
     @abstractmethod
@@ -242,8 +243,7 @@ class DraftHead(nn.Module, ABC):
         if self.publishes is None:
             raise UserError(
                 f"No serving engine knows {self.family} heads.",
-                "headstart and transformers decode with them (--format headstart); for vLLM, SGLang and llama.cpp "
-                "train eagle3 heads.",
+                "Decode with headstart or transformers (--format headstart); for serving engines train eagle3 heads.",
             )
         return Published(
             layout=self.publishes,
@@ -324,14 +324,14 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
         """Start drafting for a batch of prompts, with the states {layer: [B, T, E]} of their prefill, padded on the
-        right; returns a state that `draft_step`, `commit` and `reorder` take."""
+        right; returns the session that `draft_step`, `commit` and `reorder` take."""
 
     @abstractmethod
-    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """Draft after the nodes of one level of a tree; the levels of a round come in order.
 
         Args:
-            state: from `prefill`.
+            session: from `prefill`.
             tokens_BW: those of the nodes at this depth that get children. Level 0 is each row's root alone. Rows with
                 fewer nodes are padded.
             parents_BW: index of each node's parent in the level before; 0 at level 0.
@@ -342,17 +342,17 @@ class DraftHead(nn.Module, ABC):
             them.
         """
 
-    def confidence(self, state: Any, tokens_BW: Tensor, depth: int) -> Tensor | None:
+    def confidence(self, session: Any, tokens_BW: Tensor, depth: int) -> Tensor | None:
         """How likely a draft after each node of a level is accepted, if it is drawn from the heads' distribution:
         probabilities [B, W], asked for after `draft_step` of this depth; None for heads that do not know."""
         return None
 
     @abstractmethod
-    def commit(self, state: Any, committed: Committed) -> None:
+    def commit(self, session: Any, committed: Committed) -> None:
         """Learn what was accepted: the tokens committed in this round, root first, and their states."""
 
     @abstractmethod
-    def reorder(self, state: Any, rows: Sequence[int]) -> None:
+    def reorder(self, session: Any, rows: Sequence[int]) -> None:
         """Keep only these rows, in this order."""
 
     # -- what can be asked of all --------------------------------------------------------------------------------
@@ -394,14 +394,14 @@ class OneForwardHead(DraftHead):
     """
 
     @abstractmethod
-    def depth_logits(self, state: Any, root_B: Tensor, depths: range) -> Tensor:
+    def depth_logits(self, session: Any, root_B: Tensor, depths: range) -> Tensor:
         """Logits [B, len(depths), D] of the tokens at these depths (0 is the root's child) after each row's root.
 
-        The calls of a round come in order and never twice; the first may keep in `state` what it computes for all.
+        The calls of a round come in order and never twice; the first may keep in `session` what it computes for all.
         """
 
-    def draft_step(self, state: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        return self.depth_logits(state, tokens_BW[:, 0], range(depth, depth + 1))
+    def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        return self.depth_logits(session, tokens_BW[:, 0], range(depth, depth + 1))
 
 
 def supervised_origins(supervised_BT: Tensor, step: int) -> Tensor:

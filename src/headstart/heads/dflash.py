@@ -33,7 +33,7 @@ from torch import Tensor
 from headstart.heads.base import HeadConfig, OneForwardHead, register
 from headstart.heads.exchange.published import Layout
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.block import BlockConfig, BlockState
+from headstart.heads.parts.block import BlockConfig, BlockSession
 from headstart.heads.parts.block_start import SolvedBlockHead
 
 
@@ -56,8 +56,8 @@ class DFlashHead(SolvedBlockHead, OneForwardHead):
     def first_slot(self) -> int:
         return 1
 
-    def depth_logits(self, state: BlockState, root_B: Tensor, depths: range) -> Tensor:
+    def depth_logits(self, session: BlockSession, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:
-            self.run_block(state, root_B)
-        hidden_BSE = state.hidden_BSE[:, depths.start : depths.stop]
+            self.run_block(session, root_B)
+        hidden_BSE = session.hidden_BSE[:, depths.start : depths.stop]
         return self.finished(linear(hidden_BSE, self.lm_head_DE, self.lm_bias_D))

@@ -21,7 +21,7 @@ tree then costs one small product for each of its nodes. In training the token b
 >>> for step in range(2):  # the token that is corrected for, the last number of what the LM head reads; the one drafted
 ...     slots = heads.prediction(torch.zeros(1, 4), heads.lm_head_DE, torch.tensor([1]), step)
 ...     after = heads.corrected(slots, heads.joined_lm_head(), heads.follow(torch.arange(5), torch.zeros(1)))
-...     after.hidden_MH[:, -1].tolist(), (after.source_M + 1).tolist()
+...     after.hidden_MH[:, -1].tolist(), (after.teacher_M + 1).tolist()
 ([2.0], [3])
 ([3.0], [4])
 
@@ -45,7 +45,7 @@ from torch import Tensor, nn
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
 from headstart.heads.exchange.published import MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.block import BlockConfig, BlockState
+from headstart.heads.parts.block import BlockConfig, BlockSession
 from headstart.heads.parts.block_start import SolvedBlockHead
 from headstart.heads.parts.residual import embed
 
@@ -136,7 +136,7 @@ class DSparkHead(SolvedBlockHead):
     def corrected(self, slots: StepPrediction, lm_head_DH: Tensor, following_XR: Tensor) -> StepPrediction:
         """What the slots of a step predict, after the tokens before the drafted ones: those of the text, where drafting
         has its drafts. `following_XR` is from `follow`, of every token of the batch."""
-        following_MR = following_XR[slots.source_M]
+        following_MR = following_XR[slots.teacher_M]
         confidence_M = None
         if self.confidence_head is not None:  # which learns what drafts are worth, and does not change them
             confidence_M = self.trust(slots.hidden_MH.detach(), following_MR.detach())
@@ -152,19 +152,19 @@ class DSparkHead(SolvedBlockHead):
         """The target's LM head, and beside it the Markov head's."""
         return torch.cat([self.lm_head_DE, self.markov_lm_head_DR], dim=-1)
 
-    def draft_step(self, state: BlockState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+    def draft_step(self, session: BlockSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         if depth == 0:
-            self.run_block(state, tokens_BW[:, 0])
-            state.logits_BSD = linear(state.hidden_BSE, self.lm_head_DE, self.lm_bias_D)
-        assert state.logits_BSD is not None, "levels in order"
-        logits_B1D = state.logits_BSD[:, depth : depth + 1]
+            self.run_block(session, tokens_BW[:, 0])
+            session.logits_BSD = linear(session.hidden_BSE, self.lm_head_DE, self.lm_bias_D)
+        assert session.logits_BSD is not None, "levels in order"
+        logits_B1D = session.logits_BSD[:, depth : depth + 1]
         following_BWR = self.follow(tokens_BW, logits_B1D)
         return self.finished(logits_B1D + linear(following_BWR, self.markov_lm_head_DR))
 
-    def confidence(self, state: BlockState, tokens_BW: Tensor, depth: int) -> Tensor | None:
+    def confidence(self, session: BlockSession, tokens_BW: Tensor, depth: int) -> Tensor | None:
         if self.confidence_head is None:
             return None
-        hidden_BWE = state.hidden_BSE[:, depth : depth + 1].expand(-1, tokens_BW.shape[1], -1)
+        hidden_BWE = session.hidden_BSE[:, depth : depth + 1].expand(-1, tokens_BW.shape[1], -1)
         return self.trust(hidden_BWE, self.follow(tokens_BW, hidden_BWE)).sigmoid()
 
     def by_published_name(self) -> dict[str, Tensor]:

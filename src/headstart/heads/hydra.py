@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, origins, register, supervised_origins
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.residual import LinearStart, ResidualConfig, ResidualHead, ResidualState, embed, head_hidden
+from headstart.heads.parts.residual import FinalSession, LinearStart, ResidualConfig, ResidualHead, embed, head_hidden
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 
@@ -131,14 +131,14 @@ class HydraHead(ResidualHead):
         final_XE = batch.states[FINAL].flatten(0, 1)
         return final_XE, embed(batch.tokens_BT.flatten(), self.target_embeddings, final_XE)
 
-    def draft_step(self, state: ResidualState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        above_BWF = state.final_BE[:, None]
+    def draft_step(self, session: FinalSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        above_BWF = session.final_BE[:, None]
         if depth:
             rows_B1 = torch.arange(len(tokens_BW), device=tokens_BW.device)[:, None]
-            above_BWF = state.seen[rows_B1, parents_BW]
-        state.seen = torch.cat([above_BWF, embed(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
+            above_BWF = session.seen[rows_B1, parents_BW]
+        session.seen = torch.cat([above_BWF, embed(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
         head = cast(HydraStep, self.heads[depth])
-        return self.finished(linear(head(state.seen), self._lm_head(head), self.lm_bias_D))
+        return self.finished(linear(head(session.seen), self._lm_head(head), self.lm_bias_D))
 
     def _heads(self) -> list[HydraStep]:
         return [cast(HydraStep, head) for head in self.heads]

@@ -36,7 +36,7 @@ from headstart.heads.base import (
 )
 from headstart.heads.exchange.published import LM_HEAD, Layout, Published
 from headstart.heads.int8_weights import linear, unstack
-from headstart.heads.parts.residual import LinearStart, ResidualConfig, ResidualHead, ResidualState, embed, head_hidden
+from headstart.heads.parts.residual import FinalSession, LinearStart, ResidualConfig, ResidualHead, embed, head_hidden
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
@@ -190,11 +190,11 @@ class MedusaHead(ResidualHead, OneForwardHead):
             tensors |= {f"lm_heads.{head}.weight": tensors[LM_HEAD] for head in range(published.steps)}
         return super().from_published(published.with_tensors(tensors), target)
 
-    def depth_logits(self, state: ResidualState, root_B: Tensor, depths: range) -> Tensor:
+    def depth_logits(self, session: FinalSession, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:
-            state.seen = self.read(state.final_BE, root_B)
+            session.seen = self.read(session.final_BE, root_B)
         logits = []
         for input_EF, weight_LEE, bias_LE, lm_head_DE in self.parts()[depths.start : depths.stop]:
-            hidden_BE = head_hidden(state.seen, input_EF, weight_LEE, bias_LE)
+            hidden_BE = head_hidden(session.seen, input_EF, weight_LEE, bias_LE)
             logits.append(linear(hidden_BE, lm_head_DE, self.lm_bias_D))
         return self.finished(torch.stack(logits, dim=1))

@@ -21,13 +21,13 @@ from headstart.hub.engines.export import Exported, export_for
 from headstart.hub.engines.serving import drafts_to_try
 from headstart.hub.format import CALIBRATION, refuse_other_files
 from headstart.pipeline.actions import validation_file
-from headstart.servers.engines import ENGINES, Engine
+from headstart.servers.engines import ENGINES, ServingEngine
 from headstart.servers.process import Server
 from headstart.support.files import read_json
 from headstart.support.terminal import program
 
 
-def served_with(engine: Engine, exported: Exported, drafts: int) -> list[str]:
+def served_with(engine: ServingEngine, exported: Exported, drafts: int) -> list[str]:
     """Arguments that add exported heads to an engine which serves their target: what `export` prints, behind that."""
     words = exported.words({engine.name: drafts})[engine.name]
     return words[len(shlex.split(engine.command)) + len(engine.target_option) + 1 :]
@@ -39,7 +39,7 @@ def tune_in_engine(
     """Find out in a serving engine how many drafts pay there, and keep it with the heads and in their card.
 
     `heads` is their folder, or that of their run; the prompts of its validation conversations are asked, or of the file
-    `validation`. Where the engine fails, its logs are kept.
+    `validation`. Where it fails and the error names its log, the logs are kept.
     """
     name, folder = options.engine, heads_folder(heads)
     if name not in ENGINES:
@@ -85,6 +85,8 @@ def tune_in_engine(
                 progress=status.update,
             )
         except UserError as error:
+            if place not in error.remedy:
+                raise
             raise UserError(error.problem, error.remedy.replace(place, _kept(Path(place)))) from None
     tuning = EngineTuning(
         engine=name,
@@ -125,8 +127,6 @@ def _numbers(typed: str) -> list[int]:
 
 def _kept(place: Path) -> str:
     """Move an engine's logs to where they outlive the exported heads; returns the folder that stands for `place`."""
-    if not (place / "logs").is_dir():
-        return str(place)
     kept = Path(mkdtemp(prefix="headstart-engine-"))
     shutil.move(place / "logs", kept / "logs")
     return str(kept)

@@ -1,6 +1,7 @@
 """The sections of a recipe: every setting, its type, what it is when left out, and what it means.
 
-Every room may import this module, so it imports none. See `headstart.recipes.recipe` for how a recipe is read.
+Every room with settings may import this module, so it imports next to nothing. See `headstart.recipes.recipe` for how a
+recipe is read.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic.fields import FieldInfo
 
 from headstart.errors import UserError
+from headstart.servers.names import FormatName
 
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
 """`exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
@@ -333,7 +335,7 @@ class EvalSection(Section):
 class ExportSection(Section):
     """What the heads are for."""
 
-    formats: tuple[Literal["vllm", "sglang", "speculators", "gguf"], ...] = Field(
+    formats: tuple[FormatName, ...] = Field(
         (),
         description="Formats of engines that `headstart export` is to write later: settings of heads that one of them "
         "cannot hold are refused before any work.",

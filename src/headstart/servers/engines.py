@@ -9,7 +9,7 @@ from headstart.servers.completions import Dialect, LlamaServer, OpenAI
 
 
 @dataclass(frozen=True)
-class Engine:
+class ServingEngine:
     """What is particular to an engine.
 
     Attributes:
@@ -18,6 +18,7 @@ class Engine:
         command: that starts it; the words of `target_option`, the target and options come after it.
         server_options: what makes its counts and answers whole.
         version_page: path, and the key there, of what the running engine says of its version.
+        needs_gguf: whether it loads targets from GGUF files alone.
         model: what it calls its target; empty where it needs no name.
         two_at_a_time: what to do where two of them do not fit into memory, as a sentence.
     """
@@ -29,15 +30,16 @@ class Engine:
     server_options: tuple[str, ...]
     version_page: tuple[str, str]
     target_option: tuple[str, ...] = ()
+    needs_gguf: bool = False
     model: str = ""
     two_at_a_time: str = ""
 
     def own_target(self, folder: str, gguf: Path | None) -> str:
         """What it loads of a target in this folder (or with this Hub id), or in this GGUF file; empty when nothing."""
-        return str(gguf or "") if self.format == "gguf" else folder
+        return str(gguf or "") if self.needs_gguf else folder
 
 
-_VLLM = Engine(
+_VLLM = ServingEngine(
     name="vllm",
     format="vllm",
     command="vllm serve",
@@ -49,7 +51,7 @@ _VLLM = Engine(
     two_at_a_time="Two servers run at a time: leave memory for both with "
     '--engine-arguments "--gpu-memory-utilization 0.4" (which stands for main memory on a CPU).',
 )
-_LLAMA_CPP = Engine(
+_LLAMA_CPP = ServingEngine(
     name="llama.cpp",
     format="gguf",
     command="llama-server",
@@ -57,5 +59,6 @@ _LLAMA_CPP = Engine(
     server_options=("--metrics", "--parallel", "1"),
     version_page=("/props", "build_info"),
     target_option=("-m",),
+    needs_gguf=True,
 )
 ENGINES = {engine.name: engine for engine in (_VLLM, _LLAMA_CPP)}

@@ -20,7 +20,7 @@ from typing import Any, Self
 from headstart.errors import UserError
 from headstart.servers.client import Endpoint, Later
 from headstart.servers.completions import Ask
-from headstart.servers.engines import Engine
+from headstart.servers.engines import ServingEngine
 
 _HOST = "127.0.0.1"
 _POLL_SECONDS = 0.25
@@ -54,7 +54,7 @@ class Server:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ServingEngine,
         target: str,
         drafting: Sequence[str],
         log: Path,

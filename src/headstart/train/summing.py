@@ -91,9 +91,9 @@ class TeacherLogits:
     row_X: Tensor
     read: Callable[[Tensor], Tensor] | None = None
 
-    def rows(self, source_M: Tensor) -> Tensor:
+    def rows(self, teacher_M: Tensor) -> Tensor:
         """Rows of the teacher logits for flat positions, all of which precede a supervised token."""
-        rows_M = self.row_X[source_M]
+        rows_M = self.row_X[teacher_M]
         assert not (rows_M < 0).any(), "a step predicts supervised tokens only"
         return rows_M
 
@@ -129,7 +129,7 @@ def weighted(
         weight_M = torch.cat([weights[step] for step in members])
         if teacher_logits.logits_SD is None and len(members) > 1:
             # Steps that are compared with one distribution come together: it is computed once for all of them.
-            prediction, weight_M = _rows_of(prediction, weight_M, prediction.source_M.argsort(stable=True))
+            prediction, weight_M = _rows_of(prediction, weight_M, prediction.teacher_M.argsort(stable=True))
         confidence_M = prediction.confidence_M
         alpha_M = weight_M.new_zeros(len(weight_M)) if confidence_M is not None else None
         total = total + summed(loss, prediction, teacher_logits, weight_M, alpha_M)
@@ -139,7 +139,7 @@ def weighted(
     if feature_weight:
         for step, weight_M in zip(steps, weights, strict=True):
             assert step.feature_ME is not None, "refused before: these heads draft no features"
-            final_ME = teacher_logits.final_SE[teacher_logits.rows(step.source_M)]
+            final_ME = teacher_logits.final_SE[teacher_logits.rows(step.teacher_M)]
             total = total + feature_weight * (weight_M * smooth_l1(step.feature_ME, final_ME)).sum()
     return total
 
@@ -158,7 +158,7 @@ def _joined(steps: Sequence[StepPrediction]) -> StepPrediction:
     return dataclasses.replace(
         steps[0],
         hidden_MH=torch.cat([step.hidden_MH for step in steps]),
-        source_M=torch.cat([step.source_M for step in steps]),
+        teacher_M=torch.cat([step.teacher_M for step in steps]),
         origin_M=torch.cat([step.origin_M for step in steps]),
         confidence_M=torch.cat(confidences) if confidences else None,
         feature_ME=None,
@@ -171,7 +171,7 @@ def _rows_of(prediction: StepPrediction, weight_M: Tensor, rows: Tensor) -> tupl
     chosen = dataclasses.replace(
         prediction,
         hidden_MH=prediction.hidden_MH[rows],
-        source_M=prediction.source_M[rows],
+        teacher_M=prediction.teacher_M[rows],
         origin_M=prediction.origin_M[rows],
         confidence_M=None if confidence_M is None else confidence_M[rows],
     )
@@ -195,7 +195,7 @@ def _position_weights(
 def alphas(prediction: StepPrediction, teacher_logits: TeacherLogits) -> Tensor:
     """Alpha of a step's drafts, [M], over the draft vocabulary: a token that cannot be drafted counts as little here as
     in the loss."""
-    rows_M = teacher_logits.rows(prediction.source_M)
+    rows_M = teacher_logits.rows(prediction.teacher_M)
     parts = [torch.zeros(0, device=rows_M.device)]
     for block, logits_BD in logits_by_block(prediction):
         table_SD, rows_B = teacher_logits.of(rows_M[block])
@@ -218,7 +218,7 @@ def summed_plain(loss: Loss, prediction: StepPrediction, teacher_logits: Teacher
     logits_MD = F.linear(prediction.hidden_MH, prediction.lm_head_DH, prediction.bias_D)
     logits_MD = logits_MD if prediction.finish is None else prediction.finish(logits_MD)
     kind = torch.promote_types(logits_MD.dtype, torch.float32)
-    table_SD, rows_M = teacher_logits.of(teacher_logits.rows(prediction.source_M))
+    table_SD, rows_M = teacher_logits.of(teacher_logits.rows(prediction.teacher_M))
     target_probs_MD = table_SD[rows_M].softmax(-1, dtype=kind)
     return (weight_M * loss(logits_MD.to(kind), target_probs_MD)).sum()
 
@@ -236,7 +236,7 @@ def summed(
     weights are constants. `alpha_M` is filled with the mass that each prediction shares with the target's distribution.
     """
     hidden_MH, lm_head_DH = prediction.hidden_MH, prediction.lm_head_DH
-    assert len(hidden_MH) == len(prediction.source_M) == len(weight_M), "one source and weight for each prediction"
+    assert len(hidden_MH) == len(prediction.teacher_M) == len(weight_M), "a teacher position and weight for each"
     apply: Callable[..., Tensor] = _Summed.apply
     return apply(hidden_MH, lm_head_DH, loss, prediction, teacher_logits, weight_M, alpha_M)
 
@@ -265,7 +265,7 @@ class _Summed(torch.autograd.Function):
         kind = torch.promote_types(read_MH.dtype, torch.float32)
         # float16 gradients overflow unless they are scaled, and what scales them comes with the backward pass.
         kept = kind if read_MH.dtype == torch.float16 else read_MH.dtype
-        rows_M, bias_D = teacher_logits.rows(prediction.source_M), _like(prediction.bias_D, head_DH)
+        rows_M, bias_D = teacher_logits.rows(prediction.teacher_M), _like(prediction.bias_D, head_DH)
         total = torch.zeros((), dtype=kind, device=hidden_MH.device)
         hidden_kind = torch.promote_types(hidden_MH.dtype, kept)
         hidden_gradient_MH = torch.empty_like(hidden_MH, dtype=hidden_kind) if ctx.needs_input_grad[0] else None

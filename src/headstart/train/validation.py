@@ -86,7 +86,7 @@ class Tally:
             ranks = min(max(TOPS), len(draft_to_target_D))
             best = [logits_BD.topk(ranks, dim=-1).indices for _, logits_BD in logits_by_block(prediction)]
             drafts_MR = draft_to_target_D[torch.cat([draft_to_target_D.new_zeros(0, ranks), *best])]
-            hits_MR = drafts_MR == chosen_X[prediction.source_M][:, None]
+            hits_MR = drafts_MR == chosen_X[prediction.teacher_M][:, None]
             right_M = hits_MR[:, 0] & alive_X[prediction.origin_M]
             alive_X = torch.zeros_like(alive_X).index_put_((prediction.origin_M,), right_M)
             self.counts_KC[step, 0] += len(right_M)

@@ -115,10 +115,10 @@ def measure_drafts(
         tables: list[dict[str, Tensor]] = []
         indices: list[dict[int, int]] = []  # of each step's origins
         for step in heads.unroll(batch):
-            logits_MD, truth_M = step.logits_MD.float(), to_draft_V[tokens_BT.flatten()[step.source_M + 1]]
+            logits_MD, truth_M = step.logits_MD.float(), to_draft_V[tokens_BT.flatten()[step.teacher_M + 1]]
             parts: tuple[Tensor, ...] = (_rank(logits_MD, truth_M, max_rank), _best(logits_MD, max_rank)[0])
             if p_target_TD is not None:
-                parts = sampling_tables(logits_MD, truth_M, p_target_TD[step.source_M], max_rank)
+                parts = sampling_tables(logits_MD, truth_M, p_target_TD[step.teacher_M], max_rank)
             table = dict(zip(Drafts._fields, parts, strict=False))
             if step.confidence_M is not None:
                 table["confidence_OK"] = step.confidence_M.float().sigmoid()

@@ -169,7 +169,7 @@ class BlockLayer(DraftLayer):
 
 
 @dataclass
-class BlockState:
+class BlockSession:
     """Keys and values of the context, one slot for each token that the target has read; what the LM head reads of this
     round's block, and for families that go on from there what it makes of that."""
 
@@ -303,23 +303,23 @@ class BlockHead(DraftHead):
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
-    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> BlockState:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> BlockSession:
         some_BPE = states[self.config.aux_layers[0]]
         cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=some_BPE.shape[1], like=some_BPE)
-        state = BlockState(cache, some_BPE[:, :0])
-        self._remember(state, states, [len(prompt) for prompt in prompts])
-        return state
+        session = BlockSession(cache, some_BPE[:, :0])
+        self._remember(session, states, [len(prompt) for prompt in prompts])
+        return session
 
-    def commit(self, state: BlockState, committed: Committed) -> None:
-        self._remember(state, committed.states, committed.counts)
+    def commit(self, session: BlockSession, committed: Committed) -> None:
+        self._remember(session, committed.states, committed.counts)
 
-    def reorder(self, state: BlockState, rows: Sequence[int]) -> None:
-        state.cache.reorder(rows)
-        state.hidden_BSE, state.logits_BSD = state.hidden_BSE[list(rows)], None
+    def reorder(self, session: BlockSession, rows: Sequence[int]) -> None:
+        session.cache.reorder(rows)
+        session.hidden_BSE, session.logits_BSD = session.hidden_BSE[list(rows)], None
 
-    def _remember(self, state: BlockState, states: Mapping[int, Tensor], counts: Sequence[int]) -> None:
+    def _remember(self, session: BlockSession, states: Mapping[int, Tensor], counts: Sequence[int]) -> None:
         """Keys and values of newly committed tokens; what lies behind a row's own is written over later."""
-        cache, context_BPE = state.cache, self.read_states(states)
+        cache, context_BPE = session.cache, self.read_states(states)
         width = context_BPE.shape[1]
         slots = max(cache.lengths) + width
         cache.reserve(slots)
@@ -328,9 +328,9 @@ class BlockHead(DraftHead):
             cache.put(number, cache.lengths, *layer.context(context_BPE, rotary))
         cache.lengths = [length + count for length, count in zip(cache.lengths, counts, strict=True)]
 
-    def run_block(self, state: BlockState, root_B: Tensor) -> None:
-        """Run the block after each row's root; what its slots say is then in the state."""
-        cache, slots = state.cache, self.config.block_size
+    def run_block(self, session: BlockSession, root_B: Tensor) -> None:
+        """Run the block after each row's root; what its slots say is then in the session."""
+        cache, slots = session.cache, self.config.block_size
         total = max(cache.lengths) + slots
         cache.reserve(total)
         stream_BKE = self.block(root_B, cache.kv[0][0])
@@ -348,7 +348,7 @@ class BlockHead(DraftHead):
                 queries, stream_BKE = queries[:, :, :, drop:], stream_BKE[:, drop:]
                 allowed_BKX = None if allowed_BKX is None else allowed_BKX[:, drop:]
             stream_BKE = layer.write(stream_BKE, cached_attention(queries, cache.kv[number], total, allowed_BKX))
-        state.hidden_BSE = normed(self.norm, stream_BKE)
+        session.hidden_BSE = normed(self.norm, stream_BKE)
 
     @staticmethod
     def _positions(cache: LayerCache, width: int, device: torch.device) -> Tensor:

@@ -8,7 +8,8 @@ a b c d e (positions 0-4), the draft that starts from the state after `b` (origi
     step 0   state(b), emb(c) -> d      sees the entries of a, b
     step 1   own(0),   emb(d) -> e      sees the entries of a, b, and its own of step 0
 
-Where the target wrote c d e, these are the origins that step 0 and step 1 learn from:
+Where the target wrote c d e, these are the origins that step 0 and step 1 learn from. Origin 0 is not among them: its
+root, `b`, was not written by the target, as every root is in decoding:
 
 >>> from headstart.heads.base import supervised_origins
 >>> supervised = torch.tensor([[False, False, True, True, True]])
@@ -54,7 +55,7 @@ class RecurrentConfig(LayerConfig):
 
 
 @dataclass
-class RecurrentState:
+class RecurrentSession:
     """Drafting of a batch.
 
     Attributes:
@@ -149,7 +150,7 @@ class RecurrentHead(DraftHead):
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
-    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> RecurrentState:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> RecurrentSession:
         seen_BPX = self.select_states(states)
         width = seen_BPX.shape[1]
         following = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
@@ -157,53 +158,55 @@ class RecurrentHead(DraftHead):
         tokens_BP = torch.tensor(following, device=seen_BPX.device)
         counts = [len(prompt) for prompt in prompts]
         none = seen_BPX[:, :0]  # until something is drafted
-        return RecurrentState(cache, seen_BPX, tokens_BP, counts, base=[], feedback_BWE=none, visible_BWS=none)
+        return RecurrentSession(cache, seen_BPX, tokens_BP, counts, base=[], feedback_BWE=none, visible_BWS=none)
 
-    def draft_step(self, state: RecurrentState, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        cache, device = state.cache, tokens_BW.device
+    def draft_step(self, session: RecurrentSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        cache, device = session.cache, tokens_BW.device
         rows_B = torch.arange(len(tokens_BW), device=device)
         if depth == 0:
-            last_B = torch.tensor(state.counts, device=device) - 1
-            tokens_BP = state.tokens_BP.index_put((rows_B, last_B), tokens_BW[:, 0])
-            stream_BWE = self._run(state, self.project(state.seen_BPX), tokens_BP, cache.lengths, last_B=last_B)
-            state.base = [length + count - 1 for length, count in zip(cache.lengths, state.counts, strict=True)]
-            state.visible_BWS = torch.zeros(len(rows_B), 1, 0, dtype=torch.bool, device=device)
-            state.drafted = True
+            last_B = torch.tensor(session.counts, device=device) - 1
+            tokens_BP = session.tokens_BP.index_put((rows_B, last_B), tokens_BW[:, 0])
+            stream_BWE = self._run(session, self.project(session.seen_BPX), tokens_BP, cache.lengths, last_B=last_B)
+            session.base = [length + count - 1 for length, count in zip(cache.lengths, session.counts, strict=True)]
+            session.visible_BWS = torch.zeros(len(rows_B), 1, 0, dtype=torch.bool, device=device)
+            session.drafted = True
         else:
             width = tokens_BW.shape[1]
-            above_BWS = state.visible_BWS[rows_B[:, None], parents_BW]
+            above_BWS = session.visible_BWS[rows_B[:, None], parents_BW]
             itself_BWW = torch.eye(width, dtype=torch.bool, device=device).expand(len(rows_B), width, width)
-            state.visible_BWS = torch.cat([above_BWS, itself_BWW], dim=-1)
-            feedback_BWE = state.feedback_BWE[rows_B[:, None], parents_BW]
-            starts = [base + 1 + above_BWS.shape[2] for base in state.base]
-            stream_BWE = self._run(state, feedback_BWE, tokens_BW, starts, visible_BWS=state.visible_BWS, depth=depth)
-        hidden_BWE, state.feedback_BWE = self.layer_output(stream_BWE)
+            session.visible_BWS = torch.cat([above_BWS, itself_BWW], dim=-1)
+            feedback_BWE = session.feedback_BWE[rows_B[:, None], parents_BW]
+            starts = [base + 1 + above_BWS.shape[2] for base in session.base]
+            stream_BWE = self._run(
+                session, feedback_BWE, tokens_BW, starts, visible_BWS=session.visible_BWS, depth=depth
+            )
+        hidden_BWE, session.feedback_BWE = self.layer_output(stream_BWE)
         return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
-    def commit(self, state: RecurrentState, committed: Committed) -> None:
+    def commit(self, session: RecurrentSession, committed: Committed) -> None:
         seen_BPX, tokens_BP, counts = self.select_states(committed.states), committed.tokens_BP, committed.counts
-        if state.drafted:  # the entries of what was pending are in the cache, with the root that is now committed
-            state.cache.lengths = [a + b for a, b in zip(state.cache.lengths, state.counts, strict=True)]
-            state.seen_BPX, state.counts, state.drafted = seen_BPX, counts, False
-            state.tokens_BP = F.pad(tokens_BP[:, 1:], (0, 1))
+        if session.drafted:  # the entries of what was pending are in the cache, with the root that is now committed
+            session.cache.lengths = [a + b for a, b in zip(session.cache.lengths, session.counts, strict=True)]
+            session.seen_BPX, session.counts, session.drafted = seen_BPX, counts, False
+            session.tokens_BP = F.pad(tokens_BP[:, 1:], (0, 1))
             return
-        old, state.counts = state.counts, [a + b for a, b in zip(state.counts, counts, strict=True)]
-        wider = max(state.counts) - state.seen_BPX.shape[1]
-        state.seen_BPX = F.pad(state.seen_BPX, (0, 0, 0, max(0, wider)))
-        state.tokens_BP = F.pad(state.tokens_BP, (0, max(0, wider)))
+        old, session.counts = session.counts, [a + b for a, b in zip(session.counts, counts, strict=True)]
+        wider = max(session.counts) - session.seen_BPX.shape[1]
+        session.seen_BPX = F.pad(session.seen_BPX, (0, 0, 0, max(0, wider)))
+        session.tokens_BP = F.pad(session.tokens_BP, (0, max(0, wider)))
         for row, (start, count) in enumerate(zip(old, counts, strict=True)):
-            state.seen_BPX[row, start : start + count] = seen_BPX[row, :count]
-            state.tokens_BP[row, start - 1 : start - 1 + count] = tokens_BP[row, :count]
+            session.seen_BPX[row, start : start + count] = seen_BPX[row, :count]
+            session.tokens_BP[row, start - 1 : start - 1 + count] = tokens_BP[row, :count]
 
-    def reorder(self, state: RecurrentState, rows: Sequence[int]) -> None:
-        state.cache.reorder(rows)
-        state.seen_BPX, state.tokens_BP = state.seen_BPX[list(rows)], state.tokens_BP[list(rows)]
-        state.counts = [state.counts[row] for row in rows]
-        state.drafted = False
+    def reorder(self, session: RecurrentSession, rows: Sequence[int]) -> None:
+        session.cache.reorder(rows)
+        session.seen_BPX, session.tokens_BP = session.seen_BPX[list(rows)], session.tokens_BP[list(rows)]
+        session.counts = [session.counts[row] for row in rows]
+        session.drafted = False
 
     def _run(
         self,
-        state: RecurrentState,
+        session: RecurrentSession,
         feedback_BWE: Tensor,
         tokens_BW: Tensor,
         starts: Sequence[int],
@@ -214,7 +217,7 @@ class RecurrentHead(DraftHead):
         """The last layer's stream [B, W, E] over new entries, written to each row's slots from `starts` on: nodes of a
         depth, of which each sees the drafted nodes in `visible_BWS`, or entries of the text, which see all before them.
         `last_B` is the only entry of each row whose stream is wanted, so that W is 1."""
-        cache, width, device = state.cache, tokens_BW.shape[1], tokens_BW.device
+        cache, width, device = session.cache, tokens_BW.shape[1], tokens_BW.device
         slots = max(starts) + width
         cache.reserve(slots)
         if visible_BWS is None:
@@ -222,7 +225,7 @@ class RecurrentHead(DraftHead):
             steps_W = torch.arange(width, device=device)
             visible_BWS = (steps_W <= steps_W[:, None]).expand(len(starts), width, width)
         else:
-            first = [base + 1 for base in state.base]
+            first = [base + 1 for base in session.base]
             steps_W = torch.full((width,), depth - 1, device=device)
         positions_BW = torch.tensor(first, device=device)[:, None] + steps_W
         chain = visible_BWS.shape[2] == max(1, depth)  # every level so far had a single node

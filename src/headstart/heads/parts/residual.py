@@ -37,7 +37,7 @@ class ResidualConfig(HeadConfig):
 
 
 @dataclass
-class ResidualState:
+class FinalSession:
     """The final state of the last token that each row has committed, and what was read last in this round: [B, F] by
     every head, or [B, W, F] at the nodes of a level."""
 
@@ -54,16 +54,16 @@ class ResidualHead(DraftHead):
     def draft_steps(self) -> int:
         return self.config.num_heads
 
-    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> ResidualState:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> FinalSession:
         counts_B = torch.tensor([len(prompt) for prompt in prompts], device=states[FINAL].device)
         final_BE = _last_states(states[FINAL], counts_B)
-        return ResidualState(final_BE, final_BE)
+        return FinalSession(final_BE, final_BE)
 
-    def commit(self, state: ResidualState, committed: Committed) -> None:
-        state.final_BE = _last_states(committed.states[FINAL], committed.counts_B)
+    def commit(self, session: FinalSession, committed: Committed) -> None:
+        session.final_BE = _last_states(committed.states[FINAL], committed.counts_B)
 
-    def reorder(self, state: ResidualState, rows: Sequence[int]) -> None:
-        state.final_BE = state.final_BE[list(rows)]
+    def reorder(self, session: FinalSession, rows: Sequence[int]) -> None:
+        session.final_BE = session.final_BE[list(rows)]
 
 
 def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:

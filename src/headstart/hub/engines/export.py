@@ -185,11 +185,9 @@ def refuse_used(out: Path) -> None:
 
 def formats_of(folder: Path) -> list[Format]:
     """The formats that a folder of heads is in, whoever wrote it; the first is read where one has to do."""
-    if folder.suffix == ".gguf":
-        return [FORMATS["gguf"]]
-    if not folder.is_dir():
-        raise UserError(f"No folder at {folder}.", "Give a folder of draft heads, or a GGUF file.")
     formats = [format for format in FORMATS.values() if format.holds(folder)]
+    if not formats and not folder.is_dir():
+        raise UserError(f"No folder at {folder}.", "Give a folder of draft heads, or a GGUF file.")
     if not formats:
         raise UserError(f"{folder} holds no draft heads.", "Give a folder with config.json, or a GGUF file.")
     return formats
@@ -217,7 +215,7 @@ def check_export(
 ) -> list[Finding]:
     """What engines would get wrong with a folder of heads or a GGUF file, whoever wrote it.
 
-    By default the engines are those that its formats are mainly for. `against` are heads of ours that it should hold,
+    By default the engines are those that its formats are mainly for. `against` are headstart heads that it should hold,
     and `target` is theirs, where it is not where they say.
     """
     readers = readers_of(folder, engines)

@@ -17,17 +17,15 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, Layout, Published
-from headstart.hub.engines.base import NOTE, Faults, Format, note_of, rounded
+from headstart.hub.engines.base import DFLASH, DSPARK, EAGLE3, NOTE, SGLANG_EAGLE, Faults, Format, note_of, rounded
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, checkpoint_of, offsets, open_checkpoint
-from headstart.hub.engines.reading import DFLASH, DSPARK, SPECULATORS, read_published
+from headstart.hub.engines.reading import SPECULATORS, read_published
 from headstart.hub.engines.rules import checkpoint_faults
 from headstart.hub.engines.serving import drafts_of
 from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.support.files import write_json
 
 WEIGHTS = "model.safetensors"
-_SGLANG_EAGLE = "LlamaForCausalLMEagle"
-"""What SGLang calls EAGLE-1 heads."""
 _SPECULATORS_VERSION = "0.9.0"
 """Of the library whose config is written."""
 Files = tuple[dict[str, Any], dict[str, Tensor]]
@@ -101,7 +99,7 @@ class Sglang(FolderFormat):
         return published.with_tensors(tensors)
 
     def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
-        return _engine_files(held, facts, dtype, _SGLANG_EAGLE)
+        return _engine_files(held, facts, dtype, SGLANG_EAGLE)
 
     def knows(self, checkpoint: Checkpoint) -> bool:
         return _is_for_sglang_alone(checkpoint)
@@ -145,7 +143,7 @@ class Speculators(FolderFormat):
 
 
 def _is_for_sglang_alone(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config.get("architectures") == [_SGLANG_EAGLE]
+    return checkpoint.config.get("architectures") == [SGLANG_EAGLE]
 
 
 def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_architecture: str) -> Files:
@@ -154,7 +152,7 @@ def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_archite
     match held.layout:
         case Layout.EAGLE3:
             config = {
-                "architectures": ["LlamaForCausalLMEagle3"],
+                "architectures": [EAGLE3],
                 **_layers_config(held, facts, dtype),
                 **_eagle3_keys(held),
                 "eagle_aux_hidden_state_layer_ids": list(held.aux_layers),

@@ -1,4 +1,4 @@
-"""Published checkpoints of draft heads, as heads of ours."""
+"""Published checkpoints of draft heads, as headstart heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headstart.target.model import Target
 
 
 def import_heads(source: str | Path, target: Target, out: Path, revision: str | None = None) -> DraftHead:
-    """Write a published checkpoint as a folder of heads of ours, see `headstart.import_heads`."""
+    """Write a published checkpoint as a folder of headstart heads, see `headstart.import_heads`."""
     refuse_other_files(out)
     folder = _folder(source, revision)
     published = read_checked(folder, target)

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
-from headstart.hub.engines.base import tensor_faults
+from headstart.hub.engines.base import DFLASH, DSPARK, tensor_faults
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, absolute_ids, small, whole
 from headstart.hub.target_facts import TargetFacts
 
-DFLASH, DSPARK = "DFlashDraftModel", "Qwen3DSparkModel"
-"""What engines call block drafters."""
 SPECULATORS = {Layout.DFLASH: "DFlashSpeculator", Layout.DSPARK: "DSparkSpeculator"}
 """What the speculators library calls them."""
 _DFLASH = {DFLASH, SPECULATORS[Layout.DFLASH], "dflash"}

@@ -14,11 +14,9 @@ from dataclasses import replace
 from typing import Any
 
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, Layout, Published, digest
-from headstart.hub.engines.base import AGAIN, Faults, Written, tensor_faults
+from headstart.hub.engines.base import AGAIN, READERS, Faults, Written, tensor_faults
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint
 from headstart.hub.engines.reading import (
-    DFLASH,
-    DSPARK,
     draft_ids,
     for_sglang,
     kind_of_map,
@@ -35,23 +33,7 @@ _WRITE = f"Write it into {CONFIG}."
 _CORRECT = f"Correct it in {CONFIG}."
 _NO_MAPS = "Leave out d2t and t2d."
 _WITHOUT = "Serve it with vLLM (--format vllm), or train without that."
-_ROTARY = ("default", "linear", "llama3", "yarn", "dynamic")
-_ROTARY_IN_GGUF = ("default", "linear", "llama3")
 _IDS = "eagle_aux_hidden_state_layer_ids"
-_ARCHITECTURES = {
-    ("vllm", Layout.EAGLE3): ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
-    ("sglang", Layout.EAGLE3): ("LlamaForCausalLMEagle3",),
-    ("vllm", Layout.EAGLE): ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
-    ("sglang", Layout.EAGLE): ("LlamaForCausalLMEagle",),
-    ("vllm", Layout.DFLASH): (DFLASH,),
-    ("sglang", Layout.DFLASH): (DFLASH,),
-    ("vllm", Layout.DSPARK): (DSPARK, "DSparkDraftModel"),
-}
-_UNKNOWN = {
-    "sglang": ("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"),
-    "llama.cpp": ("norm_output", "aux_norms"),
-}
-"""Settings of EAGLE-3 heads that engines pass over."""
 _IN_WORDS = {"aux_norms": "fc_norm (heads.aux_norms)", "norm_output": "norm_output (heads.feedback=post_norm)"}
 
 
@@ -59,23 +41,19 @@ _IN_WORDS = {"aux_norms": "fc_norm (heads.aux_norms)", "norm_output": "norm_outp
 
 
 def engine_limits(settings: Published, engine: str, facts: TargetFacts | None, written: Written | None) -> Faults:
-    """What an engine cannot do with heads of these settings; the target's depth is from `facts`, or what was written.
-
-    All engines but SGLang and llama.cpp read the output of the last layer; SGLang does for block drafters.
-    """
-    layer, aux_layers = settings.layer, list(settings.aux_layers)
+    """What an engine cannot do with heads of these settings; the target's depth is from `facts`, or was written."""
+    reader, layer, aux_layers = READERS[engine], settings.layer, list(settings.aux_layers)
     if layer is not None:
-        if layer.hidden_act != "silu" and engine != "speculators":
+        if layer.hidden_act != "silu" and reader.only_silu:
             remedy = "Train with heads.hidden_act=silu."
             yield f"{engine} computes silu alone, and the MLP uses {layer.hidden_act}.", remedy
         kind = layer.rope_parameters.get("rope_type", "default")
-        if kind not in (_ROTARY_IN_GGUF if engine == "llama.cpp" else _ROTARY):
+        if kind not in reader.rotary:
             yield f"{engine} is not known to turn heads by {kind} positions.", AGAIN
     if facts is not None and settings.vocab_size != facts.vocab_size:
         yield f"The heads are for {settings.vocab_size} tokens, and {facts.name} has {facts.vocab_size}.", AGAIN
     layers = facts.num_layers if facts is not None else int((written.target if written else {}).get("num_layers", 0))
-    above = engine == "llama.cpp" or (engine == "sglang" and settings.layout is Layout.EAGLE3)
-    deepest = layers - 1 if above else layers
+    deepest = layers - (settings.layout in reader.misses_last_layer)
     if layers and aux_layers and not 1 <= min(aux_layers) <= max(aux_layers) <= deepest:
         yield (
             f"{engine} cannot read the layers {aux_layers} of a target with {layers}: {deepest} is the deepest.",
@@ -87,19 +65,19 @@ def engine_limits(settings: Published, engine: str, facts: TargetFacts | None, w
                 f"The layers {aux_layers} do not rise, and {engine} joins their outputs in the order of the layers.",
                 "Train with rising heads.aux_layers.",
             )
-        if settings.layout is Layout.DSPARK and not settings.markov_rank and engine in ("vllm", "llama.cpp"):
+        if settings.layout is Layout.DSPARK and not settings.markov_rank and reader.needs_markov:
             yield (
                 f"{engine} knows DSpark heads by their Markov head, and these have none (heads.markov_rank=0).",
                 "Train dflash heads, or with a heads.markov_rank.",
             )
-    if settings.layout is Layout.EAGLE3 and engine in _UNKNOWN:
-        for name in _UNKNOWN[engine]:
+    if settings.layout is Layout.EAGLE3:
+        for name in reader.passes_over:
             if getattr(settings, name):
                 known = _IN_WORDS.get(name, name)
                 yield f"{engine} does not know {known}, and would draft with other numbers than were trained.", _WITHOUT
-        if settings.num_layers != 1:
+        if settings.num_layers != 1 and reader.passes_over:
             yield f"{engine} runs one layer of such heads, and these have {settings.num_layers}.", _WITHOUT
-        if len(aux_layers) != 3:
+        if len(aux_layers) != 3 and reader.passes_over:
             yield f"{engine} fuses 3 layers of the target, not {len(aux_layers)}.", _WITHOUT
 
 
@@ -243,13 +221,14 @@ def _architecture(checkpoint: Checkpoint, layout: Layout, engine: str) -> Faults
         if not checkpoint.is_speculators:
             yield f"{CONFIG} has no speculators_model_type.", "Export with --format speculators."
         return
-    if (engine, layout) not in _ARCHITECTURES:
+    known = READERS[engine].architectures.get(layout)
+    if known is None:
         yield (
             f"headstart knows of no {engine} that serves {layout} heads as it writes them.",
             "Serve them with another engine (--format), or train heads that it knows.",
         )
         return
-    known, given = _ARCHITECTURES[engine, layout], checkpoint.config.get("architectures")
+    given = checkpoint.config.get("architectures")
     if not set(map(str, given if isinstance(given, list) else [])) & set(known):
         yield (
             f"{engine} knows such heads as {known[0]}, and architectures is {given!r}.",

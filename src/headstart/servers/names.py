@@ -1,0 +1,8 @@
+"""What users call formats and engines, as recipes and `--help` need it; a test holds it equal to the tables named."""
+
+from typing import Literal, get_args
+
+FormatName = Literal["vllm", "sglang", "speculators", "gguf"]  # headstart.hub.engines.export.FORMATS
+FORMATS = ", ".join(get_args(FormatName))
+READERS = "vllm, sglang, speculators, llama.cpp"  # headstart.hub.engines.base.READERS
+ENGINES = "vllm, llama.cpp"  # headstart.servers.engines.ENGINES
