@@ -20,11 +20,12 @@ from torch import Tensor
 
 from headstart.decode.budget import Controller, Costs
 from headstart.decode.learned import Experience, size_of
-from headstart.decode.memory import reserve
+from headstart.decode.memory import by_halves, reserve
 from headstart.decode.options import DecodeOptions, check_kinds
 from headstart.decode.sampling import argmax, check_processors, check_sampling, warp
 from headstart.decode.verify import RULES, SamplingVerifier
 from headstart.errors import UserError, check_text, nearest
+from headstart.target.memory import out_of_memory
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
 
@@ -131,6 +132,17 @@ class Drafter(Protocol):
 # -- the loop --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of `Engine.generate`: what was asked, when, and what came of each row so far."""
+
+    prompts: Sequence[Sequence[int]]
+    options: DecodeOptions
+    on_tokens: OnTokens | None
+    started: float
+    texts: list[Generation]
+
+
 class Engine:
     """Decodes with a target and its drafters; without any, plainly.
 
@@ -154,24 +166,48 @@ class Engine:
     def generate(
         self, prompts: Sequence[Sequence[int]], options: DecodeOptions, on_tokens: OnTokens | None = None
     ) -> list[Generation]:
-        """Decode a batch of tokenised prompts of any lengths.
+        """Decode a batch of tokenised prompts of any lengths. Rows that memory does not hold together are decoded one
+        half after the other; each keeps its number and its seed.
 
         Raises:
-            UserError: an empty or too long prompt, an option out of range, or a batch that memory cannot hold.
+            UserError: an empty or too long prompt, an option out of range, or a prompt that memory cannot hold.
         """
-        started = perf_counter()
+        call = _Call(prompts, options, on_tokens, perf_counter(), [Generation() for _ in prompts])
         check(self.target, prompts, options)
-        target, controller, verifier = self.target, self._controller(prompts, options), make_verifier(options, prompts)
+        if len(prompts) > 1:  # none is decoded where one can never be
+            reserve(self.target, [max(prompts, key=len)], options.max_new_tokens, 1)
+        try:
+            by_halves(range(len(prompts)), partial(self._decode, call))
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError(
+                f"Decoding a single prompt takes more memory than {self.target.device} has beside {self.target.name}.",
+                "Shorten the prompt, or lower --max-new-tokens.",
+            ) from error
+        return call.texts
+
+    def _decode(self, call: _Call, numbers: Sequence[int]) -> bool:
+        """Decode these rows to their ends, from what they have emitted on; false, with nothing done, where memory does
+        not hold them together."""
+        target, options, texts, on_tokens = self.target, call.options, call.texts, call.on_tokens
+        rows = [row for row in numbers if not texts[row].finish_reason]  # those still running
+        if not rows:
+            return True
+        prompts = [[*call.prompts[row], *texts[row].tokens] for row in rows]
+        controller, verifier = self._controller(prompts, options), make_verifier(options, call.prompts)
+        verifier.reorder(rows)
+        verifier.go_on_from([texts[row].tokens for row in rows])
         # Of the drafters that draft still, by their number.
         sessions = dict[int, Any].fromkeys(range(len(self.drafters)) if controller.will_draft else ())
-        texts = [Generation() for _ in prompts]
-        rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
 
         def ask(number: int, work: Callable[..., Any], *arguments: Any) -> Any:
             """What comes of a drafter's work. One that raises is left out from then on: the text goes on without it."""
             try:
                 return work(*arguments)
             except CAUGHT as error:
+                if len(rows) > 1 and out_of_memory(error):
+                    raise
                 del sessions[number]
                 for row in rows:
                     texts[row].drafter_error = f"{type(error).__name__}: {error}"
@@ -194,7 +230,7 @@ class Engine:
 
         def emit(emitted: Sequence[Sequence[int]]) -> list[int]:
             """Add to the texts of the running rows; indices of those that go on."""
-            now_ms = 1e3 * (perf_counter() - started)
+            now_ms = 1e3 * (perf_counter() - call.started)
             for row, tokens in zip(rows, emitted, strict=True):
                 text, before = texts[row], len(texts[row].tokens)
                 text.extend(tokens, row, options, target)
@@ -205,7 +241,9 @@ class Engine:
             return [index for index, row in enumerate(rows) if not texts[row].finish_reason]
 
         most_nodes = 1 + sum(self.drafters[number].max_nodes - 1 for number in sessions)
-        max_nodes = reserve(target, prompts, options.max_new_tokens, most_nodes)
+        max_nodes = reserve(target, [call.prompts[row] for row in rows], options.max_new_tokens, most_nodes)
+        if not max_nodes:
+            return False
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
         out = target.prefill(cache, prompts, self._aux_layers(sessions))
         roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
@@ -259,7 +297,7 @@ class Engine:
             ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
             for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
                 texts[row].rounds.append(Round(tree.size, len(tokens), *ms, depth=tree.depth))
-        return texts
+        return True
 
     def _aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Layers whose states these drafters read."""
@@ -315,6 +353,9 @@ class Verifier:
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
+
+    def go_on_from(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Begin after what each row has emitted."""
 
 
 def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:

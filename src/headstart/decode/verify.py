@@ -121,6 +121,12 @@ class SamplingVerifier:
         self._numbers = [self._numbers[row] for row in rows]
         self.draft_streams = [self.draft_streams[row] for row in rows]
 
+    def go_on_from(self, emitted: Sequence[Sequence[int]]) -> None:
+        """See `Verifier.go_on_from`: with the numbers that come next, and drafts that share no noise with the text."""
+        self._emitted(emitted)
+        for stream, tokens in zip(self.draft_streams, emitted, strict=True):
+            stream.manual_seed(stream.initial_seed() + len(tokens))
+
     def _peek(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The next numbers of each row for accepting and for drawing, [B, count] each; one upload."""
         numbers = [[pair[kind].peek(count) for pair in self._numbers] for kind in (0, 1)]
