@@ -232,14 +232,14 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "deterministic"), [(0.0, False), (1.0, False), (0.0, True)])
 def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
-    temperature: float, monkeypatch: pytest.MonkeyPatch
+    temperature: float, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine where everything takes as long as everything else, and on one where drafts take for ever."""
     target = Target(tiny_model("llama", vocab_size=61))
     known = [row.tokens for row in Engine(target).generate(TEXTS, OPTIONS)]
-    options = replace(OPTIONS, temperature=temperature, seed=3)
+    options = replace(OPTIONS, temperature=temperature, seed=3, deterministic=deterministic)
     found = []
     for ticks, earlier in (((1e-3,), 0), ((1e-3, 1.0, 1e-3, 1e-3), 3)):
         monkeypatch.setattr("headstart.decode.loop.perf_counter", Clock(*ticks))
@@ -251,7 +251,7 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
         outputs = engine.generate(TEXTS, options)
         found.append([(row.tokens, [one.nodes for one in row.rounds]) for row in outputs])
     assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
-    assert (found[0] == found[1]) == (temperature > 0), "the number of drafts"
+    assert (found[0] == found[1]) == (temperature > 0 or deterministic), "the number of drafts"
 
 
 def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(

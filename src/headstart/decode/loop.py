@@ -152,8 +152,8 @@ class Engine:
 
     With costs of this machine the number of nodes follows them, and drafting pauses where it does not pay; without them
     everything that is proposed is verified. In greedy decoding, what rounds really take corrects the costs, and what is
-    learned serves later calls; sampling keeps to them, so that a seeded text does not depend on the clock, nor on what
-    was decoded before.
+    learned serves later calls; sampling keeps to them, as does greedy decoding that is to be deterministic: with the
+    same costs a text then does not depend on the clock, nor on what was decoded before.
     """
 
     def __init__(self, target: Target, *drafters: Drafter, costs: Costs | None = None) -> None:
@@ -310,7 +310,7 @@ class Engine:
         if self.costs is not None and known and len(known) == len(shares):
             draft_ms = sum(known) * self.costs.verify(1)
         experience = None
-        if options.greedy:
+        if options.greedy and not options.deterministic:
             experience = self._experience.setdefault(size_of(len(prompts)), Experience())
         longest = max(map(len, prompts))
         return Controller(
