@@ -136,7 +136,9 @@ class Decoder:
         asked = DecodeOptions.of(options)
         tokens, engine = self._prepared([prompt], asked)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
-        return Stream(lambda on_tokens: self._answer(engine.generate(tokens, asked, on_tokens)[0]), pieces)
+        return Stream(
+            lambda on_tokens, check: self._answer(engine.generate(tokens, asked, on_tokens, check)[0]), pieces
+        )
 
     def tokens(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids that the target reads for a prompt; errors are those of `generate`."""

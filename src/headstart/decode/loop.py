@@ -92,6 +92,8 @@ class Generation:
 
 OnTokens = Callable[[int, list[int]], None]
 """Called with (row, new tokens) as soon as they are decided."""
+Check = Callable[[], None]
+"""Called before each forward, those that read a piece of a long prompt among them; what it raises ends the decoding."""
 
 
 # -- drafters --------------------------------------------------------------------------------------------------------
@@ -141,6 +143,7 @@ class _Call:
     on_tokens: OnTokens | None
     started: float
     texts: list[Generation]
+    check: Check | None
 
 
 class Engine:
@@ -164,7 +167,11 @@ class Engine:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], options: DecodeOptions, on_tokens: OnTokens | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: DecodeOptions,
+        on_tokens: OnTokens | None = None,
+        check_on: Check | None = None,
     ) -> list[Generation]:
         """Decode a batch of tokenised prompts of any lengths. Rows that memory does not hold together are decoded one
         half after the other; each keeps its number and its seed.
@@ -172,7 +179,7 @@ class Engine:
         Raises:
             UserError: an empty or too long prompt, an option out of range, or a prompt that memory cannot hold.
         """
-        call = _Call(prompts, options, on_tokens, perf_counter(), [Generation() for _ in prompts])
+        call = _Call(prompts, options, on_tokens, perf_counter(), [Generation() for _ in prompts], check_on)
         check(self.target, prompts, options)
         if len(prompts) > 1:  # none is decoded where one can never be
             reserve(self.target, [max(prompts, key=len)], options.max_new_tokens, 1)
@@ -245,6 +252,8 @@ class Engine:
         if not max_nodes:
             return False
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
+        if call.check is not None:
+            cache.watch(call.check)
         out = target.prefill(cache, prompts, self._aux_layers(sessions))
         roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
         for number in list(sessions):
