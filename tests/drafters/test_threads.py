@@ -20,7 +20,7 @@ from tests.tiny import tiny_model
 PROMPTS = [[3, 9, 14, 27, 3, 9, 14], [8, 40, 12, 55, 6, 21, 44, 17, 8, 40], [5, 5, 5, 5]]
 FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "dspark", "dflash", "mtp")
 """Rows of `tests.heads.test_contract`."""
-ALONE = ("ngram", "lookahead", "early-exit:1", "draft-model", "mtp")
+ALONE = ("ngram", "lookahead", "early-exit:1", "draft-model:small", "mtp")
 """Drafters that need no heads."""
 REPEATS = 3
 
@@ -71,9 +71,8 @@ def test_heads_and_what_is_joined_with_them(family: str) -> None:
 
 @pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("drafter", ALONE)
-def test_drafters_without_heads(drafter: str, tmp_path: Path) -> None:
+def test_drafters_without_heads(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Target(tiny_model("llama", seed=1, vocab_size=61))
+    monkeypatch.setattr("headstart.drafters.catalog.load_target", lambda *_, **__: small)
     target = ship("mimo", tmp_path / "shipped").target if drafter == "mtp" else None
-    if drafter == "draft-model":
-        tiny_model("llama", seed=1, vocab_size=61).save_pretrained(tmp_path / "draft")
-        drafter = f"draft-model:{tmp_path / 'draft'}"
     check(Decoder(target or Target(tiny_model("llama", vocab_size=61))), drafter)
