@@ -24,6 +24,7 @@ from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from tests.hub.helpers import TUNING, export, make_heads
+from tests.target.test_chains import hybrid
 from tests.tiny import tiny_model, tiny_tokenizer
 
 PROMPTS = ["Hello there", "Why is the sky blue?", "a"]
@@ -356,6 +357,76 @@ def test_leaving_a_stream_ends_its_decoding(decoder: Decoder) -> None:
     assert list(stream) == []
 
 
+def reading(stream: Any, started: threading.Event) -> tuple[threading.Thread, list[str], list[BaseException]]:
+    """A thread that reads a stream to its end; its pieces and what it raised."""
+    pieces: list[str] = []
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            for piece in stream:
+                pieces.append(piece)
+                started.set()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread, pieces, errors
+
+
+def test_a_stream_is_closed_from_another_thread_at_any_time(decoder: Decoder) -> None:
+    for wait in (True, False):  # in the middle of the text, and whenever it may be
+        for _ in range(5):
+            started = threading.Event()
+            stream = decoder.stream("Hello", max_new_tokens=900, temperature=1.0, drafter="none")
+            thread, _, errors = reading(stream, started)
+            if wait:
+                assert started.wait(60)
+            closing = [threading.Thread(target=stream.close) for _ in range(3)]
+            for closer in closing:
+                closer.start()
+            for closer in [*closing, thread]:
+                closer.join(60)
+                assert not closer.is_alive()
+            stream.close()
+            assert not errors and stream.answer is None and list(stream) == []
+            assert "headstart-stream" not in [other.name for other in threading.enumerate()]
+    unread = decoder.stream("Hello")
+    unread.close()
+    assert list(unread) == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "chains"])
+def test_closing_ends_the_reading_of_a_long_prompt_after_a_piece(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second of four pieces waits until the stream is closed; the third is never read."""
+    monkeypatch.setattr("headstart.target.model.PIECE", 64)
+    model = tiny_model("llama", max_length=1024, vocab_size=len(tiny_tokenizer())) if kind == "llama" else hybrid()
+    decoder = Decoder(Target(model, tiny_tokenizer()))
+    forwards, reached, closed = list[int](), threading.Event(), threading.Event()
+    honest = decoder.target.model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        forwards.append(1)
+        if len(forwards) == 2:
+            reached.set()
+            assert closed.wait(60)
+        return honest(*args, **kwargs)
+
+    monkeypatch.setattr(decoder.target.model, "forward", forward)
+    stream = decoder.stream([5] * 250, max_new_tokens=4)
+    thread, pieces, errors = reading(stream, threading.Event())
+    assert reached.wait(60)
+    closer = threading.Thread(target=stream.close)
+    closer.start()
+    stream._decoding._stopped.wait(60)
+    closed.set()
+    for other in (closer, thread):
+        other.join(60)
+        assert not other.is_alive()
+    assert (len(forwards), pieces, errors, stream.answer) == (2, [], [], None)
+
+
 _LEFT_OPEN = """
 import sys
 import headstart
@@ -444,10 +515,10 @@ def test_two_threads_stream_a_hundred_times_as_alone(tiny_target_folder: Path, t
 
 def test_a_failure_while_streaming_reaches_the_reader(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
-        raise RuntimeError("out of memory")
+        raise RuntimeError("shapes differ")
 
     monkeypatch.setattr(decoder.target, "forward_tree", fail)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError, match="shapes differ"):
         list(decoder.stream("Hello", max_new_tokens=30, temperature=1.0))
 
 

@@ -26,6 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import headstart
 import headstart.hf_generate.heads_by_model as lend
+import headstart.target.products as products
 from headstart.errors import UserError
 from headstart.hf_generate.request import LogitsChain, Prompts
 from headstart.hub.format import check_folder
@@ -386,6 +387,35 @@ def test_heads_are_loaded_once_and_the_model_is_not_kept(
     loads.clear()
     gc.collect()
     assert alive() is None
+
+
+def test_weights_are_packed_once_for_all_calls_and_heads_and_again_when_they_change(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed: list[Any] = []
+    prepack = products.prepack
+    monkeypatch.setattr(products, "prepack", lambda weight: packed.append(weight) or prepack(weight))
+    model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
+    model.generation_config.eos_token_id = None
+    for name in ("heads", "others"):
+        export(tmp_path / name, tiny_target)
+
+    def generate(name: str) -> None:
+        heads, asked = headstart.custom_generate(tmp_path / name), {**batch(SHORT), "max_new_tokens": 6}
+        assert torch.equal(model.generate(**asked, custom_generate=heads), model.generate(**asked))
+
+    generate("heads")
+    first = len(packed)
+    for name in ("heads", "others", "heads"):
+        generate(name)
+        assert len(packed) == first
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    generate("heads")
+    assert len(packed) == first + min(first, 1)
+    model.lm_head.weight.data.mul_(-1)  # which PyTorch does not count
+    generate("heads")
+    assert len(packed) == first + 2 * min(first, 1)
 
 
 @pytest.mark.usefixtures("no_code_is_left")

@@ -77,7 +77,7 @@ def test_every_option_is_checked_for_its_type() -> None:
 
 def test_transformers_callers_give_options_by_the_same_names() -> None:
     taken = inspect.signature(CustomGenerate.__call__).parameters
-    for name in ("drafter", "tree", "draft", "verifier"):
+    for name in ("drafter", "tree", "draft", "deterministic", "verifier"):
         assert taken[name].default == getattr(DecodeOptions, name)
     assert {name for _, name in _WARPERS} < {one.name for one in fields(SamplingOptions)}
 

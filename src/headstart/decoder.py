@@ -20,7 +20,7 @@ from headstart.heads.base import DraftHead
 from headstart.streaming import Answer, IncrementalDetokenizer, Stream, decode_text, warn_of_failures
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
-from headstart.tuning.here import tuned_here
+from headstart.tuning.here import tuned_here, tuned_there
 from headstart.tuning.tune import Tuning
 
 TREES = get_args(TreeKind)
@@ -56,9 +56,10 @@ class Decoder:
         self.shape = shape or TreeShape.chain(0)
         self.calibration = calibration or {}
         self.tuning = _tuning(self.calibration)
-        self._engines: dict[tuple[str, TreeKind | None, bool], Engine] = {}
+        self._engines: dict[tuple[str, TreeKind | None, bool, bool], Engine] = {}
         self._conditions: Conditions | None = None
         self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
+        self._there: Tuning | None = None  # the tuning as it is, once that was asked for
         self._lock = threading.RLock()
 
     @property
@@ -79,16 +80,24 @@ class Decoder:
         _check_drafting(name, tree)
         return self._drafters(name, tree, self.tuning if name == "none" else self._tuned_here())
 
-    def engine(self, drafter: str = DEFAULT, tree: TreeKind | None = None, drafts: bool = True) -> Engine:
-        """The decode loop with a drafter, made once; costs are measured first, and without `drafts` there are none."""
+    def engine(
+        self, drafter: str = DEFAULT, tree: TreeKind | None = None, drafts: bool = True, deterministic: bool = False
+    ) -> Engine:
+        """The decode loop with a drafter, made once; costs are measured first, but for those of `deterministic`
+        decoding, and without `drafts` there are none."""
         _check_drafting(drafter, tree)
         drafts = drafts and drafter != "none"
         with self._lock:
-            tuning = self._tuned_here() if drafts else self._here or self.tuning
-            key = (drafter, tree, drafts)
+            if drafts:
+                tuning = self._tuned_there() if deterministic else self._tuned_here()
+            else:
+                tuning = self._here or self.tuning
+            key = (drafter, tree, drafts, deterministic)
             if key not in self._engines:
                 costs = tuning.costs if tuning and drafts else None
                 self._engines[key] = Engine(self.target, *self._drafters(drafter, tree, tuning), costs=costs)
+            if tuning and drafts and self._loaded is not None:  # both kinds of engines draft with the same heads
+                tuning.pack(self._loaded)
             return self._engines[key]
 
     def generate(self, prompt: Prompt, **options: Unpack[DecodeKeywords]) -> Answer:
@@ -127,7 +136,9 @@ class Decoder:
         asked = DecodeOptions.of(options)
         tokens, engine = self._prepared([prompt], asked)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
-        return Stream(lambda on_tokens: self._answer(engine.generate(tokens, asked, on_tokens)[0]), pieces)
+        return Stream(
+            lambda on_tokens, check: self._answer(engine.generate(tokens, asked, on_tokens, check)[0]), pieces
+        )
 
     def tokens(self, prompt: Prompt, raw: bool = False) -> list[int]:
         """Token ids that the target reads for a prompt; errors are those of `generate`."""
@@ -172,7 +183,7 @@ class Decoder:
         check_options(asked)
         tokens = [self.tokens(prompt, asked.raw) for prompt in prompts]
         check(self.target, tokens, asked)
-        return tokens, self.engine(asked.drafter, asked.tree, asked.draft != "off")
+        return tokens, self.engine(asked.drafter, asked.tree, asked.draft != "off", asked.deterministic)
 
     def _tuned_here(self) -> Tuning | None:
         """The tuning with costs that hold here and now, measured once for each set of conditions."""
@@ -185,6 +196,12 @@ class Decoder:
                 self._conditions = conditions
                 self._engines.clear()
             return self._here
+
+    def _tuned_there(self) -> Tuning | None:
+        """The tuning with the costs that it came with."""
+        if self.tuning is not None and self._there is None:
+            self._there = tuned_there(self.tuning, Conditions.of(self.target))
+        return self._there
 
     def _drafters(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> tuple[Drafter, ...]:
         parts = parts_of(name)

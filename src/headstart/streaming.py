@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import queue
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headstart.decode.loop import OnTokens
+from headstart.decode.loop import Check, OnTokens
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,10 @@ class Answer:
     drafter_error: str | None = None
 
 
+Run = Callable[[OnTokens, Check], Answer]
+"""Decodes one prompt."""
+
+
 def warn_of_failures(answers: Iterable[Answer]) -> None:
     """One Python warning for a call whose drafters failed, at the line of the user's that stands three calls above."""
     if errors := dict.fromkeys(answer.drafter_error for answer in answers if answer.drafter_error):
@@ -52,76 +56,90 @@ class Stream(Iterator[str]):
     Decoding runs in a thread of its own and hands over token ids once a round; they become text in the reader's.
     """
 
-    def __init__(self, run: Callable[[OnTokens], Answer], pieces: IncrementalDetokenizer) -> None:
-        self._answer: list[Answer] = []
-        # Nothing of the decoding refers to this object, so that it ends when nobody else does.
-        self._generator = _decoded(run, pieces, self._answer)
+    def __init__(self, run: Run, pieces: IncrementalDetokenizer) -> None:
+        self._answer: Answer | None = None
+        self._pieces = pieces
+        self._decoding = _Decoding(run)
+        # Nothing of the decoding refers to this object, so that it ends when nobody else does; at the latest with the
+        # interpreter: torch aborts the process if it is torn down under a thread.
+        self._end = weakref.finalize(self, self._decoding.end)
 
     def __iter__(self) -> Stream:
         return self
 
     def __next__(self) -> str:
-        return next(self._generator)
+        try:
+            return self._next()
+        except BaseException:  # the end of the text among them
+            self.close()
+            raise
 
     @property
     def answer(self) -> Answer | None:
         """The whole answer once the last piece was read, None before."""
-        return self._answer[0] if self._answer else None
+        return self._answer
 
     def close(self) -> None:
-        """End the decoding early; happens by itself when the stream is no longer used."""
-        self._generator.close()
+        """End the decoding early, from any thread: at the latest when the forward that runs is over, in a long prompt
+        that of a piece. Happens by itself when the stream is no longer used."""
+        self._end()
+
+    def _next(self) -> str:
+        while (message := self._decoding.next()) is not None:
+            if isinstance(message, list):
+                piece = self._pieces.push(message)
+            else:
+                self._answer = message
+                warn_of_failures([message])
+                piece = self._pieces.rest()
+            if piece:
+                return piece
+        raise StopIteration
 
 
-def _decoded(
-    run: Callable[[OnTokens], Answer], pieces: IncrementalDetokenizer, answer: list[Answer]
-) -> Generator[str, None, None]:
-    """The pieces of a stream; its answer is appended at the end."""
-    inbox: queue.SimpleQueue[list[int] | Answer | BaseException] = queue.SimpleQueue()
-    stopped = threading.Event()
-    still_open = _OPEN  # at the end of the interpreter a module's names are gone before its objects
+class _Decoding:
+    """A thread that decodes, and what it has handed over."""
 
-    def on_tokens(_row: int, tokens: list[int]) -> None:
-        if stopped.is_set():
-            raise _Stopped
-        inbox.put(tokens)
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._inbox: queue.SimpleQueue[list[int] | Answer | BaseException | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
 
-    def work() -> None:
+    def next(self) -> list[int] | Answer | None:
+        """The next tokens, or the answer after the last; None at the end. What the thread raised is raised again."""
+        with self._lock:
+            if self._thread is None and not self._stopped.is_set():
+                self._thread = threading.Thread(target=self._work, name="headstart-stream", daemon=True)
+                self._thread.start()
+        if self._stopped.is_set():
+            return None
+        message = self._inbox.get()
+        if isinstance(message, BaseException):
+            raise message
+        return message
+
+    def end(self) -> None:
+        """Have the thread end, and whoever waits for it; returns when it has ended."""
+        with self._lock:
+            self._stopped.set()
+        self._inbox.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _work(self) -> None:
         try:
-            inbox.put(run(on_tokens))
+            self._inbox.put(self._run(lambda _row, tokens: self._inbox.put(tokens), self._check))
+        except _Stopped:
+            pass
         except BaseException as error:  # raised again in the reader's thread
-            inbox.put(error)
+            self._inbox.put(error)
+        self._inbox.put(None)
 
-    thread = threading.Thread(target=work, name="headstart-stream", daemon=True)
-    thread.start()
-    still_open[thread] = stopped
-    try:
-        while not isinstance(message := inbox.get(), Answer):
-            if isinstance(message, BaseException):
-                raise message
-            if piece := pieces.push(message):
-                yield piece
-        if piece := pieces.rest():
-            yield piece
-        answer.append(message)
-        warn_of_failures(answer)
-    finally:
-        stopped.set()
-        thread.join()
-        still_open.pop(thread, None)
-
-
-_OPEN: dict[threading.Thread, threading.Event] = {}
-"""Threads of streams that were not read to their end, and what ends them."""
-
-
-@atexit.register
-def _end_streams() -> None:
-    """End what still decodes when the interpreter does: torch aborts the process if it is torn down under a thread."""
-    for stopped in list(_OPEN.values()):
-        stopped.set()
-    for thread in list(_OPEN):
-        thread.join()
+    def _check(self) -> None:
+        if self._stopped.is_set():
+            raise _Stopped
 
 
 class IncrementalDetokenizer:

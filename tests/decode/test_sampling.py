@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
     MinPLogitsWarper,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -17,11 +20,12 @@ from transformers import (
 
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions, Processor, SamplingOptions
-from headstart.decode.sampling import process, warp
-from headstart.decode.verify import streams
+from headstart.decode.sampling import Prefixes, process, warp
+from headstart.decode.verify import SamplingVerifier, streams
 from headstart.errors import UserError
 from headstart.support.rng import draw
-from headstart.target.model import Target
+from headstart.target.model import Target, TargetOutput
+from headstart.tree.tree import Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import tiny_model
 
@@ -59,6 +63,64 @@ def test_processing_is_that_of_transformers() -> None:
     logits, prefix = torch.randn(30), [3, 5, 5]
     expected = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([prefix]), logits[None].clone())[0]
     assert torch.equal(process(SamplingOptions(repetition_penalty=1.4), logits, prefix), expected)
+
+
+@pytest.mark.parametrize("penalty", [0.8, 1.4])
+def test_prefixes_that_grow_are_processed_as_transformers_processes_them_whole(penalty: float) -> None:
+    """Several nodes of a row after each other, rows that leave, tokens that were seen and others."""
+    generator, options = torch.Generator().manual_seed(0), SamplingOptions(
+        repetition_penalty=penalty, processors=(NoRepeatNGramLogitsProcessor(2), MinLengthLogitsProcessor(9, 4))
+    )  # fmt: skip
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty), *options.processors])
+    texts = [torch.randint(12, (size,), generator=generator).tolist() for size in (3, 1, 7)]
+    prefixes = Prefixes(options, texts)
+    for number in range(40):
+        rows = [row for row in range(len(texts)) for _ in range(2)]
+        paths = [torch.randint(12, (number % 4,), generator=generator).tolist() for _ in rows]
+        logits_MV = torch.randn(len(rows), 12, generator=generator).to(torch.bfloat16 if number % 2 else torch.float32)
+        found_MV = prefixes.process(logits_MV, rows, paths)
+        for found_V, logits_V, row, path in zip(found_MV, logits_MV, rows, paths, strict=True):
+            ids_1T = torch.tensor([texts[row] + path])
+            assert torch.equal(found_V, processors(ids_1T, logits_V[None].float().clone())[0])
+        added = [torch.randint(12, (number % 3,), generator=generator).tolist() for _ in texts]
+        prefixes.extend(added)
+        texts = [text + new for text, new in zip(texts, added, strict=True)]
+        if number == 20:
+            prefixes.reorder([2, 0])
+            texts = [texts[2], texts[0]]
+
+
+class Written(TorchDispatchMode):
+    """Counts the numbers that operations write, views left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not func.is_view and out.data_ptr() not in {
+            one.data_ptr() for one in args if isinstance(one, torch.Tensor)
+        }:  # fmt: skip
+            self.numbers += out.numel()
+        return out
+
+
+@pytest.mark.parametrize("processors", [(), (lambda ids, scores: scores + ids[0, -1],)])
+def test_a_node_takes_no_more_work_in_a_long_text(processors: tuple[Processor, ...]) -> None:
+    """Prompts of 100 and of 2000 tokens: the same numbers are written in each round after the first."""
+    options = SamplingOptions(temperature=1.0, repetition_penalty=1.3, processors=processors)
+    written = []
+    for length in (100, 2000):
+        verifier = SamplingVerifier(options, [[number % 11 for number in range(length)]] * 2, 0, draws=True)
+        verifier.first(torch.zeros(2, 11))
+        batch = TreeBatch.of([Tree([1, 2, 3, 4], [-1, 0, 0, 1])] * 2)
+        verifier.accept(batch, TargetOutput(torch.zeros(2, 4, 11)))  # makes room
+        with Written() as counted:
+            for _ in range(3):
+                verifier.accept(batch, TargetOutput(torch.zeros(2, 4, 11)))
+        written.append(counted.numbers)
+    assert written[0] == written[1] > 0
 
 
 def test_greedy_warping_is_certain() -> None:

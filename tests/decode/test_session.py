@@ -1,4 +1,4 @@
-"""A drafter that fails, and a batch that memory cannot hold."""
+"""A drafter that fails, batches that memory does not hold, and what an engine learned."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from headstart.decode.costs import Costs
 from headstart.decode.loop import Engine, Verifier, _accept_on_device
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
+from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
 from headstart.target.memory import free_bytes
 from headstart.target.model import Target, TargetOutput
@@ -91,8 +92,9 @@ def test_memory_lowers_the_budget_and_refuses_what_cannot_fit(monkeypatch: pytes
     assert per_node >= 2 * 4 * (61 + slots), "logits and a mask"
     free = int((text * per_token + beside + 5 * (per_token + per_node)) / 0.9) + 1
     assert reserve(target, TEXTS, 24, 32, free) == 5
-    with pytest.raises(UserError, match=r"Decoding 2 prompts of up to 28 tokens takes .* are free on cpu"):
-        reserve(target, TEXTS, 24, 32, text * per_token)
+    assert reserve(target, TEXTS, 24, 32, text * per_token) == 0
+    with pytest.raises(UserError, match=r"Decoding a prompt to 28 tokens takes .* are free on cpu"):
+        reserve(target, TEXTS[1:], 24, 32, text * per_token // 4)
     assert reserve(target, TEXTS, 24, 3, free) == 3
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=123_456, total=10**9, free=7))
     assert free_bytes(torch.device("cpu")) == 123_456
@@ -105,6 +107,115 @@ def test_a_narrow_budget_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> No
     outputs = Engine(target, ReplayDrafter(plain, 61, 0.8)).generate(TEXTS, OPTIONS)
     assert [row.tokens for row in outputs] == plain
     assert max(round.nodes for row in outputs for round in row.rounds) == 3
+
+
+# -- batches that memory does not hold -------------------------------------------------------------------------------
+
+ROWS = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [3, 3, 3, 3, 3]]
+
+
+class Reading:
+    """What a call is asked and told: rows of every cache, and the tokens of every row as they came."""
+
+    def __init__(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.caches: list[int] = []
+        self.tokens: dict[int, list[int]] = {}
+        honest = Target.new_cache
+
+        def new_cache(target: Target, rows: int, capacity: int) -> Any:
+            self.caches.append(rows)
+            return honest(target, rows, capacity)
+
+        monkeypatch.setattr(Target, "new_cache", new_cache)
+
+    def on_tokens(self, row: int, tokens: list[int]) -> None:
+        self.tokens.setdefault(row, []).extend(tokens)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("verifier", ["auto", "top_k"])
+def test_a_batch_that_does_not_fit_is_decoded_in_halves_and_says_the_same(
+    temperature: float, verifier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chains of 2 for every row, as no memory is short: seeds and random numbers of a row are those of its number."""
+    target = Target(tiny_model("llama", vocab_size=61))
+    options = replace(OPTIONS, temperature=temperature, verifier=verifier, seed=5)
+    known = [row.tokens for row in Engine(target).generate(ROWS, options)]
+    # A drafter that knows the texts would know them by the number of a row in its own batch.
+    together = Engine(target, NgramDrafter()).generate(ROWS, options)
+    reading, asked = Reading(target, monkeypatch), list[int]()
+
+    def short(_target: Target, prompts: Sequence[Sequence[int]], *_: int) -> int:
+        asked.append(len(prompts))
+        return 32 if len(prompts) == 1 else 0
+
+    monkeypatch.setattr("headstart.decode.loop.reserve", short)
+    outputs = Engine(target, NgramDrafter()).generate(ROWS, options, reading.on_tokens)
+    assert asked == [1, 4, 2, 1, 1, 2, 1, 1] and reading.caches == [1, 1, 1, 1]
+    assert [row.tokens for row in outputs] == [row.tokens for row in together]
+    assert reading.tokens == {number: row.tokens for number, row in enumerate(outputs)}
+    if not temperature:
+        assert [row.tokens for row in outputs] == known
+
+
+@pytest.mark.parametrize("where", ["prefill", "forward_tree"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_batch_that_runs_out_of_memory_goes_on_in_halves_from_what_was_said(
+    temperature: float, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    options = replace(OPTIONS, temperature=temperature, seed=5, repetition_penalty=1.2)
+    plain = [row.tokens for row in Engine(target).generate(ROWS, options)]
+    reading, honest, calls = Reading(target, monkeypatch), getattr(Target, where), itertools.count()
+
+    def short(target: Target, cache: Any, *rest: Any) -> TargetOutput:
+        if cache.rows > 2 and (where == "prefill" or next(calls) == 9):
+            raise MemoryError
+        return honest(target, cache, *rest)
+
+    monkeypatch.setattr(Target, where, short)
+    outputs = Engine(target).generate(ROWS, options, reading.on_tokens)
+    assert reading.caches == [4, 2, 2]
+    assert [row.tokens for row in outputs] == plain
+    assert reading.tokens == dict(enumerate(plain))
+    assert all(row.finish_reason == "length" for row in outputs)
+
+
+@pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
+def test_a_drafter_that_runs_out_of_memory_drafts_for_fewer_rows(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    plain = [row.tokens for row in Engine(target).generate(ROWS, OPTIONS)]
+    reading, honest = Reading(target, monkeypatch), getattr(NgramDrafter, where)
+
+    def short(drafter: NgramDrafter, session: Any, *rest: Any) -> Any:
+        if len(session) > 2:
+            raise MemoryError
+        return honest(drafter, session, *rest)
+
+    monkeypatch.setattr(NgramDrafter, where, short)
+    outputs = Engine(target, NgramDrafter()).generate(ROWS, OPTIONS)
+    assert reading.caches == [4, 2, 2] and [row.tokens for row in outputs] == plain
+    assert all(row.drafter_error is None for row in outputs)
+
+
+def test_a_single_prompt_that_does_not_fit_is_refused_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    reading = Reading(target, monkeypatch)
+    monkeypatch.setattr("headstart.decode.memory.free_bytes", lambda _: 1000)
+    with pytest.raises(UserError, match="Decoding a prompt to 29 tokens takes"):
+        Engine(target).generate(ROWS, OPTIONS)
+    assert not reading.caches
+
+
+def test_a_single_prompt_that_runs_out_of_memory_is_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+
+    def fail(*_: Any) -> TargetOutput:
+        raise MemoryError
+
+    monkeypatch.setattr(Target, "forward_tree", fail)
+    with pytest.raises(UserError, match="Decoding a single prompt takes more memory than cpu has"):
+        Engine(target).generate(ROWS, OPTIONS)
 
 
 # -- what was learned ------------------------------------------------------------------------------------------------
@@ -121,14 +232,14 @@ class Clock:
         return self.now
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "deterministic"), [(0.0, False), (1.0, False), (0.0, True)])
 def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
-    temperature: float, monkeypatch: pytest.MonkeyPatch
+    temperature: float, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine where everything takes as long as everything else, and on one where drafts take for ever."""
     target = Target(tiny_model("llama", vocab_size=61))
     known = [row.tokens for row in Engine(target).generate(TEXTS, OPTIONS)]
-    options = replace(OPTIONS, temperature=temperature, seed=3)
+    options = replace(OPTIONS, temperature=temperature, seed=3, deterministic=deterministic)
     found = []
     for ticks, earlier in (((1e-3,), 0), ((1e-3, 1.0, 1e-3, 1e-3), 3)):
         monkeypatch.setattr("headstart.decode.loop.perf_counter", Clock(*ticks))
@@ -140,7 +251,7 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
         outputs = engine.generate(TEXTS, options)
         found.append([(row.tokens, [one.nodes for one in row.rounds]) for row in outputs])
     assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
-    assert (found[0] == found[1]) == (temperature > 0), "the number of drafts"
+    assert (found[0] == found[1]) == (temperature > 0 or deterministic), "the number of drafts"
 
 
 def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(

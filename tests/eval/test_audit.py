@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from headstart.errors import UserError
 from headstart.eval.audit import RANDOM, WRONG, run_audit
 from headstart.eval.audit_report import sentence, show_audit, write_audit
 from headstart.eval.options import AuditOptions
+from headstart.target.cache import TreeCache
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeShape
 from tests.decode.drafters import broken_trees
@@ -69,6 +71,7 @@ def test_honest_decoding_is_clean(results: dict[str, Any]) -> None:
         assert row["cells"] > 2
         assert row["problem"] is None and row["impossible"] == 0
         assert row["level"] == pytest.approx(0.01 / 4)
+        assert row["again"] == {"texts": 16, "differ": 0}
         assert row["total_variation"] < 3 * row["expected_variation"]
     assert sum(row["drafts_accepted"] for row in results["sampling"]) > 0, "drafts were made"
 
@@ -147,6 +150,23 @@ def test_a_wrong_greedy_token_is_found(decoder: Decoder, monkeypatch: pytest.Mon
     assert "tokens differ" in found["problems"][0]
     write_audit(found, tmp_path)
     assert "**Not clean: 1 of 1 checks failed.**" in (tmp_path / "audit.md").read_text()
+
+
+def test_a_broken_batch_is_found_by_sampling_alone(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that stand beside others lose what they accepted last: one row alone, and greedy decoding, never see it."""
+    commit = TreeCache.commit
+
+    def forgetful(self: TreeCache, paths: Any, paths_BP: Any = None) -> None:
+        commit(self, paths, paths_BP)
+        if self.rows > 8 and max(map(len, paths)) > 1:
+            self.lengths = [length - (len(path) > 1) for length, path in zip(self.lengths, paths, strict=True)]
+
+    monkeypatch.setattr(TreeCache, "commit", forgetful)
+    found = run_audit(decoder, PROMPTS, replace(QUICK, drafters=("static",), depth=5, samples=200))
+    assert all(row["problem"] is None for row in found["greedy"]), "of three rows at most"
+    assert found["problems"] and all(
+        "texts are others in a batch on the real cache" in one for one in found["problems"]
+    )
 
 
 @pytest.mark.drafter_fails

@@ -13,6 +13,7 @@ import torch
 
 from headstart.api import Decoder
 from headstart.decode.costs import Conditions, Costs, Measured
+from headstart.decode.options import DecodeOptions
 from headstart.heads import int8_weights
 from headstart.heads.int8_weights import to_int8
 from headstart.recipes.sections import TuneSection
@@ -155,6 +156,46 @@ def test_what_a_busy_machine_takes_is_not_kept(
     assert decoder(target).costs and len(measured) == 1
     assert capsys.readouterr().err.endswith("measured again the next time\n")
     assert decoder(target).costs and not measured
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_deterministic_decoding_takes_the_stored_costs_in_every_process_and_says_so(
+    target: Target, measured: list[Measured], capsys: pytest.CaptureFixture[str], temperature: float
+) -> None:
+    """Two processes whose machine was busy measured other costs; what is drafted meanwhile changes nothing."""
+    measured[:] = [replace(FOUND, packed=True, steady=False), replace(FOUND, steady=False)]
+    asked: dict[str, Any] = {"max_new_tokens": 24, "temperature": temperature, "seed": 3}
+    answers, rounds = [], []
+    for process in range(2):
+        one = decoder(target)
+        if process:
+            one.generate([9, 8, 7], **asked)
+            assert len(measured) == 1 and one.costs == FOUND.costs
+            capsys.readouterr()
+        for _ in range(2):
+            answers.append(one.generate([5, 6, 7], deterministic=True, **asked).tokens)
+            engine = one.engine(deterministic=True)
+            assert engine.costs == Tuning.from_json(tuned(ELSEWHERE)).costs
+            outputs = engine.generate([[5, 6, 7]], DecodeOptions(deterministic=True, **asked))
+            rounds.append([(done.nodes, done.emitted) for done in outputs[0].rounds])
+        words = capsys.readouterr().err
+        assert words.startswith("These heads were tuned with machine=another machine") and words.count("\n") == 1
+        assert words.endswith("; deterministic decoding takes their stored costs.\n")
+    assert answers == answers[:1] * 4 and rounds == rounds[:1] * 4
+    assert max(nodes for nodes, _ in rounds[0]) > 1, "it drafts"
+
+
+def test_each_kind_of_decoding_drafts_with_its_own_weights(
+    measured: list[Measured], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads in 8 bits, as measured here, are not those of the tuning."""
+    monkeypatch.setattr(int8_weights, "_MIN", 1)
+    measured[:] = [replace(FOUND, packed=True)]
+    one = decoder(Target(tiny_model("llama", vocab_size=64)))
+    for deterministic in (True, False, True):
+        one.generate([5, 6, 7], max_new_tokens=4, deterministic=deterministic)
+        packed = any(hasattr(weight, "int8") for weight in one.heads.parameters())
+        assert packed is not deterministic
 
 
 def test_measuring_that_fails_leaves_the_tuned_costs(

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from headstart.decode.budget import Budget, Costs
 from headstart.decode.learned import Experience, size_of
-from headstart.decode.memory import reserve
+from headstart.decode.memory import by_halves, reserve
 from headstart.decode.options import DecodeOptions, check_kinds
 from headstart.decode.sampling import argmax, check_processors, check_sampling, warp
 from headstart.decode.verify import RULES, SamplingVerifier
 from headstart.errors import UserError, check_text, nearest
+from headstart.target.memory import out_of_memory
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
 
@@ -91,6 +92,8 @@ class Generation:
 
 OnTokens = Callable[[int, list[int]], None]
 """Called with (row, new tokens) as soon as they are decided."""
+Check = Callable[[], None]
+"""Called before each forward, those that read a piece of a long prompt among them; what it raises ends the decoding."""
 
 
 # -- drafters --------------------------------------------------------------------------------------------------------
@@ -131,6 +134,18 @@ class Drafter(Protocol):
 # -- the loop --------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call of `Engine.generate`: what was asked, when, and what came of each row so far."""
+
+    prompts: Sequence[Sequence[int]]
+    options: DecodeOptions
+    on_tokens: OnTokens | None
+    started: float
+    texts: list[Generation]
+    check: Check | None
+
+
 class Engine:
     """Decodes with a target and its drafters; without any, plainly.
 
@@ -140,8 +155,8 @@ class Engine:
 
     With costs of this machine the number of nodes follows them, and drafting pauses where it does not pay; without them
     everything that is proposed is verified. In greedy decoding, what rounds really take corrects the costs, and what is
-    learned serves later calls; sampling keeps to them, so that a seeded text does not depend on the clock, nor on what
-    was decoded before.
+    learned serves later calls; sampling keeps to them, as does greedy decoding that is to be deterministic: with the
+    same costs a text then does not depend on the clock, nor on what was decoded before.
     """
 
     def __init__(self, target: Target, *drafters: Drafter, costs: Costs | None = None) -> None:
@@ -152,26 +167,54 @@ class Engine:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], options: DecodeOptions, on_tokens: OnTokens | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: DecodeOptions,
+        on_tokens: OnTokens | None = None,
+        check_on: Check | None = None,
     ) -> list[Generation]:
-        """Decode a batch of tokenised prompts of any lengths.
+        """Decode a batch of tokenised prompts of any lengths. Rows that memory does not hold together are decoded one
+        half after the other; each keeps its number and its seed.
 
         Raises:
-            UserError: an empty or too long prompt, an option out of range, or a batch that memory cannot hold.
+            UserError: an empty or too long prompt, an option out of range, or a prompt that memory cannot hold.
         """
-        started = perf_counter()
+        call = _Call(prompts, options, on_tokens, perf_counter(), [Generation() for _ in prompts], check_on)
         check(self.target, prompts, options)
-        target, budget, verifier = self.target, self._budget(prompts, options), make_verifier(options, prompts)
+        if len(prompts) > 1:  # none is decoded where one can never be
+            reserve(self.target, [max(prompts, key=len)], options.max_new_tokens, 1)
+        try:
+            by_halves(range(len(prompts)), partial(self._decode, call))
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            raise UserError(
+                f"Decoding a single prompt takes more memory than {self.target.device} has beside {self.target.name}.",
+                "Shorten the prompt, or lower --max-new-tokens.",
+            ) from error
+        return call.texts
+
+    def _decode(self, call: _Call, numbers: Sequence[int]) -> bool:
+        """Decode these rows to their ends, from what they have emitted on; false, with nothing done, where memory does
+        not hold them together."""
+        target, options, texts, on_tokens = self.target, call.options, call.texts, call.on_tokens
+        rows = [row for row in numbers if not texts[row].finish_reason]  # those still running
+        if not rows:
+            return True
+        prompts = [[*call.prompts[row], *texts[row].tokens] for row in rows]
+        budget, verifier = self._budget(prompts, options), make_verifier(options, call.prompts)
+        verifier.reorder(rows)
+        verifier.go_on_from([texts[row].tokens for row in rows])
         # Of the drafters that draft still, by their number.
         sessions = dict[int, Any].fromkeys(range(len(self.drafters)) if budget.will_draft else ())
-        texts = [Generation() for _ in prompts]
-        rows = list(range(len(prompts)))  # rows still running, by their number in `prompts`
 
         def ask(number: int, work: Callable[..., Any], *arguments: Any) -> Any:
             """What comes of a drafter's work. One that raises is left out from then on: the text goes on without it."""
             try:
                 return work(*arguments)
             except CAUGHT as error:
+                if len(rows) > 1 and out_of_memory(error):
+                    raise
                 del sessions[number]
                 for row in rows:
                     texts[row].drafter_error = f"{type(error).__name__}: {error}"
@@ -194,7 +237,7 @@ class Engine:
 
         def emit(emitted: Sequence[Sequence[int]]) -> list[int]:
             """Add to the texts of the running rows; indices of those that go on."""
-            now_ms = 1e3 * (perf_counter() - started)
+            now_ms = 1e3 * (perf_counter() - call.started)
             for row, tokens in zip(rows, emitted, strict=True):
                 text, before = texts[row], len(texts[row].tokens)
                 text.extend(tokens, row, options, target)
@@ -205,8 +248,12 @@ class Engine:
             return [index for index, row in enumerate(rows) if not texts[row].finish_reason]
 
         most_nodes = 1 + sum(self.drafters[number].max_nodes - 1 for number in sessions)
-        max_nodes = reserve(target, prompts, options.max_new_tokens, most_nodes)
+        max_nodes = reserve(target, [call.prompts[row] for row in rows], options.max_new_tokens, most_nodes)
+        if not max_nodes:
+            return False
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
+        if call.check is not None:
+            cache.watch(call.check)
         out = target.prefill(cache, prompts, self._aux_layers(sessions))
         roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
         for number in list(sessions):
@@ -259,7 +306,7 @@ class Engine:
             ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
             for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
                 texts[row].rounds.append(Round(tree.size, len(tokens), *ms, depth=tree.depth))
-        return texts
+        return True
 
     def _aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:
         """Layers whose states these drafters read."""
@@ -272,7 +319,7 @@ class Engine:
         if self.costs is not None and known and len(known) == len(shares):
             draft_ms = sum(known) * self.costs.verify(1)
         experience = None
-        if options.greedy:
+        if options.greedy and not options.deterministic:
             experience = self._experience.setdefault(size_of(len(prompts)), Experience())
         longest = max(map(len, prompts))
         return Budget(
@@ -315,6 +362,9 @@ class Verifier:
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
+
+    def go_on_from(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Begin after what each row has emitted."""
 
 
 def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:

@@ -1,12 +1,15 @@
-"""Whether a batch fits in memory, before decoding starts."""
+"""Which batches memory holds: as far as can be told before decoding, and what is done with the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Callable, Sequence
+
+import torch
 
 from headstart.errors import UserError
 from headstart.support.files import format_bytes
-from headstart.target.memory import free_bytes
+from headstart.target.memory import free_bytes, out_of_memory
 from headstart.target.model import Target
 
 _SHARE = 0.9
@@ -17,11 +20,11 @@ def reserve(
     target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, max_nodes: int, free: int | None = None
 ) -> int:
     """The widest tree (root included, at most `max_nodes`) that fits beside the text, where so many bytes are free on
-    each device with layers, by default what is there. Counted are the KV cache, and of one forward the masks, the
-    logits, and what attention keeps of a layer.
+    each device with layers, by default what is there; 0 where the text of several prompts does not fit. Counted are the
+    KV cache, and of one forward the masks, the logits, and what attention keeps of a layer.
 
     Raises:
-        UserError: when the text alone does not fit.
+        UserError: when the text of a single prompt does not fit.
     """
     rows, row_tokens = len(prompts), max(map(len, prompts)) + max_new_tokens
     nodes = max_nodes
@@ -30,11 +33,33 @@ def reserve(
         available = int(_SHARE * (free_bytes(device) if free is None else free))
         beside, per_node = target.forward_bytes(rows, row_tokens + max_nodes) if device == target.device else (0, 0)
         needed = per_token * (row_tokens + 1) + beside + per_node
+        if needed > available and rows > 1:
+            return 0
         if needed > available:
             raise UserError(
-                f"Decoding {rows} prompts of up to {row_tokens} tokens takes {format_bytes(needed)} for keys, values, "
-                f"masks and logits, and {format_bytes(available)} are free on {device}.",
-                "Decode fewer prompts at a time, or lower --max-new-tokens.",
+                f"Decoding a prompt to {row_tokens} tokens takes {format_bytes(needed)} for keys, values, masks and "
+                f"logits, and {format_bytes(available)} are free on {device}.",
+                "Shorten the prompt, or lower --max-new-tokens.",
             )
         nodes = min(nodes, (available - beside - per_token * row_tokens) // (per_token + per_node))
     return max(1, nodes)
+
+
+def by_halves(rows: Sequence[int], work: Callable[[list[int]], bool]) -> None:
+    """Work on all rows together; where that is too much, on one half after the other, and so on. It is too much where
+    `work` says false, or runs out of memory. With a single row such an error goes on to the caller."""
+    waiting = [list(rows)]
+    while waiting:
+        group = waiting.pop()
+        try:
+            if work(group):
+                continue
+        except Exception as error:
+            if len(group) == 1 or not out_of_memory(error):
+                raise
+        # Only here is the error gone, which holds on to what memory was too small for.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        half = (len(group) + 1) // 2
+        waiting += [group[half:], group[:half]]

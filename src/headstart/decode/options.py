@@ -111,6 +111,10 @@ class DecodeOptions(SamplingOptions):
     A `headstart.decoder.Decoder` reads `drafter`, `tree` and `raw`; the decode loop, which is given a drafter and token
     ids, reads all others. Greedy output, and samples without drafts, do not depend on the batch that a row is in. With
     drafts and measured costs the number of drafts does, and with it which text of the same distribution is drawn.
+
+    A seed gives the same text again where the costs are the same ones: those of the heads where they were tuned;
+    elsewhere those that were measured at first use, which are kept for later processes unless the machine was busy.
+    With `deterministic` they are those of the heads everywhere.
     """
 
     max_new_tokens: int = option(128, "Longest answer in tokens, the one that ends the turn included.", minimum=1)
@@ -124,6 +128,11 @@ class DecodeOptions(SamplingOptions):
         metavar="NAME",
     )
     draft: Draft = option("auto", "auto pauses drafting where it does not pay, on always drafts, off never.")
+    deterministic: bool = option(
+        False,
+        "Decide on drafts by the costs stored with the heads and by what is accepted, never by the clock or by earlier "
+        "answers: equal calls give equal text, in every process. Drafts pay less where the costs are wrong.",
+    )
     drafter: str = option(
         "heads+ngram",
         "Draft with heads, none (plain decoding), ngram, lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's "
@@ -167,6 +176,7 @@ class DecodeKeywords(TypedDict, total=False):
     seed: int
     verifier: str
     draft: Draft
+    deterministic: bool
     drafter: str
     tree: TreeKind | None
     stop: str | Sequence[str]

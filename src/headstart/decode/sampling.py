@@ -3,7 +3,7 @@
 Drafts are verified against this distribution and nothing else: the acceptance test, the residual and the bonus token
 all read it, so what comes out is what plain sampling with the same settings draws.
 
-Shape suffixes: V vocabulary.
+Shape suffixes: B rows, M nodes, V vocabulary, C capacity in tokens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from headstart.decode.options import SamplingOptions
 from headstart.errors import UserError
@@ -54,18 +54,91 @@ def check_processors(options: SamplingOptions, vocab_size: int, device: torch.de
         _check_processor(processor, vocab_size, device)
 
 
-def process(options: SamplingOptions, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
-    """Logits [V] after the repetition penalty and the processors, for the token after `prefix`.
-
-    Processors run at every node of a tree, with that node's own prefix.
+class Prefixes:
+    """What the repetition penalty and the processors see of each row's text: which tokens it holds, and all of them in
+    order. Both are kept on the device and added to, so that a node takes no more work in a long text than in a short
+    one, but for what the processors themselves do.
     """
-    ids_1T = torch.tensor([list(prefix)], device=logits_V.device)
-    scores_1V = logits_V[None].to(torch.float32, copy=True)  # processors may write in place
-    if options.repetition_penalty != 1:
-        scores_1V = RepetitionPenaltyLogitsProcessor(options.repetition_penalty)(ids_1T, scores_1V)
-    for processor in options.processors:
-        scores_1V = processor(ids_1T, scores_1V)
-    return scores_1V[0]
+
+    def __init__(self, options: SamplingOptions, texts: Sequence[Sequence[int]]) -> None:
+        self._options = options
+        self._new = [list(text) for text in texts]  # tokens of each row that are not on the device yet
+        self._lengths = [0] * len(texts)
+        self._seen_BV: Tensor | None = None
+        self._ids_1C: list[Tensor] = []  # of each row, garbage after its length
+
+    def extend(self, tokens: Sequence[Sequence[int]]) -> None:
+        """Add these tokens to the rows."""
+        for new, added in zip(self._new, tokens, strict=True):
+            new.extend(added)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Keep only these rows."""
+        self._new, self._lengths = [self._new[row] for row in rows], [self._lengths[row] for row in rows]
+        self._ids_1C = [self._ids_1C[row] for row in rows] if self._ids_1C else []
+        self._seen_BV = None if self._seen_BV is None else self._seen_BV[list(rows)]
+
+    def process(self, logits_MV: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
+        """Logits [M, V] in float32 after the repetition penalty and the processors, for the tokens that follow these
+        rows' texts and these further tokens after each."""
+        self._upload(logits_MV)
+        scores_MV = logits_MV.to(torch.float32, copy=True)  # processors may write in place
+        if self._seen_BV is not None:
+            seen_MV = self._seen_BV[list(rows)]
+            _mark(seen_MV, paths)
+            penalty = self._options.repetition_penalty
+            penalised_MV = torch.where(scores_MV < 0, scores_MV * penalty, scores_MV / penalty)
+            scores_MV = torch.where(seen_MV, penalised_MV, scores_MV)
+        if not self._options.processors:
+            return scores_MV
+        processed = []
+        for row, path, scores_V in zip(rows, paths, scores_MV, strict=True):
+            ids_1T, scores_1V = self._with_path(row, path), scores_V[None]
+            for processor in self._options.processors:
+                scores_1V = processor(ids_1T, scores_1V)
+            processed.append(scores_1V)
+        return torch.cat(processed)
+
+    def _upload(self, like_MV: Tensor) -> None:
+        """Take in what is new."""
+        if not any(self._new):
+            return
+        if self._options.repetition_penalty != 1:
+            if self._seen_BV is None:
+                shape = len(self._new), like_MV.shape[1]
+                self._seen_BV = torch.zeros(shape, dtype=torch.bool, device=like_MV.device)
+            _mark(self._seen_BV, self._new)
+        if self._options.processors:
+            self._ids_1C = self._ids_1C or [
+                torch.empty(1, 0, dtype=torch.long, device=like_MV.device) for _ in self._new
+            ]
+            for row, new in enumerate(self._new):
+                self._with_path(row, new)
+        self._lengths = [length + len(new) for length, new in zip(self._lengths, self._new, strict=True)]
+        self._new = [[] for _ in self._new]
+
+    def _with_path(self, row: int, path: Sequence[int]) -> Tensor:
+        """A row's text and these tokens after it, [1, T]; they are written in place, and the next ones over them."""
+        start, stop = self._lengths[row], self._lengths[row] + len(path)
+        if stop > self._ids_1C[row].shape[1]:
+            self._ids_1C[row] = F.pad(self._ids_1C[row], (0, 2 * stop - self._ids_1C[row].shape[1]))
+        ids_1C = self._ids_1C[row]
+        if path:
+            ids_1C[0, start:stop] = torch.tensor(list(path), device=ids_1C.device)
+        return ids_1C[:, :stop]
+
+
+def _mark(seen_MV: Tensor, tokens: Sequence[Sequence[int]]) -> None:
+    """Mark each row's tokens as seen."""
+    pairs = [(row, token) for row, of_row in enumerate(tokens) for token in of_row]
+    if pairs:
+        row_K, token_K = torch.tensor(pairs, device=seen_MV.device).unbind(1)
+        seen_MV[row_K, token_K] = True
+
+
+def process(options: SamplingOptions, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:
+    """Logits [V] after the repetition penalty and the processors, for the token after `prefix`; see `Prefixes`."""
+    return Prefixes(options, [prefix]).process(logits_V[None], [0], [[]])[0]
 
 
 def warp(options: SamplingOptions, logits: Tensor) -> Tensor:

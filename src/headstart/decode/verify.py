@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from headstart.decode.options import SamplingOptions
-from headstart.decode.sampling import process, warp
+from headstart.decode.sampling import Prefixes, warp
 from headstart.support.rng import Numbers, draw_at, in_parts
 from headstart.target.model import TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, decided
@@ -56,7 +56,7 @@ class SamplingVerifier:
     def __init__(self, sampling: SamplingOptions, prompts: Sequence[Sequence[int]], seed: int, draws: bool) -> None:
         self.draws = draws
         self._sampling = sampling
-        self._texts = [list(prompt) for prompt in prompts]
+        self._prefixes = Prefixes(sampling, prompts) if sampling.needs_prefix else None
         generators = [streams(seed + row) for row in range(len(prompts))]
         self._numbers = [(Numbers(accept), Numbers(residual)) for accept, residual, _ in generators]
         self.draft_streams = [draft for _, _, draft in generators]
@@ -65,8 +65,10 @@ class SamplingVerifier:
         """Each row's first token, from the logits after its prompt."""
         _, residual_BK = self._peek(1, logits_BV.device)
         parts = in_parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
+        rows, paths = range(len(logits_BV)), [list[int]()] * len(logits_BV)
         drawn = [
-            draw_at(self._distributions(logits_BV[part], self._texts[part]), residual_BK[part, 0])[0] for part in parts
+            draw_at(self._distributions(logits_BV[part], rows[part], paths[part]), residual_BK[part, 0])[0]
+            for part in parts
         ]
         tokens: list[int] = torch.cat(drawn).tolist()
         self._emitted([[token] for token in tokens])
@@ -79,7 +81,7 @@ class SamplingVerifier:
         they stay, and what they come to is ignored.
         """
         device, (rows, _, vocab) = out.logits_BTV.device, out.logits_BTV.shape
-        asks = device.type == "cpu" or self._sampling.needs_prefix
+        asks = device.type == "cpu" or self._prefixes is not None
         depths = batch.depth + 1
         accept_BK, residual_BK = self._peek(depths, device)
         drawn, parents_BN = _Drawn(batch, vocab), batch.parents_BN.expand(rows, -1)
@@ -89,13 +91,12 @@ class SamplingVerifier:
         going_M = torch.ones(rows, dtype=torch.bool, device=device)
         for depth in range(depths):
             logits_MV = out.logits_BTV[row_M, node_M] if depth else out.logits_BTV[:, 0]
-            texts = self._texts
-            if depth and self._sampling.needs_prefix:
-                so_far = zip(row_M.tolist(), tokens_BK[row_M, :depth].tolist(), strict=True)
-                texts = [self._texts[row] + tokens for row, tokens in so_far]
+            numbers, paths = list[int](), list[list[int]]()
+            if self._prefixes is not None:
+                numbers, paths = row_M.tolist(), tokens_BK[row_M, :depth].tolist()
             chosen = []
             for part in in_parts(len(row_M), vocab, device):
-                p_target_MV, rows_M = self._distributions(logits_MV[part], texts[part]), row_M[part]
+                p_target_MV, rows_M = self._distributions(logits_MV[part], numbers[part], paths[part]), row_M[part]
                 child_M, q_draft_MV = drawn.below(rows_M, node_M[part], asks) if drawn else (None, None)
                 accept_M, residual_M = accept_BK[rows_M, depth], residual_BK[rows_M, depth]
                 chosen.append(next_tokens(p_target_MV, accept_M, residual_M, child_M, q_draft_MV))
@@ -117,9 +118,16 @@ class SamplingVerifier:
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        self._texts = [self._texts[row] for row in rows]
+        if self._prefixes is not None:
+            self._prefixes.reorder(rows)
         self._numbers = [self._numbers[row] for row in rows]
         self.draft_streams = [self.draft_streams[row] for row in rows]
+
+    def go_on_from(self, emitted: Sequence[Sequence[int]]) -> None:
+        """See `Verifier.go_on_from`: with the numbers that come next, and drafts that share no noise with the text."""
+        self._emitted(emitted)
+        for stream, tokens in zip(self.draft_streams, emitted, strict=True):
+            stream.manual_seed(stream.initial_seed() + len(tokens))
 
     def _peek(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """The next numbers of each row for accepting and for drawing, [B, count] each; one upload."""
@@ -129,18 +137,16 @@ class SamplingVerifier:
 
     def _emitted(self, tokens: Sequence[Sequence[int]]) -> None:
         """Note what was added to each row's text."""
-        for text, numbers, added in zip(self._texts, self._numbers, tokens, strict=True):
-            text.extend(added)
+        if self._prefixes is not None:
+            self._prefixes.extend(tokens)
+        for numbers, added in zip(self._numbers, tokens, strict=True):
             for used in numbers:
                 used.skip(len(added))
 
-    def _distributions(self, logits_MV: Tensor, texts: Sequence[list[int]]) -> Tensor:
-        """What to draw from after each text, float [M, V]."""
-        if self._sampling.needs_prefix:
-            processed = [
-                process(self._sampling, logits_V, text) for logits_V, text in zip(logits_MV, texts, strict=True)
-            ]
-            logits_MV = torch.stack(processed)
+    def _distributions(self, logits_MV: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
+        """What to draw from after each of these rows' texts and the tokens of its path, float [M, V]."""
+        if self._prefixes is not None:
+            logits_MV = self._prefixes.process(logits_MV, rows, paths)
         return warp(self._sampling, logits_MV)
 
 

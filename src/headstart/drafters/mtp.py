@@ -13,6 +13,7 @@ Shape suffixes: B rows, P pending entries of the text, N drafts so far, E hidden
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -102,6 +103,7 @@ class MtpDrafter:
     def __init__(self, target: Target, draft_steps: int | None = None) -> None:
         self._target = target
         self._shipped = read_shipped(target)
+        self._reading = threading.Lock()  # a module holds what it reads: only one thread at a time may have it do so
         count = len(self.modules)
         if count > 1 and draft_steps is not None and draft_steps > count:
             raise UserError(
@@ -183,9 +185,12 @@ class MtpDrafter:
         cache = self._with_room(session, number, width)
         joined_BPE = self._joined(session, number, queue.values_BPE[:, :width])
         if min(counts) > 0:
-            made_BPE = module.read(cache, joined_BPE, counts)
+            with self._reading:
+                made_BPE = module.read(cache, joined_BPE, counts)
         else:  # rows that have nothing to read read something that is not committed
-            made_BPE = module.read_tree(cache, joined_BPE, [list(range(-1, max(1, count) - 1)) for count in counts])
+            parents = [list(range(-1, max(1, count) - 1)) for count in counts]
+            with self._reading:
+                made_BPE = module.read_tree(cache, joined_BPE, parents)
             cache.commit([range(count) for count in counts])
         session.queues[number] = queue.after(counts)
         return made_BPE, counts
@@ -197,7 +202,9 @@ class MtpDrafter:
         root_B1E = self._joined(session, number, queue.values_BPE[:, :1])
         draft_BNE = module.joined(self._embed(session.drafts_BN, feedback_BNE), feedback_BNE)
         parents = list(range(-1, draft_BNE.shape[1]))
-        return module.read_tree(cache, torch.cat([root_B1E, draft_BNE], dim=1), [parents] * len(draft_BNE))
+        joined_BNE = torch.cat([root_B1E, draft_BNE], dim=1)
+        with self._reading:
+            return module.read_tree(cache, joined_BNE, [parents] * len(draft_BNE))
 
     def _joined(self, session: _Session, number: int, states_BPE: Tensor) -> Tensor:
         """What a module's layer reads at the next entries of the text."""

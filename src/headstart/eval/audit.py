@@ -6,7 +6,9 @@ Three parts, in float32 or where the bits are kept (`Target.exact`):
 - bits: whether the logits of a tree are those of single steps to the last bit;
 - sampling: under every verifier, the first tokens after a prompt come with the frequencies that transformers' own model
   and logits warpers give them (`headstart.eval.enumeration`). The first token comes from the prefill; those after it
-  were decided by drafting and verifying.
+  were decided by drafting and verifying. Samples are drawn from a target that reads each text once
+  (`headstart.eval.remembering`); in float32 some are drawn again from the target itself, in batches on its own cache
+  with prompts of other lengths between, and the same seeds must draw the same tokens.
 
 Shape suffix: V vocabulary.
 """
@@ -329,6 +331,8 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
     level = LEVEL / (len(options.verifier) * len(options.temperature) * len(chosen))
     # Without costs every tree is verified whole: in large batches costs would leave little of it.
     engine = Engine(RememberingTarget(source.target, options.depth - 1), *_drafters(source, "heads"))
+    on_the_cache = Engine(source.target, *engine.drafters)
+    exactly = source.target.dtype in (torch.float32, torch.float64)
     rows = []
     for number, temperature in product(chosen, options.temperature):
         asked = replace(common, temperature=temperature)
@@ -342,10 +346,25 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
                 outputs += engine.generate(prompt_B, replace(asked, seed=seed, verifier=verifier))
                 bar.advance(len(prompt_B))
             row = _tested(outputs, exact, verifier, level)
+            again = _again(on_the_cache, prompts, number, replace(asked, verifier=verifier), outputs) if exactly else {}
+            if not row["problem"] and again.get("differ"):
+                row["problem"] = f"{again['differ']} of {again['texts']} texts are others in a batch on the real cache."
+            row["again"] = again
             where = f"{verifier} at temperature {temperature:g}, prompt {number}"
             row["problem"] = row["problem"] and f"{where}: {row['problem']}"
             rows.append({**row, "temperature": temperature, "prompt": number})
     return rows
+
+
+def _again(
+    engine: Engine, prompts: Prompts, number: int, asked: DecodeOptions, outputs: Sequence[Generation]
+) -> dict[str, int]:
+    """Draw the first samples of a prompt again, every other prompt standing between; how many, and how many differ."""
+    count = min(_ROWS, len(outputs))
+    batch = [prompts[number if row % 2 == 0 else row // 2 % len(prompts)] for row in range(count)]
+    drawn = engine.generate(batch, asked)
+    same = [drawn[row].tokens == outputs[row].tokens for row in range(0, count, 2)]
+    return {"texts": len(same), "differ": same.count(False)}
 
 
 def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, level: float) -> dict[str, Any]:

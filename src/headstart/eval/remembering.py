@@ -30,8 +30,8 @@ class RememberingTarget(Target):
 
     Thousands of rows with the same prompt take the same few paths. What the target says after a text does not depend on
     the row, so it is computed once, by the target's own tree forward on top of its own cache, and looked up from then
-    on. The decode loop, drafter, rules and random streams run as always; only the batched cache is left out (batches
-    have a proof of their own, the greedy one). All rows must have the same prompt, of at least two tokens. Logits are
+    on. The decode loop, drafter, rules and random streams run as always; only the batched cache is left out, which the
+    audit holds against it with the same seeds. All rows must have the same prompt, of at least two tokens. Logits are
     good until the next forward.
 
     Texts longer than `horizon` are answered as their first `horizon` tokens are. This is another model, with the same

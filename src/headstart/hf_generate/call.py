@@ -98,12 +98,14 @@ class CustomGenerate:
         drafter: str = DecodeOptions.drafter,
         tree: TreeKind | None = DecodeOptions.tree,
         draft: Draft = DecodeOptions.draft,
+        deterministic: bool = DecodeOptions.deterministic,
         verifier: str = DecodeOptions.verifier,
         **model_kwargs: Any,
     ) -> Any:
         """Decode a batch that transformers has prepared: `input_ids` are int64 [B, L], padded on the left.
 
-        `drafter`, `tree`, `draft` and `verifier` are as in `DecodeOptions`, and can be given to `model.generate`.
+        `drafter`, `tree`, `draft`, `deterministic` and `verifier` are as in `DecodeOptions`, and can be given to
+        `model.generate`.
 
         Returns:
             int64 [B, S], rows that ended early padded on the right; a `SpeculativeOutput` with
@@ -129,6 +131,7 @@ class CustomGenerate:
                 processors=chain.processors(input_ids[group[0], :padding].tolist()),
                 verifier=verifier,
                 draft=draft,
+                deterministic=deterministic,
                 stop_test=lambda index, tokens: text.ends(group[index], tokens),
                 **chain.settings,
             )
@@ -136,7 +139,7 @@ class CustomGenerate:
             return engine.generate(rows, options, lambda index, tokens: text.add(group[index], tokens))
 
         with decoder_for(model, self.heads, self.revision) as decoder:
-            engine = decoder.engine(drafter, tree, draft != "off")
+            engine = decoder.engine(drafter, tree, draft != "off", deterministic)
             for group in prompts.groups(together=not chain.rest):
                 generations.update(zip(group, decode(engine, group), strict=True))
         if error := next((row.drafter_error for row in generations.values() if row.drafter_error), None):

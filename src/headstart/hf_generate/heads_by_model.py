@@ -41,26 +41,33 @@ def decoder_for(model: Any, heads: str | Path, revision: str | None = None) -> I
 class _Prepared:
     """What is ready for one model.
 
-    Decoders are kept by heads, revision, dtype and device; with the file of the heads and when it was written, to
-    notice heads that were exported again.
+    All heads share a target, with its prepacked weights, for each dtype and device. Decoders are kept by heads,
+    revision, dtype and device; with the file of the heads and when it was written, to notice heads that were exported
+    again.
     """
 
     lock: threading.RLock = field(default_factory=threading.RLock)  # one call at a time
+    targets: dict[tuple[str, str], Target] = field(default_factory=dict)
     decoders: dict[tuple[str, str | None, str, str], tuple[Path, int, Decoder]] = field(default_factory=dict)
 
     def decoder(self, model: Any, heads: str | Path, revision: str | None) -> Decoder:
         weight = model.get_output_embeddings().weight
         local = Path(heads).expanduser()
         name = str(local.resolve()) if local.is_dir() else str(heads)
-        key = (name, revision, str(weight.dtype), str(weight.device))
+        kind = str(weight.dtype), str(weight.device)
+        key = (name, revision, *kind)
         if key in self.decoders:
             file, written, decoder = self.decoders[key]
             if file.is_file() and file.stat().st_mtime_ns == written:
                 return decoder
         folder = locate(heads, revision)
-        target = Target(model)
-        decoder = load(folder, target)
-        target.model = weakref.proxy(model)  # what is kept here must not keep the model
+        target = self.targets.get(kind) or Target(model)
+        target.model = model
+        try:
+            decoder = load(folder, target)
+        finally:
+            target.model = weakref.proxy(model)  # what is kept here must not keep the model
+        self.targets[kind] = target
         self.decoders[key] = (folder / WEIGHTS, (folder / WEIGHTS).stat().st_mtime_ns, decoder)
         return decoder
 

@@ -10,7 +10,7 @@ Shape suffixes: B rows, H key-value heads, C capacity in tokens, D head size, T 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             where = self._stores[0].device
             self._stores.append(torch.zeros(1, rows, 1, capacity, 1, dtype=torch.long, device=where))
         self._new_tokens = 0
+        self._check: Callable[[], None] | None = None
         self._ragged = False
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[torch.device, tuple[list[int], Tensor]] = {}
@@ -55,8 +56,14 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def rows(self) -> int:
         return len(self.lengths)
 
+    def watch(self, check: Callable[[], None]) -> None:
+        """Have this called before each forward, which it ends where it raises."""
+        self._check = check
+
     def begin(self, new_tokens: int) -> None:
         """Announce a forward of `new_tokens` per row."""
+        if self._check is not None:
+            self._check()
         seen = max(self.lengths) + new_tokens
         if seen > self.capacity:
             raise RuntimeError(f"KV cache of {self.capacity} tokens cannot take {seen}.")
@@ -140,10 +147,15 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return known[1]
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order: rows that have ended stop costing anything."""
-        index = torch.tensor(list(rows))
-        placed = {device: index.to(device) for device in self._devices}
-        self._stores = [store.index_select(1, placed[store.device]) for store in self._stores]
+        """Keep only these rows, in ascending order: rows that have ended stop costing anything. The others move down in
+        place, row by row, since the memory was planned for a single cache."""
+        assert list(rows) == sorted(set(rows)), "rows move down, never up"
+        for row, source in enumerate(rows):
+            if row != source:
+                length = self.lengths[source]
+                for store in self._stores:
+                    store[:, row, :, :length] = store[:, source, :, :length]
+        self._stores = [store[:, : len(rows)] for store in self._stores]
         self.lengths = [self.lengths[row] for row in rows]
 
     def part(self, start: int, stop: int) -> TreeCache:

@@ -12,7 +12,7 @@ Shape suffixes: B rows, N nodes of the longest chain.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,12 +34,15 @@ class Row:
         self.held = 0
         self.pending: list[int] = []
         self.copies: dict[int, Any] = {}
+        self.check: Callable[[], None] | None = None
 
     def keep(self, layer: int) -> None:
         self.copies[layer] = copy.deepcopy(self.cache.layers[layer])
 
     def accept(self, chain: Sequence[int], count: int) -> None:
         """Keep the first tokens of the chain that was read last, after what was pending; nothing where none was."""
+        if self.check is not None:
+            self.check()
         if not chain:
             return
         self.held += len(self.pending)
@@ -63,8 +66,15 @@ class ChainCache:
     def __init__(self, config: Any, rows: int) -> None:
         self._config = config
         self.rows_B = [Row(config) for _ in range(rows)]
+        self._check: Callable[[], None] | None = None
         self.lengths = [0] * rows
         self.chains: list[list[int]] = [[] for _ in range(rows)]
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """See `TreeCache.watch`; called after each piece of a text, which a row accepts, and before each chain."""
+        self._check = check
+        for row in self.rows_B:
+            row.check = check
 
     @property
     def rows(self) -> int:
@@ -80,6 +90,8 @@ class ChainCache:
 
     def forget(self) -> None:
         """Drop what was read and never committed."""
+        if self._check is not None:
+            self._check()
         if any(self.chains):
             self.commit([[]] * self.rows)
 

@@ -71,6 +71,7 @@ class Fitting:
         self._lock = threading.Lock()
         self._hooks: dict[int | str, Any] = {}
         self._undo: list[Callable[[], Any]] = []  # what gives modules back their configs and forwards
+        self._made: dict[nn.Module, Matrix] = {}  # outlives `release`: weights are packed once
         self._fit()
         limits = [_limit(module, kind) for module in decoder.modules() for kind in _long_types(module)]
         self.limit = min(limits, default=None)
@@ -131,8 +132,15 @@ class Fitting:
         with self._lock:
             for module in matrices:
                 forward = vars(module).get("forward")
-                if type(forward) is not Matrix:
-                    self._replace(module, Matrix(module, forward, module in self.prepacked))
+                if type(forward) is Matrix:
+                    continue
+                matrix = self._made.get(module)
+                if matrix is None or forward is not None:  # what somebody put there is part of it
+                    matrix = Matrix(module, forward, module in self.prepacked)
+                if forward is None:
+                    self._made[module] = matrix
+                    matrix.refresh()
+                self._replace(module, matrix)
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._undo.append(partial(_restore, module, vars(module).get("forward")))

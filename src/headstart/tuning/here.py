@@ -48,11 +48,23 @@ def tuned_here(tuning: Tuning, heads: DraftHead, target: Target, conditions: Con
     return tuning.under(measured)
 
 
+def tuned_there(tuning: Tuning, conditions: Conditions) -> Tuning:
+    """The tuning with the costs that are stored with the heads, whatever the conditions are; stderr says where these
+    are others."""
+    if tuning.conditions != conditions:
+        _say(f"These heads were {_when(tuning, conditions)}; deterministic decoding takes their stored costs.\n")
+    return tuning
+
+
+def _when(tuning: Tuning, conditions: Conditions) -> str:
+    before = tuning.conditions
+    return f"tuned with {before.beside(conditions)}" if before else "never tuned (better: headstart tune HEADS)"
+
+
 def _measured(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Measured | None:
     before = tuning.conditions
-    tuned = f"tuned with {before.beside(conditions)}" if before else "never tuned (better: headstart tune HEADS)"
     here = conditions.beside(before) if before else f"dtype={conditions.dtype}"
-    _say(f"These heads were {tuned}; measuring what drafting costs with {here} ... ")
+    _say(f"These heads were {_when(tuning, conditions)}; measuring what drafting costs with {here} ... ")
     started = perf_counter()
     try:
         measured = measure_costs(target, heads, tuning.usual_paths)

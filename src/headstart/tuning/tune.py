@@ -128,9 +128,8 @@ class Tuning:
         return [*own, *(path for path in likely_paths(self.acceptance, count) if path not in own)][:count]
 
     def drafter(self, heads: DraftHead, tree: TreeKind | None = None) -> HeadDrafter | None:
-        """These heads as a drafter, with the tree that was found best or another kind; None when none pays.
-
-        The heads themselves are packed or unpacked, as was found faster.
+        """These heads as a drafter, with the tree that was found best or another kind; None when none pays. The heads
+        themselves are packed, see `pack`.
 
         Raises:
             UserError: dynamic trees for imported heads that were not tuned yet.
@@ -140,12 +139,16 @@ class Tuning:
             raise UserError("These heads have no calibration for dynamic trees.", "Tune them: headstart tune HEADS.")
         if (tree == "chain" and not self.chain) or self.shape.size == 1:
             return None
-        (to_int8 if self.packed else drop_int8)(heads)
+        self.pack(heads)
         if tree == "chain":
             return HeadDrafter(heads, TreeShape.chain(self.chain))
         calibration = Calibration.from_knots(self.calibration)
         sampled = Calibration.from_knots(self.calibration, "sampled_")
         return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
+
+    def pack(self, heads: DraftHead) -> None:
+        """Have the heads draft with weights in 8 bits, or not, as was found faster."""
+        (to_int8 if self.packed else drop_int8)(heads)
 
     @property
     def shape(self) -> TreeShape:

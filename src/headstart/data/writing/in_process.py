@@ -9,7 +9,6 @@ Shape suffixes: B rows, M rows of one temperature, V vocabulary, R candidates.
 
 from __future__ import annotations
 
-import gc
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from headstart.data.writing.writer import CANDIDATES, Continuation
+from headstart.decode.memory import by_halves
 from headstart.decode.options import SamplingOptions
 from headstart.decode.sampling import argmax, warp
 from headstart.errors import UserError
@@ -63,42 +63,31 @@ class InProcess:
         if not self.shareable:
             continuation = replace(continuation, turns=None)
         written: dict[int, list[int]] = {}
-        waiting = [list(range(len(rows)))]
-        while waiting:
-            numbers = waiting.pop()
-            added = self._write(rows, numbers, continuation)
-            if added is None:
-                half = (len(numbers) + 1) // 2
-                waiting += [numbers[half:], numbers[:half]]
-            else:
-                written.update(zip(numbers, added, strict=True))
-        return [written[number] for number in range(len(rows))]
 
-    def _write(
-        self, rows: Sequence[Sequence[int]], numbers: Sequence[int], continuation: Continuation
-    ) -> list[list[int]] | None:
-        """The tokens added to rows with these numbers; None where memory does not hold them at a time."""
-        target, count = self._target, len(numbers)
-        length = max(len(rows[number]) for number in numbers) + continuation.max_new_tokens
-        if count == 1 or self._holds(count, length):
+        def write(numbers: list[int]) -> bool:
+            count, length = len(numbers), max(len(rows[number]) for number in numbers) + continuation.max_new_tokens
+            if count > 1 and not self._holds(count, length):
+                return False
             try:
-                return _Batch(target, rows, numbers, continuation).write()
+                added = _Batch(self._target, rows, numbers, continuation).write()
             except Exception as error:
                 if not out_of_memory(error):
                     raise
                 if count == 1:
                     raise UserError(
-                        f"A text of {length} tokens does not fit the memory of {target.device} beside {target.name}.",
+                        f"A text of {length} tokens does not fit the memory of {self._target.device} beside "
+                        f"{self._target.name}.",
                         "Lower data.max_new_tokens or data.max_prompt_tokens, or use another device.",
                     ) from error
-            # Only here is the error gone, which holds on to what memory was too small for.
-            self._maximum = min(self._maximum, count * length / 2)
-            if continuation.turns is not None:  # what is not kept is read again
-                continuation.turns.forget()
-            gc.collect()
-            if target.device.type == "cuda":
-                torch.cuda.empty_cache()
-        return None
+                self._maximum = min(self._maximum, count * length / 2)
+                if continuation.turns is not None:  # what is not kept is read again
+                    continuation.turns.forget()
+                raise
+            written.update(zip(numbers, added, strict=True))
+            return True
+
+        by_halves(range(len(rows)), write)
+        return [written[number] for number in range(len(rows))]
 
     def _holds(self, rows: int, length: int) -> bool:
         """Whether the cache of so many rows of this length fits, as far as anyone can tell before trying."""

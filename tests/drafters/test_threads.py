@@ -1,0 +1,78 @@
+"""Several threads decode with one decoder: each gets the text and the very drafts that it gets alone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from headstart.decode.options import DecodeOptions
+from headstart.decoder import Decoder
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
+from tests.heads.test_contract import build
+from tests.shipped import ship
+from tests.tiny import tiny_model
+
+PROMPTS = [[3, 9, 14, 27, 3, 9, 14], [8, 40, 12, 55, 6, 21, 44, 17, 8, 40], [5, 5, 5, 5]]
+FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "dspark", "dflash", "mtp")
+"""Rows of `tests.heads.test_contract`."""
+ALONE = ("ngram", "lookahead", "early-exit:1", "draft-model:small", "mtp")
+"""Drafters that need no heads."""
+REPEATS = 3
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def said(decoder: Decoder, drafter: str, number: int) -> tuple[list[int], list[tuple[int, int]], str | None]:
+    """The text, nodes and tokens of each round, and what a drafter raised."""
+    options = DecodeOptions(12, temperature=0.7 * (number == 1), seed=number, ignore_end=True)
+    (text,) = decoder.engine(drafter).generate([PROMPTS[number]], options)
+    return text.tokens, [(done.nodes, done.emitted) for done in text.rounds], text.drafter_error
+
+
+def check(decoder: Decoder, drafter: str) -> None:
+    alone = [said(decoder, drafter, number) for number in range(len(PROMPTS))]
+    assert any(nodes > 1 for _, rounds, _ in alone for nodes, _ in rounds) and not any(error for *_, error in alone)
+    read: list[list[object]] = [[] for _ in PROMPTS]
+    start = threading.Barrier(len(PROMPTS))
+
+    def decode(number: int) -> None:
+        start.wait()
+        read[number].extend(said(decoder, drafter, number) for _ in range(REPEATS))
+
+    threads = [threading.Thread(target=decode, args=(number,)) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert read == [[text] * REPEATS for text in alone]
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_and_what_is_joined_with_them(family: str) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    decoder = Decoder(target, build(family, target), TreeShape.from_paths([(0,), (1,), (0, 0)]))
+    check(decoder, "heads")
+    if family == "medusa":
+        check(decoder, "heads+ngram+early-exit:1")
+
+
+@pytest.mark.usefixtures("switching")
+@pytest.mark.parametrize("drafter", ALONE)
+def test_drafters_without_heads(drafter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Target(tiny_model("llama", seed=1, vocab_size=61))
+    monkeypatch.setattr("headstart.drafters.catalog.load_target", lambda *_, **__: small)
+    target = ship("mimo", tmp_path / "shipped").target if drafter == "mtp" else None
+    check(Decoder(target or Target(tiny_model("llama", vocab_size=61))), drafter)
