@@ -69,7 +69,7 @@ def load(
             f"Say where {known.name} is: a folder or a hub id as target.",
         )
     loaded = _loaded(target or known.spec, asked, asked.quantization or known.quantization, adapter=adapter)
-    return Decoder(loaded, *read_heads(folder, loaded, asked.any_target))
+    return Decoder(known.rendering(loaded), *read_heads(folder, loaded, asked.any_target))
 
 
 def _loaded(target: Target | str, asked: LoadOptions, quantization: str, **origin: str | None) -> Target:

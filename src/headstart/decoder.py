@@ -8,7 +8,7 @@ from typing import Any, Unpack, get_args
 
 from pydantic import ValidationError
 
-from headstart.data.prompts.chat import prompt_tokens
+from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.shapes import Unusable, parse_prompt
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.loop import Drafter, Engine, Generation, check, check_options
@@ -129,8 +129,14 @@ class Decoder:
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
         return Stream(lambda on_tokens: self._answer(engine.generate(tokens, asked, on_tokens)[0]), pieces)
 
-    def tokens(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Token ids that the target reads for a prompt; errors are those of `generate`."""
+    def tokens(
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        tools: Sequence[Any] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids that the target reads for a prompt; options and errors are those of `generate`."""
         tokenizer = self.target.tokenizer
         empty = UserError("The prompt is empty.", "Write what the target is to answer.")
         if isinstance(prompt, str) and raw:
@@ -153,7 +159,8 @@ class Decoder:
             messages = [_readable(item) for item in items]
             if messages[-1]["role"] == "user" and not messages[-1]["content"].strip():
                 raise empty
-            return prompt_tokens(messages, tokenizer)
+            variables = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
+            return prompt_tokens(messages, with_template_kwargs(tokenizer, variables))
         if not all(isinstance(item, int) for item in items):
             raise unknown
         if items and not 0 <= min(items) <= max(items) < self.target.vocab_size:
@@ -170,7 +177,7 @@ class Decoder:
 
     def _prepared(self, prompts: Iterable[Prompt], asked: DecodeOptions) -> tuple[list[list[int]], Engine]:
         check_options(asked)
-        tokens = [self.tokens(prompt, asked.raw) for prompt in prompts]
+        tokens = [self.tokens(prompt, asked.raw, asked.tools, asked.chat_template_kwargs) for prompt in prompts]
         check(self.target, tokens, asked)
         return tokens, self.engine(asked.drafter, asked.tree, asked.draft != "off")
 

@@ -7,9 +7,11 @@ the sampling options are those of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from numbers import Integral, Real
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from headstart.errors import UserError, nearest
@@ -40,6 +42,7 @@ class Meaning:
         unset: the word that stands for None there.
         shown: what stands there for the default, when that is None.
         typed: whether it can be given there at all.
+        parse: its value from what is typed there, where that is not the type's own way.
     """
 
     text: str
@@ -48,6 +51,7 @@ class Meaning:
     unset: str = ""
     shown: str = ""
     typed: bool = True
+    parse: Callable[[str], Any] | None = None
 
 
 def option(default: T, text: str, **known: Any) -> T:
@@ -66,6 +70,21 @@ def explained(options: type[T]) -> type[T]:
     lines = [f"    {item.name}: {item.metadata['meaning'].text}" for item in fields(options)]  # type: ignore[arg-type]  # a dataclass
     options.__doc__ = "\n".join([(options.__doc__ or "").rstrip(), "", "Attributes:", *lines])
     return options
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """What the text of a JSON object holds; a UserError where it is none.
+
+    >>> json_object('{"enable_thinking": false}')
+    {'enable_thinking': False}
+    """
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise UserError(f"{text!r} is no JSON object.", "Write it as '{\"enable_thinking\": false}'.")
+    return values
 
 
 @explained
@@ -107,7 +126,8 @@ class SamplingOptions:
 class DecodeOptions(SamplingOptions):
     """How to answer.
 
-    A `headstart.decoder.Decoder` reads `drafter`, `tree` and `raw`; the decode loop, which is given a drafter and token
+    A `headstart.decoder.Decoder` reads `drafter`, `tree`, and how a prompt is rendered (`raw`, `tools`,
+    `chat_template_kwargs`); the decode loop, which is given a drafter and token
     ids, reads all others. Greedy output, and samples without drafts, do not depend on the batch that a row is in. With
     drafts and measured costs the number of drafts does, and with it which text of the same distribution is drawn.
     """
@@ -132,6 +152,18 @@ class DecodeOptions(SamplingOptions):
     )
     stop: str | Sequence[str] = option((), "End the answer after this text; several may be given.", metavar="TEXT")
     raw: bool = option(False, "Read a text prompt as it is, without the chat template.")
+    tools: Sequence[Any] = option(
+        (),
+        "Tools that the chat template tells the target of: functions or JSON schemas, as in transformers.",
+        typed=False,
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "Variables for the chat template, in place of those that the heads were trained with.",
+        metavar="JSON",
+        shown="those that the heads were trained with",
+        parse=json_object,
+    )
     ignore_end: bool = option(False, "Go on past the end-of-turn token, for measuring.", typed=False)
     stop_test: StopTest | None = option(None, "A test of your own that ends a row's text.", typed=False)
 
@@ -168,6 +200,8 @@ class DecodeKeywords(TypedDict, total=False):
     tree: TreeKind | None
     stop: str | Sequence[str]
     raw: bool
+    tools: Sequence[Any]
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -176,6 +210,8 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "str": (str, "a name"),
     "bool": (bool, "True or False"),
     "Sequence[Processor]": (Sequence, "a list of logits processors"),
+    "Sequence[Any]": (Sequence, "a list of tools"),
+    "Mapping[str, Any] | None": ((Mapping, NoneType), "names with their values, such as {'enable_thinking': False}"),
 }
 """By the type that an option is written with: which values it takes, numpy's numbers among them, and their name."""
 
