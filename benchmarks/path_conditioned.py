@@ -240,7 +240,7 @@ class OneToken(SamplingVerifier):
     """Emits one token a round, and notes in `expected` how many sampling would emit on average, given the drafts."""
 
     def __init__(self, expected: list[float], options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> None:
-        super().__init__(options, prompts, options.seed, True)
+        super().__init__(options, prompts, options.seed or 0, True)
         self._expected = expected
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:

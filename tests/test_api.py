@@ -136,6 +136,22 @@ def test_sampling_settings_reach_the_loop(decoder: Decoder) -> None:
     assert sampled.tokens == decoder.generate("Hello", max_new_tokens=8, temperature=1.0, seed=5).tokens
 
 
+def test_sampling_is_random_unless_seeded_and_every_answer_can_be_repeated(decoder: Decoder) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0}
+    answers = [decoder.generate("Hello", **options) for _ in range(4)]
+    assert len({tuple(answer.tokens) for answer in answers}) > 1 and len({answer.seed for answer in answers}) == 4
+    again = decoder.generate("Hello", **options, seed=answers[0].seed)
+    assert (again.tokens, again.seed) == (answers[0].tokens, answers[0].seed)
+    stream = decoder.stream("Hello", **options)
+    list(stream)
+    assert stream.answer is not None and stream.answer.seed is not None
+    assert decoder.generate("Hello", **options, seed=stream.answer.seed).tokens == stream.answer.tokens
+    first, second = decoder.generate_batch(PROMPTS[:2], **options, draft="on")
+    assert first.seed is not None and second.seed == first.seed + 1
+    assert decoder.generate(PROMPTS[1], **options, draft="on", seed=second.seed).tokens == second.tokens
+    assert decoder.generate("Hello", max_new_tokens=4, seed=5).seed is None, "greedy text has none"
+
+
 def test_kinds_of_trees(tiny_target: Target) -> None:
     heads, shape = make_heads(tiny_target), TreeShape.from_paths(TUNING["paths"])
     measured = {"chain": 1, "calibration": {"log_probs": [[-5.0, 0.0]] * 2, "accepted": [[0.1, 0.9]] * 2}}
@@ -276,7 +292,8 @@ def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
         ({"prompt": "a", "stop": ["x", 5]}, "stop is .*'x', 5"),
         ({"prompt": "a", "top_k": 2.5}, "top_k is 2.5. Give a whole number"),
         ({"prompt": "a", "top_k": True}, "top_k is True"),
-        ({"prompt": "a", "seed": None}, "seed is None. Give a whole number"),
+        ({"prompt": "a", "seed": "x"}, "seed is 'x'. Give a whole number"),
+        ({"prompt": "a", "seed": True}, "seed is True"),
         ({"prompt": "a", "max_new_tokens": "8"}, "max_new_tokens is '8'. Give a whole number"),
         ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'. Give a number"),
         ({"prompt": "a", "temperature": float("inf")}, "temperature is inf"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,14 @@ def test_sampling_options_without_a_temperature_are_said_to_do_nothing(heads: Pa
     assert idle.stdout == said(heads).stdout
     for options in ((), ("--temperature", 1, "--top-p", 0.5)):
         assert "No effect" not in said(heads, *options).stderr
+
+
+def test_the_seed_of_a_sampled_answer_is_said_and_repeats_it(heads: Path) -> None:
+    first = said(heads, "--temperature", 1)
+    (seed,) = re.findall(r"--seed (\d+)", first.stderr)
+    assert said(heads, "--temperature", 1, "--seed", seed).stdout == first.stdout
+    assert f"--seed {int(seed) + 1}\n" in said(heads, "--temperature", 1, "--seed", int(seed) + 1).stderr
+    assert "seed" not in said(heads).stderr, "greedy text needs none"
 
 
 def test_in_a_pipe_chat_writes_its_answers_alone(heads: Path) -> None:

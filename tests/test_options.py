@@ -34,10 +34,10 @@ def test_keyword_arguments_are_the_options() -> None:
     assert get_type_hints(LoadKeywords) == {item.name: hints[item.name] for item in fields(LoadOptions)}
 
 
-def test_measuring_takes_the_same_defaults_but_for_the_drafter_under_test() -> None:
+def test_measuring_takes_the_same_defaults_but_for_drafter_and_seed() -> None:
     defaults = {item.name: item.default for item in fields(EvalOptions)}
     for item in fields(DecodeOptions):
-        assert defaults[item.name] == ("heads" if item.name == "drafter" else item.default) != MISSING
+        assert defaults[item.name] == {"drafter": "heads", "seed": 0}.get(item.name, item.default) != MISSING
 
 
 def test_recipes_describe_options_in_the_same_words() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack, get_args
 
 from pydantic import ValidationError
@@ -12,7 +13,7 @@ from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.shapes import Unusable, parse_prompt
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.loop import Drafter, Engine, Generation, check, check_options
-from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
+from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind, random_seed
 from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, parts_of
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, check_text, nearest
@@ -124,10 +125,12 @@ class Decoder:
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
-        asked = DecodeOptions.of(options)
+        asked = _asked(options)
         tokens, engine = self._prepared([prompt], asked)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
-        return Stream(lambda on_tokens: self._answer(engine.generate(tokens, asked, on_tokens)[0]), pieces)
+        return Stream(
+            lambda on_tokens: self._answer(engine.generate(tokens, asked, on_tokens)[0], _seed(asked, 0)), pieces
+        )
 
     def tokens(
         self,
@@ -169,9 +172,11 @@ class Decoder:
         return items
 
     def _answers(self, prompts: Iterable[Prompt], options: DecodeKeywords) -> list[Answer]:
-        asked = DecodeOptions.of(options)
+        asked = _asked(options)
         tokens, engine = self._prepared(prompts, asked)
-        answers = [self._answer(generation) for generation in engine.generate(tokens, asked)]
+        answers = [
+            self._answer(generation, _seed(asked, row)) for row, generation in enumerate(engine.generate(tokens, asked))
+        ]
         warn_of_failures(answers)
         return answers
 
@@ -205,7 +210,7 @@ class Decoder:
             return tuning.drafter(self.heads, tree)
         return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
 
-    def _answer(self, generation: Generation) -> Answer:
+    def _answer(self, generation: Generation, seed: int | None) -> Answer:
         tokenizer, ends = self.target.tokenizer, self.target.end_tokens
         words = [token for token in generation.tokens if token not in ends]
         return Answer(
@@ -216,7 +221,19 @@ class Decoder:
             tokens_per_second=1e3 * len(generation.tokens) / generation.token_ms[-1],
             first_token_ms=generation.token_ms[0],
             drafter_error=generation.drafter_error,
+            seed=seed,
         )
+
+
+def _asked(keywords: DecodeKeywords) -> DecodeOptions:
+    """The options of a call, with the seed that it samples with."""
+    asked = DecodeOptions.of(keywords)
+    return replace(asked, seed=random_seed()) if asked.seed is None and not asked.greedy else asked
+
+
+def _seed(asked: DecodeOptions, row: int) -> int | None:
+    """What the answer to a prompt of a batch is sampled with, see `Answer`."""
+    return None if asked.greedy or asked.seed is None else asked.seed + row
 
 
 def _readable(message: dict[str, Any]) -> dict[str, Any]:

@@ -28,6 +28,7 @@ class Answer:
         first_token_ms: from the call to the first token.
         drafter_error: what a drafter raised, when one did, which a Python warning says too; the text is complete all
             the same, decoded on without it.
+        seed: that the text was sampled with, and that repeats it; None of greedy text.
     """
 
     text: str
@@ -37,6 +38,7 @@ class Answer:
     tokens_per_second: float
     first_token_ms: float
     drafter_error: str | None = None
+    seed: int | None = None
 
 
 def warn_of_failures(answers: Iterable[Answer]) -> None:

@@ -210,7 +210,8 @@ def _pour(stream: Stream) -> str:
     assert answer is not None, "a stream that ran to its end has an answer"
     console = Console(stderr=True)
     figures = f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}"
-    tell(console, f"{figures}, first token after {answer.first_token_ms:.0f} ms", style="dim")
+    seed = "" if answer.seed is None else f", --seed {answer.seed}"
+    tell(console, f"{figures}, first token after {answer.first_token_ms:.0f} ms{seed}", style="dim")
     if answer.drafter_error:
         tell(console, f"A drafter failed ({answer.drafter_error}); decoding went on without it.", style="yellow")
     return answer.text

@@ -21,7 +21,7 @@ from torch import Tensor
 from headstart.decode.budget import Controller, Costs
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import reserve
-from headstart.decode.options import DecodeOptions, check_kinds
+from headstart.decode.options import DecodeOptions, check_kinds, random_seed
 from headstart.decode.sampling import argmax, check_processors, check_sampling, warp
 from headstart.decode.verify import RULES, SamplingVerifier
 from headstart.errors import UserError, check_text, nearest
@@ -368,7 +368,7 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
         raise UserError("A stop string is empty.", "Leave it out.")
     for stop in options.stop_strings:
         check_text(stop, "A stop string")
-    if not -(1 << 63) <= options.seed <= (1 << 63) - max(rows, 1):
+    if options.seed is not None and not -(1 << 63) <= options.seed <= (1 << 63) - max(rows, 1):
         raise UserError(f"seed is {options.seed}.", "Use a number that fits into 64 bits.")
 
 
@@ -400,7 +400,7 @@ def make_verifier(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> V
     if options.verifier == "auto" and options.greedy and not options.needs_prefix:
         return Verifier()
     draws = not options.greedy if options.verifier == "auto" else RULES[options.verifier]
-    return SamplingVerifier(options, prompts, options.seed, draws)
+    return SamplingVerifier(options, prompts, random_seed() if options.seed is None else options.seed, draws)
 
 
 def _at_stop_string(text: list[int], stop_strings: Sequence[str], tokenizer: Any) -> bool:

@@ -8,6 +8,7 @@ the sampling options are those of transformers.
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from numbers import Integral, Real
@@ -134,7 +135,9 @@ class DecodeOptions(SamplingOptions):
 
     max_new_tokens: int = option(128, "Longest answer in tokens, the one that ends the turn included.", minimum=1)
     _: KW_ONLY
-    seed: int = option(0, "Seed of sampling; prompt b of a batch takes seed + b.")
+    seed: int | None = option(
+        None, "Seed of sampling, to repeat an answer; prompt b of a batch takes seed + b.", shown="random"
+    )
     verifier: str = option(
         "auto",
         "Accept drafts by this rule when sampling: auto, top_k or greedy_draft.",
@@ -193,7 +196,7 @@ class DecodeKeywords(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     processors: Sequence[Processor]
-    seed: int
+    seed: int | None
     verifier: str
     draft: Draft
     drafter: str
@@ -206,6 +209,7 @@ class DecodeKeywords(TypedDict, total=False):
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "int": (Integral, "a whole number"),
+    "int | None": ((Integral, NoneType), "a whole number"),
     "float": (Real, "a number"),
     "str": (str, "a name"),
     "bool": (bool, "True or False"),
@@ -214,6 +218,11 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "Mapping[str, Any] | None": ((Mapping, NoneType), "names with their values, such as {'enable_thinking': False}"),
 }
 """By the type that an option is written with: which values it takes, numpy's numbers among them, and their name."""
+
+
+def random_seed() -> int:
+    """A seed for sampling that is another one each time, short enough to be typed again."""
+    return secrets.randbits(32)
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
@@ -227,7 +236,7 @@ def check_kinds(options: DecodeOptions) -> None:
     for item in fields(options):
         kind, words = _KINDS.get(str(item.type), (object, ""))
         value = getattr(options, item.name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind in (Integral, Real)):
+        if not isinstance(value, kind) or (isinstance(value, bool) and "number" in words):
             raise UserError(f"{item.name} is {value!r}.", f"Give {words}.")
     if not isinstance(options.stop, Collection) or not all(isinstance(text, str) for text in options.stop):
         raise UserError(f"stop is {options.stop!r}.", "Give a text, or a list of texts.")

@@ -17,6 +17,7 @@ class EvalOptions(DecodeOptions):
     """How to measure: `DecodeOptions` for every method as far as they apply to it, and what else there is to say."""
 
     drafter: str = option("heads", meaning(DecodeOptions, "drafter").text, metavar="NAME")
+    seed: int = option(0, "Seed of sampling; prompt b takes seed + b.")
     compare: Sequence[str] = option(
         (),
         "Measure other drafters in the same turns: those of --drafter, dynamic, static, chain, or all (every one that "

@@ -1,6 +1,6 @@
 """Our folder format: everything that decoding with heads needs, in five files and a folder.
 
-    config.json         format version, the target (what to load, name, fingerprint and sketch: which model it is; and the
+    config.json         format version, the target (what to load, name, fingerprint and sketch: which model it is; the
                         variables of its chat template), the heads' family and settings
     heads.safetensors   the heads' parameters and draft vocabulary
     tree.json           the tuned tree, as rank paths; no paths means that plain decoding is fastest
