@@ -226,7 +226,7 @@ class EveryPosition:
         assert len(prompts) == 1, "rounds are told apart by their order"
         expected: list[float] = []
 
-        def one_token(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> SamplingVerifier:
+        def one_token(options: DecodeOptions, prompts: Sequence[Sequence[int]], _: Target) -> SamplingVerifier:
             return OneToken(expected, options, prompts)
 
         with patch("headstart.decode.loop.make_verifier", one_token):

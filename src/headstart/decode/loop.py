@@ -22,7 +22,7 @@ from headstart.decode.budget import Controller, Costs
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions, check_kinds, random_seed
-from headstart.decode.sampling import argmax, check_processors, check_sampling, warp
+from headstart.decode.sampling import argmax, check_processors, check_sampling, not_before, warp
 from headstart.decode.verify import RULES, SamplingVerifier
 from headstart.errors import UserError, check_text, nearest
 from headstart.target.model import Target, TargetOutput
@@ -81,7 +81,11 @@ class Generation:
             stopped = options.stop_test is not None and options.stop_test(row, self.tokens)
             if token in target.end_tokens and not options.ignore_end:
                 self.finish_reason = "end"
-            elif stopped or _at_stop_string(self.tokens, options.stop_strings, target.tokenizer):
+            elif (
+                stopped
+                or token in options.stop_token_ids
+                or _at_stop_string(self.tokens, options.stop_strings, target.tokenizer)
+            ):
                 self.finish_reason = "stop"
             elif len(self.tokens) == options.max_new_tokens:
                 self.finish_reason = "length"
@@ -161,7 +165,11 @@ class Engine:
         """
         started = perf_counter()
         check(self.target, prompts, options)
-        target, controller, verifier = self.target, self._controller(prompts, options), make_verifier(options, prompts)
+        target, controller, verifier = (
+            self.target,
+            self._controller(prompts, options),
+            make_verifier(options, prompts, self.target),
+        )
         # Of the drafters that draft still, by their number.
         sessions = dict[int, Any].fromkeys(range(len(self.drafters)) if controller.will_draft else ())
         texts = [Generation() for _ in prompts]
@@ -359,6 +367,8 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
     check_kinds(options)
     if options.max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
+    if options.min_new_tokens < 0:
+        raise UserError(f"min_new_tokens is {options.min_new_tokens}.", "Use 0 for none, or a number of tokens.")
     check_sampling(options)
     if options.verifier != "auto" and options.verifier not in RULES:
         raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *RULES]))
@@ -380,6 +390,10 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
     """
     check_options(options, len(prompts))
     check_processors(options, target.vocab_size, target.device)
+    if unknown := [token for token in options.stop_token_ids if not 0 <= token < target.vocab_size]:
+        raise UserError(
+            f"stop_token_ids has {unknown[0]}, and the target knows 0 to {target.vocab_size - 1}.", "Use its own ids."
+        )
     if options.stop_strings and target.tokenizer is None:
         raise UserError("Stop strings need a tokenizer.", "Load the target with its tokenizer.")
     if not prompts:
@@ -395,12 +409,17 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
             )
 
 
-def make_verifier(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> Verifier | SamplingVerifier:
+def make_verifier(
+    options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target
+) -> Verifier | SamplingVerifier:
     """The verifier for these options."""
-    if options.verifier == "auto" and options.greedy and not options.needs_prefix:
+    ends = sorted({*target.end_tokens, *options.stop_token_ids}) if options.min_new_tokens else []
+    if options.verifier == "auto" and options.greedy and not options.needs_prefix and not ends:
         return Verifier()
     draws = not options.greedy if options.verifier == "auto" else RULES[options.verifier]
-    return SamplingVerifier(options, prompts, random_seed() if options.seed is None else options.seed, draws)
+    seed = random_seed() if options.seed is None else options.seed
+    not_yet = [not_before(options.min_new_tokens, len(prompt), ends, target.device) for prompt in prompts if ends]
+    return SamplingVerifier(options, prompts, seed, draws, not_yet)
 
 
 def _at_stop_string(text: list[int], stop_strings: Sequence[str], tokenizer: Any) -> bool:

@@ -154,6 +154,12 @@ class DecodeOptions(SamplingOptions):
         None, "Let the heads draft such trees; by default as tuning found best.", unset="tuned"
     )
     stop: str | Sequence[str] = option((), "End the answer after this text; several may be given.", metavar="TEXT")
+    stop_token_ids: Sequence[int] = option(
+        (), "End the answer with this token, beside the target's own ends; several may be given.", metavar="ID"
+    )
+    min_new_tokens: int = option(
+        0, "Shortest answer in tokens: until then, no token that ends it has a probability.", minimum=0
+    )
     raw: bool = option(False, "Read a text prompt as it is, without the chat template.")
     tools: Sequence[Any] = option(
         (),
@@ -202,6 +208,8 @@ class DecodeKeywords(TypedDict, total=False):
     drafter: str
     tree: TreeKind | None
     stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_new_tokens: int
     raw: bool
     tools: Sequence[Any]
     chat_template_kwargs: Mapping[str, Any] | None
@@ -214,6 +222,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "str": (str, "a name"),
     "bool": (bool, "True or False"),
     "Sequence[Processor]": (Sequence, "a list of logits processors"),
+    "Sequence[int]": (Sequence, "a list of token ids"),
     "Sequence[Any]": (Sequence, "a list of tools"),
     "Mapping[str, Any] | None": ((Mapping, NoneType), "names with their values, such as {'enable_thinking': False}"),
 }
@@ -240,6 +249,8 @@ def check_kinds(options: DecodeOptions) -> None:
             raise UserError(f"{item.name} is {value!r}.", f"Give {words}.")
     if not isinstance(options.stop, Collection) or not all(isinstance(text, str) for text in options.stop):
         raise UserError(f"stop is {options.stop!r}.", "Give a text, or a list of texts.")
+    if not all(isinstance(token, Integral) for token in options.stop_token_ids):
+        raise UserError(f"stop_token_ids is {options.stop_token_ids!r}.", "Give a list of token ids.")
 
 
 @explained

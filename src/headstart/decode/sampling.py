@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import MinNewTokensLengthLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from headstart.decode.options import SamplingOptions
+from headstart.decode.options import Processor, SamplingOptions
 from headstart.errors import UserError
 
 _COLDEST = 1e-6
@@ -52,6 +52,13 @@ def check_processors(options: SamplingOptions, vocab_size: int, device: torch.de
     """Refuse (UserError) a processor whose result depends on more than its arguments, before any work."""
     for processor in options.processors:
         _check_processor(processor, vocab_size, device)
+
+
+def not_before(count: int, prompt: int, ends: Sequence[int], device: torch.device) -> Processor:
+    """A processor that takes the probability of the tokens `ends` away until so many tokens stand after a prompt of
+    this length."""
+    processor: Processor = MinNewTokensLengthLogitsProcessor(prompt, count, list(ends), device=device)
+    return processor
 
 
 def process(options: SamplingOptions, logits_V: Tensor, prefix: Sequence[int]) -> Tensor:

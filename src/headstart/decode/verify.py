@@ -22,11 +22,12 @@ scaled to sum to 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from headstart.decode.options import SamplingOptions
+from headstart.decode.options import Processor, SamplingOptions
 from headstart.decode.sampling import process, warp
 from headstart.support.rng import Numbers, draw_at, in_parts
 from headstart.target.model import TargetOutput
@@ -50,12 +51,24 @@ class SamplingVerifier:
     other rows do.
 
     A temperature of 0 leaves one possible token everywhere. The seed is that of the first row; the next row has the
-    next one. `draws` and `draft_streams` are as in `Verifier`.
+    next one. `draws` and `draft_streams` are as in `Verifier`; `row_processors`, where there are any, come before those
+    of all rows, one for each.
     """
 
-    def __init__(self, sampling: SamplingOptions, prompts: Sequence[Sequence[int]], seed: int, draws: bool) -> None:
+    def __init__(
+        self,
+        sampling: SamplingOptions,
+        prompts: Sequence[Sequence[int]],
+        seed: int,
+        draws: bool,
+        row_processors: Sequence[Processor] = (),
+    ) -> None:
         self.draws = draws
         self._sampling = sampling
+        self._sampling_of = [
+            replace(sampling, processors=(processor, *sampling.processors)) for processor in row_processors
+        ] or [sampling] * len(prompts)
+        self._needs_prefix = sampling.needs_prefix or bool(row_processors)
         self._texts = [list(prompt) for prompt in prompts]
         generators = [streams(seed + row) for row in range(len(prompts))]
         self._numbers = [(Numbers(accept), Numbers(residual)) for accept, residual, _ in generators]
@@ -66,7 +79,10 @@ class SamplingVerifier:
         _, residual_BK = self._peek(1, logits_BV.device)
         parts = in_parts(len(logits_BV), logits_BV.shape[1], logits_BV.device)
         drawn = [
-            draw_at(self._distributions(logits_BV[part], self._texts[part]), residual_BK[part, 0])[0] for part in parts
+            draw_at(
+                self._distributions(logits_BV[part], self._texts[part], self._sampling_of[part]), residual_BK[part, 0]
+            )[0]
+            for part in parts
         ]
         tokens: list[int] = torch.cat(drawn).tolist()
         self._emitted([[token] for token in tokens])
@@ -79,7 +95,7 @@ class SamplingVerifier:
         they stay, and what they come to is ignored.
         """
         device, (rows, _, vocab) = out.logits_BTV.device, out.logits_BTV.shape
-        asks = device.type == "cpu" or self._sampling.needs_prefix
+        asks = device.type == "cpu" or self._needs_prefix
         depths = batch.depth + 1
         accept_BK, residual_BK = self._peek(depths, device)
         drawn, parents_BN = _Drawn(batch, vocab), batch.parents_BN.expand(rows, -1)
@@ -89,13 +105,14 @@ class SamplingVerifier:
         going_M = torch.ones(rows, dtype=torch.bool, device=device)
         for depth in range(depths):
             logits_MV = out.logits_BTV[row_M, node_M] if depth else out.logits_BTV[:, 0]
-            texts = self._texts
-            if depth and self._sampling.needs_prefix:
-                so_far = zip(row_M.tolist(), tokens_BK[row_M, :depth].tolist(), strict=True)
+            texts, sampling_of = self._texts, self._sampling_of
+            if depth and self._needs_prefix:
+                so_far = list(zip(row_M.tolist(), tokens_BK[row_M, :depth].tolist(), strict=True))
                 texts = [self._texts[row] + tokens for row, tokens in so_far]
+                sampling_of = [self._sampling_of[row] for row, _ in so_far]
             chosen = []
             for part in in_parts(len(row_M), vocab, device):
-                p_target_MV, rows_M = self._distributions(logits_MV[part], texts[part]), row_M[part]
+                p_target_MV, rows_M = self._distributions(logits_MV[part], texts[part], sampling_of[part]), row_M[part]
                 child_M, q_draft_MV = drawn.below(rows_M, node_M[part], asks) if drawn else (None, None)
                 accept_M, residual_M = accept_BK[rows_M, depth], residual_BK[rows_M, depth]
                 chosen.append(next_tokens(p_target_MV, accept_M, residual_M, child_M, q_draft_MV))
@@ -118,6 +135,7 @@ class SamplingVerifier:
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self._texts = [self._texts[row] for row in rows]
+        self._sampling_of = [self._sampling_of[row] for row in rows]
         self._numbers = [self._numbers[row] for row in rows]
         self.draft_streams = [self.draft_streams[row] for row in rows]
 
@@ -134,13 +152,13 @@ class SamplingVerifier:
             for used in numbers:
                 used.skip(len(added))
 
-    def _distributions(self, logits_MV: Tensor, texts: Sequence[list[int]]) -> Tensor:
+    def _distributions(
+        self, logits_MV: Tensor, texts: Sequence[list[int]], sampling_of: Sequence[SamplingOptions]
+    ) -> Tensor:
         """What to draw from after each text, float [M, V]."""
-        if self._sampling.needs_prefix:
-            processed = [
-                process(self._sampling, logits_V, text) for logits_V, text in zip(logits_MV, texts, strict=True)
-            ]
-            logits_MV = torch.stack(processed)
+        if self._needs_prefix:
+            rows = zip(sampling_of, logits_MV, texts, strict=True)
+            logits_MV = torch.stack([process(sampling, logits_V, text) for sampling, logits_V, text in rows])
         return warp(self._sampling, logits_MV)
 
 

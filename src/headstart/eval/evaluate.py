@@ -37,7 +37,17 @@ from headstart.target.model import Target
 
 SCHEMA_VERSION = 1
 """Of results.json; raised when a key changes its meaning or goes."""
-_NOT_OF_RESULTS = ("processors", "stop", "raw", "tools", "chat_template_kwargs", "ignore_end", "stop_test")
+_NOT_OF_RESULTS = (
+    "processors",
+    "stop",
+    "stop_token_ids",
+    "min_new_tokens",
+    "raw",
+    "tools",
+    "chat_template_kwargs",
+    "ignore_end",
+    "stop_test",
+)
 """Options of decoding that measuring does not take."""
 WARM_UP_TOKENS = 32
 """Most tokens of the unmeasured generation that each method starts with."""
