@@ -506,7 +506,7 @@ def test_a_target_alone_takes_drafters_that_need_no_heads(tiny_target: Target) -
 def test_load_refuses_arguments_of_other_kinds(tiny_target: Target, tiny_target_folder: Path) -> None:
     assert headstart.load(target=tiny_target_folder, dtype="float32").target.name == str(tiny_target_folder)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"target": tiny_target.model}, "target is of the type LlamaForCausalLM. Give what load_target returns"),
+        ({"target": 5}, "target is of the type int. Give a model that transformers loaded"),
         ({"heads": 5}, "heads are of the type int"),
         ({"target": tiny_target, "dtyp": "float32"}, "Unknown option 'dtyp'. Did you mean 'dtype'"),
     ]
