@@ -189,8 +189,11 @@ def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
     assert "over plain" in shown
     results = json.loads((tmp_path / "results.json").read_text())
     names = [row["name"] for row in results["compare"]]
-    assert names == ["heads", "plain", "transformers", "transformers_prompt_lookup", "ngram", "early-exit:1", "static"]
+    always = ["heads", "plain", "transformers", "transformers_prompt_lookup", DecodeOptions.drafter]
+    assert names == [*always, "ngram", "early-exit:1", "static"]
     asked = (*asked, "--overwrite")
+    assert "heads+ngram" in works(*asked, "--limit", 1).stdout, "what is run by default is measured by default"
+    assert [row["name"] for row in json.loads((tmp_path / "results.json").read_text())["compare"]] == always
     works(*asked, "--limit", 1, "--temperature", 1, "--verifier", "top_k", "--drafter", "ngram")
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
     assert (settings["drafter"], settings["verifier"], settings["temperature"]) == ("ngram", "top_k", 1.0)
@@ -211,7 +214,7 @@ def test_a_drafter_that_fails_is_said_loudly(
     shown = works("eval", heads, *asked, "--max-new-tokens", 6, "--compare", "static,ngram").stdout
     for name in ("heads", "static"):
         assert shown.count(f"{name}: a drafter failed (ValueError: no [drafts] today), and the figures are") == 1
-    assert shown.count("failed") == 2
+    assert shown.count("failed") == 3, "heads+ngram as well"
     page = (tmp_path / "out" / "report.md").read_text()
     assert "heads: a drafter failed (ValueError: no [drafts] today); decoding went on without it." in page
     assert "A drafter failed (ValueError: no [drafts] today)" in said(heads).stderr

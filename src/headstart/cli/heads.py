@@ -39,7 +39,7 @@ def evaluate(
     options: EvalOptions = EvalOptions(),
     loading: Loading = Loading(),
 ) -> None:
-    """Measure heads on a question file against plain decoding, transformers, and other drafters.
+    """Measure heads, alone and with n-grams, on a question file: against plain decoding, transformers, other drafters.
 
     Example: headstart eval runs/quickstart --questions questions.jsonl --out report --compare all
     """
@@ -51,7 +51,9 @@ def evaluate(
     from headstart.pipeline.actions import report
 
     console = Console()
-    measuring = replace(options, heads_name=heads)
+    # What people run when they say nothing is measured beside the heads alone.
+    default = (DecodeOptions.drafter,) if options.drafter == "heads" else ()
+    measuring = replace(options, heads_name=heads, compare=(*default, *options.compare))
     results = report(load_decoder(heads, loading, options), asked, measuring, out=out, console=console)
     show_results(results, f"{heads} on {questions.name}", console)
     say(console, ("Report", out / "report.html"))
