@@ -199,6 +199,18 @@ def test_a_drafter_that_fails_is_named_in_the_answer(tiny_target: Target, monkey
         assert told == [(problem, __file__)], "once a call, at the line that made it"
 
 
+def test_an_answer_says_where_drafting_did_not_pay(tiny_target: Target) -> None:
+    heads, shape = make_heads(tiny_target), TreeShape.from_paths(TUNING["paths"])
+    dear = Decoder(tiny_target, heads, shape, {**TUNING, "draft_ms": 50.0, "verify_ms": (1.0, 30.0, 60.0)})
+    answer = dear.generate("Hello", max_new_tokens=24, drafter="heads")
+    assert answer.rounds == 23 and 0 < answer.paused_rounds <= 23
+    for options in ({"drafter": "none"}, {"draft": "off"}, {"draft": "on"}):
+        assert dear.generate("Hello", **{"max_new_tokens": 8, "drafter": "heads", **options}).paused_rounds == 0  # type: ignore[arg-type]
+    never = Decoder(tiny_target, heads, TreeShape.chain(0))  # tuning found no tree that pays
+    answer = never.generate("Hello", max_new_tokens=8, drafter="heads")
+    assert answer.paused_rounds == answer.rounds == 7
+
+
 def test_batch_equals_one_by_one(decoder: Decoder) -> None:
     one = [decoder.generate(prompt, max_new_tokens=16).tokens for prompt in PROMPTS]
     assert [answer.tokens for answer in decoder.generate_batch(PROMPTS, max_new_tokens=16)] == one

@@ -147,6 +147,13 @@ def test_the_seed_of_a_sampled_answer_is_said_and_repeats_it(heads: Path) -> Non
     assert "seed" not in said(heads).stderr, "greedy text needs none"
 
 
+def test_a_pause_of_drafting_is_said(heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "faster here" not in said(heads, "--draft", "on").stderr
+    monkeypatch.setattr("headstart.decode.budget.Controller.drafts", property(lambda _: False))
+    assert "nothing was drafted: plain decoding was faster here" in said(heads).stderr
+    assert "faster here" not in said(heads, "--draft", "off").stderr
+
+
 def test_in_a_pipe_chat_writes_its_answers_alone(heads: Path) -> None:
     asked = ("--max-new-tokens", 6, "--dtype", "float32")
     answer = works("generate", heads, "--prompt", "hello", *asked).stdout

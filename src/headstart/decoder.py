@@ -129,7 +129,7 @@ class Decoder:
         tokens, engine = self._prepared([prompt], asked)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
         return Stream(
-            lambda on_tokens: self._answer(engine.generate(tokens, asked, on_tokens)[0], _seed(asked, 0)), pieces
+            lambda on_tokens: self._answer(engine.generate(tokens, asked, on_tokens)[0], asked, engine), pieces
         )
 
     def tokens(
@@ -175,7 +175,8 @@ class Decoder:
         asked = _asked(options)
         tokens, engine = self._prepared(prompts, asked)
         answers = [
-            self._answer(generation, _seed(asked, row)) for row, generation in enumerate(engine.generate(tokens, asked))
+            self._answer(generation, asked, engine, row)
+            for row, generation in enumerate(engine.generate(tokens, asked))
         ]
         warn_of_failures(answers)
         return answers
@@ -210,8 +211,9 @@ class Decoder:
             return tuning.drafter(self.heads, tree)
         return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
 
-    def _answer(self, generation: Generation, seed: int | None) -> Answer:
-        tokenizer, ends = self.target.tokenizer, self.target.end_tokens
+    def _answer(self, generation: Generation, asked: DecodeOptions, engine: Engine, row: int = 0) -> Answer:
+        tokenizer, ends, rounds = self.target.tokenizer, self.target.end_tokens, len(generation.rounds)
+        drafts = asked.drafter != "none" and asked.draft != "off"  # or tuning found no tree that pays
         words = [token for token in generation.tokens if token not in ends]
         return Answer(
             text=decode_text(tokenizer, words) if tokenizer is not None else "",
@@ -221,7 +223,9 @@ class Decoder:
             tokens_per_second=1e3 * len(generation.tokens) / generation.token_ms[-1],
             first_token_ms=generation.token_ms[0],
             drafter_error=generation.drafter_error,
-            seed=seed,
+            rounds=rounds,
+            paused_rounds=generation.paused_rounds if engine.drafters or not drafts else rounds,
+            seed=None if asked.greedy or asked.seed is None else asked.seed + row,
         )
 
 
@@ -229,11 +233,6 @@ def _asked(keywords: DecodeKeywords) -> DecodeOptions:
     """The options of a call, with the seed that it samples with."""
     asked = DecodeOptions.of(keywords)
     return replace(asked, seed=random_seed()) if asked.seed is None and not asked.greedy else asked
-
-
-def _seed(asked: DecodeOptions, row: int) -> int | None:
-    """What the answer to a prompt of a batch is sampled with, see `Answer`."""
-    return None if asked.greedy or asked.seed is None else asked.seed + row
 
 
 def _readable(message: dict[str, Any]) -> dict[str, Any]:

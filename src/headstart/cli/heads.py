@@ -213,6 +213,10 @@ def _pour(stream: Stream) -> str:
     assert answer is not None, "a stream that ran to its end has an answer"
     console = Console(stderr=True)
     figures = f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}"
+    if answer.paused_rounds:
+        paused = f"drafting paused in {answer.paused_rounds} of {answer.rounds} rounds"
+        paused = paused if answer.paused_rounds < answer.rounds else "nothing was drafted"
+        figures = f"{figures}, {paused}: plain decoding was faster here"
     seed = "" if answer.seed is None else f", --seed {answer.seed}"
     tell(console, f"{figures}, first token after {answer.first_token_ms:.0f} ms{seed}", style="dim")
     if answer.drafter_error:

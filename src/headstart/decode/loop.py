@@ -38,7 +38,8 @@ class Round:
 
     Nodes are those of the verified tree, root included, and `depth` is its depth. Emitted tokens include the target's
     own, before any cut at the end of the text. `draft_ms` is proposing, and choosing which nodes to verify; `verify_ms`
-    the tree forward and reading the target's choices; `host_ms` everything else.
+    the tree forward and reading the target's choices; `host_ms` everything else. `paused` says that nothing was
+    drafted because it would not have paid.
     """
 
     nodes: int
@@ -47,6 +48,7 @@ class Round:
     verify_ms: float
     host_ms: float
     depth: int = 0
+    paused: bool = False
 
 
 @dataclass
@@ -71,6 +73,11 @@ class Generation:
     def tokens_per_round(self) -> float:
         """τ: mean tokens emitted a round, the target's own included; 1 for plain decoding."""
         return sum(r.emitted for r in self.rounds) / len(self.rounds) if self.rounds else 1.0
+
+    @property
+    def paused_rounds(self) -> int:
+        """Rounds in which nothing was drafted because it would not have paid."""
+        return sum(r.paused for r in self.rounds)
 
     def extend(self, tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> None:
         """Append tokens as far as the text goes, also in the middle of an accepted path; notes why it ends if it does.
@@ -259,6 +266,7 @@ class Engine:
             ended = perf_counter()
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)
+            paused = bool(self.drafters) and options.draft == "auto" and not controller.drafts
             # Where there was no room, or no drafter that works, the time says nothing of drafting.
             spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafts == controller.drafts else None
             controller.note(batch.trees, list(map(len, emitted)), spent_ms)
@@ -266,7 +274,7 @@ class Engine:
                 sessions.clear()  # nothing more will be drafted: plain rounds cost what they do without drafters
             ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
             for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
-                texts[row].rounds.append(Round(tree.size, len(tokens), *ms, depth=tree.depth))
+                texts[row].rounds.append(Round(tree.size, len(tokens), *ms, depth=tree.depth, paused=paused))
         return texts
 
     def _aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:
