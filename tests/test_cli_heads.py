@@ -154,6 +154,24 @@ def test_a_pause_of_drafting_is_said(heads: Path, monkeypatch: pytest.MonkeyPatc
     assert "faster here" not in said(heads, "--draft", "off").stderr
 
 
+def test_chat_reads_no_turn_twice(heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    prefill = Target.prefill
+
+    def counted(self: Target, cache: Any, rows: Any, aux_layers: Any = ()) -> Any:
+        read.append(sum(map(len, rows)))
+        return prefill(self, cache, rows, aux_layers)
+
+    asked = ("chat", heads, "--max-new-tokens", 6, "--dtype", "float32")
+    talk = "hello there\nand then?\n/new\nhello there\n\n"
+    first, second, third = works(*asked, stdin=talk).stdout.splitlines()
+    assert first == third and second
+    monkeypatch.setattr(Target, "prefill", counted)
+    assert works(*asked, stdin=talk).stdout.splitlines() == [first, second, third]
+    *_, once, more, again = read
+    assert more < once + len("and then?") and again <= once
+
+
 def test_in_a_pipe_chat_writes_its_answers_alone(heads: Path) -> None:
     asked = ("--max-new-tokens", 6, "--dtype", "float32")
     answer = works("generate", heads, "--prompt", "hello", *asked).stdout

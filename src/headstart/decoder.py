@@ -14,6 +14,7 @@ from headstart.data.prompts.shapes import Unusable, parse_prompt
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.loop import Drafter, Engine, Generation, check, check_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind, random_seed
+from headstart.decode.reading import Reading
 from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, parts_of
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, check_text, nearest
@@ -115,8 +116,14 @@ class Decoder:
             )
         return self._answers(prompts, options)
 
-    def stream(self, prompt: Prompt, **options: Unpack[DecodeKeywords]) -> Stream:
+    def stream(self, prompt: Prompt, reading: Reading | None = None, **options: Unpack[DecodeKeywords]) -> Stream:
         """Answer one prompt, piece by piece; errors are those of `generate`.
+
+        Args:
+            prompt: see `generate`.
+            reading: of the conversation so far, which is then not read again; an empty one begins, and each answer adds
+                to it.
+            **options: see `DecodeOptions`.
 
         Returns:
             An iterator over pieces of text. They never break a character, and joined they are the answer's text; its
@@ -129,7 +136,7 @@ class Decoder:
         tokens, engine = self._prepared([prompt], asked)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
         return Stream(
-            lambda on_tokens: self._answer(engine.generate(tokens, asked, on_tokens)[0], asked, engine), pieces
+            lambda on_tokens: self._answer(engine.generate(tokens, asked, on_tokens, reading)[0], asked, engine), pieces
         )
 
     def tokens(

@@ -135,6 +135,9 @@ def chat(
     decoder = load_decoder(heads, loading, options)
     console = Console(stderr=not sys.stdin.isatty())  # in a pipe, stdout holds the answers alone
     tell(console, f"{decoder.target.name}. {_CHAT_HELP}", style="dim")
+    from headstart.decode.reading import Reading
+
+    reading = Reading()
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while text := _from_stdin(partial(ask, console)):
@@ -146,7 +149,7 @@ def chat(
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
-            answer = _pour(decoder.stream(asked, **_keywords(options)))
+            answer = _pour(decoder.stream(asked, reading, **_keywords(options)))
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new begins anew.")
             continue

@@ -22,6 +22,7 @@ from headstart.decode.budget import Controller, Costs
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions, check_kinds, random_seed
+from headstart.decode.reading import Reading
 from headstart.decode.sampling import argmax, check_processors, check_sampling, not_before, warp
 from headstart.decode.verify import RULES, SamplingVerifier
 from headstart.errors import UserError, check_text, nearest
@@ -163,9 +164,13 @@ class Engine:
 
     @torch.inference_mode()
     def generate(
-        self, prompts: Sequence[Sequence[int]], options: DecodeOptions, on_tokens: OnTokens | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        options: DecodeOptions,
+        on_tokens: OnTokens | None = None,
+        reading: Reading | None = None,
     ) -> list[Generation]:
-        """Decode a batch of tokenised prompts of any lengths.
+        """Decode a batch of tokenised prompts of any lengths; a single one may go on from a `reading` of its beginning.
 
         Raises:
             UserError: an empty or too long prompt, an option out of range, or a batch that memory cannot hold.
@@ -222,7 +227,11 @@ class Engine:
         most_nodes = 1 + sum(self.drafters[number].max_nodes - 1 for number in sessions)
         max_nodes = reserve(target, prompts, options.max_new_tokens, most_nodes)
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
-        out = target.prefill(cache, prompts, self._aux_layers(sessions))
+        if reading is None:
+            out = target.prefill(cache, prompts, self._aux_layers(sessions))
+        else:
+            (prompt,) = prompts
+            out = reading.prefill(target, cache, prompt, self._aux_layers(range(len(self.drafters))))
         roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
         for number in list(sessions):
             session = ask(number, self.drafters[number].prefill, prompts, out.aux_hidden_states)
@@ -258,10 +267,14 @@ class Engine:
                 if any(tree.size > 1 for tree in trees):
                     batch = TreeBatch.of(trees, target.device)
             drafted = perf_counter()
-            out = target.forward_tree(cache, batch, self._aux_layers(sessions))
+            # The next answer may draft again.
+            drafting = sessions if reading is None else range(len(self.drafters))
+            out = target.forward_tree(cache, batch, self._aux_layers(drafting))
             committed, roots = verifier.accept(batch, out)
             verified = perf_counter()
             cache.commit(committed.paths, committed.paths_BP)
+            if reading is not None:
+                reading.add(committed)
             tell("commit", committed)
             ended = perf_counter()
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
@@ -275,6 +288,8 @@ class Engine:
             ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
             for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
                 texts[row].rounds.append(Round(tree.size, len(tokens), *ms, depth=tree.depth, paused=paused))
+        if reading is not None:
+            reading.keep(cache)
         return texts
 
     def _aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:
