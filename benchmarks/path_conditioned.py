@@ -226,7 +226,7 @@ class EveryPosition:
         assert len(prompts) == 1, "rounds are told apart by their order"
         expected: list[float] = []
 
-        def one_token(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> SamplingVerifier:
+        def one_token(options: DecodeOptions, prompts: Sequence[Sequence[int]], _: Target) -> SamplingVerifier:
             return OneToken(expected, options, prompts)
 
         with patch("headstart.decode.loop.make_verifier", one_token):
@@ -240,7 +240,7 @@ class OneToken(SamplingVerifier):
     """Emits one token a round, and notes in `expected` how many sampling would emit on average, given the drafts."""
 
     def __init__(self, expected: list[float], options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> None:
-        super().__init__(options, prompts, options.seed, True)
+        super().__init__(options, prompts, options.seed or 0, True)
         self._expected = expected
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:

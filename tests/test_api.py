@@ -137,6 +137,22 @@ def test_sampling_settings_reach_the_loop(decoder: Decoder) -> None:
     assert sampled.tokens == decoder.generate("Hello", max_new_tokens=8, temperature=1.0, seed=5).tokens
 
 
+def test_sampling_is_random_unless_seeded_and_every_answer_can_be_repeated(decoder: Decoder) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 1.0}
+    answers = [decoder.generate("Hello", **options) for _ in range(4)]
+    assert len({tuple(answer.tokens) for answer in answers}) > 1 and len({answer.seed for answer in answers}) == 4
+    again = decoder.generate("Hello", **options, seed=answers[0].seed)
+    assert (again.tokens, again.seed) == (answers[0].tokens, answers[0].seed)
+    stream = decoder.stream("Hello", **options)
+    list(stream)
+    assert stream.answer is not None and stream.answer.seed is not None
+    assert decoder.generate("Hello", **options, seed=stream.answer.seed).tokens == stream.answer.tokens
+    first, second = decoder.generate_batch(PROMPTS[:2], **options, draft="on")
+    assert first.seed is not None and second.seed == first.seed + 1
+    assert decoder.generate(PROMPTS[1], **options, draft="on", seed=second.seed).tokens == second.tokens
+    assert decoder.generate("Hello", max_new_tokens=4, seed=5).seed is None, "greedy text has none"
+
+
 def test_kinds_of_trees(tiny_target: Target) -> None:
     heads, shape = make_heads(tiny_target), TreeShape.from_paths(TUNING["paths"])
     measured = {"chain": 1, "calibration": {"log_probs": [[-5.0, 0.0]] * 2, "accepted": [[0.1, 0.9]] * 2}}
@@ -182,6 +198,18 @@ def test_a_drafter_that_fails_is_named_in_the_answer(tiny_target: Target, monkey
         told = [(str(warning.message), warning.filename) for warning in warned]
         problem = "A drafter failed (ValueError: no drafts today); decoding went on without it."
         assert told == [(problem, __file__)], "once a call, at the line that made it"
+
+
+def test_an_answer_says_where_drafting_did_not_pay(tiny_target: Target) -> None:
+    heads, shape = make_heads(tiny_target), TreeShape.from_paths(TUNING["paths"])
+    dear = Decoder(tiny_target, heads, shape, {**TUNING, "draft_ms": 50.0, "verify_ms": (1.0, 30.0, 60.0)})
+    answer = dear.generate("Hello", max_new_tokens=24, drafter="heads")
+    assert answer.rounds == 23 and 0 < answer.paused_rounds <= 23
+    for options in ({"drafter": "none"}, {"draft": "off"}, {"draft": "on"}):
+        assert dear.generate("Hello", **{"max_new_tokens": 8, "drafter": "heads", **options}).paused_rounds == 0  # type: ignore[arg-type]
+    never = Decoder(tiny_target, heads, TreeShape.chain(0))  # tuning found no tree that pays
+    answer = never.generate("Hello", max_new_tokens=8, drafter="heads")
+    assert answer.paused_rounds == answer.rounds == 7
 
 
 def test_batch_equals_one_by_one(decoder: Decoder) -> None:
@@ -273,11 +301,15 @@ def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
         ({"prompt": "a", "verifier": "topk"}, "Did you mean 'top_k'"),
         ({"prompt": "a", "draft": "always"}, "draft is 'always'"),
         ({"prompt": "a", "processors": [lambda ids, scores: scores + torch.rand(1)]}, "keeps a state or draws random"),
+        ({"prompt": "a", "min_new_tokens": -1}, "min_new_tokens is -1"),
+        ({"prompt": "a", "stop_token_ids": [1, 5000]}, "stop_token_ids has 5000, and the target knows 0 to"),
+        ({"prompt": "a", "stop_token_ids": "ab"}, "stop_token_ids is 'ab'"),
         ({"prompt": "a", "stop": 5}, "stop is 5. Give a text"),
         ({"prompt": "a", "stop": ["x", 5]}, "stop is .*'x', 5"),
         ({"prompt": "a", "top_k": 2.5}, "top_k is 2.5. Give a whole number"),
         ({"prompt": "a", "top_k": True}, "top_k is True"),
-        ({"prompt": "a", "seed": None}, "seed is None. Give a whole number"),
+        ({"prompt": "a", "seed": "x"}, "seed is 'x'. Give a whole number"),
+        ({"prompt": "a", "seed": True}, "seed is True"),
         ({"prompt": "a", "max_new_tokens": "8"}, "max_new_tokens is '8'. Give a whole number"),
         ({"prompt": "a", "temperature": "hot"}, "temperature is 'hot'. Give a number"),
         ({"prompt": "a", "temperature": float("inf")}, "temperature is inf"),
@@ -557,7 +589,7 @@ def test_a_target_alone_takes_drafters_that_need_no_heads(tiny_target: Target) -
 def test_load_refuses_arguments_of_other_kinds(tiny_target: Target, tiny_target_folder: Path) -> None:
     assert headstart.load(target=tiny_target_folder, dtype="float32").target.name == str(tiny_target_folder)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"target": tiny_target.model}, "target is of the type LlamaForCausalLM. Give what load_target returns"),
+        ({"target": 5}, "target is of the type int. Give a model that transformers loaded"),
         ({"heads": 5}, "heads are of the type int"),
         ({"target": tiny_target, "dtyp": "float32"}, "Unknown option 'dtyp'. Did you mean 'dtype'"),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,39 @@ def test_sampling_options_without_a_temperature_are_said_to_do_nothing(heads: Pa
         assert "No effect" not in said(heads, *options).stderr
 
 
+def test_the_seed_of_a_sampled_answer_is_said_and_repeats_it(heads: Path) -> None:
+    first = said(heads, "--temperature", 1)
+    (seed,) = re.findall(r"--seed (\d+)", first.stderr)
+    assert said(heads, "--temperature", 1, "--seed", seed).stdout == first.stdout
+    assert f"--seed {int(seed) + 1}\n" in said(heads, "--temperature", 1, "--seed", int(seed) + 1).stderr
+    assert "seed" not in said(heads).stderr, "greedy text needs none"
+
+
+def test_a_pause_of_drafting_is_said(heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "faster here" not in said(heads, "--draft", "on").stderr
+    monkeypatch.setattr("headstart.decode.budget.Controller.drafts", property(lambda _: False))
+    assert "nothing was drafted: plain decoding was faster here" in said(heads).stderr
+    assert "faster here" not in said(heads, "--draft", "off").stderr
+
+
+def test_chat_reads_no_turn_twice(heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    prefill = Target.prefill
+
+    def counted(self: Target, cache: Any, rows: Any, aux_layers: Any = ()) -> Any:
+        read.append(sum(map(len, rows)))
+        return prefill(self, cache, rows, aux_layers)
+
+    asked = ("chat", heads, "--max-new-tokens", 6, "--dtype", "float32")
+    talk = "hello there\nand then?\n/new\nhello there\n\n"
+    first, second, third = works(*asked, stdin=talk).stdout.splitlines()
+    assert first == third and second
+    monkeypatch.setattr(Target, "prefill", counted)
+    assert works(*asked, stdin=talk).stdout.splitlines() == [first, second, third]
+    *_, once, more, again = read
+    assert more < once + len("and then?") and again <= once
+
+
 def test_in_a_pipe_chat_writes_its_answers_alone(heads: Path) -> None:
     asked = ("--max-new-tokens", 6, "--dtype", "float32")
     answer = works("generate", heads, "--prompt", "hello", *asked).stdout
@@ -180,8 +214,11 @@ def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
     assert "over plain" in shown
     results = json.loads((tmp_path / "results.json").read_text())
     names = [row["name"] for row in results["compare"]]
-    assert names == ["heads", "plain", "transformers", "transformers_prompt_lookup", "ngram", "early-exit:1", "static"]
+    always = ["heads", "plain", "transformers", "transformers_prompt_lookup", DecodeOptions.drafter]
+    assert names == [*always, "ngram", "early-exit:1", "static"]
     asked = (*asked, "--overwrite")
+    assert "heads+ngram" in works(*asked, "--limit", 1).stdout, "what is run by default is measured by default"
+    assert [row["name"] for row in json.loads((tmp_path / "results.json").read_text())["compare"]] == always
     works(*asked, "--limit", 1, "--temperature", 1, "--verifier", "top_k", "--drafter", "ngram")
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]
     assert (settings["drafter"], settings["verifier"], settings["temperature"]) == ("ngram", "top_k", 1.0)
@@ -202,7 +239,7 @@ def test_a_drafter_that_fails_is_said_loudly(
     shown = works("eval", heads, *asked, "--max-new-tokens", 6, "--compare", "static,ngram").stdout
     for name in ("heads", "static"):
         assert shown.count(f"{name}: a drafter failed (ValueError: no [drafts] today), and the figures are") == 1
-    assert shown.count("failed") == 2
+    assert shown.count("failed") == 3, "heads+ngram as well"
     page = (tmp_path / "out" / "report.md").read_text()
     assert "heads: a drafter failed (ValueError: no [drafts] today); decoding went on without it." in page
     assert "A drafter failed (ValueError: no [drafts] today)" in said(heads).stderr

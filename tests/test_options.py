@@ -34,10 +34,10 @@ def test_keyword_arguments_are_the_options() -> None:
     assert get_type_hints(LoadKeywords) == {item.name: hints[item.name] for item in fields(LoadOptions)}
 
 
-def test_measuring_takes_the_same_defaults_but_for_the_drafter_under_test() -> None:
+def test_measuring_takes_the_same_defaults_but_for_drafter_and_seed() -> None:
     defaults = {item.name: item.default for item in fields(EvalOptions)}
     for item in fields(DecodeOptions):
-        assert defaults[item.name] == ("heads" if item.name == "drafter" else item.default) != MISSING
+        assert defaults[item.name] == {"drafter": "heads", "seed": 0}.get(item.name, item.default) != MISSING
 
 
 def test_recipes_describe_options_in_the_same_words() -> None:
@@ -85,8 +85,8 @@ def test_transformers_callers_give_options_by_the_same_names() -> None:
 def test_commands_take_every_option_that_can_be_typed() -> None:
     typed = {item.name for item in fields(DecodeOptions) if item.metadata["meaning"].typed}
     assert typed <= inspect.signature(cli_heads.generate).parameters.keys()
-    for command in (cli_heads.chat, cli_heads.evaluate):
-        assert typed & inspect.signature(command).parameters.keys() == typed - {"stop", "raw"}
+    for command, others in ((cli_heads.chat, ()), (cli_heads.evaluate, ("stop_token_ids", "min_new_tokens"))):
+        assert typed & inspect.signature(command).parameters.keys() == typed - {"stop", "raw", *others}
     assert "processors" not in inspect.signature(cli_heads.generate).parameters
     assert inspect.signature(cli_heads.chat).parameters["max_new_tokens"].default == 512
 

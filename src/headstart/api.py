@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 import torch
+from transformers import PreTrainedModel
 
 from headstart.decode.options import DecodeOptions as DecodeOptions
 from headstart.decode.options import check_names
@@ -25,15 +26,18 @@ from headstart.target.model import Target
 
 
 def load(
-    heads: str | Path | None = None, target: Target | str | Path | None = None, **options: Unpack[LoadKeywords]
+    heads: str | Path | None = None,
+    target: Target | PreTrainedModel | str | Path | None = None,
+    **options: Unpack[LoadKeywords],
 ) -> Decoder:
     """Load heads and the model they belong to.
 
     Args:
         heads: a folder of heads, the folder of a run, or a Hub id (user/name); None for a target alone, with drafters
             that need no heads, such as "mtp" for the multi-token-prediction modules of its own checkpoint.
-        target: the model, when it is loaded already or lies elsewhere than the heads say (then what `load_target`
-            takes). The adapter of a target comes with the heads.
+        target: the model, when it is loaded already (by `load_target`, or by transformers, then with `tokenizer`; it is
+            frozen and put in eval mode) or lies elsewhere than the heads say (then what `load_target` takes). The
+            adapter of a target comes with the heads.
         **options: see `headstart.hub.options.LoadOptions`; dtype may be torch's own, such as torch.bfloat16.
 
     Raises:
@@ -43,23 +47,32 @@ def load(
     check_names(options, LoadKeywords.__annotations__)
     if not isinstance(heads, str | Path | None):
         raise UserError(f"heads are of the type {type(heads).__name__}.", "Name a folder of heads, a run or a Hub id.")
-    if not isinstance(target, Target | str | Path | None):
+    if not isinstance(target, Target | PreTrainedModel | str | Path | None):
         raise UserError(
-            f"target is of the type {type(target).__name__}.", "Give what load_target returns, a folder or a hub id."
+            f"target is of the type {type(target).__name__}.",
+            "Give a model that transformers loaded, what load_target returns, a folder or a hub id.",
         )
     target = str(target) if isinstance(target, Path) else target
     asked = LoadOptions(**options)
     asked = replace(asked, dtype=_dtype_name(asked.dtype))
-    if isinstance(target, Target) and (asked.dtype, asked.device, asked.quantization) != ("auto", "auto", None):
+    if isinstance(target, Target | PreTrainedModel) and (asked.dtype, asked.device, asked.quantization) != (
+        "auto",
+        "auto",
+        None,
+    ):
         raise UserError(
             "dtype, device and quantization are those of the target, and it is loaded already.",
-            "Give them to load_target, or give headstart.load the target's name instead of a Target.",
+            "Load it with them, or give headstart.load the target's name.",
         )
+    if isinstance(target, PreTrainedModel):
+        target = Target(target, asked.tokenizer, exact=asked.exact)
+    elif asked.tokenizer is not None:
+        raise UserError("tokenizer belongs to a target that transformers loaded.", "Give the model as target, too.")
     if heads is None:
         if target is None:
             raise UserError("Neither heads nor a target are named.", "Name a folder of heads, or give target=.")
         return Decoder(_loaded(target, asked, asked.quantization or "none", revision=asked.revision))
-    folder = locate(heads, asked.revision)
+    folder = locate(heads, asked.revision, asked.token)
     check_folder(folder)
     known = heads_target(folder)
     adapter = None if target and asked.any_target else known.adapter_spec(folder)
@@ -69,12 +82,21 @@ def load(
             f"Say where {known.name} is: a folder or a hub id as target.",
         )
     loaded = _loaded(target or known.spec, asked, asked.quantization or known.quantization, adapter=adapter)
-    return Decoder(loaded, *read_heads(folder, loaded, asked.any_target))
+    return Decoder(known.rendering(loaded), *read_heads(folder, loaded, asked.any_target))
 
 
 def _loaded(target: Target | str, asked: LoadOptions, quantization: str, **origin: str | None) -> Target:
     if not isinstance(target, Target):
-        return load_target(target, asked.dtype, asked.device, exact=asked.exact, quantization=quantization, **origin)
+        return load_target(
+            target,
+            asked.dtype,
+            asked.device,
+            exact=asked.exact,
+            quantization=quantization,
+            trust_remote_code=asked.trust_remote_code,
+            token=asked.token,
+            **origin,
+        )
     if asked.exact != "auto":
         target.exact = asked.exact
     return target

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack, get_args
 
 from pydantic import ValidationError
 
-from headstart.data.prompts.chat import prompt_tokens
+from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.shapes import Unusable, parse_prompt
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.loop import Drafter, Engine, Generation, check, check_options
-from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
+from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind, random_seed
+from headstart.decode.reading import Reading
 from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, parts_of
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, check_text, nearest
@@ -123,8 +125,14 @@ class Decoder:
             )
         return self._answers(prompts, options)
 
-    def stream(self, prompt: Prompt, **options: Unpack[DecodeKeywords]) -> Stream:
+    def stream(self, prompt: Prompt, reading: Reading | None = None, **options: Unpack[DecodeKeywords]) -> Stream:
         """Answer one prompt, piece by piece; errors are those of `generate`.
+
+        Args:
+            prompt: see `generate`.
+            reading: of the conversation so far, which is then not read again; an empty one begins, and each answer adds
+                to it.
+            **options: see `DecodeOptions`.
 
         Returns:
             An iterator over pieces of text. They never break a character, and joined they are the answer's text; its
@@ -133,15 +141,24 @@ class Decoder:
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
-        asked = DecodeOptions.of(options)
+        asked = _asked(options)
         tokens, engine = self._prepared([prompt], asked)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
         return Stream(
-            lambda on_tokens, check: self._answer(engine.generate(tokens, asked, on_tokens, check)[0]), pieces
+            lambda on_tokens, check: self._answer(
+                engine.generate(tokens, asked, on_tokens, check, reading)[0], asked, engine
+            ),
+            pieces,
         )
 
-    def tokens(self, prompt: Prompt, raw: bool = False) -> list[int]:
-        """Token ids that the target reads for a prompt; errors are those of `generate`."""
+    def tokens(
+        self,
+        prompt: Prompt,
+        raw: bool = False,
+        tools: Sequence[Any] = (),
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids that the target reads for a prompt; options and errors are those of `generate`."""
         tokenizer = self.target.tokenizer
         empty = UserError("The prompt is empty.", "Write what the target is to answer.")
         if isinstance(prompt, str) and raw:
@@ -164,7 +181,8 @@ class Decoder:
             messages = [_readable(item) for item in items]
             if messages[-1]["role"] == "user" and not messages[-1]["content"].strip():
                 raise empty
-            return prompt_tokens(messages, tokenizer)
+            variables = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
+            return prompt_tokens(messages, with_template_kwargs(tokenizer, variables))
         if not all(isinstance(item, int) for item in items):
             raise unknown
         if items and not 0 <= min(items) <= max(items) < self.target.vocab_size:
@@ -173,15 +191,18 @@ class Decoder:
         return items
 
     def _answers(self, prompts: Iterable[Prompt], options: DecodeKeywords) -> list[Answer]:
-        asked = DecodeOptions.of(options)
+        asked = _asked(options)
         tokens, engine = self._prepared(prompts, asked)
-        answers = [self._answer(generation) for generation in engine.generate(tokens, asked)]
+        answers = [
+            self._answer(generation, asked, engine, row)
+            for row, generation in enumerate(engine.generate(tokens, asked))
+        ]
         warn_of_failures(answers)
         return answers
 
     def _prepared(self, prompts: Iterable[Prompt], asked: DecodeOptions) -> tuple[list[list[int]], Engine]:
         check_options(asked)
-        tokens = [self.tokens(prompt, asked.raw) for prompt in prompts]
+        tokens = [self.tokens(prompt, asked.raw, asked.tools, asked.chat_template_kwargs) for prompt in prompts]
         check(self.target, tokens, asked)
         return tokens, self.engine(asked.drafter, asked.tree, asked.draft != "off", asked.deterministic)
 
@@ -215,8 +236,9 @@ class Decoder:
             return tuning.drafter(self.heads, tree)
         return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
 
-    def _answer(self, generation: Generation) -> Answer:
-        tokenizer, ends = self.target.tokenizer, self.target.end_tokens
+    def _answer(self, generation: Generation, asked: DecodeOptions, engine: Engine, row: int = 0) -> Answer:
+        tokenizer, ends, rounds = self.target.tokenizer, self.target.end_tokens, len(generation.rounds)
+        drafts = asked.drafter != "none" and asked.draft != "off"  # or tuning found no tree that pays
         words = [token for token in generation.tokens if token not in ends]
         return Answer(
             text=decode_text(tokenizer, words) if tokenizer is not None else "",
@@ -226,7 +248,16 @@ class Decoder:
             tokens_per_second=1e3 * len(generation.tokens) / generation.token_ms[-1],
             first_token_ms=generation.token_ms[0],
             drafter_error=generation.drafter_error,
+            rounds=rounds,
+            paused_rounds=generation.paused_rounds if engine.drafters or not drafts else rounds,
+            seed=None if asked.greedy or asked.seed is None else asked.seed + row,
         )
+
+
+def _asked(keywords: DecodeKeywords) -> DecodeOptions:
+    """The options of a call, with the seed that it samples with."""
+    asked = DecodeOptions.of(keywords)
+    return replace(asked, seed=random_seed()) if asked.seed is None and not asked.greedy else asked
 
 
 def _readable(message: dict[str, Any]) -> dict[str, Any]:

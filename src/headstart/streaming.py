@@ -28,6 +28,9 @@ class Answer:
         first_token_ms: from the call to the first token.
         drafter_error: what a drafter raised, when one did, which a Python warning says too; the text is complete all
             the same, decoded on without it.
+        rounds: forwards of the target after the prompt.
+        paused_rounds: of these, how many drafted nothing because plain decoding was faster here.
+        seed: that the text was sampled with, and that repeats it; None of greedy text.
     """
 
     text: str
@@ -37,6 +40,9 @@ class Answer:
     tokens_per_second: float
     first_token_ms: float
     drafter_error: str | None = None
+    rounds: int = 0
+    paused_rounds: int = 0
+    seed: int | None = None
 
 
 Run = Callable[[OnTokens, Check], Answer]

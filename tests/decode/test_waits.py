@@ -41,7 +41,7 @@ def make_drafters(name: str, target: Target, host: Target) -> list[Drafter]:
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize(("temperature", "limits"), [(0.0, WAITS), (1.0, SAMPLED)], ids=["greedy", "sampled"])
 def test_waits_of_a_round(name: str, rows: int, temperature: float, limits: dict[str, int]) -> None:
-    options = DecodeOptions(max_new_tokens=16, ignore_end=True, temperature=temperature)
+    options = DecodeOptions(max_new_tokens=16, ignore_end=True, temperature=temperature, seed=0)
     prompts = [[5 + row, 9, 14, 5 + row, 9, 14, 5 + row, 9][: 8 - row] for row in range(rows)]
     host = Target(tiny_model("llama", vocab_size=61))
     with StandIn() as device:

@@ -10,15 +10,17 @@ import torch
 
 from headstart.api import Decoder
 from headstart.data.prompts.questions import Question
-from headstart.decode.loop import Engine
+from headstart.decode.loop import Engine, Round
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import process, warp
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge
 from headstart.eval.evaluate import evaluate
-from headstart.eval.labels import METHODS
-from headstart.eval.methods import ALL, Ours, Transformers, wanted
+from headstart.eval.figures import Prompt, Unit, method_figures
+from headstart.eval.labels import HEADS, METHODS, PLAIN
+from headstart.eval.methods import ALL, Ours, Run, Transformers, wanted
 from headstart.eval.options import EvalOptions
+from headstart.eval.report import undrafted
 from headstart.target.model import Target
 from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
 from tests.decode.drafters import IdleDrafter
@@ -154,3 +156,16 @@ def test_margins_are_measured_after_the_repetition_penalty(tiny_target: Target) 
 def test_bad_names_and_settings_are_refused(decoder: Decoder, options: EvalOptions, message: str) -> None:
     with pytest.raises(UserError, match=message):
         evaluate(decoder, QUESTIONS, options)
+
+
+def test_a_report_says_for_how_many_prompts_nothing_was_drafted() -> None:
+    kinds = ((1, True), (3, False), (1, False))
+    paused, drafted, empty = (Round(nodes, 1, 0, 1, 0, paused=pause) for nodes, pause in kinds)
+    prompts = [Prompt(str(number), "none", [1]) for number in range(4)]
+    rounds = [[paused, paused], [drafted, paused], [empty, empty], [paused]]
+    runs = {name: Run([[5]] * 4, 1.0, [[1.0]] * 4, rounds) for name in (HEADS, PLAIN)}
+    figures = {name: method_figures([Unit(0, prompts, runs)], name, 0) for name in runs}
+    assert (figures[HEADS]["undrafted_prompts"], figures[PLAIN]["undrafted_prompts"]) == (2, None)
+    compared = [{"name": name, **figures[name]} for name in runs]
+    (sentence,) = undrafted({"compare": compared, "per_prompt": prompts})
+    assert sentence == "heads: nothing was drafted for 2 of 4 prompts, where plain decoding was faster."

@@ -51,6 +51,19 @@ def test_one_prompt_has_no_interval(tmp_path: Path, tiny_target: Target) -> None
     assert "| speed-up over the plain loop | 1.07x |" in (tmp_path / "h" / "README.md").read_text()
 
 
+def test_the_default_drafter_is_on_the_card(tmp_path: Path, tiny_target: Target) -> None:
+    default = {
+        "name": "heads+ngram",
+        "tokens_per_second": 80.25,
+        "speedup_vs_plain": {"mean": 1.6, "low": 1.5, "high": 1.7},
+    }
+    facts = {"measurements": [{"name": "One", "results": {**RESULTS, "compare": [{"name": "heads"}, default]}}]}
+    export_heads(tmp_path / "h", make_heads(tiny_target), tiny_target, TUNING, facts)
+    card = (tmp_path / "h" / "README.md").read_text()
+    assert "| tokens/s, heads + n-gram (the default drafter) | 80.2 |" in card
+    assert "| speed-up of heads + n-gram over the plain loop | 1.60x (95 % interval 1.50 to 1.70) |" in card
+
+
 def test_without_measurements_it_says_so(tmp_path: Path, tiny_target: Target) -> None:
     export(tmp_path / "h", tiny_target)
     card = (tmp_path / "h" / "README.md").read_text()

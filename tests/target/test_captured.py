@@ -17,6 +17,7 @@ from headstart.target.captured import Captured
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.target.products import MAX_ROWS, can_merge
+from headstart.target.shipped import Inputs
 from headstart.target.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import KINDS, LONG, packed_model, tiny_model
@@ -147,6 +148,18 @@ def test_other_weights_are_recorded_anew() -> None:
         torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
 
 
+def test_other_modules_are_recorded_anew() -> None:
+    target = Target(tiny_model("llama"))
+    embeddings = nn.Embedding.from_pretrained(-target.embedding_weight.detach())
+    target.model.set_input_embeddings(embeddings)
+    replayed = rounds(target, 1, 4)
+    assert target.eager is None
+    with through_modules(target):
+        expected = rounds(target, 1, 4)
+    for ours, theirs in zip(replayed, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
+
+
 @pytest.mark.parametrize("kind", LONG)
 def test_rotary_frequencies_that_change_with_the_text_are_not_recorded(kind: str) -> None:
     target = Target(tiny_model(kind))
@@ -160,6 +173,14 @@ def test_packed_weights() -> None:
         expected = rounds(target, 1, 4)
     for ours, theirs in zip(replayed, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
+
+
+def test_embeddings_that_are_no_table_are_not_recorded() -> None:
+    """What they give may change from call to call, as for the modules that a checkpoint ships."""
+    target = Target(tiny_model("llama"))
+    target.model.set_input_embeddings(Inputs(target.embedding_weight.detach()))
+    target.new_cache(1, 8)
+    assert target.eager is not None and "embeddings" in target.eager
 
 
 def test_what_looks_at_its_numbers_is_not_recorded() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from headstart.errors import UserError

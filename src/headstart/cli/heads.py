@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 REPORT_FILES = ("results.json", "report.md", "report.html")
 AUDIT_FILES = ("audit.json", "audit.md")
 _OF_ONE_ANSWER = ("stop", "raw")
+_NOT_MEASURED = (*_OF_ONE_ANSWER, "stop_token_ids", "min_new_tokens")
 _CHAT_HELP = "/new forgets what was said, /help says this, an empty line or Ctrl-D ends."
 
 
-@with_options(without=_OF_ONE_ANSWER)
+@with_options(without=_NOT_MEASURED)
 def evaluate(
     heads: Heads,
     questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
@@ -38,7 +39,7 @@ def evaluate(
     options: EvalOptions = EvalOptions(),
     loading: Loading = Loading(),
 ) -> None:
-    """Measure heads on a question file against plain decoding, transformers, and other drafters.
+    """Measure heads, alone and with n-grams, on a question file: against plain decoding, transformers, other drafters.
 
     Example: headstart eval runs/quickstart --questions questions.jsonl --out report --compare all
     """
@@ -50,7 +51,9 @@ def evaluate(
     from headstart.pipeline.actions import report
 
     console = Console()
-    measuring = replace(options, heads_name=heads)
+    # What people run when they say nothing is measured beside the heads alone.
+    default = (DecodeOptions.drafter,) if options.drafter == "heads" else ()
+    measuring = replace(options, heads_name=heads, compare=(*default, *options.compare))
     results = report(load_decoder(heads, loading, options), asked, measuring, out=out, console=console)
     show_results(results, f"{heads} on {questions.name}", console)
     say(console, ("Report", out / "report.html"))
@@ -132,6 +135,9 @@ def chat(
     decoder = load_decoder(heads, loading, options)
     console = Console(stderr=not sys.stdin.isatty())  # in a pipe, stdout holds the answers alone
     tell(console, f"{decoder.target.name}. {_CHAT_HELP}", style="dim")
+    from headstart.decode.reading import Reading
+
+    reading = Reading()
     opening = [{"role": "system", "content": system}] if system else []
     messages = list(opening)
     while text := _from_stdin(partial(ask, console)):
@@ -143,7 +149,7 @@ def chat(
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
-            answer = _pour(decoder.stream(asked, **_keywords(options)))
+            answer = _pour(decoder.stream(asked, reading, **_keywords(options)))
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new begins anew.")
             continue
@@ -210,7 +216,12 @@ def _pour(stream: Stream) -> str:
     assert answer is not None, "a stream that ran to its end has an answer"
     console = Console(stderr=True)
     figures = f"{len(answer.tokens)} tokens, {answer.tokens_per_second:.1f} tokens/s, τ {answer.tokens_per_round:.2f}"
-    tell(console, f"{figures}, first token after {answer.first_token_ms:.0f} ms", style="dim")
+    if answer.paused_rounds:
+        paused = f"drafting paused in {answer.paused_rounds} of {answer.rounds} rounds"
+        paused = paused if answer.paused_rounds < answer.rounds else "nothing was drafted"
+        figures = f"{figures}, {paused}: plain decoding was faster here"
+    seed = "" if answer.seed is None else f", --seed {answer.seed}"
+    tell(console, f"{figures}, first token after {answer.first_token_ms:.0f} ms{seed}", style="dim")
     if answer.drafter_error:
         tell(console, f"A drafter failed ({answer.drafter_error}); decoding went on without it.", style="yellow")
     return answer.text

@@ -102,6 +102,8 @@ def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
     if known.unset:
         words = [word for part in get_args(kind) for word in get_args(part)]
         kind, default = Literal[known.unset, *words], default or known.unset
+    elif known.parse:
+        kind = str | None
     elif default == ():
         kind, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]  # known when it runs
     shown = typer.Option(
@@ -121,4 +123,6 @@ def _chosen(item: Field[Any], value: Any) -> Any:
     known: Meaning = item.metadata["meaning"]
     if known.unset and value == known.unset:
         return None
-    return item.default if value is None else value
+    if value is None:
+        return item.default
+    return known.parse(value) if known.parse else value

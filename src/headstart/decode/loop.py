@@ -21,8 +21,9 @@ from torch import Tensor
 from headstart.decode.budget import Budget, Costs
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import by_halves, reserve
-from headstart.decode.options import DecodeOptions, check_kinds
-from headstart.decode.sampling import argmax, check_processors, check_sampling, warp
+from headstart.decode.options import DecodeOptions, check_kinds, random_seed
+from headstart.decode.reading import Reading
+from headstart.decode.sampling import argmax, check_processors, check_sampling, not_before, warp
 from headstart.decode.verify import RULES, SamplingVerifier
 from headstart.errors import UserError, check_text, nearest
 from headstart.target.memory import out_of_memory
@@ -39,7 +40,8 @@ class Round:
 
     Nodes are those of the verified tree, root included, and `depth` is its depth. Emitted tokens include the target's
     own, before any cut at the end of the text. `draft_ms` is proposing, and choosing which nodes to verify; `verify_ms`
-    the tree forward and reading the target's choices; `host_ms` everything else.
+    the tree forward and reading the target's choices; `host_ms` everything else. `paused` says that nothing was
+    drafted because it would not have paid.
     """
 
     nodes: int
@@ -48,6 +50,7 @@ class Round:
     verify_ms: float
     host_ms: float
     depth: int = 0
+    paused: bool = False
 
 
 @dataclass
@@ -73,6 +76,11 @@ class Generation:
         """τ: mean tokens emitted a round, the target's own included; 1 for plain decoding."""
         return sum(r.emitted for r in self.rounds) / len(self.rounds) if self.rounds else 1.0
 
+    @property
+    def paused_rounds(self) -> int:
+        """Rounds in which nothing was drafted because it would not have paid."""
+        return sum(r.paused for r in self.rounds)
+
     def extend(self, tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> None:
         """Append tokens as far as the text goes, also in the middle of an accepted path; notes why it ends if it does.
         `row` is for the caller's own test."""
@@ -82,7 +90,11 @@ class Generation:
             stopped = options.stop_test is not None and options.stop_test(row, self.tokens)
             if token in target.end_tokens and not options.ignore_end:
                 self.finish_reason = "end"
-            elif stopped or _at_stop_string(self.tokens, options.stop_strings, target.tokenizer):
+            elif (
+                stopped
+                or token in options.stop_token_ids
+                or _at_stop_string(self.tokens, options.stop_strings, target.tokenizer)
+            ):
                 self.finish_reason = "stop"
             elif len(self.tokens) == options.max_new_tokens:
                 self.finish_reason = "length"
@@ -144,6 +156,7 @@ class _Call:
     started: float
     texts: list[Generation]
     check: Check | None
+    reading: Reading | None
 
 
 class Engine:
@@ -172,15 +185,19 @@ class Engine:
         options: DecodeOptions,
         on_tokens: OnTokens | None = None,
         check_on: Check | None = None,
+        reading: Reading | None = None,
     ) -> list[Generation]:
-        """Decode a batch of tokenised prompts of any lengths. Rows that memory does not hold together are decoded one
-        half after the other; each keeps its number and its seed.
+        """Decode a batch of tokenised prompts of any lengths; a single one may go on from a `reading` of its beginning.
+        Rows that memory does not hold together are decoded one half after the other; each keeps its number and seed.
 
         Raises:
             UserError: an empty or too long prompt, an option out of range, or a prompt that memory cannot hold.
         """
-        call = _Call(prompts, options, on_tokens, perf_counter(), [Generation() for _ in prompts], check_on)
+        started = perf_counter()
         check(self.target, prompts, options)
+        if options.seed is None:  # drawn once, also where rows are decoded in halves
+            options = replace(options, seed=random_seed())
+        call = _Call(prompts, options, on_tokens, started, [Generation() for _ in prompts], check_on, reading)
         if len(prompts) > 1:  # none is decoded where one can never be
             reserve(self.target, [max(prompts, key=len)], options.max_new_tokens, 1)
         try:
@@ -202,7 +219,7 @@ class Engine:
         if not rows:
             return True
         prompts = [[*call.prompts[row], *texts[row].tokens] for row in rows]
-        budget, verifier = self._budget(prompts, options), make_verifier(options, call.prompts)
+        budget, verifier = self._budget(prompts, options), make_verifier(options, call.prompts, target)
         verifier.reorder(rows)
         verifier.go_on_from([texts[row].tokens for row in rows])
         # Of the drafters that draft still, by their number.
@@ -254,7 +271,11 @@ class Engine:
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
         if call.check is not None:
             cache.watch(call.check)
-        out = target.prefill(cache, prompts, self._aux_layers(sessions))
+        if call.reading is None:
+            out = target.prefill(cache, prompts, self._aux_layers(sessions))
+        else:
+            (prompt,) = prompts
+            out = call.reading.prefill(target, cache, prompt, self._aux_layers(range(len(self.drafters))))
         roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
         for number in list(sessions):
             session = ask(number, self.drafters[number].prefill, prompts, out.aux_hidden_states)
@@ -290,14 +311,19 @@ class Engine:
                 if any(tree.size > 1 for tree in trees):
                     batch = TreeBatch.of(trees, target.device)
             drafted = perf_counter()
-            out = target.forward_tree(cache, batch, self._aux_layers(sessions))
+            # The next answer may draft again.
+            drafting = sessions if call.reading is None else range(len(self.drafters))
+            out = target.forward_tree(cache, batch, self._aux_layers(drafting))
             committed, roots = verifier.accept(batch, out)
             verified = perf_counter()
             cache.commit(committed.paths, committed.paths_BP)
+            if call.reading is not None:
+                call.reading.add(committed)
             tell("commit", committed)
             ended = perf_counter()
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)
+            paused = bool(self.drafters) and options.draft == "auto" and not budget.drafts
             # Where there was no room, or no drafter that works, the time says nothing of drafting.
             spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafts == budget.drafts else None
             budget.note(batch.trees, list(map(len, emitted)), spent_ms)
@@ -305,7 +331,9 @@ class Engine:
                 sessions.clear()  # nothing more will be drafted: plain rounds cost what they do without drafters
             ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
             for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
-                texts[row].rounds.append(Round(tree.size, len(tokens), *ms, depth=tree.depth))
+                texts[row].rounds.append(Round(tree.size, len(tokens), *ms, depth=tree.depth, paused=paused))
+        if call.reading is not None:
+            call.reading.keep(cache)
         return True
 
     def _aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:
@@ -409,6 +437,8 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
     check_kinds(options)
     if options.max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
+    if options.min_new_tokens < 0:
+        raise UserError(f"min_new_tokens is {options.min_new_tokens}.", "Use 0 for none, or a number of tokens.")
     check_sampling(options)
     if options.verifier != "auto" and options.verifier not in RULES:
         raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *RULES]))
@@ -418,7 +448,7 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
         raise UserError("A stop string is empty.", "Leave it out.")
     for stop in options.stop_strings:
         check_text(stop, "A stop string")
-    if not -(1 << 63) <= options.seed <= (1 << 63) - max(rows, 1):
+    if options.seed is not None and not -(1 << 63) <= options.seed <= (1 << 63) - max(rows, 1):
         raise UserError(f"seed is {options.seed}.", "Use a number that fits into 64 bits.")
 
 
@@ -430,6 +460,10 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
     """
     check_options(options, len(prompts))
     check_processors(options, target.vocab_size, target.device)
+    if unknown := [token for token in options.stop_token_ids if not 0 <= token < target.vocab_size]:
+        raise UserError(
+            f"stop_token_ids has {unknown[0]}, and the target knows 0 to {target.vocab_size - 1}.", "Use its own ids."
+        )
     if options.stop_strings and target.tokenizer is None:
         raise UserError("Stop strings need a tokenizer.", "Load the target with its tokenizer.")
     if not prompts:
@@ -445,12 +479,17 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
             )
 
 
-def make_verifier(options: DecodeOptions, prompts: Sequence[Sequence[int]]) -> Verifier | SamplingVerifier:
+def make_verifier(
+    options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target
+) -> Verifier | SamplingVerifier:
     """The verifier for these options."""
-    if options.verifier == "auto" and options.greedy and not options.needs_prefix:
+    ends = sorted({*target.end_tokens, *options.stop_token_ids}) if options.min_new_tokens else []
+    if options.verifier == "auto" and options.greedy and not options.needs_prefix and not ends:
         return Verifier()
     draws = not options.greedy if options.verifier == "auto" else RULES[options.verifier]
-    return SamplingVerifier(options, prompts, options.seed, draws)
+    assert options.seed is not None, "drawn by now"
+    not_yet = [not_before(options.min_new_tokens, len(prompt), ends, target.device) for prompt in prompts if ends]
+    return SamplingVerifier(options, prompts, options.seed, draws, not_yet)
 
 
 def _at_stop_string(text: list[int], stop_strings: Sequence[str], tokenizer: Any) -> bool:

@@ -7,9 +7,12 @@ the sampling options are those of transformers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+import json
+import secrets
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields
 from numbers import Integral, Real
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from headstart.errors import UserError, nearest
@@ -41,6 +44,7 @@ class Meaning:
         unset: the word that stands for None there.
         shown: what stands there for the default, when that is None.
         typed: whether it can be given there at all.
+        parse: its value from what is typed there, where that is not the type's own way.
     """
 
     text: str
@@ -49,6 +53,7 @@ class Meaning:
     unset: str = ""
     shown: str = ""
     typed: bool = True
+    parse: Callable[[str], Any] | None = None
 
 
 def option(default: T, text: str, **known: Any) -> T:
@@ -67,6 +72,21 @@ def explained(options: type[T]) -> type[T]:
     lines = [f"    {item.name}: {item.metadata['meaning'].text}" for item in fields(options)]  # type: ignore[arg-type]  # a dataclass
     options.__doc__ = "\n".join([(options.__doc__ or "").rstrip(), "", "Attributes:", *lines])
     return options
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """What the text of a JSON object holds; a UserError where it is none.
+
+    >>> json_object('{"enable_thinking": false}')
+    {'enable_thinking': False}
+    """
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        raise UserError(f"{text!r} is no JSON object.", "Write it as '{\"enable_thinking\": false}'.")
+    return values
 
 
 @explained
@@ -108,7 +128,8 @@ class SamplingOptions:
 class DecodeOptions(SamplingOptions):
     """How to answer.
 
-    A `headstart.decoder.Decoder` reads `drafter`, `tree` and `raw`; the decode loop, which is given a drafter and token
+    A `headstart.decoder.Decoder` reads `drafter`, `tree`, and how a prompt is rendered (`raw`, `tools`,
+    `chat_template_kwargs`); the decode loop, which is given a drafter and token
     ids, reads all others. Greedy output, and samples without drafts, do not depend on the batch that a row is in. With
     drafts and measured costs the number of drafts does, and with it which text of the same distribution is drawn.
 
@@ -119,7 +140,9 @@ class DecodeOptions(SamplingOptions):
 
     max_new_tokens: int = option(128, "Longest answer in tokens, the one that ends the turn included.", minimum=1)
     _: KW_ONLY
-    seed: int = option(0, "Seed of sampling; prompt b of a batch takes seed + b.")
+    seed: int | None = option(
+        None, "Seed of sampling, to repeat an answer; prompt b of a batch takes seed + b.", shown="random"
+    )
     verifier: str = option(
         "auto",
         "How drafts are made and accepted when sampling; the text always follows the target's distribution. top_k: "
@@ -143,7 +166,25 @@ class DecodeOptions(SamplingOptions):
         None, "Shape of the heads' trees; by default what tuning measured fastest.", unset="tuned"
     )
     stop: str | Sequence[str] = option((), "End the answer after this text; several may be given.", metavar="TEXT")
+    stop_token_ids: Sequence[int] = option(
+        (), "End the answer with this token, beside the target's own ends; several may be given.", metavar="ID"
+    )
+    min_new_tokens: int = option(
+        0, "Shortest answer in tokens: until then, no token that ends it has a probability.", minimum=0
+    )
     raw: bool = option(False, "Read a text prompt as it is, without the chat template.")
+    tools: Sequence[Any] = option(
+        (),
+        "Tools that the chat template tells the target of: functions or JSON schemas, as in transformers.",
+        typed=False,
+    )
+    chat_template_kwargs: Mapping[str, Any] | None = option(
+        None,
+        "Variables for the chat template, in place of those that the heads were trained with.",
+        metavar="JSON",
+        shown="those that the heads were trained with",
+        parse=json_object,
+    )
     ignore_end: bool = option(False, "Go on past the end-of-turn token, for measuring.", typed=False)
     stop_test: StopTest | None = option(None, "A test of your own that ends a row's text.", typed=False)
 
@@ -173,24 +214,37 @@ class DecodeKeywords(TypedDict, total=False):
     min_p: float
     repetition_penalty: float
     processors: Sequence[Processor]
-    seed: int
+    seed: int | None
     verifier: str
     draft: Draft
     deterministic: bool
     drafter: str
     tree: TreeKind | None
     stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_new_tokens: int
     raw: bool
+    tools: Sequence[Any]
+    chat_template_kwargs: Mapping[str, Any] | None
 
 
 _KINDS: dict[str, tuple[Any, str]] = {
     "int": (Integral, "a whole number"),
+    "int | None": ((Integral, NoneType), "a whole number"),
     "float": (Real, "a number"),
     "str": (str, "a name"),
     "bool": (bool, "True or False"),
     "Sequence[Processor]": (Sequence, "a list of logits processors"),
+    "Sequence[int]": (Sequence, "a list of token ids"),
+    "Sequence[Any]": (Sequence, "a list of tools"),
+    "Mapping[str, Any] | None": ((Mapping, NoneType), "names with their values, such as {'enable_thinking': False}"),
 }
 """By the type that an option is written with: which values it takes, numpy's numbers among them, and their name."""
+
+
+def random_seed() -> int:
+    """A seed for sampling that is another one each time, short enough to be typed again."""
+    return secrets.randbits(32)
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
@@ -204,10 +258,12 @@ def check_kinds(options: DecodeOptions) -> None:
     for item in fields(options):
         kind, words = _KINDS.get(str(item.type), (object, ""))
         value = getattr(options, item.name)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind in (Integral, Real)):
+        if not isinstance(value, kind) or (isinstance(value, bool) and "number" in words):
             raise UserError(f"{item.name} is {value!r}.", f"Give {words}.")
     if not isinstance(options.stop, Collection) or not all(isinstance(text, str) for text in options.stop):
         raise UserError(f"stop is {options.stop!r}.", "Give a text, or a list of texts.")
+    if not all(isinstance(token, Integral) for token in options.stop_token_ids):
+        raise UserError(f"stop_token_ids is {options.stop_token_ids!r}.", "Give a list of token ids.")
 
 
 @explained

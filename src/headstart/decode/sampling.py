@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import MinNewTokensLengthLogitsProcessor
 
-from headstart.decode.options import SamplingOptions
+from headstart.decode.options import Processor, SamplingOptions
 from headstart.errors import UserError
 
 _COLDEST = 1e-6
@@ -54,14 +55,26 @@ def check_processors(options: SamplingOptions, vocab_size: int, device: torch.de
         _check_processor(processor, vocab_size, device)
 
 
+def not_before(count: int, prompt: int, ends: Sequence[int], device: torch.device) -> Processor:
+    """A processor that takes the probability of the tokens `ends` away until so many tokens stand after a prompt of
+    this length."""
+    processor: Processor = MinNewTokensLengthLogitsProcessor(prompt, count, list(ends), device=device)
+    return processor
+
+
 class Prefixes:
     """What the repetition penalty and the processors see of each row's text: which tokens it holds, and all of them in
     order. Both are kept on the device and added to, so that a node takes no more work in a long text than in a short
     one, but for what the processors themselves do.
     """
 
-    def __init__(self, options: SamplingOptions, texts: Sequence[Sequence[int]]) -> None:
+    def __init__(
+        self, options: SamplingOptions, texts: Sequence[Sequence[int]], row_processors: Sequence[Processor] = ()
+    ) -> None:
         self._options = options
+        self._processors = [[processor, *options.processors] for processor in row_processors] or [
+            list(options.processors) for _ in texts
+        ]
         self._new = [list(text) for text in texts]  # tokens of each row that are not on the device yet
         self._lengths = [0] * len(texts)
         self._seen_BV: Tensor | None = None
@@ -75,6 +88,7 @@ class Prefixes:
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
         self._new, self._lengths = [self._new[row] for row in rows], [self._lengths[row] for row in rows]
+        self._processors = [self._processors[row] for row in rows]
         self._ids_1C = [self._ids_1C[row] for row in rows] if self._ids_1C else []
         self._seen_BV = None if self._seen_BV is None else self._seen_BV[list(rows)]
 
@@ -89,12 +103,12 @@ class Prefixes:
             penalty = self._options.repetition_penalty
             penalised_MV = torch.where(scores_MV < 0, scores_MV * penalty, scores_MV / penalty)
             scores_MV = torch.where(seen_MV, penalised_MV, scores_MV)
-        if not self._options.processors:
+        if not any(self._processors):
             return scores_MV
         processed = []
         for row, path, scores_V in zip(rows, paths, scores_MV, strict=True):
             ids_1T, scores_1V = self._with_path(row, path), scores_V[None]
-            for processor in self._options.processors:
+            for processor in self._processors[row]:
                 scores_1V = processor(ids_1T, scores_1V)
             processed.append(scores_1V)
         return torch.cat(processed)
@@ -108,7 +122,7 @@ class Prefixes:
                 shape = len(self._new), like_MV.shape[1]
                 self._seen_BV = torch.zeros(shape, dtype=torch.bool, device=like_MV.device)
             _mark(self._seen_BV, self._new)
-        if self._options.processors:
+        if any(self._processors):
             self._ids_1C = self._ids_1C or [
                 torch.empty(1, 0, dtype=torch.long, device=like_MV.device) for _ in self._new
             ]

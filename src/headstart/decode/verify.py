@@ -26,7 +26,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from headstart.decode.options import SamplingOptions
+from headstart.decode.options import Processor, SamplingOptions
 from headstart.decode.sampling import Prefixes, warp
 from headstart.support.rng import Numbers, draw_at, in_parts
 from headstart.target.model import TargetOutput
@@ -50,13 +50,22 @@ class SamplingVerifier:
     other rows do.
 
     A temperature of 0 leaves one possible token everywhere. The seed is that of the first row; the next row has the
-    next one. `draws` and `draft_streams` are as in `Verifier`.
+    next one. `draws` and `draft_streams` are as in `Verifier`; `row_processors`, where there are any, come before those
+    of all rows, one for each.
     """
 
-    def __init__(self, sampling: SamplingOptions, prompts: Sequence[Sequence[int]], seed: int, draws: bool) -> None:
+    def __init__(
+        self,
+        sampling: SamplingOptions,
+        prompts: Sequence[Sequence[int]],
+        seed: int,
+        draws: bool,
+        row_processors: Sequence[Processor] = (),
+    ) -> None:
         self.draws = draws
         self._sampling = sampling
-        self._prefixes = Prefixes(sampling, prompts) if sampling.needs_prefix else None
+        needs_prefix = sampling.needs_prefix or bool(row_processors)
+        self._prefixes = Prefixes(sampling, prompts, row_processors) if needs_prefix else None
         generators = [streams(seed + row) for row in range(len(prompts))]
         self._numbers = [(Numbers(accept), Numbers(residual)) for accept, residual, _ in generators]
         self.draft_streams = [draft for _, _, draft in generators]

@@ -199,4 +199,4 @@ def _target_of_heads(folder: Path, target: str | None) -> Target:
             raise UserError(f"The heads in {folder} do not name their target.", "Name it with --target.")
         return load_target(target)
     trained_on = heads_target(folder)
-    return load_target(target or trained_on.spec, adapter=trained_on.adapter_spec(folder))
+    return trained_on.rendering(load_target(target or trained_on.spec, adapter=trained_on.adapter_spec(folder)))

@@ -16,7 +16,13 @@ from typing import Any
 
 from rich.console import Console
 
-from headstart.data.prompts.chat import check_template, has_template, prompt_tokens
+from headstart.data.prompts.chat import (
+    check_template,
+    has_template,
+    prompt_tokens,
+    template_kwargs,
+    with_template_kwargs,
+)
 from headstart.data.prompts.questions import Question
 from headstart.decode.loop import Drafter, check
 from headstart.errors import UserError
@@ -31,7 +37,17 @@ from headstart.target.model import Target
 
 SCHEMA_VERSION = 1
 """Of results.json; raised when a key changes its meaning or goes."""
-_NOT_OF_RESULTS = ("processors", "stop", "raw", "ignore_end", "stop_test")
+_NOT_OF_RESULTS = (
+    "processors",
+    "stop",
+    "stop_token_ids",
+    "min_new_tokens",
+    "raw",
+    "tools",
+    "chat_template_kwargs",
+    "ignore_end",
+    "stop_test",
+)
 """Options of decoding that measuring does not take."""
 WARM_UP_TOKENS = 32
 """Most tokens of the unmeasured generation that each method starts with."""
@@ -49,7 +65,8 @@ def evaluate(
     """
     options = options or EvalOptions()
     target = source.target
-    questions = _checked(target, questions, options, console)
+    tokenizer = with_template_kwargs(target.tokenizer, options.chat_template_kwargs or {})
+    questions = _checked(target, tokenizer, questions, options, console)
     drafters = source.drafters(options.drafter, options.tree)
     tested = options.drafter
     if options.tree is not None and "heads" in tested.split("+"):
@@ -57,7 +74,7 @@ def evaluate(
     options = replace(options, drafter=tested, compare=wanted(options.compare, tested))
     others = {name: named(source, name) for name in options.compare}
     methods = make_methods(source, drafters, others, options)
-    units = _measure(target, questions, options, methods, console)
+    units = _measure(tokenizer, questions, options, methods, console)
     judged = _judge(target, units, options, list(methods), console)
     summary, rows = summarise(units, options.seed), per_prompt(units)
     for difference in judged[HEADS].differences:
@@ -71,6 +88,7 @@ def evaluate(
         **{name: value for name, value in asdict(options).items() if name not in _NOT_OF_RESULTS},
         "target": target.name,
         "target_fingerprint": target.identity().fingerprint,
+        **({"chat_template_kwargs": variables} if (variables := template_kwargs(tokenizer)) else {}),
         **({} if target.quantization == "none" else {"quantization": target.quantization}),
         **({} if target.adapter is None else {"adapter": {"hash": target.adapter.hash, **target.adapter.note}}),
         "prompt_lookup_tokens": LOOKUP_TOKENS,
@@ -117,7 +135,7 @@ def make_methods(
 
 
 def _measure(
-    target: Target,
+    tokenizer: Any,
     questions: Sequence[Question],
     options: EvalOptions,
     methods: dict[str, Method],
@@ -129,7 +147,7 @@ def _measure(
     with progress_bar(console, "warming up", total) as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for group, first in enumerate(range(0, len(questions), options.batch_size)):
-            for prompts in _conversations(target, questions[first : first + options.batch_size], units):
+            for prompts in _conversations(tokenizer, questions[first : first + options.batch_size], units):
                 tokens = [prompt.tokens for prompt in prompts]
                 seed = options.seed + len(units) * options.batch_size
                 if not units:
@@ -145,7 +163,7 @@ def _measure(
     return units
 
 
-def _conversations(target: Target, questions: Sequence[Question], units: list[Unit]) -> Iterator[list[Prompt]]:
+def _conversations(tokenizer: Any, questions: Sequence[Question], units: list[Unit]) -> Iterator[list[Prompt]]:
     """The prompts of a batch of questions, turn by turn; a later turn reads the plain answers of the unit before."""
     messages: list[list[dict[str, str]]] = [[] for _ in questions]
     for turn in range(max(len(question.turns) for question in questions)):
@@ -153,11 +171,11 @@ def _conversations(target: Target, questions: Sequence[Question], units: list[Un
         for number in numbers:
             messages[number].append({"role": "user", "content": questions[number].turns[turn]})
             name = str(questions[number].question_id) + (f"/{turn + 1}" if turn else "")
-            tokens = prompt_tokens(messages[number], target.tokenizer)
+            tokens = prompt_tokens(messages[number], tokenizer)
             prompts.append(Prompt(name, questions[number].category, tokens))
         yield prompts
         for number, answer in zip(numbers, units[-1].runs[PLAIN].tokens, strict=True):
-            text = target.tokenizer.decode(answer, skip_special_tokens=True)
+            text = tokenizer.decode(answer, skip_special_tokens=True)
             messages[number].append({"role": "assistant", "content": text})
 
 
@@ -185,7 +203,7 @@ def _tokens(unit: Unit) -> list[list[int]]:
 
 
 def _checked(
-    target: Target, questions: Sequence[Question], options: EvalOptions, console: Console | None
+    target: Target, tokenizer: Any, questions: Sequence[Question], options: EvalOptions, console: Console | None
 ) -> list[Question]:
     """The questions that are asked, with the turns that are asked; refuses what cannot be measured."""
     for name in ("limit", "max_new_tokens", "batch_size"):
@@ -198,23 +216,23 @@ def _checked(
         asked = [replace(question, turns=question.turns[:1]) for question in asked]
     if not asked:
         raise UserError("There are no questions.", "Give a question file with at least one line, or raise --limit.")
-    if target.tokenizer is None or options.multi_turn:  # a target without a template can go on with a text, once
-        check_template(target.tokenizer)
-    elif console is not None and not has_template(target.tokenizer):
+    if tokenizer is None or options.multi_turn:  # a target without a template can go on with a text, once
+        check_template(tokenizer)
+    elif console is not None and not has_template(tokenizer):
         console.print(f"{target.name} has no chat template: it goes on with each question as it is.", style="dim")
     for question in asked:
-        _check_fits(target, question, options)
+        _check_fits(target, tokenizer, question, options)
     return asked
 
 
-def _check_fits(target: Target, question: Question, options: EvalOptions) -> None:
+def _check_fits(target: Target, tokenizer: Any, question: Question, options: EvalOptions) -> None:
     """Refuse a question that passes the context, with every answer at its longest."""
     if not question.turns:
         raise UserError(f"Question {question.question_id} has no turns.", "Give each question at least one turn.")
     messages: list[dict[str, str]] = []
     for turn in question.turns:
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
-    length, new = len(prompt_tokens(messages[:-1], target.tokenizer)), len(question.turns) * options.max_new_tokens
+    length, new = len(prompt_tokens(messages[:-1], tokenizer)), len(question.turns) * options.max_new_tokens
     if length + new > target.max_length:
         raise UserError(
             f"Question {question.question_id} has {length} tokens; with {new} new ones it passes the "

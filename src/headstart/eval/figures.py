@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from headstart.decode.loop import Round
 from headstart.eval.divergence import Judgement
-from headstart.eval.labels import HEADS, LABELS, METHODS, OTHER
+from headstart.eval.labels import HEADS, LABELS, METHODS, OTHER, PLAIN
 from headstart.eval.methods import Run
 
 RESAMPLES = 10_000
@@ -55,6 +55,12 @@ class Unit:
 def method_rounds(units: Sequence[Unit], method: str) -> list[Round]:
     """Rounds of all rows that a method decoded; none where it did not draft through our loop."""
     return [done for unit in units if method in unit.runs for row in unit.runs[method].rounds for done in row]
+
+
+def undrafted_prompts(units: Sequence[Unit], method: str) -> int:
+    """Prompts in whose answers nothing was ever drafted, because it would not have paid."""
+    rows = [row for unit in units if method in unit.runs for row in unit.runs[method].rounds]
+    return sum(all(done.nodes == 1 for done in row) and any(done.paused for done in row) for row in rows)
 
 
 # -- drafting --------------------------------------------------------------------------------------------------------
@@ -182,6 +188,7 @@ def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, A
         "acceptance_by_position": acceptance_by_position(rounds),
         "nodes_per_round": sum(done.nodes for done in rounds) / len(rounds) if rounds else None,
         "round_ms": mean_round_ms(units, method),
+        "undrafted_prompts": undrafted_prompts(units, method) if rounds and method != PLAIN else None,
         "drafter_error": next((error for error in errors if error), None),
     }
 

@@ -17,6 +17,7 @@ class EvalOptions(DecodeOptions):
     """How to measure: `DecodeOptions` for every method as far as they apply to it, and what else there is to say."""
 
     drafter: str = option("heads", meaning(DecodeOptions, "drafter").text, metavar="NAME")
+    seed: int = option(0, "Seed of sampling; prompt b takes seed + b.")
     compare: Sequence[str] = option(
         (),
         "Also measure these drafters, alternating with the heads: names as for --drafter, dynamic, static, chain "

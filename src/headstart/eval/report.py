@@ -56,6 +56,8 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
     expected = [f"Tuning predicted {predicted:.2f}x over {LABELS[PLAIN].name}."] if predicted else []
     for sentence in (*verdicts(results), *expected, divergence_sentence(results)):
         tell(console, sentence)
+    for sentence in undrafted(results):
+        tell(console, sentence)
     for name, error in failed(results):
         text = f"{name}: a drafter failed ({error}), and the figures are those of decoding without it."
         tell(console, text, style="bold red")
@@ -94,6 +96,7 @@ def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str,
         compared=compare,
         target_remarks=target_remarks(results["settings"]),
         failed=failed(results),
+        undrafted=undrafted(results),
         baselines=BASELINES,
         definitions=DEFINITIONS,
         plots=[{**plot, "svg": Markup(plot["svg"])} for plot in figures],
@@ -113,6 +116,20 @@ def tested(results: Mapping[str, Any]) -> str:
 def failed(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Drafters that failed, each with its error."""
     return [(row["name"], row["drafter_error"]) for row in results["compare"] if row["drafter_error"]]
+
+
+def undrafted(results: Mapping[str, Any]) -> list[str]:
+    """For how many prompts a method drafted nothing, a sentence each.
+
+    >>> undrafted({"compare": [{"name": "heads", "undrafted_prompts": 2}], "per_prompt": [1, 2, 3]})
+    ['heads: nothing was drafted for 2 of 3 prompts, where plain decoding was faster.']
+    """
+    return [
+        f"{row['name']}: nothing was drafted for {row['undrafted_prompts']} of {len(results['per_prompt'])} prompts, "
+        "where plain decoding was faster."
+        for row in results["compare"]
+        if row.get("undrafted_prompts")
+    ]
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:

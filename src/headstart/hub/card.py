@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from headstart.eval.labels import BASELINES, LABELS
+from headstart.eval.labels import BASELINES, HEADS_NGRAM, LABELS, PLAIN
 from headstart.heads.exchange.published import Published
 from headstart.hub.engine_tuning import EngineTuning, engine_rows, read_engine_tunings, setting_of
 from headstart.hub.target_facts import TargetFacts, kind_of
@@ -174,10 +174,12 @@ def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
             rows.append((f"tokens/s, {LABELS[method].name if method in LABELS else method}", f"{speed:.1f}"))
     for key, other in BASELINES.items():
         if (ratio := summary.get(key)) is not None:
-            value = f"{ratio['mean']:.2f}x"
-            if ratio["low"] is not None:  # one prompt has no interval
-                value += f" (95 % interval {ratio['low']:.2f} to {ratio['high']:.2f})"
-            rows.append((f"speed-up over {other.name}", value))
+            rows.append((f"speed-up over {other.name}", _interval(ratio)))
+    for row in results.get("compare") or ():
+        if row["name"] == HEADS_NGRAM and (speed := row["tokens_per_second"]) is not None:
+            label = LABELS[HEADS_NGRAM].name
+            rows.append((f"tokens/s, {label} (the default drafter)", f"{speed:.1f}"))
+            rows.append((f"speed-up of {label} over {LABELS[PLAIN].name}", _interval(row["speedup_vs_plain"])))
     if summary.get("tokens_per_round") is not None:
         rows.append(("tokens per forward of the target (τ)", f"{summary['tokens_per_round']:.2f}"))
     for position, share in enumerate(summary.get("acceptance_by_position") or (), start=1):
@@ -192,6 +194,12 @@ def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _interval(ratio: Mapping[str, float | None]) -> str:
+    """A speed-up with its interval; one prompt has none."""
+    interval = "" if ratio["low"] is None else f" (95 % interval {ratio['low']:.2f} to {ratio['high']:.2f})"
+    return f"{ratio['mean']:.2f}x{interval}"
 
 
 def environment() -> Environment:

@@ -1,7 +1,7 @@
 """Our folder format: everything that decoding with heads needs, in five files and a folder.
 
-    config.json         format version, the target (what to load, name, fingerprint and sketch: which model it is), the
-                        heads' family and settings
+    config.json         format version, the target (what to load, name, fingerprint and sketch: which model it is; the
+                        variables of its chat template), the heads' family and settings
     heads.safetensors   the heads' parameters and draft vocabulary
     tree.json           the tuned tree, as rank paths; no paths means that plain decoding is fastest
     calibration.json    what the tree follows from: costs and acceptance as measured, and on which machine
@@ -24,6 +24,7 @@ from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationEr
 from safetensors import SafetensorError, safe_open
 
 import headstart
+from headstart.data.prompts.chat import has_variable, template_kwargs, with_template_kwargs
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, WEIGHTS, build_heads, settings_of, write_weights
@@ -75,10 +76,16 @@ class HeadsTarget(BaseModel):
     sketch: dict[str, Any]
     quantization: str = "none"
     adapter: HeadsAdapter | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     def adapter_spec(self, folder: Path) -> str | None:
         """The adapter as `load_target` takes it, of heads in `folder`."""
         return None if self.adapter is None else self.adapter.spec or str(folder / BUNDLED)
+
+    def rendering(self, target: Target) -> Target:
+        """The target, whose chat template gets the variables that the heads were trained with, where it has them."""
+        known = {key: value for key, value in self.chat_template_kwargs.items() if has_variable(target.tokenizer, key)}
+        return target.with_tokenizer(with_template_kwargs(target.tokenizer, known))
 
 
 def export_heads(
@@ -91,7 +98,7 @@ def export_heads(
     """
     paths = [list(path) for path in tuning["paths"]]
     _shape({"paths": paths}, heads, folder)
-    identity, adapter = target.identity(), target.adapter
+    identity, adapter, variables = target.identity(), target.adapter, template_kwargs(target.tokenizer)
     bundled = None if adapter is None or not Path(adapter.spec).expanduser().is_dir() else find_adapter(adapter.spec)
     config = {
         "format": FORMAT,
@@ -104,6 +111,7 @@ def export_heads(
             "sketch": target.sketch(),
             **({} if target.quantization == "none" else {"quantization": target.quantization}),
             **({} if adapter is None else {"adapter": {"spec": "" if bundled else adapter.spec, "hash": adapter.hash}}),
+            **({"chat_template_kwargs": variables} if variables else {}),
         },
         "heads": settings_of(heads),
         "training": dict(facts.get("training") or {}),

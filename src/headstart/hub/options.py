@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from headstart.decode.options import explained, option
 
@@ -31,6 +31,11 @@ class LoadOptions:
         shown="as when the heads were exported or tuned",
     )
     revision: str | None = option(None, "Branch, tag or commit of heads on the Hub.")
+    trust_remote_code: bool = option(False, "Run Python code that the target's folder or repository brings along.")
+    token: str | bool | None = option(
+        None, "Of the Hub; by default the one of `hf auth login` or HF_TOKEN.", typed=False
+    )
+    tokenizer: Any = option(None, "Of a target that is a loaded transformers model.", typed=False)
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -42,3 +47,6 @@ class LoadKeywords(TypedDict, total=False):
     exact: Exact
     quantization: Quantization | None
     revision: str | None
+    trust_remote_code: bool
+    token: str | bool | None
+    tokenizer: Any

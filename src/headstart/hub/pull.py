@@ -17,12 +17,12 @@ HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """user/name, as the Hub writes it."""
 
 
-def fetch(repo_id: str, revision: str | None = None) -> Path:
+def fetch(repo_id: str, revision: str | None = None, token: str | bool | None = None) -> Path:
     """Download a repository of heads into the Hub's cache, as far as it is not there; returns its folder there."""
     with explained("Cannot fetch", repo_id, revision):
         # Only our own files: an id of a whole model, given by mistake, is refused after a few kilobytes.
         ours = ["*.json", WEIGHTS, CARD, f"{CUSTOM_GENERATE}/*", f"{BUNDLED}/*"]
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=ours))
+        return Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=ours))
 
 
 def has_heads(path: str) -> bool:
@@ -31,7 +31,7 @@ def has_heads(path: str) -> bool:
     return folder.is_dir() and (heads_folder(folder) / WEIGHTS).is_file()
 
 
-def locate(heads: str | Path, revision: str | None = None) -> Path:
+def locate(heads: str | Path, revision: str | None = None, token: str | bool | None = None) -> Path:
     """The folder of heads that a user named by its path, by that of the run they belong to, or by a Hub id.
 
     A folder that exists comes before a Hub id. A UserError where there is neither, or a run has no heads yet.
@@ -47,6 +47,6 @@ def locate(heads: str | Path, revision: str | None = None) -> Path:
     if isinstance(heads, Path) or not HUB_ID.fullmatch(heads):
         raise UserError(f"No folder at {heads}.", "Give a folder that headstart export wrote, or a Hub id (user/name).")
     try:
-        return fetch(heads, revision)
+        return fetch(heads, revision, token)
     except UserError as error:
         raise UserError(f"No folder {heads} here. {error.problem}", error.remedy) from error

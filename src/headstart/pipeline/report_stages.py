@@ -35,6 +35,11 @@ _EVAL_VERSION = 1
 """Raised, as the one above, when the same settings come to mean another result."""
 
 
+def _export_settings(run: Run) -> dict[str, Any]:
+    variables = run.recipe.data.chat_template_kwargs
+    return {"data.chat_template_kwargs": variables} if variables else {}
+
+
 def _export(run: Run) -> Outcome:
     from headstart.hub.format import export_heads
 
@@ -55,6 +60,7 @@ def _exported(run: Run) -> Artifact:
         "tuning": before(run, "tune"),
         "target": run.recipe.target.spec,  # where the heads say that their target is
     }
+    identity |= _export_settings(run)
     return artifact(run.folder, "exports", run.recipe.heads.family, identity)
 
 
@@ -165,7 +171,7 @@ REPORT_STAGES = (
         version=_EXPORT_VERSION,
         outputs=(HEADS,),
         after=("train", "tune"),
-        settings=lambda _: {},
+        settings=_export_settings,
         work=_export,
     ),
     Stage(

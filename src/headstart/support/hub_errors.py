@@ -25,7 +25,7 @@ _SECONDS = 5.0
 """After which the Hub counts as out of reach."""
 
 
-def absent(repo_id: str, file: str, revision: str | None = None) -> UserError | None:
+def absent(repo_id: str, file: str, revision: str | None = None, token: str | bool | None = None) -> UserError | None:
     """Why a repository of the Hub cannot be read now, found out with one request; None when it can.
 
     transformers asks again for each of a dozen files, for most of a minute when nobody answers. Whoever finds the Hub
@@ -34,7 +34,7 @@ def absent(repo_id: str, file: str, revision: str | None = None) -> UserError | 
     if constants.HF_HUB_OFFLINE:
         return None  # nothing is asked then
     try:
-        get_hf_file_metadata(hf_hub_url(repo_id, file, revision=revision), timeout=_SECONDS)
+        get_hf_file_metadata(hf_hub_url(repo_id, file, revision=revision), token=token, timeout=_SECONDS)
     except Exception as error:  # see `explained`
         return _explain(f"Cannot load the target {repo_id!r}", revision, error)
     return None

@@ -30,14 +30,14 @@ _OF_NO_WEIGHT = {"base_model_name_or_path", "revision", "inference_mode", "peft_
 """Of an adapter's config: what may change without the adapted model changing."""
 
 
-def find_adapter(spec: str) -> Path:
+def find_adapter(spec: str, token: str | bool | None = None) -> Path:
     """The folder of an adapter that a user named by its path or by a Hub id."""
     path = Path(spec).expanduser()
     if not path.is_dir():
         if spec.count("/") != 1 or spec.startswith((".", "/", "~")):
             raise UserError(f"No adapter at {spec}.", "Give a folder that peft saved, or a hub id (user/name).")
         with explained("Cannot fetch the adapter", spec, None):
-            path = Path(snapshot_download(spec, allow_patterns=list(KEPT)))
+            path = Path(snapshot_download(spec, token=token, allow_patterns=list(KEPT)))
     for name in FILES:
         if not (path / name).is_file():
             raise UserError(
@@ -46,9 +46,9 @@ def find_adapter(spec: str) -> Path:
     return path
 
 
-def read_adapter(spec: str) -> Adapter:
+def read_adapter(spec: str, token: str | bool | None = None) -> Adapter:
     """What names an adapter: two have the same hash when they change every model alike."""
-    folder = find_adapter(spec)
+    folder = find_adapter(spec, token)
     digest = hashlib.sha256()
     known = {key: value for key, value in _config(folder).items() if key not in _OF_NO_WEIGHT}
     digest.update(json.dumps(_sorted(known), sort_keys=True).encode())
@@ -58,7 +58,7 @@ def read_adapter(spec: str) -> Adapter:
     return Adapter(spec, digest.hexdigest()[:32], note if isinstance(note, dict) else {})
 
 
-def apply_adapter(model: Any, spec: str, merge: bool = True) -> Any:
+def apply_adapter(model: Any, spec: str, merge: bool = True, token: str | bool | None = None) -> Any:
     """The transformers model, changed in place, with an adapter added to its weights, or kept beside them (`merge`).
 
     Raises:
@@ -66,7 +66,7 @@ def apply_adapter(model: Any, spec: str, merge: bool = True) -> Any:
     """
     import peft
 
-    folder = find_adapter(spec)
+    folder = find_adapter(spec, token)
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     try:
         with warnings.catch_warnings(record=True) as warned:

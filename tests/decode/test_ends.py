@@ -1,0 +1,82 @@
+"""Where a text may end: tokens that end it, and none of them before `min_new_tokens`; as transformers does it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.decode.verify import RULES
+from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.ngram import NgramDrafter
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
+from tests.hub.helpers import TUNING, make_heads
+
+PROMPTS = [[5, 9, 5, 9, 5], [40, 41, 42, 43, 44, 45, 46, 47, 48]]
+OPTIONS = DecodeOptions(24, draft="on")
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_target: Target) -> Engine:
+    return Engine(tiny_target)
+
+
+@pytest.fixture(scope="module")
+def drafted(tiny_target: Target) -> Engine:
+    heads = HeadDrafter(make_heads(tiny_target), TreeShape.from_paths(TUNING["paths"]), "static")
+    return Engine(tiny_target, heads, NgramDrafter())
+
+
+def ends_early(engine: Engine) -> tuple[int, int]:
+    """A token of the first prompt's greedy text, and its first place in it."""
+    (text,) = engine.generate(PROMPTS[:1], OPTIONS)
+    place = next(place for place in range(2, 20) if text.tokens[place] not in text.tokens[:place])
+    return text.tokens[place], place
+
+
+def test_a_stop_token_ends_the_text_and_is_kept(plain: Engine, drafted: Engine) -> None:
+    token, place = ends_early(plain)
+    for engine in (plain, drafted):
+        (text,) = engine.generate(PROMPTS[:1], replace(OPTIONS, stop_token_ids=[token, 3]))
+        assert (text.tokens[-1], len(text.tokens), text.finish_reason) == (token, place + 1, "stop")
+
+
+def test_no_end_comes_before_the_shortest_text(plain: Engine, drafted: Engine, tiny_target: Target) -> None:
+    """Greedy, rows of different lengths: the text of transformers, with the same tokens as ends."""
+    token, place = ends_early(plain)
+    options = replace(OPTIONS, stop_token_ids=[token], min_new_tokens=place + 4)
+    for prompt, *texts in zip(
+        PROMPTS, *(engine.generate(PROMPTS, options) for engine in (plain, drafted)), strict=True
+    ):
+        with tiny_target.stock() as model:
+            theirs = model.generate(
+                torch.tensor([prompt]),
+                do_sample=False,
+                max_new_tokens=options.max_new_tokens,
+                min_new_tokens=options.min_new_tokens,
+                eos_token_id=[*tiny_target.end_tokens, token],
+                pad_token_id=0,
+            )[0, len(prompt) :].tolist()
+        assert [text.tokens for text in texts] == [theirs, theirs]
+        assert len(theirs) >= place + 4 and token not in theirs[: place + 4]
+
+
+@pytest.mark.parametrize("verifier", RULES)
+def test_sampling_keeps_to_it_too(plain: Engine, drafted: Engine, tiny_target: Target, verifier: str) -> None:
+    """Every second token would end the text."""
+    ends = list(range(0, tiny_target.vocab_size, 2))
+    options = replace(
+        OPTIONS, temperature=1.0, seed=1, stop_token_ids=ends, min_new_tokens=9, max_new_tokens=12, verifier=verifier
+    )
+    for engine in (plain, drafted):
+        for text in engine.generate(PROMPTS, options):
+            assert len(text.tokens) >= 10 and not set(text.tokens[:9]) & set(ends)
+    if verifier == "top_k":
+        texts = [[text.tokens for text in engine.generate(PROMPTS, options)] for engine in (plain, drafted)]
+        assert texts[0] == texts[1], "the very text that plain sampling draws"
+    (short,) = plain.generate(PROMPTS[:1], replace(options, min_new_tokens=0))
+    assert len(short.tokens) < 9, "else nothing was tested"

@@ -1,0 +1,147 @@
+"""A conversation that goes on from what was read of it: drafts and text are those of reading it anew, in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.decode.loop import Drafter, Engine, Generation
+from headstart.decode.options import DecodeOptions
+from headstart.decode.reading import Reading
+from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.ngram import NgramDrafter
+from headstart.heads.base import family, make_config
+from headstart.target.model import Target
+from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
+from tests.tiny import tiny_model
+
+OPTIONS = DecodeOptions(14, draft="on", ignore_end=True)
+HEADS: dict[str, dict[str, Any]] = {
+    "medusa": {"family": "medusa", "num_heads": 2},
+    "eagle3": {"family": "eagle3", "aux_layers": [1, 2, 3]},
+    "hydra": {"family": "hydra", "num_heads": 2},
+}
+
+
+class Noted(HeadDrafter):
+    """Heads that note what they draft."""
+
+    def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
+        trees = super().propose(session, roots, request)
+        self.drafts = [*getattr(self, "drafts", []), *(tree.tokens for tree in trees)]
+        return trees
+
+
+def target_of(kind: str) -> Target:
+    return Target(tiny_model(kind), None, kind)
+
+
+def drafters_of(target: Target, name: str) -> tuple[Drafter, ...]:
+    config = make_config(HEADS[name], target)
+    heads = family(config.family)(config)
+    heads.warm_start(target)
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        for parameter in heads.parameters():
+            parameter.data += 0.05 * torch.randn(parameter.shape)
+    heads.bind(target)
+    return Noted(heads.eval().requires_grad_(False), TreeShape.from_paths([(0,), (1,), (0, 0)])), NgramDrafter()
+
+
+def drafts(engine: Engine) -> list[list[int]]:
+    """What the heads drafted since this was asked last."""
+    (heads, _) = engine.drafters
+    assert isinstance(heads, Noted)
+    noted, heads.drafts = heads.drafts, []
+    return noted
+
+
+def turns(engine: Engine, prompt: list[int], reading: Reading | None) -> list[tuple[Generation, list[list[int]]]]:
+    """Three turns of a conversation, each after the answer of the one before, but for its last token."""
+    answers = []
+    for turn in range(3):
+        prompt = [*prompt, 7 + turn, 8, 9, 8, 9]
+        (answer,) = engine.generate([prompt], OPTIONS, reading=reading)
+        answers.append((answer, drafts(engine)))
+        prompt = [*prompt, *answer.tokens[:-1]]
+    return answers
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_drafts_and_text_are_those_of_reading_it_anew(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = target_of(kind)
+    engine = Engine(target, *drafters_of(target, name))
+    anew = turns(engine, [3, 4, 5], None)
+    read: list[int] = []
+    prefill = Target.prefill
+
+    def counted(self: Target, cache: Any, rows: Any, aux_layers: Any = ()) -> Any:
+        read.append(len(rows[0]))
+        return prefill(self, cache, rows, aux_layers)
+
+    monkeypatch.setattr(Target, "prefill", counted)
+    on = turns(engine, [3, 4, 5], Reading())
+    assert [(answer.tokens, noted) for answer, noted in on] == [(answer.tokens, noted) for answer, noted in anew]
+    assert [[done.nodes for done in answer.rounds] for answer, _ in on] == [
+        [done.nodes for done in answer.rounds] for answer, _ in anew
+    ]
+    assert read[0] == 8 and max(read[1:]) <= 7, "of later turns what is new alone"
+
+
+def test_a_text_that_differs_is_read_from_there() -> None:
+    target = target_of("llama")
+    engine = Engine(target, *drafters_of(target, "eagle3"))
+    reading = Reading()
+    engine.generate([[3, 4, 5, 6, 7]], OPTIONS, reading=reading)
+    for prompt in ([3, 4, 5, 9, 9, 9], [9, 9], [9], [9, 9, 9]):
+        drafts(engine)
+        (on,) = engine.generate([prompt], OPTIONS, reading=reading)
+        noted = drafts(engine)
+        (anew,) = engine.generate([prompt], OPTIONS)
+        assert (on.tokens, noted) == (anew.tokens, drafts(engine))
+
+
+def test_a_broken_off_answer_leaves_nothing_wrong() -> None:
+    target = target_of("llama")
+    engine = Engine(target, *drafters_of(target, "eagle3"))
+    reading = Reading()
+    engine.generate([[3, 4, 5, 6, 7]], OPTIONS, reading=reading)
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, reading)
+    (on,) = engine.generate([[3, 4, 5, 6, 7, 9]], OPTIONS, reading=reading)
+    (anew,) = engine.generate([[3, 4, 5, 6, 7, 9]], OPTIONS)
+    assert on.tokens == anew.tokens
+
+
+@pytest.mark.parametrize("kind", ["phi3_long", "llama_long"])
+def test_changing_rotary_frequencies_are_read_anew(kind: str) -> None:
+    """They change at 24 tokens."""
+    target = target_of(kind)
+    plain, reading = Engine(target), Reading()
+    prompt = list(range(3, 13))
+    for _ in range(3):
+        (on,) = plain.generate([prompt], OPTIONS, reading=reading)
+        (anew,) = plain.generate([prompt], OPTIONS)
+        assert on.tokens == anew.tokens
+        prompt = [*prompt, *on.tokens]
+
+
+def test_drafting_that_paused_or_a_plain_answer_may_draft_later() -> None:
+    """States are kept of what was decoded without drafts, too."""
+    target = target_of("llama")
+    drafters = drafters_of(target, "eagle3")
+    engine, reading = Engine(target, *drafters), Reading()
+    off = DecodeOptions(14, draft="off", ignore_end=True)
+    (first,) = engine.generate([[3, 4, 5]], off, reading=reading)
+    prompt = [3, 4, 5, *first.tokens, 8]
+    (on,) = engine.generate([prompt], OPTIONS, reading=reading)
+    noted = drafts(engine)
+    (anew,) = engine.generate([prompt], OPTIONS)
+    assert (on.tokens, noted) == (anew.tokens, drafts(engine))

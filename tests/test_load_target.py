@@ -1,0 +1,97 @@
+"""`headstart.load` with a model of transformers, with code that comes along with a target, and with a token."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import headstart
+from headstart.errors import UserError
+from headstart.target.loading import load_target
+from headstart.target.model import Target
+from tests.hub.helpers import export
+from tests.test_cli import refused, works
+from tests.tiny import save_tiny_target
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OursConfig(LlamaConfig):
+    model_type = "ours"
+
+
+class OursForCausalLM(LlamaForCausalLM):
+    config_class = OursConfig
+"""
+
+
+@pytest.fixture
+def with_code(tmp_path: Path) -> Path:
+    """The folder of a target whose classes are in a file beside its weights."""
+    folder = tmp_path / "target_with_code"
+    save_tiny_target(folder)
+    (folder / "ours.py").write_text(CODE)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "ours",
+        "architectures": ["OursForCausalLM"],
+        "auto_map": {"AutoConfig": "ours.OursConfig", "AutoModelForCausalLM": "ours.OursForCausalLM"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_model_that_transformers_loaded(tmp_path: Path, tiny_target: Target, tiny_target_folder: Path) -> None:
+    export(tmp_path / "heads", tiny_target)
+    model = AutoModelForCausalLM.from_pretrained(tiny_target_folder)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_target_folder)
+    decoder = headstart.load(tmp_path / "heads", target=model, tokenizer=tokenizer)
+    wanted = headstart.load(tmp_path / "heads", target=tiny_target).generate("Hello", max_new_tokens=8)
+    assert decoder.target.model is model
+    assert decoder.generate("Hello", max_new_tokens=8).text == wanted.text
+    assert headstart.load(tmp_path / "heads", target=model).generate([5, 6], max_new_tokens=4).tokens
+    assert headstart.load(target=model, tokenizer=tokenizer).generate("Hello", max_new_tokens=8).text == wanted.text
+    with pytest.raises(UserError, match="loaded already"):
+        headstart.load(tmp_path / "heads", target=model, dtype="bfloat16")
+    with pytest.raises(UserError, match="tokenizer belongs to a target that transformers loaded"):
+        headstart.load(tmp_path / "heads", target=str(tiny_target_folder), tokenizer=tokenizer)
+
+
+def test_code_that_comes_with_a_target_runs_only_when_asked(tmp_path: Path, with_code: Path) -> None:
+    with pytest.raises(UserError, match=r"brings Python code along.*trust_remote_code=True \(--trust-remote-code\)"):
+        headstart.load(target=str(with_code))
+    target = load_target(str(with_code), "float32", trust_remote_code=True)
+    export(tmp_path / "heads", target)
+    assert type(headstart.load(tmp_path / "heads", trust_remote_code=True).target.model).__name__ == "OursForCausalLM"
+    asked = ("generate", tmp_path / "heads", "--prompt", "hi", "--max-new-tokens", 4)
+    assert "--trust-remote-code" in refused(*asked)
+    works(*asked, "--trust-remote-code")
+
+
+def test_a_token_reaches_the_hub(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, Any]] = []
+
+    def snapshot(repo_id: str, **options: Any) -> str:
+        seen.append((repo_id, options["token"]))
+        return str(tmp_path / "heads")
+
+    def metadata(url: str, **options: Any) -> None:
+        seen.append((url.split("/resolve")[0].rpartition("co/")[2], options["token"]))
+
+    def read(cls: Any, folder: str, **options: Any) -> Any:
+        seen.append((folder, options["token"]))
+        return original(str(tiny_target_folder))
+
+    original = AutoTokenizer.from_pretrained
+    export(tmp_path / "heads", load_target(str(tiny_target_folder), "float32"))
+    monkeypatch.setattr("headstart.hub.pull.snapshot_download", snapshot)
+    monkeypatch.setattr("headstart.support.hub_errors.get_hf_file_metadata", metadata)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", classmethod(read))
+    with pytest.raises(UserError):  # the weights are asked of the Hub itself
+        headstart.load("us/heads", target="us/target", token="hf_x")
+    assert seen == [("us/heads", "hf_x"), ("us/target", "hf_x"), ("us/target", "hf_x")]
