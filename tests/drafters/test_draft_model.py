@@ -102,8 +102,8 @@ def test_what_was_accepted_is_not_read_again() -> None:
     # rounds without a draft, then fewer rows
     drafter.commit(session, Committed.of([[7], [8], [9]], {}))
     drafter.commit(session, Committed.of([[4, 4], [5], [6, 6]], {}))
-    drafter.reorder(session, [2, 0])
-    late = [[*now[2], 9, 6, 6], [*now[0], 7, 4, 4]]
+    drafter.reorder(session, [0, 2])
+    late = [[*now[0], 7, 4, 4], [*now[2], 9, 6, 6]]
     assert session.texts == late
     again = drafter.propose(session, TreeBatch.roots([1, 2]), Request(8))
     assert [tree.tokens for tree in again] == [tree.tokens for tree in drafted(drafter, late, [1, 2])]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from headstart.errors import UserError
@@ -84,6 +85,37 @@ def test_select_keeps_rows_in_order() -> None:
     step = TreeBatch.roots([20])
     alone = target.prefill(target.new_cache(1, 12), [[*TEXTS[1], 20]]).logits_BTV
     torch.testing.assert_close(target.forward_tree(cache, step).logits_BTV, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_that_end_take_no_memory() -> None:
+    """The memory of a batch is planned for one cache: no second one may stand beside it, nor one of half the rows."""
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and not func.is_view and out is not args[0]:
+                self.largest = max(self.largest, out.nbytes)
+            return out
+
+    kinds = [LayerKeys((2, 4), (2, 4), torch.float32, torch.device("cpu"))] * 2
+    cache = TreeCache(kinds, 4, 32)
+    cache.begin(3)
+    keys = [torch.randn(4, 2, 3, 4) for _ in kinds]
+    for number, new in enumerate(keys):
+        cache.update(new, -new, number)
+    cache.commit([[0, 1, 2]] * 4)
+    (store,) = cache._stores
+    with Sizes() as sizes:  # type: ignore[no-untyped-call]  # torch's own
+        cache.reorder([1, 3])
+    assert sizes.largest == 0 and cache._stores[0].data_ptr() == store.data_ptr()
+    assert (cache.rows, cache.lengths) == (2, [3, 3])
+    cache.begin(1)
+    for number, old in enumerate(keys):
+        new = torch.randn(2, 2, 1, 4)
+        seen, values = cache.update(new, -new, number)
+        assert torch.equal(seen, torch.cat([old[[1, 3]], new], 2)) and torch.equal(values, -seen)
 
 
 def test_cache_never_overruns() -> None:

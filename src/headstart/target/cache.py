@@ -140,10 +140,15 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return known[1]
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in this order: rows that have ended stop costing anything."""
-        index = torch.tensor(list(rows))
-        placed = {device: index.to(device) for device in self._devices}
-        self._stores = [store.index_select(1, placed[store.device]) for store in self._stores]
+        """Keep only these rows, in ascending order: rows that have ended stop costing anything. The others move down in
+        place, row by row, since the memory was planned for a single cache."""
+        assert list(rows) == sorted(set(rows)), "rows move down, never up"
+        for row, source in enumerate(rows):
+            if row != source:
+                length = self.lengths[source]
+                for store in self._stores:
+                    store[:, row, :, :length] = store[:, source, :, :length]
+        self._stores = [store[:, : len(rows)] for store in self._stores]
         self.lengths = [self.lengths[row] for row in rows]
 
     def part(self, start: int, stop: int) -> TreeCache:

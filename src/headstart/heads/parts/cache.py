@@ -7,6 +7,7 @@ head size.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,13 @@ class LayerCache:
         values[rows_B1, :, slots_BT] = values_BNTd.transpose(1, 2)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        self.kv = [(keys[list(rows)], values[list(rows)]) for keys, values in self.kv]
+        """Keep only these rows, in ascending order; they move down in place, as in `TreeCache.reorder`."""
+        assert list(rows) == sorted(set(rows)), "rows move down, never up"
+        for row, source in enumerate(rows):
+            if row != source:
+                for store in chain.from_iterable(self.kv):
+                    store[row, :, : self.lengths[source]] = store[source, :, : self.lengths[source]]
+        self.kv = [(keys[: len(rows)], values[: len(rows)]) for keys, values in self.kv]
         self.lengths = [self.lengths[row] for row in rows]
 
 
