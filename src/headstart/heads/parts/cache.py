@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.parts.layer import LayerConfig
+from headstart.support.uploads import upload
 
 _SPARE = 256
 """Cache slots beyond the prompt that a session starts with."""
@@ -44,7 +45,7 @@ class LayerCache:
             values[:, :, starts[0] : starts[0] + width] = values_BNTd
             return
         rows_B1 = torch.arange(len(starts), device=device)[:, None]
-        slots_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        slots_BT = upload(starts, device)[:, None] + torch.arange(width, device=device)
         keys[rows_B1, :, slots_BT] = keys_BNTd.transpose(1, 2)
         values[rows_B1, :, slots_BT] = values_BNTd.transpose(1, 2)
 

@@ -40,6 +40,7 @@ from headstart.heads.int8_weights import linear
 from headstart.heads.parts.cache import LayerCache, cached_attention
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, with_own
 from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of
+from headstart.support.uploads import upload
 from headstart.target.frozen import FrozenModel
 from headstart.tree.tree import Committed
 
@@ -163,7 +164,7 @@ class RecurrentHead(DraftHead):
         cache, device = state.cache, tokens_BW.device
         rows_B = torch.arange(len(tokens_BW), device=device)
         if depth == 0:
-            last_B = torch.tensor(state.counts, device=device) - 1
+            last_B = upload(state.counts, device) - 1
             tokens_BP = state.tokens_BP.index_put((rows_B, last_B), tokens_BW[:, 0])
             stream_BWE = self._run(state, self.project(state.seen_BPX), tokens_BP, cache.lengths, last_B=last_B)
             state.base = [length + count - 1 for length, count in zip(cache.lengths, state.counts, strict=True)]
@@ -197,7 +198,8 @@ class RecurrentHead(DraftHead):
 
     def reorder(self, state: RecurrentState, rows: Sequence[int]) -> None:
         state.cache.reorder(rows)
-        state.seen_BPX, state.tokens_BP = state.seen_BPX[list(rows)], state.tokens_BP[list(rows)]
+        rows_B = upload(rows, state.tokens_BP.device)
+        state.seen_BPX, state.tokens_BP = state.seen_BPX[rows_B], state.tokens_BP[rows_B]
         state.counts = [state.counts[row] for row in rows]
         state.drafted = False
 
@@ -224,7 +226,7 @@ class RecurrentHead(DraftHead):
         else:
             first = [base + 1 for base in state.base]
             steps_W = torch.full((width,), depth - 1, device=device)
-        positions_BW = torch.tensor(first, device=device)[:, None] + steps_W
+        positions_BW = upload(first, device)[:, None] + steps_W
         chain = visible_BWS.shape[2] == max(1, depth)  # every level so far had a single node
         mask = _allowed(visible_BWS, first, slots, chain)
         attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embedded(tokens_BW, feedback_BWE))
@@ -249,7 +251,7 @@ def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool)
     rows, width, new = visible_BWS.shape
     if rows == 1:
         return None if chain else F.pad(visible_BWS, (first[0], 0), value=True)
-    index_BS = torch.arange(slots, device=visible_BWS.device) - torch.tensor(first, device=visible_BWS.device)[:, None]
+    index_BS = torch.arange(slots, device=visible_BWS.device) - upload(first, visible_BWS.device)[:, None]
     inside_BWS = visible_BWS.gather(2, index_BS.clamp(0, new - 1)[:, None].expand(-1, width, -1))
     return (index_BS < 0)[:, None] | (inside_BWS & ((index_BS >= 0) & (index_BS < new))[:, None])
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig
 from headstart.heads.int8_weights import linear, unstack
+from headstart.support.uploads import upload
 from headstart.target.fitting import FINAL
 from headstart.tree.tree import Committed
 
@@ -63,7 +64,7 @@ class ResidualHead(DraftHead):
         state.final_BE = _last_states(committed.states[FINAL], committed.counts_B)
 
     def reorder(self, state: ResidualState, rows: Sequence[int]) -> None:
-        state.final_BE = state.final_BE[list(rows)]
+        state.final_BE = state.final_BE[upload(rows, state.final_BE.device)]
 
 
 def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
