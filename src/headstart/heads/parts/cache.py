@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headstart.heads.parts.layer import LayerConfig
 from headstart.support.uploads import upload
+from headstart.target.attention import causal_attention
 
 _SPARE = 256
 """Cache slots beyond the prompt that a session starts with."""
@@ -76,3 +77,23 @@ def cached_attention(
     keys, values = (cached[:, :, :slots] for cached in kv)
     mixed = F.scaled_dot_product_attention(queries_BNGWd.flatten(2, 3), keys, values, attn_mask=mask)
     return mixed.view(shape)
+
+
+def text_attention(
+    queries_BNGWd: Tensor, kv: tuple[Tensor, Tensor], slots: int, index_BW: Tensor, starts: Sequence[int]
+) -> Tensor:
+    """`cached_attention` of entries of texts, each row's written from `starts` on: an entry sees the slots up to its
+    `index_BW`. Memory for masks does not grow with the square of the text."""
+    width = queries_BNGWd.shape[3]
+    alike = len(set(starts)) == 1
+    if alike and starts[0] + width == slots and width == 1:
+        return cached_attention(queries_BNGWd, kv, slots, None)
+    if alike and width > _QUERIES:
+        keys, values = (cached[:, :, :slots] for cached in kv)
+        return causal_attention(queries_BNGWd.flatten(1, 2), keys, values).view(queries_BNGWd.shape)
+    slots_S = torch.arange(slots, device=index_BW.device)
+    parts = [
+        cached_attention(queries, kv, slots, slots_S <= seen_BC[:, :, None])
+        for queries, seen_BC in zip(queries_BNGWd.split(_QUERIES, 3), index_BW.split(_QUERIES, 1), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.cache import LayerCache, cached_attention
+from headstart.heads.parts.cache import LayerCache, cached_attention, text_attention
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, with_own
 from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of
 from headstart.support.uploads import upload
@@ -220,15 +220,13 @@ class RecurrentHead(DraftHead):
         slots = max(starts) + width
         cache.reserve(slots)
         if visible_BWS is None:
-            first = starts
-            steps_W = torch.arange(width, device=device)
-            visible_BWS = (steps_W <= steps_W[:, None]).expand(len(starts), width, width)
+            positions_BW = upload(starts, device)[:, None] + torch.arange(width, device=device)
         else:
             first = [base + 1 for base in state.base]
-            steps_W = torch.full((width,), depth - 1, device=device)
-        positions_BW = upload(first, device)[:, None] + steps_W
-        chain = visible_BWS.shape[2] == max(1, depth)  # every level so far had a single node
-        mask = _allowed(visible_BWS, first, slots, chain)
+            positions_BW = (upload(first, device)[:, None] + (depth - 1)).expand(-1, width)
+            chain = visible_BWS.shape[2] == depth  # every level so far had a single node
+            allowed_BWS = _allowed(visible_BWS, first, slots, chain)
+        index_BW = positions_BW
         attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embedded(tokens_BW, feedback_BWE))
         rotary = self._rotary.at(positions_BW, feedback_BWE.dtype, slots)
         for number, layer in enumerate(self.stack):
@@ -239,8 +237,12 @@ class RecurrentHead(DraftHead):
                 rows_B = torch.arange(len(last_B), device=device)
                 queries = queries[rows_B, :, :, last_B][:, :, :, None]
                 stream_BWE = stream_BWE[rows_B, last_B][:, None]
-                mask = None if mask is None else mask[rows_B, last_B][:, None]
-            stream_BWE = layer.write(stream_BWE, cached_attention(queries, cache.kv[number], slots, mask))
+                index_BW = positions_BW[rows_B, last_B][:, None]
+            if visible_BWS is None:
+                mixed = text_attention(queries, cache.kv[number], slots, index_BW, starts)
+            else:
+                mixed = cached_attention(queries, cache.kv[number], slots, allowed_BWS)
+            stream_BWE = layer.write(stream_BWE, mixed)
             attended_BWI = stream_BWE
         return stream_BWE
 
