@@ -3,10 +3,10 @@
     python benchmarks/forward.py --out out/forward.json
     python benchmarks/forward.py --heads runs/quickstart/heads --questions mt_bench.jsonl --out out/replayed.json
 
-The ways take turns. Forwards read the same trees after the same text; medians, and the largest difference of logits as a
-share of their spread. Decoding answers the same questions with the default drafter, with the heads alone and plainly,
-each with everything recorded and prepacked, and with neither: the target through its modules (their weights prepacked, as
-they always are) and the heads with their weights as torch stores them. Costs are measured for each way.
+The ways take turns. Forwards read the same trees after the same text; medians, and the largest difference of logits as
+a share of their spread. Decoding answers the same questions with the default drafter, with the heads alone and plainly,
+each with everything recorded and prepacked, and with neither: the target through its modules (with prepacked weights
+all the same) and the heads with their weights as torch stores them. Costs are measured for each way.
 """
 
 from __future__ import annotations

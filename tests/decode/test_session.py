@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from headstart.decode.costs import Costs
-from headstart.decode.loop import Engine, Verifier, _accept_on_device
+from headstart.decode.loop import Engine, Verifier
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
+from headstart.decode.verify import follow
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
 from headstart.target.memory import free_bytes
@@ -298,7 +299,7 @@ def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
                 choice_BN[row, tree.parents[node]] = tree.tokens[node]
     out = TargetOutput(torch.nn.functional.one_hot(choice_BN, 9).float())
     expected, expected_roots = Verifier().accept(batch, out)
-    found, roots = _accept_on_device(batch, out, choice_BN)
+    found, roots = follow(batch, out, choice_BN)
     assert (found.paths, found.tokens, roots.root_tokens) == (
         expected.paths,
         expected.tokens,

@@ -94,8 +94,19 @@ def test_on_a_device_rows_do_the_same_with_one_wait(kind: str) -> None:
             committed, roots = on_device.accept(batch, out)
             assert list(zip(committed.tokens, roots.root_tokens, strict=True)) == expected
             assert (device.counts - before).waits == 1
-            # Random numbers, which children were drawn, what was accepted.
-            assert (device.counts - before).uploads <= 3
+            assert (device.counts - before).uploads == 1
+
+
+def test_on_a_device_deeper_trees_launch_no_more() -> None:
+    launches = []
+    for tree in (Tree([1, 2, 3, 4], [-1, 0, 0, 0]), Tree.chain_of([1, 2, 3, 4])):
+        with StandIn() as device:
+            batch = TreeBatch.of([tree] * 2, CUDA)
+            out = TargetOutput(torch.randn(2, 4, VOCAB, generator=torch.Generator().manual_seed(0)).to(CUDA))
+            before = device.counts
+            verifier(2).accept(batch, out)
+            launches.append((device.counts - before).launches)
+    assert launches[0] == launches[1]
 
 
 def moved(tree: Tree) -> Tree:

@@ -1,4 +1,5 @@
-"""How often a round makes the host wait for the device, at most: a limit that may go down, and not up."""
+"""How often a round makes the host wait for the device, at most: a limit that may go down, and not up. No upload makes
+it wait."""
 
 from __future__ import annotations
 
@@ -55,4 +56,5 @@ def test_waits_of_a_round(name: str, rows: int, temperature: float, limits: dict
         uploads = [event for event in one.events if event.kind == "upload"]
         if rows == 1 and not temperature and name in UPLOADS:
             assert len(uploads) <= UPLOADS[name], "\n".join(f"{event.where} {event.operation}" for event in uploads)
+        assert one.counts.slow_uploads == 0, "\n".join(f"{event.where} {event.operation}" for event in uploads)
         assert len(waits) <= limits[name], "\n".join(f"{event.where} {event.operation}" for event in waits)

@@ -24,7 +24,7 @@ from headstart.decode.memory import by_halves, reserve
 from headstart.decode.options import DecodeOptions, check_kinds, random_seed
 from headstart.decode.reading import Reading
 from headstart.decode.sampling import argmax, check_processors, check_sampling, not_before, warp
-from headstart.decode.verify import RULES, SamplingVerifier
+from headstart.decode.verify import RULES, SamplingVerifier, follow
 from headstart.errors import UserError, check_text, nearest
 from headstart.target.memory import out_of_memory
 from headstart.target.model import Target, TargetOutput
@@ -386,7 +386,7 @@ class Verifier:
         if choice_BN.device.type == "cpu":
             paths, next_tokens = walk(batch.trees, choice_BN.tolist())
             return decided(batch, paths, next_tokens, out.aux_hidden_states, out.logits_BTV)
-        return _accept_on_device(batch, out, choice_BN)
+        return follow(batch, out, choice_BN)
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""
@@ -405,28 +405,6 @@ def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[
             path.append(child)
         paths.append(path)
     return paths, [choice[path[-1]] for choice, path in zip(choices, paths, strict=True)]
-
-
-def _accept_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
-    """As `walk` and `decided`, in operations on the device: the host waits once, for what was decided."""
-    parents_BN = batch.parents_BN.expand_as(choice_BN)
-    # A node is right when it holds its parent's choice, and accepted when all on its path are right.
-    right_BN = (choice_BN.gather(1, parents_BN.clamp(min=0)) == batch.tokens_BN) & (parents_BN >= 0)
-    right_BN = right_BN | (batch.depths_BN == 0)
-    accepted_BN = ~(batch.visible_BNN & ~right_BN[:, None]).any(-1)
-    last_B1 = (accepted_BN * (batch.depths_BN + 1)).max(-1, keepdim=True).indices
-    on_path_BN = batch.visible_BNN.expand(len(choice_BN), -1, -1).gather(
-        1, last_B1[:, :, None].expand(-1, -1, choice_BN.shape[1])
-    )[:, 0]
-    paths_BN = (~on_path_BN).long().argsort(dim=1, stable=True)  # its nodes first, in order
-    counts_B1 = on_path_BN.sum(-1, keepdim=True)
-    paths_BN = paths_BN.where(torch.arange(choice_BN.shape[1], device=choice_BN.device) < counts_B1, last_B1)
-    next_B1 = choice_BN.gather(1, last_B1)
-    on_host = torch.cat([counts_B1, next_B1, paths_BN], dim=1).tolist()  # one wait
-    paths = [path[:count] for count, _, *path in on_host]
-    paths_BP = paths_BN[:, : max(map(len, paths))]
-    committed = Committed(batch, paths, paths_BP, counts_B1[:, 0], out.aux_hidden_states, out.logits_BTV)
-    return committed, TreeBatch.roots([token for _, token, *_ in on_host], on_device=next_B1[:, 0])
 
 
 # -- before the loop ---------------------------------------------------------------------------------------------------

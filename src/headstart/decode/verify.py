@@ -1,8 +1,9 @@
 """Verification when sampling: from drafted trees and the target's logits to the tokens that are drawn.
 
-It goes down the trees, all rows together, one depth after the other: the target's distribution is computed only at the
-nodes that rows come to, and the host waits for the device once, for what came out. Greedy verification is `Verifier`
-in `loop.py`.
+On a CPU, and where processors must see the text, it goes down the trees, all rows together, one depth after the other:
+the target's distribution is computed only at the nodes that rows come to. Elsewhere launches cost more than numbers:
+the token that would follow is drawn at every node at once, and then followed down the trees as in greedy verification
+(`follow`); the host waits for the device once, for what came out. Greedy verification is `Verifier` in `loop.py`.
 
 Sampling is lossless when what it emits, continued by the target alone, is distributed as the target's own text,
 whatever was drafted. `tests/reference.py` has the same rule for one node, plainly; the tests prove it by enumeration
@@ -14,9 +15,9 @@ and hold this code against it. The proof needs of a tree that
 
 Children chosen without randomness may stand beside a drawn one, and hold any tokens.
 
-Shape suffixes: B rows, N tree nodes, K depths, M rows that still go on, W drawn nodes, V vocabulary. In formulas p is
-the target's distribution after a node, q what its drawn child was drawn from, and norm(x+) the positive part of x,
-scaled to sum to 1.
+Shape suffixes: B rows, N tree nodes, K depths, M rows that still go on or nodes, W drawn nodes, P nodes of an accepted
+path, V vocabulary, D draft vocabulary. In formulas p is the target's distribution after a node, q what its drawn child
+was drawn from, and norm(x+) the positive part of x, scaled to sum to 1.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import Tensor
 from headstart.decode.options import Processor, SamplingOptions
 from headstart.decode.sampling import Prefixes, warp
 from headstart.support.rng import Numbers, draw_at, in_parts
+from headstart.support.uploads import upload
 from headstart.target.model import TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, decided
 
@@ -84,20 +86,48 @@ class SamplingVerifier:
         return tokens
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
-        """Decide one round for every row, see `Verifier.accept`; all rows go down their trees side by side.
+        """Decide one round for every row, see `Verifier.accept`."""
+        if out.logits_BTV.device.type == "cpu" or self._prefixes is not None:
+            return self._walk(batch, out)
+        committed, roots = follow(batch, out, self._everywhere(batch, out.logits_BTV))
+        self._emitted([[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)])
+        return committed, roots
 
-        Where asking the device costs nothing, or processors must see the text, rows that have ended are left out; else
-        they stay, and what they come to is ignored.
-        """
+    def _everywhere(self, batch: TreeBatch, logits_BNV: Tensor) -> Tensor:
+        """The token that follows each node, should its row come there, int64 [B, N]; one upload."""
+        (rows, nodes, vocab), device, depths = logits_BNV.shape, logits_BNV.device, batch.depth + 1
+        drawn = _Drawn(batch, vocab)
+        packed = [
+            [*accept, *residual, *children, *indices]  # float64 holds every index
+            for accept, residual, children, indices in zip(*self._numbers_of(depths), *drawn.places(), strict=True)
+        ]
+        parts_BX = torch.split(upload(packed, device, torch.float64), [depths, depths, nodes, nodes], dim=1)
+        depths_BN = batch.depths_BN.expand(rows, -1)
+        accept_X, residual_X = (part_BK.gather(1, depths_BN).flatten() for part_BK in parts_BX[:2])
+        child_BN, index_X = parts_BX[2].long(), parts_BX[3].long().flatten()
+        tokens_BN = batch.tokens_BN.gather(1, child_BN.clamp(min=0)).masked_fill(child_BN < 0, -1)
+        logits_XV, drawn_X = logits_BNV.flatten(0, 1), tokens_BN.flatten()
+        chosen = [
+            next_tokens(
+                warp(self._sampling, logits_XV[part]),
+                accept_X[part],
+                residual_X[part],
+                *((drawn_X[part], drawn.q_draft(index_X[part])) if drawn else ()),
+            )
+            for part in in_parts(rows * nodes, vocab, device)
+        ]
+        return torch.cat(chosen).view(rows, nodes)
+
+    def _walk(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
+        """`accept` by going down the trees; rows that have ended are left out."""
         device, (rows, _, vocab) = out.logits_BTV.device, out.logits_BTV.shape
-        asks = device.type == "cpu" or self._prefixes is not None
         depths = batch.depth + 1
         accept_BK, residual_BK = self._peek(depths, device)
         drawn, parents_BN = _Drawn(batch, vocab), batch.parents_BN.expand(rows, -1)
+        child_BN, index_BN = upload(drawn.places(), device).unbind() if drawn else (None, None)
         tokens_BK = torch.full((rows, depths), -1, device=device)
         path_BK = torch.full((rows, depths), -1, device=device)
         row_M, node_M = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.long, device=device)
-        going_M = torch.ones(rows, dtype=torch.bool, device=device)
         for depth in range(depths):
             logits_MV = out.logits_BTV[row_M, node_M] if depth else out.logits_BTV[:, 0]
             numbers, paths = list[int](), list[list[int]]()
@@ -105,20 +135,23 @@ class SamplingVerifier:
                 numbers, paths = row_M.tolist(), tokens_BK[row_M, :depth].tolist()
             chosen = []
             for part in in_parts(len(row_M), vocab, device):
-                p_target_MV, rows_M = self._distributions(logits_MV[part], numbers[part], paths[part]), row_M[part]
-                child_M, q_draft_MV = drawn.below(rows_M, node_M[part], asks) if drawn else (None, None)
+                p_target_MV = self._distributions(logits_MV[part], numbers[part], paths[part])
+                rows_M, nodes_M = row_M[part], node_M[part]
+                drawn_M = q_draft_MV = None
+                if child_BN is not None and index_BN is not None:
+                    child_M = child_BN[rows_M, nodes_M]
+                    drawn_M = batch.tokens_BN[rows_M, child_M.clamp(min=0)].masked_fill(child_M < 0, -1)
+                    q_draft_MV = drawn.q_draft(index_BN[rows_M, nodes_M])
                 accept_M, residual_M = accept_BK[rows_M, depth], residual_BK[rows_M, depth]
-                chosen.append(next_tokens(p_target_MV, accept_M, residual_M, child_M, q_draft_MV))
+                chosen.append(next_tokens(p_target_MV, accept_M, residual_M, drawn_M, q_draft_MV))
             next_M = torch.cat(chosen)
             holds_MN = (parents_BN[row_M] == node_M[:, None]) & (batch.tokens_BN[row_M] == next_M[:, None])
-            child_M, goes_M = holds_MN.int().argmax(1), holds_MN.any(1) & going_M
-            tokens_BK[row_M, depth] = next_M.masked_fill(~going_M, -1)
+            child_M, goes_M = holds_MN.int().argmax(1), holds_MN.any(1)
+            tokens_BK[row_M, depth] = next_M
             path_BK[row_M, depth] = child_M.masked_fill(~goes_M, -1)
-            node_M, going_M = torch.where(goes_M, child_M, node_M), goes_M
-            if asks:
-                row_M, node_M, going_M = row_M[goes_M], node_M[goes_M], going_M[goes_M]
-                if not len(row_M):
-                    break
+            row_M, node_M = row_M[goes_M], child_M[goes_M]
+            if not len(row_M):
+                break
         tokens, paths = torch.stack([tokens_BK, path_BK]).tolist()
         emitted = [[token for token in row if token >= 0] for row in tokens]
         self._emitted(emitted)
@@ -138,10 +171,14 @@ class SamplingVerifier:
         for stream, tokens in zip(self.draft_streams, emitted, strict=True):
             stream.manual_seed(stream.initial_seed() + len(tokens))
 
+    def _numbers_of(self, count: int) -> tuple[list[list[float]], list[list[float]]]:
+        """The next numbers of each row, for accepting and for drawing."""
+        accept, residual = ([pair[kind].peek(count) for pair in self._numbers] for kind in (0, 1))
+        return accept, residual
+
     def _peek(self, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The next numbers of each row for accepting and for drawing, [B, count] each; one upload."""
-        numbers = [[pair[kind].peek(count) for pair in self._numbers] for kind in (0, 1)]
-        accept_BK, residual_BK = torch.tensor(numbers, dtype=torch.float64, device=device).unbind()
+        """The same on the device, [B, count] each; one upload."""
+        accept_BK, residual_BK = upload(self._numbers_of(count), device, torch.float64).unbind()
         return accept_BK, residual_BK
 
     def _emitted(self, tokens: Sequence[Sequence[int]]) -> None:
@@ -193,35 +230,59 @@ def next_tokens(
 
 
 class _Drawn:
-    """The drawn nodes of a batch on the device, in one upload."""
+    """The drawn nodes of a batch."""
 
     def __init__(self, batch: TreeBatch, vocab: int) -> None:
-        self._vocab, self._tokens_BN = vocab, batch.tokens_BN
+        self._batch, self._vocab = batch, vocab
         self._drawn = [drawn for tree in batch.trees for drawn in tree.drawn.values()]
-        self._q_draft_WV: Tensor | None = None
-        if not self._drawn:
-            return
-        children, indices = ([[value] * batch.size for _ in batch.trees] for value in (-1, 0))
-        count = 0
-        for row, tree in enumerate(batch.trees):
-            for child in tree.drawn:
-                parent = tree.parents[child]
-                children[row][parent], indices[row][parent] = child, count
-                count += 1
-        numbers_2BN = torch.tensor([children, indices], device=batch.tokens_BN.device)
-        self._child_BN, self._index_BN = numbers_2BN.unbind()
+        self._q_draft_WD: Tensor | None = None
 
     def __bool__(self) -> bool:
         return bool(self._drawn)
 
-    def below(self, row_M: Tensor, node_M: Tensor, asks: bool) -> tuple[Tensor, Tensor]:
-        """The token of the drawn child of each of these nodes, and what it was drawn from; see `next_tokens`."""
-        child_M, index_M = self._child_BN[row_M, node_M], self._index_BN[row_M, node_M]
-        token_M = self._tokens_BN[row_M, child_M.clamp(min=0)]
-        if asks:  # only what is needed is put together
-            q_draft_MV = torch.stack([self._drawn[index].q_draft_V(self._vocab) for index in index_M.tolist()])
+    def places(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Of each node of each row its drawn child, -1 where it has none, and which drawn node of the batch that is."""
+        children, indices = ([[value] * self._batch.size for _ in self._batch.trees] for value in (-1, 0))
+        count = 0
+        for row, tree in enumerate(self._batch.trees):
+            for child in tree.drawn:
+                parent = tree.parents[child]
+                children[row][parent], indices[row][parent] = child, count
+                count += 1
+        return children, indices
+
+    def q_draft(self, index_M: Tensor) -> Tensor:
+        """What these of the drawn nodes were drawn from, over the target's vocabulary, [M, V]."""
+        if index_M.device.type == "cpu":  # only what is needed is put together
+            q_draft_MD = torch.stack([self._drawn[index].q_draft_D for index in index_M.tolist()])
         else:
-            if self._q_draft_WV is None:
-                self._q_draft_WV = torch.stack([drawn.q_draft_V(self._vocab) for drawn in self._drawn])
-            q_draft_MV = self._q_draft_WV[index_M]
-        return token_M.masked_fill(child_M < 0, -1), q_draft_MV
+            if self._q_draft_WD is None:
+                self._q_draft_WD = torch.stack([drawn.q_draft_D for drawn in self._drawn])
+            q_draft_MD = self._q_draft_WD[index_M]
+        draft_to_target_D = self._drawn[0].draft_to_target_D
+        if draft_to_target_D is None:
+            return q_draft_MD
+        return q_draft_MD.new_zeros(len(index_M), self._vocab).index_copy_(1, draft_to_target_D, q_draft_MD)
+
+
+def follow(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
+    """As `walk` and `decided` in `loop.py` and `tree.py`, in operations on the device: what is committed where these
+    tokens come after the nodes. The host waits once, for what was decided."""
+    parents_BN = batch.parents_BN.expand_as(choice_BN)
+    # A node is right when it holds its parent's choice, and accepted when all on its path are right.
+    right_BN = (choice_BN.gather(1, parents_BN.clamp(min=0)) == batch.tokens_BN) & (parents_BN >= 0)
+    right_BN = right_BN | (batch.depths_BN == 0)
+    accepted_BN = ~(batch.visible_BNN & ~right_BN[:, None]).any(-1)
+    last_B1 = (accepted_BN * (batch.depths_BN + 1)).max(-1, keepdim=True).indices
+    on_path_BN = batch.visible_BNN.expand(len(choice_BN), -1, -1).gather(
+        1, last_B1[:, :, None].expand(-1, -1, choice_BN.shape[1])
+    )[:, 0]
+    paths_BN = (~on_path_BN).long().argsort(dim=1, stable=True)  # its nodes first, in order
+    counts_B1 = on_path_BN.sum(-1, keepdim=True)
+    paths_BN = paths_BN.where(torch.arange(choice_BN.shape[1], device=choice_BN.device) < counts_B1, last_B1)
+    next_B1 = choice_BN.gather(1, last_B1)
+    on_host = torch.cat([counts_B1, next_B1, paths_BN], dim=1).tolist()  # one wait
+    paths = [path[:count] for count, _, *path in on_host]
+    paths_BP = paths_BN[:, : max(map(len, paths))]
+    committed = Committed(batch, paths, paths_BP, counts_B1[:, 0], out.aux_hidden_states, out.logits_BTV)
+    return committed, TreeBatch.roots([token for _, token, *_ in on_host], on_device=next_B1[:, 0])

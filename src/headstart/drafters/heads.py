@@ -34,6 +34,7 @@ from torch import Tensor
 from headstart.decode.options import TreeKind
 from headstart.heads.base import DraftHead, OneForwardHead
 from headstart.support.rng import fall_on, in_parts
+from headstart.support.uploads import upload
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch, TreeShape
 
@@ -252,7 +253,7 @@ def _level(rows: Sequence[_Growing], roots: TreeBatch, depth: int) -> tuple[Tens
         padding = width - len(row.level)
         tokens.append([*(row.tree.tokens[leaf.node] for leaf in row.level), *[row.tree.tokens[0]] * padding])
         parents.append([*(leaf.above for leaf in row.level), *[0] * padding])
-    tokens_BW, parents_BW = torch.tensor([tokens, parents], device=roots.root_B.device).unbind()
+    tokens_BW, parents_BW = upload([tokens, parents], roots.root_B.device).unbind()
     return tokens_BW, parents_BW
 
 
@@ -432,7 +433,7 @@ def _draw(
         # One upload: float64 holds every index.
         at = [child.row * width + child.column for child in children]
         siblings = [number * size + index for number, child in enumerate(children) for index in child.siblings]
-        packed = torch.tensor([*numbers[part], *at, *siblings], dtype=torch.float64, device=device)
+        packed = upload([*numbers[part], *at, *siblings], device, torch.float64)
         number_M, index_X = packed[: len(children)], packed[len(children) :].long()
         q_draft_MD = request.warp(logits_XD.index_select(0, index_X[: len(children)]))
         if siblings:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from headstart.drafters.heads import grow
 from headstart.errors import UserError
+from headstart.support.uploads import upload
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target
 from headstart.target.shipped import ShippedModule, read_shipped
@@ -59,13 +60,14 @@ class Queue:
         return Queue(self.values_BPE[rows_B1, columns_BP.clamp(max=self.values_BPE.shape[1] - 1)], remaining)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        self.values_BPE, self.counts = self.values_BPE[list(rows)], [self.counts[row] for row in rows]
+        self.values_BPE = self.values_BPE[upload(rows, self.values_BPE.device)]
+        self.counts = [self.counts[row] for row in rows]
 
 
 def _slots(starts: Sequence[int], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Rows [B, 1] and columns [B, width] of the entries from each row's start on."""
     rows_B1 = torch.arange(len(starts), device=device)[:, None]
-    return rows_B1, torch.tensor(list(starts), device=device)[:, None] + torch.arange(width, device=device)
+    return rows_B1, upload(list(starts), device)[:, None] + torch.arange(width, device=device)
 
 
 @dataclass
@@ -172,7 +174,7 @@ class MtpDrafter:
             cache.reorder(rows)
         for queue in session.queues:
             queue.reorder(rows)
-        session.tokens_BT = session.tokens_BT[list(rows)]
+        session.tokens_BT = session.tokens_BT[upload(rows, session.tokens_BT.device)]
         session.lengths = [session.lengths[row] for row in rows]
 
     def _read_text(self, session: _Session, number: int) -> tuple[Tensor, list[int]]:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from headstart.support.uploads import upload
+
 
 @dataclass(frozen=True)
 class LayerKeys:
@@ -129,7 +131,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
                 store[:, rows_B1, :, index_BP.to(store.device)] = store[:, rows_B1, :, sources]
         elif moved:
             columns = torch.tensor(moved).T
-            placed = {device: columns.to(device) for device in self._devices}
+            placed = {device: upload(columns, device) for device in self._devices}
             for store in self._stores:
                 rows, sources, indices = placed[store.device]
                 # Indexing gathers a copy before the write, so overlapping moves are safe.
@@ -143,7 +145,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             return torch.full((1, 1), self.lengths[0], device=device)
         known = self._lengths.get(device)
         if known is None or known[0] != self.lengths:
-            self._lengths[device] = known = list(self.lengths), torch.tensor(self.lengths, device=device)[:, None]
+            self._lengths[device] = known = list(self.lengths), upload(self.lengths, device)[:, None]
         return known[1]
 
     def reorder(self, rows: Sequence[int]) -> None:

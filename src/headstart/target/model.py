@@ -17,6 +17,7 @@ from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError, nearest
+from headstart.support.uploads import upload
 from headstart.target.attention import PIECE, Running, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.captured import Captured
@@ -359,12 +360,12 @@ class Target(FrozenModel):
             return TargetOutput(self.lm_head(final), {layer: states[layer] for layer in forward.aux_layers})
 
     def _rows_and_positions(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
-        rows, indices = torch.tensor([list(wanted), list(wanted.values())], device=self.device)
+        rows, indices = upload([list(wanted), list(wanted.values())], self.device)
         return rows, indices
 
     def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
         width = max(map(len, rows))
-        return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=self.device)
+        return upload([[*row, *[0] * (width - len(row))] for row in rows], self.device)
 
     def reads_alike(self, length: int) -> bool:
         """Whether reading a text of this length in parts gives what reading it at once does: rotary frequencies that

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstart.support.uploads import upload
 from headstart.tree.calibration import Calibration
 
 RankPath = tuple[int, ...]
@@ -237,7 +238,7 @@ class TreeBatch:
                 visible_NN[node] |= visible_NN[tree.parents[node] if node < tree.size else 0]
         numbers_3BN = np.stack([tokens_BN, parents_BN, visible_BNN.sum(-1, dtype=np.int64) - 1])
         packed = np.concatenate([part.reshape(-1).view(np.uint8) for part in (numbers_3BN, visible_BNN)])
-        bytes_X = torch.from_numpy(packed).to(device)
+        bytes_X = upload(torch.from_numpy(packed), device)
         numbers_t, visible_t = bytes_X[: numbers_3BN.nbytes].view(torch.int64), bytes_X[numbers_3BN.nbytes :]
         tokens_t, parents_t, depths_t = numbers_t.view(3, rows, width).unbind()
         return cls(list(trees), tokens_t, parents_t, visible_t.view(torch.bool).view(rows, width, width), depths_t)
@@ -248,7 +249,7 @@ class TreeBatch:
     ) -> TreeBatch:
         """Roots without drafts: a plain decoding step. `on_device` are the same tokens, int64 [B], where they are there
         already."""
-        tokens_B = torch.tensor(tokens, device=device) if on_device is None else on_device
+        tokens_B = upload(tokens, device) if on_device is None else on_device
         return cls([Tree([token]) for token in tokens], tokens_B[:, None], *_single_node(tokens_B.device))
 
     @classmethod
@@ -383,7 +384,7 @@ def upload_paths(
     longest = max(map(len, paths))
     rows = zip(paths, numbers, strict=True)
     packed = [[*path, *[path[-1]] * (longest - len(path)), len(path), number] for path, number in rows]
-    packed_BX = torch.tensor(packed, device=device)
+    packed_BX = upload(packed, device)
     return packed_BX[:, :-2], packed_BX[:, -2], packed_BX[:, -1]
 
 

@@ -43,6 +43,7 @@ from headstart.heads.parts.layer import (
 )
 from headstart.heads.parts.text_attention import Sight, attend_blocks, by_row, positions_of
 from headstart.recipes.sections import FromTarget
+from headstart.support.uploads import upload
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 from headstart.tree.tree import Committed
@@ -315,7 +316,7 @@ class BlockHead(DraftHead):
 
     def reorder(self, session: BlockSession, rows: Sequence[int]) -> None:
         session.cache.reorder(rows)
-        session.hidden_BSE, session.logits_BSD = session.hidden_BSE[list(rows)], None
+        session.hidden_BSE, session.logits_BSD = session.hidden_BSE[upload(rows, session.hidden_BSE.device)], None
 
     def _remember(self, session: BlockSession, states: Mapping[int, Tensor], counts: Sequence[int]) -> None:
         """Keys and values of newly committed tokens; what lies behind a row's own is written over later."""
@@ -337,7 +338,7 @@ class BlockHead(DraftHead):
         rotary = self._rotary.at(self._positions(cache, slots, stream_BKE.device), stream_BKE.dtype, total)
         allowed_BKX = None
         if len(set(cache.lengths)) > 1:
-            ends_B = torch.tensor(cache.lengths, device=stream_BKE.device) + slots
+            ends_B = upload(cache.lengths, stream_BKE.device) + slots
             allowed_BX = torch.arange(total, device=stream_BKE.device) < ends_B[:, None]
             allowed_BKX = allowed_BX[:, None].expand(-1, slots, -1)
         for number, layer in enumerate(self.stack):
@@ -352,7 +353,7 @@ class BlockHead(DraftHead):
 
     @staticmethod
     def _positions(cache: LayerCache, width: int, device: torch.device) -> Tensor:
-        return torch.tensor(cache.lengths, device=device)[:, None] + torch.arange(width, device=device)
+        return upload(cache.lengths, device)[:, None] + torch.arange(width, device=device)
 
 
 class Blocks:

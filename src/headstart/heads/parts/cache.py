@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from headstart.heads.parts.layer import LayerConfig
+from headstart.support.uploads import upload
+from headstart.target.attention import causal_attention
 
 _SPARE = 256
 """Cache slots beyond the prompt that a session starts with."""
@@ -44,7 +46,7 @@ class LayerCache:
             values[:, :, starts[0] : starts[0] + width] = values_BNTd
             return
         rows_B1 = torch.arange(len(starts), device=device)[:, None]
-        slots_BT = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        slots_BT = upload(starts, device)[:, None] + torch.arange(width, device=device)
         keys[rows_B1, :, slots_BT] = keys_BNTd.transpose(1, 2)
         values[rows_B1, :, slots_BT] = values_BNTd.transpose(1, 2)
 
@@ -75,3 +77,25 @@ def cached_attention(
     keys, values = (cached[:, :, :slots] for cached in kv)
     mixed = F.scaled_dot_product_attention(queries_BNGWd.flatten(2, 3), keys, values, attn_mask=mask)
     return mixed.view(shape)
+
+
+def text_attention(
+    queries_BNGWd: Tensor, kv: tuple[Tensor, Tensor], slots: int, index_BW: Tensor, starts: Sequence[int]
+) -> Tensor:
+    """`cached_attention` of entries of texts, each row's written from `starts` on: an entry sees the slots up to its
+    `index_BW`. Memory for masks does not grow with the square of the text."""
+    width = queries_BNGWd.shape[3]
+    alike = len(set(starts)) == 1
+    if alike and starts[0] + width == slots and width == 1:
+        return cached_attention(queries_BNGWd, kv, slots, None)
+    if alike and width > _QUERIES:
+        keys, values = (cached[:, :, :slots] for cached in kv)
+        return causal_attention(queries_BNGWd.flatten(1, 2), keys, values).view(queries_BNGWd.shape)
+    slots_S = torch.arange(slots, device=index_BW.device)
+    parts = [
+        cached_attention(queries, kv, slots, slots_S <= seen_BC[:, :, None])
+        for queries, seen_BC in zip(
+            torch.split(queries_BNGWd, _QUERIES, 3), torch.split(index_BW, _QUERIES, 1), strict=True
+        )
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=3)

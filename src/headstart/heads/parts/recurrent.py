@@ -38,9 +38,10 @@ from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.cache import LayerCache, cached_attention
+from headstart.heads.parts.cache import LayerCache, cached_attention, text_attention
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, with_own
 from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of
+from headstart.support.uploads import upload
 from headstart.target.frozen import FrozenModel
 from headstart.tree.tree import Committed
 
@@ -164,7 +165,7 @@ class RecurrentHead(DraftHead):
         cache, device = session.cache, tokens_BW.device
         rows_B = torch.arange(len(tokens_BW), device=device)
         if depth == 0:
-            last_B = torch.tensor(session.counts, device=device) - 1
+            last_B = upload(session.counts, device) - 1
             tokens_BP = session.tokens_BP.index_put((rows_B, last_B), tokens_BW[:, 0])
             stream_BWE = self._run(session, self.project(session.seen_BPX), tokens_BP, cache.lengths, last_B=last_B)
             session.base = [length + count - 1 for length, count in zip(cache.lengths, session.counts, strict=True)]
@@ -200,7 +201,8 @@ class RecurrentHead(DraftHead):
 
     def reorder(self, session: RecurrentSession, rows: Sequence[int]) -> None:
         session.cache.reorder(rows)
-        session.seen_BPX, session.tokens_BP = session.seen_BPX[list(rows)], session.tokens_BP[list(rows)]
+        rows_B = upload(rows, session.tokens_BP.device)
+        session.seen_BPX, session.tokens_BP = session.seen_BPX[rows_B], session.tokens_BP[rows_B]
         session.counts = [session.counts[row] for row in rows]
         session.drafted = False
 
@@ -221,15 +223,13 @@ class RecurrentHead(DraftHead):
         slots = max(starts) + width
         cache.reserve(slots)
         if visible_BWS is None:
-            first = starts
-            steps_W = torch.arange(width, device=device)
-            visible_BWS = (steps_W <= steps_W[:, None]).expand(len(starts), width, width)
+            positions_BW = upload(starts, device)[:, None] + torch.arange(width, device=device)
         else:
             first = [base + 1 for base in session.base]
-            steps_W = torch.full((width,), depth - 1, device=device)
-        positions_BW = torch.tensor(first, device=device)[:, None] + steps_W
-        chain = visible_BWS.shape[2] == max(1, depth)  # every level so far had a single node
-        mask = _allowed(visible_BWS, first, slots, chain)
+            positions_BW = (upload(first, device)[:, None] + (depth - 1)).expand(-1, width)
+            chain = visible_BWS.shape[2] == depth  # every level so far had a single node
+            allowed_BWS = _allowed(visible_BWS, first, slots, chain)
+        index_BW = positions_BW
         attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embedded(tokens_BW, feedback_BWE))
         rotary = self._rotary.at(positions_BW, feedback_BWE.dtype, slots)
         for number, layer in enumerate(self.stack):
@@ -240,8 +240,12 @@ class RecurrentHead(DraftHead):
                 rows_B = torch.arange(len(last_B), device=device)
                 queries = queries[rows_B, :, :, last_B][:, :, :, None]
                 stream_BWE = stream_BWE[rows_B, last_B][:, None]
-                mask = None if mask is None else mask[rows_B, last_B][:, None]
-            stream_BWE = layer.write(stream_BWE, cached_attention(queries, cache.kv[number], slots, mask))
+                index_BW = positions_BW[rows_B, last_B][:, None]
+            if visible_BWS is None:
+                mixed = text_attention(queries, cache.kv[number], slots, index_BW, starts)
+            else:
+                mixed = cached_attention(queries, cache.kv[number], slots, allowed_BWS)
+            stream_BWE = layer.write(stream_BWE, mixed)
             attended_BWI = stream_BWE
         return stream_BWE
 
@@ -252,7 +256,7 @@ def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool)
     rows, width, new = visible_BWS.shape
     if rows == 1:
         return None if chain else F.pad(visible_BWS, (first[0], 0), value=True)
-    index_BS = torch.arange(slots, device=visible_BWS.device) - torch.tensor(first, device=visible_BWS.device)[:, None]
+    index_BS = torch.arange(slots, device=visible_BWS.device) - upload(first, visible_BWS.device)[:, None]
     inside_BWS = visible_BWS.gather(2, index_BS.clamp(0, new - 1)[:, None].expand(-1, width, -1))
     return (index_BS < 0)[:, None] | (inside_BWS & ((index_BS >= 0) & (index_BS < new))[:, None])
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig
 from headstart.heads.int8_weights import linear, unstack
+from headstart.support.uploads import upload
 from headstart.target.fitting import FINAL
 from headstart.tree.tree import Committed
 
@@ -63,7 +64,7 @@ class ResidualHead(DraftHead):
         session.final_BE = _last_states(committed.states[FINAL], committed.counts_B)
 
     def reorder(self, session: FinalSession, rows: Sequence[int]) -> None:
-        session.final_BE = session.final_BE[list(rows)]
+        session.final_BE = session.final_BE[upload(rows, session.final_BE.device)]
 
 
 def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:

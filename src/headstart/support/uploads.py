@@ -1,0 +1,18 @@
+"""Numbers on their way from the host to a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def upload(numbers: Tensor | Sequence[Any], device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """These numbers on a device. A CUDA device fetches them from pinned memory while the host goes on; from other
+    memory the host waits. Torch keeps pinned memory for the next upload, and only after the copy has been made."""
+    on_host = torch.as_tensor(numbers, dtype=dtype)
+    if torch.device(device).type != "cuda":
+        return on_host.to(device)
+    return on_host.pin_memory().to(device, non_blocking=True)
