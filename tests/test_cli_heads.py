@@ -149,7 +149,7 @@ def test_the_seed_of_a_sampled_answer_is_said_and_repeats_it(heads: Path) -> Non
 
 def test_a_pause_of_drafting_is_said(heads: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "faster here" not in said(heads, "--draft", "on").stderr
-    monkeypatch.setattr("headstart.decode.budget.Controller.drafts", property(lambda _: False))
+    monkeypatch.setattr("headstart.decode.budget.Budget.drafts", property(lambda _: False))
     assert "nothing was drafted: plain decoding was faster here" in said(heads).stderr
     assert "faster here" not in said(heads, "--draft", "off").stderr
 

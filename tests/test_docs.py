@@ -54,11 +54,11 @@ def test_one_round_needs_the_types_that_the_page_names() -> None:
 
 
 def test_what_passes_between_rooms_in_a_round_is_named_there(tiny_target: Target) -> None:
-    """Whatever the loop of `Engine.generate` is given, holds or returns while it decodes."""
+    """Whatever the loop of `Engine._decode` is given, holds or returns while it decodes."""
     seen: set[type] = set()
 
     def watch(frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and frame.f_code.co_qualname == "Engine.generate":
+        if event == "return" and frame.f_code.co_qualname == "Engine._decode":
             seen.update(type(value) for value in frame.f_locals.values())
             seen.update(type(part) for value in frame.f_locals.values() if isinstance(value, list) for part in value)
 

@@ -114,7 +114,7 @@ def test_a_broken_off_answer_leaves_nothing_wrong() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, reading)
+        engine.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, reading=reading)
     (on,) = engine.generate([[3, 4, 5, 6, 7, 9]], OPTIONS, reading=reading)
     (anew,) = engine.generate([[3, 4, 5, 6, 7, 9]], OPTIONS)
     assert on.tokens == anew.tokens
