@@ -20,6 +20,7 @@ from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.target.quantized import check_quantization, quantize
 from tests.hub.helpers import export
+from tests.standin import CUDA
 from tests.tiny import PackedLinear, packed_model, save_tiny_adapter, tiny_model, tiny_tokenizer
 
 TEXT = [5, 9, 2, 7, 7, 30, 12]
@@ -159,7 +160,7 @@ def test_what_is_missing_or_unknown_is_said_before_anything_is_loaded(
         load(tiny_target_folder, "int8")
     assert caught.value.remedy == "Run: pip install torchao"
     with pytest.raises(UserError, match="Unknown quantization 'int7'"):
-        check_quantization("int7")
+        check_quantization("int7", torch.device("cpu"))
 
 
 def test_what_cannot_be_packed_is_refused(torchao: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,3 +175,9 @@ def test_what_cannot_be_packed_is_refused(torchao: list[str], monkeypatch: pytes
     monkeypatch.setattr("torchao.quantization.quantize_", fails)
     with pytest.raises(UserError, match="not divisible"):
         quantize(tiny_model("llama"), "int4")
+
+
+def test_four_bits_on_a_gpu_are_refused(torchao: list[str]) -> None:
+    with pytest.raises(UserError, match="save no memory"):
+        check_quantization("int4", CUDA)
+    check_quantization("int8", CUDA)

@@ -128,3 +128,11 @@ def test_free_memory_of_a_device_counts_what_torch_keeps_for_itself(monkeypatch:
 )
 def test_errors_that_mean_too_little_memory(error: Exception, memory: bool) -> None:
     assert out_of_memory(error) is memory
+
+
+def test_bits_on_a_gpu_are_refused() -> None:
+    with StandIn():
+        target = Target(tiny_model("llama").to(CUDA))
+        with pytest.raises(UserError, match="kernels are chosen by the size"):
+            target.exact = "bits"
+    assert target.exact == "tokens"

@@ -74,8 +74,8 @@ def load_target(
             trees, or an adapter that is another model's.
     """
     known_adapter = None if adapter is None else read_adapter(adapter, access.get("token"))
-    check_quantization(quantization)
     where = pick_device(device)
+    check_quantization(quantization, where)
     kind = pick_dtype(dtype, where)
     model, tokenizer = _read(spec, kind, revision, access)
     origin = None

@@ -114,6 +114,12 @@ class Target(FrozenModel):
                 f"{self.name} has layers with running states, whose bits depend on how many tokens are read at once.",
                 "Leave out --exact bits; in float32 the tokens are those of plain decoding.",
             )
+        if exact == "bits" and self.device.type == "cuda":
+            raise UserError(
+                "On a GPU, kernels are chosen by the size of a product, so that the bits of a token depend on how many "
+                "are read at once.",
+                "Leave out --exact bits; in float32 the tokens are those of plain decoding.",
+            )
         self._exact = exact
 
     @property

@@ -20,10 +20,16 @@ _GROUP = 32
 """Inputs of a linear layer that share a scale, in 4 bits; in 8 bits each output has one."""
 
 
-def check_quantization(kind: str) -> None:
-    """Refuse, before anything is loaded, an unknown kind, or one where torchao is missing."""
+def check_quantization(kind: str, device: torch.device) -> None:
+    """Refuse, before anything is loaded, an unknown kind, one that does not pay on a device, or one where torchao is
+    missing."""
     if kind not in get_args(Quantization):
         raise UserError(f"Unknown quantization {kind!r}.", nearest(kind, get_args(Quantization)))
+    if kind == "int4" and device.type == "cuda":
+        raise UserError(
+            "On a GPU the 4 bits that torchao packs here save no memory, and are unpacked in every forward.",
+            "Use int8, or a model that was saved in 4 bits (bitsandbytes, GPTQ, AWQ).",
+        )
     if kind != "none" and find_spec("torchao") is None:
         raise UserError("Quantising a target needs the package torchao.", "Run: pip install torchao")
 
@@ -34,7 +40,7 @@ def quantize(model: Any, kind: str) -> None:
     Raises:
         UserError: as `check_quantization`; a model that is quantised already, or with layers that torchao cannot pack.
     """
-    check_quantization(kind)
+    check_quantization(kind, next(model.parameters()).device)
     if getattr(model, "is_quantized", False):
         raise UserError(
             "The target is quantised already, as it was saved.", "Set target.quantization=none (--quantization none)."
