@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.heads.parts.cache import cached_attention, text_attention
 from headstart.target.model import Target
-from headstart.tree.tree import TreeBatch
+from headstart.tree.tree import Committed, TreeBatch
 from tests.heads.test_contract import build
 from tests.tiny import tiny_model
 
@@ -52,3 +52,29 @@ def test_the_first_draft_after_a_long_prompt_makes_no_table_of_all_pairs() -> No
     with Largest() as largest:  # type: ignore[no-untyped-call]  # torch's own
         heads.draft_step(session, roots.tokens_BN, torch.zeros_like(roots.tokens_BN), 0)
     assert largest.numbers < length**2
+
+
+class Padded(TorchDispatchMode):
+    """How many numbers were copied to make room."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.constant_pad_nd.default:
+            self.numbers += args[0].numel()
+        return out
+
+
+def test_plain_rounds_do_not_copy_all_that_waits_to_be_read() -> None:
+    target = Target(tiny_model("llama"))
+    heads = build("eagle3", target).eval()
+    prompt, rounds = [3, 4, 5], 100
+    states = {layer: torch.zeros(1, len(prompt), target.hidden_size) for layer in heads.aux_layers}
+    session = heads.prefill([prompt], states)
+    last = {layer: state[:, -1:] for layer, state in states.items()}
+    with Padded() as padded, torch.inference_mode():
+        for _ in range(rounds):
+            heads.commit(session, Committed.of([[7]], last, target.device))
+    per_token = len(heads.aux_layers) * target.hidden_size + 1
+    assert 0 < padded.numbers <= 2 * (len(prompt) + rounds) * per_token

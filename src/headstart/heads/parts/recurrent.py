@@ -60,7 +60,8 @@ class RecurrentSession:
     """Drafting of a batch.
 
     Attributes:
-        seen_BPX: states of committed tokens whose keys and values are not in the cache yet, `counts` of each row.
+        seen_BPX: states of committed tokens whose keys and values are not in the cache yet, `counts` of each row, and
+            room for more.
         tokens_BP: the token after each of them; that of a row's last one is the root, known when drafting begins.
         drafted: whether their entries were computed (with the root) in this round.
         base: cache slot of each row's root.
@@ -166,8 +167,10 @@ class RecurrentHead(DraftHead):
         rows_B = torch.arange(len(tokens_BW), device=device)
         if depth == 0:
             last_B = upload(session.counts, device) - 1
-            tokens_BP = session.tokens_BP.index_put((rows_B, last_B), tokens_BW[:, 0])
-            stream_BWE = self._run(session, self.project(session.seen_BPX), tokens_BP, cache.lengths, last_B=last_B)
+            pending = slice(max(session.counts))
+            tokens_BP = session.tokens_BP[:, pending].index_put((rows_B, last_B), tokens_BW[:, 0])
+            seen_BPX = self.project(session.seen_BPX[:, pending])
+            stream_BWE = self._run(session, seen_BPX, tokens_BP, cache.lengths, last_B=last_B)
             session.base = [length + count - 1 for length, count in zip(cache.lengths, session.counts, strict=True)]
             session.visible_BWS = torch.zeros(len(rows_B), 1, 0, dtype=torch.bool, device=device)
             session.drafted = True
@@ -192,9 +195,11 @@ class RecurrentHead(DraftHead):
             session.tokens_BP = F.pad(tokens_BP[:, 1:], (0, 1))
             return
         old, session.counts = session.counts, [a + b for a, b in zip(session.counts, counts, strict=True)]
-        wider = max(session.counts) - session.seen_BPX.shape[1]
-        session.seen_BPX = F.pad(session.seen_BPX, (0, 0, 0, max(0, wider)))
-        session.tokens_BP = F.pad(session.tokens_BP, (0, max(0, wider)))
+        width = session.seen_BPX.shape[1]
+        if max(session.counts) > width:  # twice as wide, so that a long pause copies each state about once
+            more = max(max(session.counts) - width, width)
+            session.seen_BPX = F.pad(session.seen_BPX, (0, 0, 0, more))
+            session.tokens_BP = F.pad(session.tokens_BP, (0, more))
         for row, (start, count) in enumerate(zip(old, counts, strict=True)):
             session.seen_BPX[row, start : start + count] = seen_BPX[row, :count]
             session.tokens_BP[row, start - 1 : start - 1 + count] = tokens_BP[row, :count]
