@@ -61,7 +61,7 @@ class Padded(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.constant_pad_nd.default:
+        if func in (torch.ops.aten.constant_pad_nd.default, torch.ops.aten.pad.default):
             self.numbers += args[0].numel()
         return out
 
