@@ -58,6 +58,15 @@ def rounds(target: Target, rows: int, width: int) -> list[Tensor]:
     return [*seen, target.forward_tree(cache, TreeBatch.roots([7] * rows)).logits_BTV]
 
 
+def check_replay(target: Target, rows: int, width: int) -> None:
+    """A replay, where there is one, gives what the modules give."""
+    replayed = rounds(target, rows, width)
+    with through_modules(target):
+        expected = rounds(target, rows, width)
+    for ours, theirs in zip(replayed, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,11 +74,7 @@ def test_a_replay_gives_what_the_modules_give(kind: str, rows: int, width: int) 
     """Every width from one recording, beyond a sliding window and for rows of unequal lengths."""
     target = Target(tiny_model(kind))
     assert target.eager is None
-    replayed = rounds(target, rows, width)
-    with through_modules(target):
-        expected = rounds(target, rows, width)
-    for ours, theirs in zip(replayed, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
+    check_replay(target, rows, width)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
@@ -140,24 +145,16 @@ def test_other_weights_are_recorded_anew() -> None:
     target = Target(tiny_model("llama"))
     layer = target.model.model.layers[1].mlp.down_proj
     layer.weight = nn.Parameter(2 * layer.weight.detach(), requires_grad=False)
-    replayed = rounds(target, 1, 4)
+    check_replay(target, 1, 4)
     assert target.eager is None
-    with through_modules(target):
-        expected = rounds(target, 1, 4)
-    for ours, theirs in zip(replayed, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
 
 
 def test_other_modules_are_recorded_anew() -> None:
     target = Target(tiny_model("llama"))
     embeddings = nn.Embedding.from_pretrained(-target.embedding_weight.detach())
     target.model.set_input_embeddings(embeddings)
-    replayed = rounds(target, 1, 4)
+    check_replay(target, 1, 4)
     assert target.eager is None
-    with through_modules(target):
-        expected = rounds(target, 1, 4)
-    for ours, theirs in zip(replayed, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
 
 
 @pytest.mark.parametrize("kind", LONG)
@@ -168,11 +165,7 @@ def test_rotary_frequencies_that_change_with_the_text_are_not_recorded(kind: str
 
 def test_packed_weights() -> None:
     target = Target(packed_model(tiny_model("llama"), 8))
-    replayed = rounds(target, 1, 4)
-    with through_modules(target):
-        expected = rounds(target, 1, 4)
-    for ours, theirs in zip(replayed, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=ROUNDING, rtol=ROUNDING)
+    check_replay(target, 1, 4)
 
 
 def test_embeddings_that_are_no_table_are_not_recorded() -> None:

@@ -56,7 +56,7 @@ class Matrix:
         self.is_stock = original is None  # the forward of the module's class, and of nobody else
         self._module, self._original = module, original or partial(type(module).forward, module)
         self._prepacked = Prepacked(cast(nn.Linear, module), self._original) if prepacked and original is None else None
-        self._known: tuple[int, SameBits] | None = None  # and with how many threads
+        self._alone = Alone(self._same_bits)
 
     def refresh(self) -> None:
         if self._prepacked is not None:
@@ -67,16 +67,10 @@ class Matrix:
         if forward is None or not args or forward.recording is not None:
             return self._original(*args, **kwargs)
         product = self._prepacked or self._original
-        if not forward.bits:
-            return product(*args, **kwargs)
-        threads, rows = torch.get_num_threads(), args[0].numel() // args[0].shape[-1]
-        known = self._known
-        if known is None or known[0] != threads or rows > known[1].maximum:
-            known = self._known = threads, same_bits(self._module, rows, self._prepacked is not None)
-        same = known[1]
-        if same.fewest <= rows <= same.maximum:
-            return product(*args, **kwargs)
-        return in_pieces(product, same, args, kwargs)
+        return self._alone(product, args, kwargs) if forward.bits else product(*args, **kwargs)
+
+    def _same_bits(self, rows: int) -> SameBits:
+        return same_bits(self._module, rows, self._prepacked is not None)
 
 
 # -- prepacked weights -------------------------------------------------------------------------------------------------
@@ -172,7 +166,7 @@ class Merged:
         self.sizes = [len(weight) for weight in weights]
         self._packed: tuple[Tensor, Tensor | None] | None = None
         self._samples: list[tuple[Tensor, Tensor]] = []
-        self._known: tuple[int, SameBits] | None = None
+        self._alone = Alone(self._same_bits)
 
     @staticmethod
     def groups(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[list[int]]:
@@ -194,16 +188,14 @@ class Merged:
         forward = running()
         if forward is None or not forward.bits:
             return product(rows, packed, bias_O)
-        threads, count = torch.get_num_threads(), rows.numel() // rows.shape[-1]
-        known = self._known
-        if known is None or known[0] != threads or count > known[1].maximum:
-            shape = self._weights[0].new_empty(sum(self.sizes), rows.shape[-1])
-            known = self._known = threads, _same_bits(shape, False, bias_O is not None, count, True)
-        same = known[1]
-        if same.fewest <= count <= same.maximum:
-            return product(rows, packed, bias_O)
-        out: Tensor = in_pieces(lambda part: product(part, packed, bias_O), same, (rows,), {})
+        out: Tensor = self._alone(lambda part: product(part, packed, bias_O), (rows,), {})
         return out
+
+    def _same_bits(self, rows: int) -> SameBits:
+        first = self._weights[0]
+        return _same_bits(
+            first.new_empty(sum(self.sizes), first.shape[1]), False, self._biases[0] is not None, rows, True
+        )
 
     def _pack(self) -> tuple[Tensor, Tensor | None]:
         weights = [weight.detach() for weight in self._weights]
@@ -217,6 +209,25 @@ class Merged:
 
 
 # -- the bits a row has alone ------------------------------------------------------------------------------------------
+
+
+class Alone:
+    """Runs a product so that each row has the bits it has alone; `find` says with how many rows that is, from about so
+    many on."""
+
+    def __init__(self, find: Callable[[int], SameBits]) -> None:
+        self._find = find
+        self._known: tuple[int, SameBits] | None = None  # and with how many threads
+
+    def __call__(self, multiply: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        threads, rows = torch.get_num_threads(), args[0].numel() // args[0].shape[-1]
+        known = self._known
+        if known is None or known[0] != threads or rows > known[1].maximum:
+            known = self._known = threads, self._find(rows)
+        same = known[1]
+        if same.fewest <= rows <= same.maximum:
+            return multiply(*args, **kwargs)
+        return in_pieces(multiply, same, args, kwargs)
 
 
 @dataclass(frozen=True)
