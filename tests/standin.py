@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 from unittest.mock import patch
 
@@ -32,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from headstart.target import captured
 from headstart.target.model import Target
 
 CUDA = torch.device("cuda", 0)
@@ -67,6 +69,7 @@ _OF_CUDA: dict[str, Callable[..., Any]] = {
     "_maybe_exchange_device": lambda index: 0,
     "get_device_capability": lambda *_: (9, 0),
     "mem_get_info": lambda *_: (1 << 40, 1 << 40),
+    "graph_pool_handle": lambda: object(),
 }
 """What `torch.cuda` answers, where a torch without CUDA would refuse to."""
 
@@ -166,6 +169,42 @@ class Event:
     where: str
 
 
+class Graph:
+    """What a CUDA graph is: the operations that ran while it was captured, over the memory that they had then.
+
+    Graphs of one pool may use each other's memory: a replay leaves nothing of what others gave.
+    """
+
+    def __init__(self) -> None:
+        self.others: list[Graph] = []
+        self._calls: list[tuple[Any, Any, dict[str, Any], list[Tensor]]] = []
+        self._own: list[Tensor] = []
+
+    def note(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """An operation has run on what the stand-ins hold."""
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._calls.append((func, args, kwargs, results))
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = {tensor.untyped_storage().data_ptr() for tensor in given}
+        self._own += [result for result in results if result.untyped_storage().data_ptr() not in known]
+
+    def replay(self) -> None:
+        _ACTIVE[-1].launched_one("cudaGraphLaunch")
+        for other in self.others:
+            if other is not self:
+                other.spoil()
+        for func, args, kwargs, results in self._calls:
+            again = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
+            for result, new in zip(results, again, strict=True):
+                if new.data_ptr() != result.data_ptr():
+                    result.copy_(new)
+
+    def spoil(self) -> None:
+        """Something else has used the memory of its results."""
+        for result in self._own:
+            result.fill_(float("nan") if result.is_floating_point() else 0)
+
+
 class StandIn:
     """Within this context `device="cuda"` is the stand-in, and what it is asked for is counted.
 
@@ -179,7 +218,9 @@ class StandIn:
         self.counts = Counts()
         self.events: list[Event] = []
         self.launched: Counter[str] = Counter()
+        self.capturing: Graph | None = None
         self._pinned: dict[int, Tensor] = {}  # by where they lie
+        self._in_pool: defaultdict[Any, list[Graph]] = defaultdict(list)
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -193,7 +234,8 @@ class StandIn:
             )
         )
         self._stack.enter_context(patch.object(torch, "Generator", _Generator))
-        for name, answer in _OF_CUDA.items():
+        self._stack.enter_context(patch.object(captured, "PLAIN", (*captured.PLAIN, StandInTensor)))
+        for name, answer in (_OF_CUDA | self._graphs()).items():
             self._stack.enter_context(patch.object(torch.cuda, name, answer))
         self._stack.enter_context(_Moves())
         self._stack.enter_context(_Operations(self))
@@ -204,21 +246,54 @@ class StandIn:
         _ACTIVE.pop()
         self._stack.close()
 
+    # -- graphs --------------------------------------------------------------------------------------------------
+
+    def _graphs(self) -> dict[str, Any]:
+        """What stands for CUDA graphs and streams in `torch.cuda`."""
+
+        @contextmanager
+        def graph(captured: Graph, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+            assert self.capturing is None, "graphs are captured one at a time"
+            self._in_pool[pool].append(captured)
+            captured.others = self._in_pool[pool]
+            self.capturing = captured
+            try:
+                yield
+            finally:
+                self.capturing = None
+            captured.spoil()  # on a real device nothing has run yet
+
+        return {
+            "CUDAGraph": Graph,
+            "graph": graph,
+            "Stream": lambda *_: SimpleNamespace(wait_stream=lambda other: None),
+            "current_stream": lambda *_: SimpleNamespace(wait_stream=lambda other: None),
+            "stream": lambda stream: nullcontext(),
+        }
+
     # -- counting ------------------------------------------------------------------------------------------------
 
     def waited(self, operation: str) -> None:
         """The host waits for the device."""
+        self._refuse_while_capturing(operation)
         self._add(waits=1)
         self.events.append(Event("wait", operation, _caller()))
 
     def uploaded(self, source: Tensor, operation: str, non_blocking: bool = False) -> None:
         """A tensor goes to the device."""
+        self._refuse_while_capturing(operation)
         slow = not (non_blocking and self.is_pinned(source))
         self._add(uploads=1, slow_uploads=int(slow))
         self.events.append(Event("upload", operation, _caller()))
 
+    def _refuse_while_capturing(self, operation: str) -> None:
+        if self.capturing is not None:
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({operation})")
+
     def launched_one(self, operation: str) -> None:
         """The device is asked to compute something."""
+        if self.capturing is not None:
+            return
         self._add(launches=1)
         self.launched[operation] += 1
 
@@ -354,10 +429,17 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], device: StandIn) -> Any:
         device.launched_one(name)
     held = {id(stand.held): stand for stand in stands}
     args, kwargs = tree_map(_held, (args, kwargs))
-    if name == "aten::histc" and not args[0].is_floating_point():  # which the CPU does not count
-        return StandInTensor(func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype))
+    if name == "aten::histc" and not args[0].is_floating_point():
+        func = _histc
     out = func(*args, **kwargs)
+    if device.capturing is not None and not getattr(func, "is_view", False):
+        device.capturing.note(func, args, kwargs, out)
     return tree_map(lambda leaf: _wrapped(leaf, held), out)
+
+
+def _histc(own: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Of whole numbers, which the CPU does not count."""
+    return torch.histc(own.double(), *args, **kwargs).to(own.dtype)
 
 
 def _held(leaf: Any) -> Any:
@@ -380,7 +462,10 @@ def _copied(source: Tensor, kwargs: dict[str, Any], there: bool, func: Any, devi
     non_blocking = bool(kwargs.get("non_blocking"))
     if isinstance(source, StandInTensor):
         device.launched_one("aten::_to_copy")
-        return StandInTensor(func(source.held, **kwargs))
+        out = func(source.held, **kwargs)
+        if device.capturing is not None:
+            device.capturing.note(func, (source.held,), kwargs, out)
+        return StandInTensor(out)
     assert there, "only uploads come here with tensors of the host"
     device.uploaded(source, "aten::_to_copy", non_blocking)
     return StandInTensor(func(source, **kwargs))

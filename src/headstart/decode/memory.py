@@ -30,7 +30,7 @@ def reserve(
     nodes = max_nodes
     for device, token_bytes in target.kv_bytes_by_device.items():
         per_token = rows * token_bytes
-        available = int(_SHARE * (free_bytes(device) if free is None else free))
+        available = int(_SHARE * (free_bytes(device) + target.spare_bytes if free is None else free))
         beside, per_node = target.forward_bytes(rows, row_tokens + max_nodes) if device == target.device else (0, 0)
         needed = per_token * (row_tokens + 1) + beside + per_node
         if needed > available and rows > 1:

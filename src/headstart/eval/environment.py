@@ -23,7 +23,7 @@ def environment(target: Target) -> dict[str, Any]:
         "dtype": dtype_name(target),
         "exact": target.exact,
         "prepacked": target.prepacked,
-        "forward": "replayed" if target.eager is None else f"through the model's modules: {target.eager}",
+        "forward": target.forwards,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         **machine(),

@@ -16,3 +16,12 @@ def upload(numbers: Tensor | Sequence[Any], device: torch.device | str, dtype: t
     if torch.device(device).type != "cuda":
         return on_host.to(device)
     return on_host.pin_memory().to(device, non_blocking=True)
+
+
+def upload_into(buffer: Tensor, numbers: Sequence[Any]) -> None:
+    """Overwrite a buffer with these numbers, which have its shape; the host does not wait, as in `upload`."""
+    on_host = torch.as_tensor(numbers, dtype=buffer.dtype)
+    if buffer.device.type != "cuda":
+        buffer.copy_(on_host)
+    else:
+        buffer.copy_(on_host.pin_memory(), non_blocking=True)

@@ -55,13 +55,19 @@ class TreeMask:
 
 
 def tree_mask(
-    lengths_B1: Tensor, visible_BTT: Tensor, positions_BT: Tensor, window: int | None, dtype: torch.dtype, seen: int
+    lengths_B1: Tensor,
+    visible_BTT: Tensor,
+    positions_BT: Tensor,
+    window: int | None,
+    dtype: torch.dtype,
+    seen: int,
+    more: bool = False,
 ) -> TreeMask | None:
     """The masks of a tree: each row's committed prefix, then the tree's own visibility; None where the only token sees
     everything. B is 1 where all rows have as many committed tokens, or share a shape; `seen` are the slots in sight,
-    those of the tree included."""
+    those of the tree included, and with `more` further ones."""
     width, device = positions_BT.shape[1], positions_BT.device
-    one_length = lengths_B1.shape[0] == 1
+    one_length = lengths_B1.shape[0] == 1 and not more
     windowed = window is not None and seen > window
     if width == 1 and one_length and not windowed:
         return None

@@ -36,6 +36,23 @@ class LayerKeys:
         return sum(heads * size for heads, size in (self.keys, self.values)) * self.dtype.itemsize
 
 
+class KeyMemory:
+    """Memory for the keys and values of one cache after another, and what was captured with its addresses (see
+    `graphs`)."""
+
+    def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int) -> None:
+        with torch.inference_mode(False):  # whoever has it next may work without inference mode
+            self.stores, self.places = _allocate(layers, rows, capacity)
+        self.rows, self.capacity = rows, capacity
+        self.graphs: dict[Any, Any] = {}
+        self.pool: Any = None
+
+    def clear(self) -> None:
+        """Forget all keys and values: numbers that are not finite would pass through masks."""
+        for store in self.stores:
+            store.zero_()
+
+
 class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     """Keys and values of every layer, written in place; with `keep_tokens` the token ids as well, for targets that read
     a text again. A row can hold `capacity` tokens, tree nodes included."""
@@ -48,11 +65,20 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         if keep_tokens:  # one more store, so that they are committed, moved and selected like keys
             where = self._stores[0].device
             self._stores.append(torch.zeros(1, rows, 1, capacity, 1, dtype=torch.long, device=where))
+        self.memory: KeyMemory | None = None
         self._new_tokens = 0
         self._check: Callable[[], None] | None = None
         self._ragged = False
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[torch.device, tuple[list[int], Tensor]] = {}
+
+    @classmethod
+    def of(cls, memory: KeyMemory, rows: int) -> TreeCache:
+        """A cache of so many rows in memory that serves others after it."""
+        cache = cls((), rows, memory.capacity)
+        cache.memory, cache._places = memory, memory.places
+        cache._stores = [store[:, :rows] for store in memory.stores]
+        return cache
 
     @property
     def rows(self) -> int:
@@ -72,6 +98,12 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new_tokens = new_tokens
         self._seen = seen
         self._ragged, self._slots = len(set(self.lengths)) > 1, {}
+
+    def begin_at(self, lengths_B1: Tensor, new_tokens: int, seen: int) -> None:
+        """Announce a forward whose rows begin where a tensor says, with so many slots in sight."""
+        self._new_tokens, self._seen, self._ragged = new_tokens, seen, True
+        slots_BT = lengths_B1 + torch.arange(new_tokens, device=lengths_B1.device)
+        self._slots = {lengths_B1.device: (torch.arange(self.rows, device=lengths_B1.device)[:, None], slots_BT)}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -166,7 +198,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         part = copy.copy(self)
         part._stores = [store[:, start:stop] for store in self._stores]
         part.lengths = self.lengths[start:stop]
-        part._slots, part._lengths = {}, {}
+        part._slots, part._lengths, part.memory = {}, {}, None
         return part
 
     def with_room(self, needed: int) -> TreeCache:
@@ -176,6 +208,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         capacity, other = 2 * needed, copy.copy(self)
         other._stores = [F.pad(store, (0, 0, 0, capacity - self.capacity)) for store in self._stores]
         other.capacity, other.lengths, other._slots, other._lengths = capacity, list(self.lengths), {}, {}
+        other.memory = None
         return other
 
     def kept(self, row: int, length: int) -> TreeCache:

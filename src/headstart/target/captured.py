@@ -8,7 +8,8 @@ and values go to the cache, as in every forward of ours. The operators are then 
 - The scale of an RMS norm works in place on one number a token, instead of taking a copy of the state in float32 apart.
 
 What cannot be recorded, or gives other logits than the modules do, runs through the modules, and `Target.eager` says
-why. Long texts do so anyway: there the operators themselves take all the time.
+why. Long texts do so anyway: there the operators themselves take all the time. On a GPU, trees go through CUDA graphs of
+this replay (see `graphs`).
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, E hidden size.
 """
@@ -30,6 +31,8 @@ from headstart.target.attention import Running, Scores, attend, causal_attention
 from headstart.target.products import MAX_ROWS, Matrix, Merged, can_merge, is_matrix
 from headstart.target.tape import NotRecordable, call, clean, record, share
 
+PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
+"""Weights that are what they say; others are packed, or spread over processes."""
 _COUNTS = (11, 13)
 """Tokens of the two recordings."""
 
@@ -176,7 +179,7 @@ def refuse_others(decoder: nn.Module) -> None:
     for name, module in decoder.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             raise NotRecordable(f"{name} is an adapter's, which may be switched")
-        if any(type(weight) not in (Tensor, nn.Parameter) for weight in module.parameters(False)):
+        if any(type(weight) not in PLAIN for weight in module.parameters(False)):
             raise NotRecordable(f"{name} has weights that are packed, or spread over processes")
 
 

@@ -24,6 +24,7 @@ from headstart.target.captured import Captured
 from headstart.target.chains import ChainCache, has_running_states
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
+from headstart.target.graphs import Graphs, Inputs, Outputs
 from headstart.target.identity import Origin
 from headstart.target.tape import NotRecordable
 from headstart.tree.tree import Tree, TreeBatch
@@ -81,6 +82,7 @@ class Target(FrozenModel):
         model.eval().requires_grad_(False)
         self._exact: Exact = "tokens"  # while it is checked
         self._captured: Captured | None = None
+        self._graphs: Graphs | None = None
         self.eager: str | None = None
         self.chains_only = has_running_states(self.config)
         self._fitting = Fitting(self.decoder, self.layers, model.get_output_embeddings())
@@ -121,6 +123,20 @@ class Target(FrozenModel):
                 "Leave out --exact bits; in float32 the tokens are those of plain decoding.",
             )
         self._exact = exact
+
+    @property
+    def forwards(self) -> str:
+        """How forwards over trees run, for reports."""
+        if self.eager is not None:
+            return f"through the model's modules: {self.eager}"
+        if self._graphs is None:
+            return "replayed"
+        return "CUDA graphs" if self._graphs.refused is None else f"replayed, no CUDA graphs: {self._graphs.refused}"
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory that the last caches left to the next ones, and that is given up for another."""
+        return 0 if self._graphs is None else self._graphs.spare_bytes
 
     @property
     def prepacked(self) -> bool:
@@ -164,6 +180,8 @@ class Target(FrozenModel):
             self._capture()
         if self.chains_only:
             return cast(TreeCache, ChainCache(self.config, rows))  # of the same methods
+        if self._graphs is not None:
+            return self._graphs.new_cache(rows, capacity)
         return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
 
     @torch.inference_mode()
@@ -202,6 +220,8 @@ class Target(FrozenModel):
             if any(tree.parents != list(range(-1, tree.size - 1)) for tree in batch.trees):
                 raise cannot_tree(self.name, "some of its layers keep a running state, so it verifies chains alone")
             return self._read_chains(cache, [tree.tokens for tree in batch.trees], aux_layers)
+        if self._graphs is not None and (out := self._graphs(cache, batch, aux_layers)) is not None:
+            return TargetOutput(*out)
         return self._forward(cache, batch, aux_layers, 0 if self._fitting.limit is None else batch.depth)
 
     @torch.no_grad()  # not inference mode: heads train on these
@@ -365,6 +385,16 @@ class Target(FrozenModel):
                 final, forward.wanted = final[forward.wanted][:, None], None
             return TargetOutput(self.lm_head(final), {layer: states[layer] for layer in forward.aux_layers})
 
+    def _graphed(self, inputs: Inputs, cache: TreeCache, seen: int, aux_layers: frozenset[int]) -> Outputs:
+        """What a CUDA graph holds: `_forward` with nothing that depends on numbers of the host."""
+        assert self._captured is not None, "graphs hold replays"
+        positions_BN = (inputs.lengths_B1 + inputs.depths_BN).clamp(max=self.max_length - 1)
+        where = inputs.lengths_B1, inputs.visible_BNN, positions_BN
+        mask = tree_mask(*where, self.window, self.dtype, seen, more=True)
+        forward = Running(mask, aux_layers, window=self.window)
+        out = self._replay(self._captured, forward, cache, inputs.tokens_BN, positions_BN)
+        return out.logits_BTV, out.aux_hidden_states
+
     def _rows_and_positions(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
         rows, indices = upload([list(wanted), list(wanted.values())], self.device)
         return rows, indices
@@ -402,7 +432,7 @@ class Target(FrozenModel):
         """Record the forward, and see that a replay passes the check of `_check_tree`, too; where it does not, `eager`
         has the reason."""
         layers = [FINAL, *range(self.num_layers + 1)]
-        self._captured, self.eager = None, None
+        self._captured, self._graphs, self.eager = None, None, None
         try:
             if self.chains_only:
                 raise NotRecordable("its layers keep running states")
@@ -411,10 +441,17 @@ class Target(FrozenModel):
             self._fitting.ensure(layers)
             self._captured = Captured(self.decoder, layers, self.device, self.prepacked)
             self._check_tree()
+            if self.kv_bytes_by_device.keys() == {self.device} and self.device.type == "cuda":
+                self._graphs = Graphs(self._graphed, self.kv_layers)
+                self._check_tree()
         except NotRecordable as reason:
             self.eager = str(reason)
         except (UserError, *_CHECK_FAILS) as error:
-            self._captured, self.eager = None, f"replaying it failed ({type(error).__name__}: {error})"
+            failed = f"({type(error).__name__}: {error})"
+            if self._graphs is not None:
+                self._graphs.refuse(f"their outcome differs {failed}")
+            else:
+                self._captured, self.eager = None, f"replaying it failed {failed}"
 
     # -- checks --------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,195 @@
+"""Forwards on a GPU as CUDA graphs: one launch runs all operators of a forward, over buffers at fixed addresses.
+
+A small forward is over before the host has launched its next operator; a graph leaves that to the device. A graph has
+fixed shapes, so there is one for each bucket: rows and slots in sight in powers of two, widths of `WIDTHS`, and the
+layers whose states are wanted. Tokens, depths, visibility and lengths are filled into its buffers; positions, masks and
+slots are computed from them inside of it. What fills a bucket up is read like a node, and never looked at.
+
+Keys and values stay where a graph found them: a cache gets its memory from `Graphs.memory` and gives it back with the
+graphs that know it, so that the next call captures nothing.
+
+Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.support.uploads import upload_into
+from headstart.target.cache import KeyMemory, LayerKeys, TreeCache
+from headstart.target.memory import free_bytes, out_of_memory
+from headstart.tree.tree import TreeBatch
+
+WIDTHS = (1, 2, 4, 8, 16, 32, 64)
+"""Nodes of a row that buckets have; wider trees run without a graph."""
+_LEAST_SEEN = 128
+"""Slots that the smallest bucket has in sight: a fresh text does not pass through many."""
+_ROOMY = 0.25
+"""Share of the free memory up to which a cache may be larger than asked for, so that it serves the next call."""
+_TOO_LARGE = 4
+"""How many times as large as asked for a memory may be that serves again."""
+
+Outputs = tuple[Tensor, dict[int, Tensor]]
+"""Logits [B, N, V] and states [B, N, E] by layer."""
+
+
+@dataclass
+class Inputs:
+    """The buffers that a graph reads; rows and nodes that nobody filled have a length of 0 and see themselves."""
+
+    tokens_BN: Tensor
+    depths_BN: Tensor
+    visible_BNN: Tensor
+    lengths_B1: Tensor
+
+    @classmethod
+    def of(cls, rows: int, width: int, device: torch.device) -> Inputs:
+        tokens_BN = torch.zeros(rows, width, dtype=torch.long, device=device)
+        visible_BNN = torch.eye(width, dtype=torch.bool, device=device).repeat(rows, 1, 1)
+        return cls(tokens_BN, torch.zeros_like(tokens_BN), visible_BNN, torch.zeros_like(tokens_BN[:, :1]))
+
+    def fill(self, batch: TreeBatch, lengths: Sequence[int]) -> None:
+        """Put in a batch of at most as many rows and nodes. No node sees a later one, so that what a wider batch left
+        behind is not seen."""
+        rows, width = batch.tokens_BN.shape
+        self.tokens_BN[:rows, :width] = batch.tokens_BN
+        if self.tokens_BN.shape[1] > 1:
+            self.depths_BN[:rows, :width] = batch.depths_BN
+            self.visible_BNN[:rows, :width, :width] = batch.visible_BNN
+        lengths = [*lengths, *[0] * (len(self.lengths_B1) - rows)]
+        if len(set(lengths)) == 1:
+            self.lengths_B1.fill_(lengths[0])
+        else:
+            upload_into(self.lengths_B1, [[length] for length in lengths])
+
+
+Forward = Callable[[Inputs, TreeCache, int, frozenset[int]], Outputs]
+"""Runs the operators over `Inputs`, with a cache, so many slots in sight, and these layers' states wanted."""
+
+
+@dataclass
+class _Graph:
+    """A captured forward with its buffers."""
+
+    graph: Any
+    inputs: Inputs
+    outputs: Outputs
+
+
+class Graphs:
+    """The CUDA graphs of one target.
+
+    Args:
+        forward: what is captured; it must neither wait for the device nor send it anything.
+        layers: what the target's layers keep, all on one device.
+
+    Attributes:
+        refused: why nothing is captured any more; None while all went well.
+    """
+
+    def __init__(self, forward: Forward, layers: Sequence[LayerKeys]) -> None:
+        self._forward, self._layers, self._device = forward, layers, layers[0].device
+        self._slot_bytes = sum(layer.bytes for layer in layers)
+        self._spare: list[KeyMemory] = []  # one at most, of no cache
+        self._lock = threading.Lock()
+        self.refused: str | None = None
+
+    def refuse(self, reason: str) -> None:
+        """Capture nothing any more, and let go of what is held for the next cache."""
+        self.refused = reason
+        self._spare.clear()
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory that is held for the next cache, and given up where that asks for another size."""
+        return sum(memory.rows * memory.capacity * self._slot_bytes for memory in self._spare)
+
+    def new_cache(self, rows: int, capacity: int) -> TreeCache:
+        """An empty cache in memory that graphs can know; there is room to fill up the widest bucket."""
+        capacity += WIDTHS[-1]
+        with self._lock:
+            memory = self._spare.pop() if self._spare else None
+        if memory is not None:
+            too_large = memory.rows * memory.capacity > _TOO_LARGE * rows * _power(capacity)
+            if memory.rows < rows or memory.capacity < capacity or too_large:
+                memory = None  # given up before another is made
+        if memory is None:
+            roomy = _power(capacity)
+            if rows * roomy * self._slot_bytes > _ROOMY * free_bytes(self._device):
+                roomy = -(-capacity // _LEAST_SEEN) * _LEAST_SEEN
+            memory = KeyMemory(self._layers, rows, roomy)
+        else:
+            memory.clear()
+        cache = TreeCache.of(memory, rows)
+        weakref.finalize(cache, self._keep, memory)
+        return cache
+
+    def _keep(self, memory: KeyMemory) -> None:
+        with self._lock:
+            self._spare[:] = [memory]
+
+    def __call__(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int]) -> Outputs | None:
+        """Read a tree, as `Target.forward_tree` does; None where no graph can."""
+        memory, lengths = cache.memory, cache.lengths
+        width = next((width for width in WIDTHS if width >= batch.size), None)
+        if self.refused or memory is None or width is None or max(lengths) + width > memory.capacity:
+            return None
+        rows = min(_power(cache.rows), memory.rows)
+        seen = min(max(_LEAST_SEEN, _power(max(lengths) + width)), memory.capacity)
+        bucket = (rows, width, seen, frozenset(aux_layers))
+        cache.begin(batch.size)
+        graph = memory.graphs.get(bucket)
+        inputs = Inputs.of(rows, width, self._device) if graph is None else graph.inputs
+        inputs.fill(batch, lengths)
+        if graph is None:
+            graph = self._captured(memory, inputs, seen, frozenset(aux_layers))
+            if graph is None:
+                return None
+            memory.graphs[bucket] = graph
+        graph.graph.replay()
+        logits_BNV, states = graph.outputs
+        # The next replay of any graph of this memory writes over them.
+        part = slice(cache.rows), slice(batch.size)
+        return logits_BNV[part].clone(), {layer: state_BNE[part].clone() for layer, state_BNE in states.items()}
+
+    def _captured(self, memory: KeyMemory, inputs: Inputs, seen: int, aux_layers: frozenset[int]) -> _Graph | None:
+        """A new graph; its forward runs twice before, which writes to the slots that this forward is for."""
+        rows, width = inputs.tokens_BN.shape
+        keys = TreeCache.of(memory, rows)
+
+        def forward() -> Outputs:
+            keys.begin_at(inputs.lengths_B1, width, seen)
+            return self._forward(inputs, keys, seen, aux_layers)
+
+        try:
+            # Kernels and libraries set themselves up at their first calls, which no graph can hold.
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no types
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                forward()
+                forward()
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+            if memory.pool is None:
+                memory.pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=memory.pool, capture_error_mode="thread_local"):
+                outputs = forward()
+        except RuntimeError as error:
+            if out_of_memory(error):
+                raise
+            self.refuse(f"a forward could not be captured ({type(error).__name__}: {error})")
+            return None
+        return _Graph(graph, inputs, outputs)
+
+
+def _power(number: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << (number - 1).bit_length()

@@ -1,0 +1,154 @@
+"""CUDA graphs on the stand-in device: what they give is what forwards without them give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.target.model import Target
+from headstart.tree.tree import Tree, TreeBatch
+from tests.standin import CUDA, Graph, StandIn
+from tests.tiny import tiny_model
+
+VOCAB = 61
+KINDS = ("llama", "gemma3", "gpt_neox", "qwen3")
+TEXTS = [list(range(2, 15)), [7, 7, 3], [30, 4, 4, 4, 9, 1]]
+BUSHY = Tree([5, 9, 4, 8, 2, 3, 11], [-1, 0, 0, 1, 1, 2, 5])
+
+
+@pytest.fixture
+def device() -> Iterator[StandIn]:
+    with StandIn() as made:
+        yield made
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def target(request: pytest.FixtureRequest) -> Target:
+    with StandIn():
+        made = Target(tiny_model(request.param, vocab_size=VOCAB).to(CUDA))
+        assert made.forwards == "CUDA graphs"
+        return made
+
+
+def outcome(target: Target, texts: list[list[int]], trees: list[Tree], graphs: bool) -> list[torch.Tensor]:
+    """Logits and states of two rounds: the second goes on from what the first committed."""
+    aux_layers = (1, target.num_layers)
+    held, target._graphs = target._graphs, target._graphs if graphs else None
+    try:
+        cache = target.new_cache(len(texts), 200)
+        target.prefill(cache, texts)
+        parts = []
+        for _ in range(2):
+            out = target.forward_tree(cache, TreeBatch.of(trees, CUDA), aux_layers)
+            parts += [out.logits_BTV, *(out.aux_hidden_states[layer] for layer in aux_layers)]
+            cache.commit([[0, *([2, 5] if tree.size > 5 else [])] for tree in trees])
+    finally:
+        target._graphs = held
+    sizes = [tree.size for tree in trees] * 6
+    return [part.cpu()[row, : sizes[row]] for part in parts for row in range(len(texts))]
+
+
+@pytest.mark.parametrize(
+    "trees",
+    [
+        [Tree([5])],
+        [BUSHY],
+        [Tree([5]), Tree([9]), Tree([4])],
+        [BUSHY, Tree([9]), Tree.chain_of([4, 8, 2])],
+        [Tree.chain_of(range(3, 36)), Tree([1]), BUSHY],
+    ],
+    ids=["one token", "a tree", "plain rows", "ragged trees", "wide"],
+)
+def test_a_graph_gives_what_its_operators_give(target: Target, trees: list[Tree], device: StandIn) -> None:
+    texts = TEXTS[: len(trees)]
+    launched = device.launched["cudaGraphLaunch"]
+    graphed = outcome(target, texts, trees, graphs=True)
+    assert device.launched["cudaGraphLaunch"] == launched + 2
+    for ours, theirs in zip(graphed, outcome(target, texts, trees, graphs=False), strict=True):
+        # Slots in sight that nobody looks at lie between others in the sums.
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_what_a_forward_gave_stays_when_others_run(target: Target, device: StandIn) -> None:
+    cache = target.new_cache(1, 64)
+    target.prefill(cache, TEXTS[:1])
+    first = target.forward_tree(cache, TreeBatch.of([BUSHY], CUDA), (1,))
+    logits, states = first.logits_BTV.cpu(), first.aux_hidden_states[1].cpu()
+    target.forward_tree(cache, TreeBatch.of([Tree([3])], CUDA))
+    target.forward_tree(cache, TreeBatch.of([BUSHY], CUDA))
+    assert torch.equal(first.logits_BTV.cpu(), logits)
+    assert torch.equal(first.aux_hidden_states[1].cpu(), states)
+
+
+def test_a_second_call_captures_nothing(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
+    captured: list[Graph] = []
+    made = Graph.__init__
+    monkeypatch.setattr(Graph, "__init__", lambda self: (made(self), captured.append(self))[0])
+    options = DecodeOptions(max_new_tokens=8, ignore_end=True)
+    texts = [Engine(target).generate(TEXTS, options)[0].tokens]
+    count = len(captured)
+    assert count
+    texts.append(Engine(target).generate(TEXTS, options)[0].tokens)
+    assert len(captured) == count and texts[0] == texts[1]
+    assert target.spare_bytes > 0
+
+
+def test_memory_that_is_too_small_is_given_up(device: StandIn) -> None:
+    target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
+    small = target.new_cache(1, 20)
+    memory = small.memory
+    assert memory is not None
+    del small
+    assert target.new_cache(1, 30).memory is memory, "it is large enough for this one, too"
+    first, second = target.new_cache(1, 30), target.new_cache(1, 30)
+    assert first.memory is not second.memory, "two at a time share nothing"
+    del first, second
+    larger = target.new_cache(2, 2000)
+    assert larger.memory is not memory and larger.capacity >= 2000 and not target.spare_bytes
+    del larger
+    assert target.new_cache(1, 20).memory is not memory, "far too large ones are given up, too"
+
+
+def test_keys_that_are_not_finite_do_not_outlive_a_text(device: StandIn) -> None:
+    target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
+    expected = Engine(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens
+    cache = target.new_cache(3, 60)
+    for store in cache._stores:
+        store.fill_(float("nan"))
+    del cache, store
+    assert Engine(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens == expected
+
+
+def test_what_cannot_be_captured_is_replayed_without_graphs(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", vocab_size=VOCAB)
+    expected = Engine(Target(model)).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens
+
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Graph, "note", refuse)
+    target = Target(model.to(CUDA))
+    assert target.forwards.startswith("replayed, no CUDA graphs: a forward could not be captured")
+    assert Engine(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens == expected
+
+
+def test_launches_of_a_plain_round(target: Target, device: StandIn) -> None:
+    """One graph, whatever the model: its token is copied in, its outcome out, and read."""
+    cache = target.new_cache(1, 64)
+    target.prefill(cache, TEXTS[:1])
+    roots = TreeBatch.roots([5], CUDA)
+    target.forward_tree(cache, roots)
+    before, uploads = dict(device.launched), device.counts
+    target.forward_tree(cache, roots)
+    counts = device.counts - uploads
+    launched = {
+        name: count - before.get(name, 0) for name, count in device.launched.items() if count != before.get(name)
+    }
+    assert launched.pop("cudaGraphLaunch") == 1
+    assert sum(launched.values()) <= 3, launched
+    assert (counts.uploads, counts.waits) == (0, 0)
