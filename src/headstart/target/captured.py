@@ -8,8 +8,8 @@ and values go to the cache, as in every forward of ours. The operators are then 
 - The scale of an RMS norm works in place on one number a token, instead of taking a copy of the state in float32 apart.
 
 What cannot be recorded, or gives other logits than the modules do, runs through the modules, and `Target.eager` says
-why. Long texts do so anyway: there the operators themselves take all the time. On a GPU, trees go through CUDA graphs of
-this replay (see `graphs`).
+why. Long texts do so anyway: there the operators themselves take all the time. On a GPU, trees go through CUDA graphs
+of this replay (see `graphs`).
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, E hidden size.
 """
