@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from headstart.heads.base import DraftHead
 from headstart.recipes.sections import TrainSection
+from headstart.target.loading import pick_dtype
 from headstart.train.checkpoint import TrainerState
 from headstart.train.wrapped import LowRank
 
@@ -69,8 +70,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About the nearest orthogonal matrix of each [..., rows, columns], in bfloat16, by four Newton-Schulz steps."""
-    x = matrix.bfloat16().flatten(0, -3) if matrix.ndim > 2 else matrix.bfloat16()[None]
+    """About the nearest orthogonal matrix of each [..., rows, columns], by four Newton-Schulz steps, in bfloat16 where the
+    device is fast at it: elsewhere that takes twenty times as long as float32."""
+    x = matrix.to(pick_dtype("auto", matrix.device))
+    x = x.flatten(0, -3) if matrix.ndim > 2 else x[None]
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
