@@ -49,8 +49,8 @@ def test_a_stack_is_so_many_matrices() -> None:
 def test_singular_values_come_close_to_one(
     shape: tuple[int, int], spread: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the directions stay: the polynomials reach 1 +- 0.083 from 0.005 of the norm on, and bfloat16 rounds. Machines
-    without products in bfloat16 take float32."""
+    """And the directions stay: the polynomials reach 1 +- 0.083 from 0.005 of the norm on, and bfloat16 rounds.
+    Machines without products in bfloat16 take float32."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": dtype == torch.bfloat16})
     assert orthogonal(torch.eye(2)).dtype == dtype
     torch.manual_seed(0)

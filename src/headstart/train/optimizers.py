@@ -70,8 +70,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About the nearest orthogonal matrix of each [..., rows, columns], by four Newton-Schulz steps, in bfloat16 where the
-    device is fast at it: elsewhere that takes twenty times as long as float32."""
+    """About the nearest orthogonal matrix of each [..., rows, columns], by four Newton-Schulz steps, in bfloat16
+    where the device is fast at it: elsewhere that takes twenty times as long as float32."""
     x = matrix.to(pick_dtype("auto", matrix.device))
     x = x.flatten(0, -3) if matrix.ndim > 2 else x[None]
     tall = x.shape[-2] > x.shape[-1]
