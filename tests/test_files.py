@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from headstart.errors import UserError
 from headstart.support.files import check_writable, write_atomic, write_json
@@ -78,3 +81,16 @@ def test_a_kill_between_the_two_steps_of_a_folder_is_mended_by_the_next_write(tm
     (tmp_path / "heads.partial").mkdir()
     write_atomic(tmp_path / "heads", folder_of("a"))
     assert names(tmp_path) == {"heads"}
+
+
+def test_others_may_read_what_a_library_writes_for_its_owner_alone(tmp_path: Path) -> None:
+    """Heads may be served by another user than the one who trained them."""
+    before = os.umask(0o027)
+    try:
+        write_atomic(tmp_path / "one", lambda partial: save_file({"a": torch.zeros(1)}, partial))
+        write_atomic(tmp_path / "heads", lambda partial: (partial.mkdir(), save_file({}, partial / "weights")))
+        write_json(tmp_path / "plain.json", 1)
+    finally:
+        os.umask(before)
+    files = [tmp_path / "one", tmp_path / "heads" / "weights", tmp_path / "plain.json"]
+    assert [file.stat().st_mode & 0o777 for file in files] == [0o640] * 3

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 import headstart
 from headstart.errors import UserError
@@ -51,6 +54,55 @@ def test_heads_of_a_run_are_exported_and_checked(made: Made, tmp_path: Path) -> 
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
     result = call("export", "--check", tmp_path / "out")
     assert result.exit_code == 1 and "layer ids, rotary base, norms" in " ".join(result.stdout.split())
+
+
+def test_heads_in_our_own_format_are_named_instead_of_checked(made: Made, target: Target, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text("name: mine\nheads: {}\n")
+    (run / "heads").symlink_to(made("eagle3")[1])
+    for folder in (made("eagle3")[1], run):
+        said = refused("export", "--check", folder)
+        assert "in headstart's own format, which no engine reads" in said and "--format vllm" in said
+    refused("import", run, "--target", target.spec, "--out", tmp_path / "back")
+
+
+def spoil(file: Path) -> None:
+    weights = load_file(file)
+    name = next(name for name, tensor in weights.items() if tensor.is_floating_point() and tensor.ndim == 2)
+    weights[name][0, 0] = float("nan")
+    save_file(weights, file)
+
+
+def test_numbers_that_are_not_finite_are_found(made: Made, target: Target, tmp_path: Path) -> None:
+    """Of whoever wrote them: nothing else in the folder says so."""
+    served = tmp_path / "served"
+    works("export", made("eagle3")[1], "--format", "vllm", "--out", served)
+    spoil(served / "model.safetensors")
+    config = json.loads((served / "config.json").read_text())
+    del config["headstart"]
+    (served / "config.json").write_text(json.dumps(config))
+    result = call("export", "--check", served)
+    assert result.exit_code == 1 and "holds numbers that are not finite" in " ".join(result.stdout.split())
+    said = refused("import", served, "--target", target.spec, "--out", tmp_path / "back")
+    assert "not finite" in said and not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("format", ["vllm", "gguf"])
+def test_heads_that_are_not_finite_are_not_exported(made: Made, format: str, tmp_path: Path) -> None:
+    shutil.copytree(made("eagle3")[1], tmp_path / "heads")
+    spoil(tmp_path / "heads" / "heads.safetensors")
+    assert "not finite" in refused("export", tmp_path / "heads", "--format", format, "--out", tmp_path / "served")
+    assert not (tmp_path / "served").exists()
+
+
+def test_a_full_disk_is_a_sentence(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("headstart.support.files.save_file", full)
+    said = refused("export", made("eagle3")[1], "--format", "vllm", "--out", tmp_path / "served")
+    assert "full" in said and not list(tmp_path.iterdir())
 
 
 def test_import_on_the_command_line(made: Made, target: Target, tmp_path: Path) -> None:

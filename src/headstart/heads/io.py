@@ -6,20 +6,18 @@ from the target again.
 
 from __future__ import annotations
 
-import os
-import re
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadConfig, family
 from headstart.recipes.recipe import parse_heads
-from headstart.support.files import read_json, write_atomic, write_json
+from headstart.support.files import read_json, write_atomic, write_json, write_tensors
 from headstart.target.frozen import FrozenModel
 
 CONFIG = "config.json"
@@ -76,13 +74,7 @@ def settings_of(heads: DraftHead) -> dict[str, Any]:
 
 def write_weights(heads: DraftHead, path: Path) -> None:
     """Write everything the heads save (parameters and draft vocabulary) to one safetensors file."""
-    complete = {name: tensor.detach().cpu().contiguous() for name, tensor in heads.state_dict().items()}
-    try:
-        save_file(complete, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its text is all that it says of the system's reason
-        if reason := re.search(r"os error (\d+)", str(error)):
-            raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(path)) from None
-        raise
+    write_tensors(path, heads.state_dict())
 
 
 def build_heads(

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 from headstart.errors import UserError
 
@@ -17,6 +22,8 @@ PARTIAL = ".partial"
 """Suffix of a file or folder that is still being written."""
 DAMAGED = ".damaged"
 """Suffix of a file that was found damaged and put aside."""
+_OWNER_ALONE = 0o600
+"""The mode of files whose writer cares for nobody else, such as safetensors."""
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
@@ -24,17 +31,23 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
 
     A file replaces a file and a folder replaces a folder, with everything in it. When `write` raises, or the disk is
     full, `path` is left as it was and no file beside it. A file is replaced in one step; between the two steps of a
-    folder `path` does not exist.
+    folder `path` does not exist. Files have the mode of any new file
+    here, also where a library has written them for their owner alone.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + PARTIAL)
     remove(partial)
     try:
+        partial.touch()
+        mode = partial.stat().st_mode & 0o777
+        partial.unlink()
         write(partial)
         for file in [partial, *partial.rglob("*")]:
             if file.is_file():
                 with file.open("rb+") as handle:
                     os.fsync(handle.fileno())
+                if file.stat().st_mode & 0o777 == _OWNER_ALONE:
+                    file.chmod(mode)
     except BaseException:
         with suppress(OSError):  # what went wrong first is what to tell
             remove(partial)
@@ -68,6 +81,17 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Write a file atomically, as JSON."""
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a safetensors file, in place; an OSError where the system refuses, as from every other file."""
+    complete = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(complete, path, metadata=dict(metadata or {"format": "pt"}))
+    except SafetensorError as error:  # its text is all that it says of the system's reason
+        if reason := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(path)) from None
+        raise
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:

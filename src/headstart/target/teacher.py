@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.support.files import need_disk, read_json, write_atomic, write_json
+from headstart.support.files import need_disk, read_json, write_atomic, write_json, write_tensors
 from headstart.target.frozen import FrozenModel
 from headstart.target.identity import Identity, whole
 from headstart.target.model import Target
@@ -271,8 +271,7 @@ def _layer_file(number: int) -> str:
 
 
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    complete = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomic(file, lambda partial: save_file(complete, partial, metadata={"format": "pt"}))
+    write_atomic(file, lambda partial: write_tensors(partial, tensors))
 
 
 def _hash(file: Path) -> str:

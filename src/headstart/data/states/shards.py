@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.data.conversations.jobs import JOBS, Board, Job, owner_of, share
@@ -27,7 +26,7 @@ from headstart.data.states.checksums import KEY, checksums
 from headstart.data.states.codes import AUTO, encode
 from headstart.data.states.store import FORMAT, MANIFEST, StateStore, estimate_bytes
 from headstart.errors import UserError
-from headstart.support.files import format_bytes, need_disk, write_atomic, write_json
+from headstart.support.files import format_bytes, need_disk, write_atomic, write_json, write_tensors
 from headstart.target.model import Target
 
 STATES = "states"
@@ -314,7 +313,7 @@ def _write_shard(
     name = hashlib.sha256(json.dumps(metadata).encode()).hexdigest()[:16]
     file = folder / f"shard-{name}.safetensors"
     described = {**metadata, KEY: checksums(tensors, lengths)}
-    write_atomic(file, lambda partial: save_file(tensors, partial, metadata=described))
+    write_atomic(file, lambda partial: write_tensors(partial, tensors, described))
     return file
 
 

@@ -130,6 +130,11 @@ class Published:
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Published:
         return replace(self, tensors=tensors)
 
+    @property
+    def not_finite(self) -> list[str]:
+        """Names of tensors with numbers that no draft can come of: infinite ones, or none at all (NaN)."""
+        return [name for name, tensor in self.tensors.items() if not tensor.isfinite().all()]
+
     def expected(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of the tensors that these settings ask for."""
         size, count = self.hidden_size, len(self.aux_layers)

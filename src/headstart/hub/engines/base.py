@@ -115,6 +115,12 @@ def note_of(published: Published, facts: TargetFacts) -> dict[str, Any]:
     }
 
 
+def infinite(published: Published) -> Faults:
+    """Tensors that would make every draft meaningless."""
+    for name in published.not_finite:
+        yield f"{name} holds numbers that are not finite: every draft would be noise.", AGAIN
+
+
 def tensor_faults(
     wanted: Mapping[str, tuple[int, ...]],
     beside: Mapping[str, tuple[int, ...]],
@@ -194,6 +200,8 @@ class Format(ABC):
         try:
             for fault in self.faults(folder, engine, facts):
                 findings.append(Finding(engine, *fault))  # one at a time: a later one may raise
+            if not findings:
+                findings += [Finding(engine, *fault) for fault in infinite(self.read(folder, facts))]
         except UserError as error:
             findings.append(Finding(engine, error.problem, error.remedy))
         return findings

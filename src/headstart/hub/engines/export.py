@@ -14,14 +14,16 @@ from headstart.heads.exchange.published import MARKOV_LM_HEAD, Published, digest
 from headstart.heads.io import WEIGHTS, build_heads, heads_folder
 from headstart.hub.card import ENGINE_FILES, is_engine_folder, is_hub_id, write_engine_card
 from headstart.hub.engine_tuning import EngineTuning, read_engine_tunings, tuned_drafts
-from headstart.hub.engines.base import Finding, Format, rounded
+from headstart.hub.engines.base import Finding, Format, infinite, rounded
 from headstart.hub.engines.facts import facts_of_heads
 from headstart.hub.engines.folders import FolderFormat, Sglang, Speculators, Vllm
 from headstart.hub.engines.gguf import Gguf
 from headstart.hub.engines.serving import engine_remarks, serve_commands
 from headstart.hub.format import check_folder, read_config
+from headstart.hub.pull import has_heads
 from headstart.hub.target_facts import TargetFacts
 from headstart.support.files import refuse_others, write_atomic
+from headstart.support.terminal import program
 from headstart.target.loading import load_target, read_embeddings
 from headstart.target.model import Target
 
@@ -80,6 +82,8 @@ def export_for(
             raise UserError(f"{format.name} has no dtype {dtype!r}.", nearest(dtype, format.dtypes))
     refuse_used(out)
     published, facts = publish(heads, target)
+    for fault in infinite(published):
+        raise UserError(*fault)
     measured = read_engine_tunings(heads_folder(heads))
     engines, remarks = _served(asked, published, facts)
     remarks += [*_not_paying(asked, measured), *_uncorrected(published)]
@@ -185,6 +189,12 @@ def refuse_used(out: Path) -> None:
 
 def formats_of(folder: Path) -> list[Format]:
     """The formats that a folder of heads is in, whoever wrote it; the first is read where one has to do."""
+    if has_heads(str(folder)):
+        raise UserError(
+            f"{folder} holds heads in headstart's own format, which no engine reads.",
+            "They decode, tune and train as they are. For an engine, write them in its format: "
+            f"{program()} export {folder} --format {next(iter(FORMATS))} --out FOLDER",
+        )
     formats = [format for format in FORMATS.values() if format.holds(folder)]
     if not formats and not folder.is_dir():
         raise UserError(f"No folder at {folder}.", "Give a folder of draft heads, or a GGUF file.")

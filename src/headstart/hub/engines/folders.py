@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from headstart.errors import UserError
@@ -23,7 +22,7 @@ from headstart.hub.engines.reading import SPECULATORS, read_published
 from headstart.hub.engines.rules import checkpoint_faults
 from headstart.hub.engines.serving import drafts_of
 from headstart.hub.target_facts import TargetFacts, kind_of
-from headstart.support.files import write_json
+from headstart.support.files import write_json, write_tensors
 
 WEIGHTS = "model.safetensors"
 _SPECULATORS_VERSION = "0.9.0"
@@ -52,8 +51,7 @@ class FolderFormat(Format):
         held = rounded(self.as_held(published), dtype)
         config, tensors = self.files(held, facts, dtype)
         write_json(folder / CONFIG, {**config, NOTE: note_of(held, facts)})
-        whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-        save_file(whole, folder / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(folder / WEIGHTS, tensors)
 
     def holds(self, folder: Path) -> bool:
         return (folder / CONFIG).is_file() and self.knows(open_checkpoint(folder))

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, families
 from headstart.heads.exchange.published import Published
+from headstart.hub.engines.base import infinite
 from headstart.hub.engines.export import formats_of
 from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.format import export_heads, refuse_other_files
@@ -51,6 +52,8 @@ def read_checked(folder: Path, target: Target) -> Published:
             f"tokens; {facts.name} has {facts.hidden_size} over {facts.vocab_size}.",
             "Name the target that they were trained on with --target.",
         )
+    for problem, remedy in infinite(published):
+        raise UserError(problem, remedy)
     return published
 
 
