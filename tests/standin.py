@@ -67,6 +67,7 @@ _OF_CUDA: dict[str, Callable[..., Any]] = {
     "_lazy_init": lambda: None,
     "_exchange_device": lambda index: 0,
     "_maybe_exchange_device": lambda index: 0,
+    "current_device": lambda: 0,
     "get_device_capability": lambda *_: (9, 0),
     "mem_get_info": lambda *_: (1 << 40, 1 << 40),
     "graph_pool_handle": lambda: object(),

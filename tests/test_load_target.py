@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headstart
@@ -14,8 +15,9 @@ from headstart.errors import UserError
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from tests.hub.helpers import export
+from tests.standin import CUDA, StandIn
 from tests.test_cli import refused, works
-from tests.tiny import save_tiny_target
+from tests.tiny import save_tiny_adapter, save_tiny_target
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,3 +97,32 @@ def test_a_token_reaches_the_hub(tmp_path: Path, tiny_target_folder: Path, monke
     with pytest.raises(UserError):  # the weights are asked of the Hub itself
         headstart.load("us/heads", target="us/target", token="hf_x")
     assert seen == [("us/heads", "hf_x"), ("us/target", "hf_x"), ("us/target", "hf_x")]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("adapted", [False, True])
+def test_weights_are_read_straight_to_a_gpu(
+    dtype: str, adapted: bool, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(cls: Any, *args: Any, **options: Any) -> Any:
+        model = original(*args, **options)
+        devices.update(tensor.device.type for tensor in (*model.parameters(), *model.buffers()))
+        return model
+
+    adapter = None
+    if adapted:
+        adapter = str(tmp_path / "adapter")
+        save_tiny_adapter(tmp_path / "adapter", tiny_target_folder)
+    devices: set[str] = set()
+    host = load_target(str(tiny_target_folder), dtype, "cpu", adapter=adapter)
+    original = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", classmethod(read))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # the stand-in is of this thread alone
+    with StandIn():
+        target = load_target(str(tiny_target_folder), dtype, "cuda", adapter=adapter)
+        assert devices == {"cpu" if adapted else "cuda"}
+        assert target.device == CUDA
+        for ours, theirs in zip(target.model.state_dict().values(), host.model.state_dict().values(), strict=True):
+            assert ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs)
+    assert target.identity() == host.identity()

@@ -77,7 +77,9 @@ def load_target(
     where = pick_device(device)
     check_quantization(quantization, where)
     kind = pick_dtype(dtype, where)
-    model, tokenizer = _read(spec, kind, revision, access)
+    # Adapters are merged on the host, since a GPU rounds sums of its own.
+    straight = where.type == "cuda" and known_adapter is None
+    model, tokenizer = _read(spec, kind, revision, access, **({"device_map": {"": where}} if straight else {}))
     origin = None
     if known_adapter is not None or quantization != "none":
         read = FrozenModel(model, tokenizer, spec)
@@ -87,13 +89,13 @@ def load_target(
         model = apply_adapter(model, known_adapter.spec, merge, access.get("token"))
     if kind == torch.float16:
         _check_range(model, spec)
-    if quantization != "none":
+    # Models that were saved quantised are on their device already.
+    if not straight and not getattr(model, "hf_device_map", None):
+        # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
         model = model.to(where)
+    if quantization != "none":
         quantize(model, quantization)
-    # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
-    # Quantised models are on theirs already.
-    placed = quantization != "none" or getattr(model, "hf_device_map", None)
-    target = Target(model if placed else model.to(where), tokenizer, spec, exact=exact, origin=origin)
+    target = Target(model, tokenizer, spec, exact=exact, origin=origin)
     target.rounded = _locate(spec)[1] is not None
     return target
 
@@ -112,7 +114,7 @@ def load_sharded_target(spec: str, dtype: str = "auto", device: str = "auto", re
     return target
 
 
-def _read(spec: str, dtype: torch.dtype, revision: str | None, access: HubAccess, **spread: Any) -> tuple[Any, Any]:
+def _read(spec: str, dtype: torch.dtype, revision: str | None, access: HubAccess, **places: Any) -> tuple[Any, Any]:
     folder, gguf = _locate(spec)
     folder, options = known_folder(folder, revision, access.get("token"))
     # Left out, transformers would ask on a terminal.
@@ -122,7 +124,7 @@ def _read(spec: str, dtype: torch.dtype, revision: str | None, access: HubAccess
             if gguf is not None:
                 folder = str(_dequantised(Path(folder), gguf))
             tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options, **spread), tokenizer
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options, **places), tokenizer
     except UserError:
         raise
     except Exception as error:  # transformers raises many kinds; all mean the same to the user
