@@ -4,6 +4,7 @@ texts are those of the CPU."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.heads.base import DraftHead, HeadBatch
+from headstart.heads.io import load_heads, save_heads
 from headstart.recipes.sections import TrainSection
 from headstart.target.model import Target
 from headstart.train.batches import predictions, subsampled
@@ -115,6 +117,24 @@ def test_every_rule(rule: str, settings: str, host: Target, target: Target, devi
     options = DecodeOptions(max_new_tokens=6, ignore_end=True, verifier=rule, **SETTINGS[settings])
     for drafters in ([], [heads], [NgramDrafter()]):
         assert list(map(len, texts_of(target, *drafters, options=options))) == [6, 6]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_heads_are_read_straight_to_a_device(
+    name: str, host: Target, target: Target, device: StandIn, tmp_path: Path
+) -> None:
+    save_heads(shake(build(name, host)), tmp_path / "heads")
+    expected = load_heads(tmp_path / "heads")
+    before, random = device.counts, torch.random.get_rng_state()
+    heads = load_heads(tmp_path / "heads", device=CUDA)
+    assert (device.counts - before).uploads == len(heads.state_dict()), "nothing goes there but what was saved"
+    assert torch.equal(torch.random.get_rng_state(), random), "nothing is drawn"
+    ours, theirs = ({**dict(held.named_parameters()), **dict(held.named_buffers())} for held in (heads, expected))
+    assert ours.keys() == theirs.keys()
+    for key, tensor in ours.items():
+        assert tensor.device == CUDA and tensor.dtype == theirs[key].dtype and torch.equal(tensor.cpu(), theirs[key])
+    heads.bind(target)
+    assert texts_of(target, HeadDrafter(heads, SHAPE, max_nodes=8)) == texts_of(host)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -78,9 +78,14 @@ def write_weights(heads: DraftHead, path: Path) -> None:
 
 
 def build_heads(
-    settings: Any, weights: Path, target: FrozenModel | None = None, device: torch.device | str | None = None
+    settings: Any,
+    weights: Path,
+    target: FrozenModel | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
 ) -> DraftHead:
-    """Heads from their settings and their weights file; see `load_heads`."""
+    """Heads from their settings and their weights file, in the dtype they were saved in unless another is given; see
+    `load_heads`."""
     folder = weights.parent
     state = _read_weights(weights)
     if not isinstance(settings, dict) or "family" not in settings:
@@ -97,10 +102,13 @@ def build_heads(
             f"{target.name} has {target.hidden_size} over {target.vocab_size}.",
             "Load them with the target they were trained on.",
         )
-    heads = family(config.family)(config)
     saved = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
     where = device if device is not None else target.device if target is not None else "cpu"
-    heads.to(device=where, dtype=saved)
+    with torch.device("meta"):  # shapes alone: what a family starts from is not wanted
+        heads = family(config.family)(config)
+    heads.to(dtype=dtype or saved).to_empty(device=where)
+    for buffer in heads.buffers():  # those that are not saved are zeros until heads are bound
+        buffer.zero_()
     try:
         heads.load_state_dict(state)
     except RuntimeError as error:

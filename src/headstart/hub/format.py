@@ -148,14 +148,13 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
     config = read_config(folder)
     if not any_target:
         _check_target(folder, HeadsTarget.model_validate(config["target"]), target)
-    heads = build_heads(config["heads"], folder / WEIGHTS, target)
+    heads = build_heads(config["heads"], folder / WEIGHTS, target, dtype=target.dtype)
     tree = read_json(folder / TREE)
     shape = _shape(tree, heads, folder)
     calibration = read_json(folder / CALIBRATION)
     if not isinstance(calibration, dict):
         raise _not_ours(folder / CALIBRATION)
-    heads = heads.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-    return heads, shape, {**calibration, "paths": [list(path) for path in shape.paths]}
+    return heads.eval().requires_grad_(False), shape, {**calibration, "paths": [list(path) for path in shape.paths]}
 
 
 def _check_target(folder: Path, theirs: HeadsTarget, target: Target) -> None:
