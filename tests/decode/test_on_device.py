@@ -137,6 +137,30 @@ def test_heads_are_read_straight_to_a_device(
     assert texts_of(target, HeadDrafter(heads, SHAPE, max_nodes=8)) == texts_of(host)
 
 
+def test_attention_is_not_planned_anew_for_every_size(
+    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
+        allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return original(*args, **kwargs)
+
+    allowed: list[bool] = []
+    original = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    eager = Target(tiny_model("phi3_long", vocab_size=61).to(CUDA))
+    allowed.clear()  # checks ask the model itself, too
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    for name, reader in (("eagle3", target), ("dflash", target), ("eagle3", eager)):
+        heads = build(name, host if reader is target else reader).to(CUDA)
+        heads.bind(reader)
+        texts_of(reader, HeadDrafter(heads, SHAPE, "chain" if name == "dflash" else "dynamic", max_nodes=8))
+        reader.hidden_states(TEXTS, [1])
+        assert len(allowed) > 10 and not any(allowed)
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+        allowed.clear()
+    assert before, "or this says nothing"
+
+
 # -- training ----------------------------------------------------------------------------------------------------------
 
 LESSONS = [list(range(1, 25)), list(range(20, 36))]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
@@ -35,6 +36,7 @@ from headstart.decode.options import TreeKind
 from headstart.heads.base import DraftHead, OneForwardHead
 from headstart.support.rng import fall_on, in_parts
 from headstart.support.uploads import upload
+from headstart.target.attention import attention_kernels
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch, TreeShape
 
@@ -77,7 +79,8 @@ class HeadDrafter:
         self.max_nodes = max_nodes if self.shape is None else self.shape.size
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
-        return self.heads.prefill(prompts, states)
+        with self._kernels():
+            return self.heads.prefill(prompts, states)
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         nodes, shape = min(request.max_nodes, self.max_nodes), self.shape
@@ -87,7 +90,11 @@ class HeadDrafter:
         calibration = self._calibration_at(request.temperature)
         request = replace(request, max_nodes=nodes, calibration=calibration, shape=shape)
         depth_logits = self.heads.depth_logits if isinstance(self.heads, OneForwardHead) else None
-        return grow(self.heads, session, roots, request, depth_logits=depth_logits)
+        with self._kernels():
+            return grow(self.heads, session, roots, request, depth_logits=depth_logits)
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        return attention_kernels(self.heads.draft_to_target_D.device)
 
     def _calibration_at(self, temperature: float) -> Calibration:
         share = min(1.0, temperature)

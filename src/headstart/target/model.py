@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError, nearest
 from headstart.support.uploads import upload
-from headstart.target.attention import PIECE, Running, run, spans, tree_mask
+from headstart.target.attention import PIECE, Running, attention_kernels, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.captured import Captured
 from headstart.target.chains import ChainCache, has_running_states
@@ -291,7 +291,7 @@ class Target(FrozenModel):
                 text_1T = torch.tensor([[*row.pending, *piece]], device=self.device)
                 index_1T = torch.arange(row.held, row.held + text_1T.shape[1], device=self.device)[None]
                 positions_1T = index_1T.clamp(max=self.max_length - 1)
-                with run(forward):
+                with run(forward), attention_kernels(self.device):
                     out = self.model(
                         input_ids=text_1T, position_ids=positions_1T, past_key_values=row.cache, use_cache=True
                     )
@@ -360,7 +360,7 @@ class Target(FrozenModel):
         captured = self._captured
         if captured is not None and cache is not None and captured.serves(tokens_BT.numel(), forward.bits):
             return self._replay(captured, forward, cache, tokens_BT, positions_BT)
-        with run(forward):
+        with run(forward), attention_kernels(self.device):
             out = self.model(
                 input_ids=tokens_BT,
                 attention_mask=None if forward.mask is None else forward.mask.full_B1TS,
@@ -378,7 +378,7 @@ class Target(FrozenModel):
         self, captured: Captured, forward: Running, cache: TreeCache, tokens_BT: Tensor, positions_BT: Tensor
     ) -> TargetOutput:
         forward.cache = cache
-        with run(forward):
+        with run(forward), attention_kernels(self.device):
             states = captured(tokens_BT, positions_BT)
             final = states[FINAL]
             if forward.wanted is not None:
