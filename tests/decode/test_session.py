@@ -18,12 +18,15 @@ from headstart.decode.loop import Engine, Verifier
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import follow
+from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
 from headstart.target.memory import free_bytes
 from headstart.target.model import Target, TargetOutput
-from headstart.tree.tree import Committed, Request, Tree, TreeBatch
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 from tests.decode.drafters import ReplayDrafter
+from tests.heads.test_contract import build
 from tests.tiny import tiny_model
 
 OPTIONS = DecodeOptions(max_new_tokens=24, ignore_end=True)
@@ -92,13 +95,61 @@ def test_memory_lowers_the_budget_and_refuses_what_cannot_fit(monkeypatch: pytes
     per_token = 2 * target.kv_bytes_per_token
     assert per_node >= 2 * 4 * (61 + slots), "logits and a mask"
     free = int((text * per_token + beside + 5 * (per_token + per_node)) / 0.9) + 1
-    assert reserve(target, TEXTS, 24, 32, free) == 5
-    assert reserve(target, TEXTS, 24, 32, text * per_token) == 0
+    assert reserve(target, TEXTS, 24, 32, free=free) == 5
+    assert reserve(target, TEXTS, 24, 32, free=text * per_token) == 0
     with pytest.raises(UserError, match=r"Decoding a prompt to 28 tokens takes .* are free on cpu"):
-        reserve(target, TEXTS[1:], 24, 32, text * per_token // 4)
-    assert reserve(target, TEXTS, 24, 3, free) == 3
+        reserve(target, TEXTS[1:], 24, 32, free=text * per_token // 4)
+    assert reserve(target, TEXTS, 24, 3, free=free) == 3
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=123_456, total=10**9, free=7))
     assert free_bytes(torch.device("cpu")) == 123_456
+
+
+def test_what_drafters_keep_takes_from_the_nodes_and_not_from_the_text_of_a_single_prompt() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    text, slots, keep = 4 + 24, 4 + 24 + 32, 1000
+    for prompts in (TEXTS, TEXTS[1:]):
+        rows = len(prompts)
+        beside, per_node = target.forward_bytes(rows, slots)
+        per_token = rows * target.kv_bytes_per_token
+        enough = beside + text * (per_token + rows * keep) + 5 * (per_token + rows * keep + per_node)
+        assert reserve(target, prompts, 24, 32, keep, int(enough / 0.9) + 1) == 5
+        scarce = int((beside + (text + 1) * per_token + per_node) / 0.9) + 1
+        assert reserve(target, prompts, 24, 32, keep, scarce) == (0 if rows > 1 else 1)
+
+
+def test_heads_and_draft_models_say_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    asked: list[int] = []
+    monkeypatch.setattr("headstart.decode.loop.reserve", lambda *given: asked.append(given[4]) or 8)
+    for name in ("medusa", "eagle3", "dflash"):
+        heads = build(name, target)
+        drafter = HeadDrafter(heads, TreeShape.chain(2))
+        asked.clear()
+        Engine(target, drafter).generate(TEXTS[:1], OPTIONS)
+        session = drafter.prefill([[1]], {layer: torch.zeros(1, 1, target.hidden_size) for layer in heads.aux_layers})
+        kv = session.cache.kv if hasattr(session, "cache") else []
+        cached = sum(keys[0, :, 0].nbytes + values[0, :, 0].nbytes for keys, values in kv)
+        assert asked == [len(heads.aux_layers) * target.hidden_size * 4 + 2 * cached]
+    small = Target(tiny_model("llama", seed=1, vocab_size=61))
+    Engine(target, DraftModelDrafter(small, target)).generate(TEXTS[:1], OPTIONS)
+    assert asked[-1] == small.kv_bytes_per_token
+
+
+@pytest.mark.drafter_fails
+@pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
+def test_a_drafter_without_memory_names_what_to_lower(where: str) -> None:
+    class Hungry(FailingDrafter):
+        def fail(self, where: str) -> None:
+            if where == self.where:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    target = Target(tiny_model("llama", vocab_size=61))
+    plain = Engine(target).generate(TEXTS[:1], OPTIONS)
+    (output,) = Engine(target, Hungry([row.tokens for row in plain], where)).generate(TEXTS[:1], OPTIONS)
+    assert output.tokens == plain[0].tokens
+    assert output.drafter_error is not None
+    for setting in ("prompt", "--max-new-tokens", "max_nodes"):
+        assert setting in output.drafter_error
 
 
 def test_a_narrow_budget_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

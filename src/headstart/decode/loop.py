@@ -30,6 +30,7 @@ from headstart.target.memory import out_of_memory
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
 
+_NO_ROOM = "memory ran out while drafting: shorten the prompt, or lower --max-new-tokens or the drafter's max_nodes"
 CAUGHT: type[Exception] | tuple[()] = Exception
 """What a drafter may raise without ending the text."""
 
@@ -120,7 +121,8 @@ class Drafter(Protocol):
         max_nodes: the widest tree it proposes, root included; the loop reserves cache for it.
 
     An optional attribute `draft_share` says what a draft costs, as a share of a plain decoding step; drafters without
-    it cost what was measured for the heads.
+    it cost what was measured for the heads. Another, `bytes_per_token`, is what it keeps on the target's device of each
+    token of a row, drafts included; drafters without it keep nothing worth counting.
     """
 
     aux_layers: tuple[int, ...]
@@ -234,7 +236,7 @@ class Engine:
                     raise
                 del sessions[number]
                 for row in rows:
-                    texts[row].drafter_error = f"{type(error).__name__}: {error}"
+                    texts[row].drafter_error = _NO_ROOM if out_of_memory(error) else f"{type(error).__name__}: {error}"
 
         def tell(method: str, *arguments: Any) -> None:
             for number, session in list(sessions.items()):
@@ -265,7 +267,8 @@ class Engine:
             return [index for index, row in enumerate(rows) if not texts[row].finish_reason]
 
         most_nodes = 1 + sum(self.drafters[number].max_nodes - 1 for number in sessions)
-        max_nodes = reserve(target, [call.prompts[row] for row in rows], options.max_new_tokens, most_nodes)
+        keep = sum(getattr(self.drafters[number], "bytes_per_token", 0) for number in sessions)
+        max_nodes = reserve(target, [call.prompts[row] for row in rows], options.max_new_tokens, most_nodes, keep)
         if not max_nodes:
             return False
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)

@@ -17,11 +17,17 @@ _SHARE = 0.9
 
 
 def reserve(
-    target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int, max_nodes: int, free: int | None = None
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    max_nodes: int,
+    drafters_keep: int = 0,
+    free: int | None = None,
 ) -> int:
     """The widest tree (root included, at most `max_nodes`) that fits beside the text, where so many bytes are free on
     each device with layers, by default what is there; 0 where the text of several prompts does not fit. Counted are the
-    KV cache, and of one forward the masks, the logits, and what attention keeps of a layer.
+    KV cache, what drafters keep (bytes of each token of a row), and of one forward the masks, the logits, and what
+    attention keeps of a layer. A single prompt needs no room for drafters: without it the text goes on plainly.
 
     Raises:
         UserError: when the text of a single prompt does not fit.
@@ -32,8 +38,9 @@ def reserve(
         per_token = rows * token_bytes
         available = int(_SHARE * (free_bytes(device) + target.spare_bytes if free is None else free))
         beside, per_node = target.forward_bytes(rows, row_tokens + max_nodes) if device == target.device else (0, 0)
+        drafting = rows * drafters_keep if device == target.device else 0
         needed = per_token * (row_tokens + 1) + beside + per_node
-        if needed > available and rows > 1:
+        if rows > 1 and needed + drafting * (row_tokens + 1) > available:
             return 0
         if needed > available:
             raise UserError(
@@ -41,6 +48,7 @@ def reserve(
                 f"logits, and {format_bytes(available)} are free on {device}.",
                 "Shorten the prompt, or lower --max-new-tokens.",
             )
+        per_token += drafting
         nodes = min(nodes, (available - beside - per_token * row_tokens) // (per_token + per_node))
     return max(1, nodes)
 

@@ -57,6 +57,7 @@ class DraftModelDrafter:
         self.draft = draft
         self.draft_steps = draft_steps
         self.max_nodes = draft_steps + 1
+        self.bytes_per_token = draft.kv_bytes_per_token
         # Chains are cut short about half way.
         self.draft_share = (draft_steps + 1) / 2 * draft.parameters / target.parameters
         # Embeddings are often padded, each model's in its own way: only the tokens that both have can be drafted.

@@ -76,6 +76,7 @@ class HeadDrafter:
         self._sampled = sampled
         self._warm: dict[float, Calibration] = {}
         self.aux_layers = heads.aux_layers
+        self.bytes_per_token = heads.bytes_per_token
         self.max_nodes = max_nodes if self.shape is None else self.shape.size
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:

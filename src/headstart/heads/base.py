@@ -170,6 +170,15 @@ class DraftHead(nn.Module, ABC):
         embeddings, n the output of the n-th layer, and FINAL the last one's after the final norm."""
         return (FINAL,)
 
+    @property
+    def bytes_per_token(self) -> int:
+        """What drafting keeps of each token of a row: the states of its layers, as long as they are not read."""
+        return len(self.aux_layers) * self.config.hidden_size * self._item
+
+    @property
+    def _item(self) -> int:
+        return next((parameter.element_size() for parameter in self.parameters()), torch.float32.itemsize)
+
     @abstractmethod
     def warm_start(self, target: FrozenModel) -> None:
         """Initialise from the target's own weights, in place. `draft_to_target_D` is set already."""

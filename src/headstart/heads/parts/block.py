@@ -214,6 +214,10 @@ class BlockHead(DraftHead):
         return self.config.aux_layers
 
     @property
+    def bytes_per_token(self) -> int:
+        return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._item)
+
+    @property
     def stack(self) -> list[BlockLayer]:
         return cast(list[BlockLayer], list(self.layers))
 

@@ -32,6 +32,11 @@ class LayerCache:
         self.kv = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(layers)]
         self.lengths = [0] * rows
 
+    @staticmethod
+    def bytes_per_token(config: LayerConfig, layers: int, item: int) -> int:
+        """Of a row, in numbers of so many bytes; room that is made further may be twice what is needed."""
+        return 2 * 2 * layers * config.num_key_value_heads * config.head_dim * item
+
     def reserve(self, slots: int) -> None:
         held = self.kv[0][0].shape[2]
         if slots > held:

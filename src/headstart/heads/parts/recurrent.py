@@ -94,6 +94,10 @@ class RecurrentHead(DraftHead):
         return self.config.draft_steps
 
     @property
+    def bytes_per_token(self) -> int:
+        return super().bytes_per_token + LayerCache.bytes_per_token(self.config, len(self.layers), self._item)
+
+    @property
     def stack(self) -> list[DraftLayer]:
         return cast(list[DraftLayer], list(self.layers))
 
