@@ -1,4 +1,5 @@
-"""Drafting with a smaller model that reads the same tokens, and with the target's own first layers (early exit).
+"""Drafting with a smaller model that reads the same tokens, and with the target's own first layers (early exit): for
+CPUs and small batches.
 
 The classic of speculative decoding (arXiv 2211.17192, 2302.01318): the small model decodes a chain, the target verifies
 it. The draft has a KV cache of its own, which keeps what was accepted; whatever of the text it has not read, it reads
@@ -43,6 +44,9 @@ class DraftModelDrafter:
     The acceptance probability of a draft is taken to be the product of the probabilities that the draft model gives to
     its best token at each step. A chain ends where it falls below what the request asks for. That never depends on the
     token drawn last, only on those before it, so drawn chains stay lossless.
+
+    For CPUs and small batches: on a GPU the host waits for each step of a chain, and where drafts are drawn once more
+    for each row.
     """
 
     aux_layers: tuple[int, ...] = ()
