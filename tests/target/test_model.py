@@ -63,6 +63,50 @@ def test_prefill_in_pieces_equals_prefill_at_once() -> None:
     torch.testing.assert_close(target.prefill(cache, [text[12:]]).logits_BTV, whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "phi3_long"])
+@pytest.mark.parametrize("before", [0, 3])
+def test_later_pieces_of_a_prefill_are_read_of_the_rows_that_have_them(
+    kind: str, before: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits, states, keys and values are those of rows that are read at once, padded to the longest."""
+    target = Target(tiny_model(kind, max_length=64))
+    aux_layers, lengths = (0, 1, FINAL), [5, 18, 12, 3, 8, 20, 4]
+    texts = [[(7 * row + 3 * index) % 50 + 1 for index in range(length)] for row, length in enumerate(lengths)]
+    tree = TreeBatch.of([Tree([10, 11, 12], [-1, 0, 0])] * len(texts))
+
+    def prefill() -> list[torch.Tensor]:
+        cache = target.new_cache(len(texts), 32)
+        if before:
+            target.prefill(cache, [[2, 9, 4][:before]] * len(texts))
+        read.clear()
+        out = target.prefill(cache, texts, aux_layers)
+        assert cache.lengths == [before + length for length in lengths]
+        states = [
+            out.aux_hidden_states[layer][row, :length] for layer in aux_layers for row, length in enumerate(lengths)
+        ]
+        assert all(out.aux_hidden_states[layer].shape[:2] == (len(texts), 20) for layer in aux_layers)
+        tokens = sum(read)
+        after = target.forward_tree(cache, tree).logits_BTV
+        read[:] = [tokens]
+        return [out.logits_BTV, after, *states]
+
+    def counted(self: Target, forward: Any, cache: Any, tokens_BT: torch.Tensor, positions_BT: torch.Tensor) -> Any:
+        read.append(tokens_BT.numel())
+        return run(self, forward, cache, tokens_BT, positions_BT)
+
+    read: list[int] = []
+    run = Target._run
+    monkeypatch.setattr(Target, "_run", counted)
+    whole = prefill()
+    assert read == [7 * 20]
+    monkeypatch.setattr("headstart.target.model.PIECE", 8)
+    parted = prefill()
+    assert read == [7 * 8 + (2 * 8 + 1 * 8) + (1 * 2 + 1 * 4)]
+    for ours, theirs in zip(parted, whole, strict=True):
+        # float32 rounding of attention over other numbers of tokens
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
 def test_commit_keeps_the_path_and_nothing_else() -> None:
     target = Target(tiny_model("llama"))
     tree = Tree([10, 11, 12, 13, 14, 15], [-1, 0, 0, 1, 2, 2])

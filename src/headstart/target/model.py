@@ -9,6 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -186,8 +187,9 @@ class Target(FrozenModel):
 
     @torch.inference_mode()
     def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
-        """Read each row's tokens after what the cache holds, a piece at a time, and commit them: logits [B, 1, V] after
-        each row's last token, aux hidden states [B, longest row, E], garbage after a row's own length."""
+        """Read each row's tokens after what the cache holds, and commit them: logits [B, 1, V] after each row's last
+        token, aux hidden states [B, longest row, E], garbage after a row's own length. Long rows are read a piece at a
+        time, the later ones without the rows that have ended."""
         lengths = [len(row) for row in rows]
         assert min(lengths) > 0, "a row to prefill has at least one token"
         if self.chains_only:
@@ -201,16 +203,27 @@ class Target(FrozenModel):
             return out
         if self._reads_again:
             self._read_again(cache, ends)
-        pieces = []
+        longest, (before, *_) = max(lengths), cache.lengths
+        states: dict[int, Tensor] = {}
         logits_of: dict[int, Tensor] = {}  # by row, [1, V]
-        for start in range(0, max(lengths), PIECE):
-            last = {row: length - 1 - start for row, length in enumerate(lengths) if start < length <= start + PIECE}
-            out = self._read_causal(cache, tokens_BT[:, start : start + PIECE], aux_layers, last or {0: 0}, ends)
-            pieces.append(out.aux_hidden_states)
-            logits_of |= zip(last, out.logits_BTV, strict=False)
-            cache.commit([range(min(PIECE, max(lengths) - start))] * len(rows))
+        for start in range(0, longest, PIECE):
+            for first, stop in _runs([length > start for length in lengths]):
+                part = cache.part(first, stop)
+                part.lengths = [before + start] * (stop - first)
+                end = min(start + PIECE, max(lengths[first:stop]))
+                last = {row - first: lengths[row] - 1 - start for row in range(first, stop) if lengths[row] <= end}
+                piece_BT = tokens_BT[first:stop, start:end]
+                out = self._read_causal(part, piece_BT, aux_layers, last or {0: 0}, ends[first:stop])
+                logits_of |= zip((first + row for row in last), out.logits_BTV, strict=False)
+                for layer, piece_BTE in out.aux_hidden_states.items():
+                    if piece_BT.shape == tokens_BT.shape:
+                        states[layer] = piece_BTE
+                        continue
+                    if layer not in states:
+                        states[layer] = piece_BTE.new_zeros(*tokens_BT.shape, piece_BTE.shape[-1])
+                    states[layer][first:stop, start:end] = piece_BTE
         cache.lengths = ends
-        return TargetOutput(torch.stack([logits_of[row] for row in range(len(rows))]), _together(pieces))
+        return TargetOutput(torch.stack([logits_of[row] for row in range(len(rows))]), states)
 
     @torch.inference_mode()
     def forward_tree(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> TargetOutput:
@@ -522,6 +535,16 @@ class Target(FrozenModel):
 
 def _padded(rows: Sequence[Tensor]) -> Tensor:
     return nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+
+
+def _runs(wanted: Sequence[bool]) -> list[tuple[int, int]]:
+    """Rows that lie together and are wanted, as (start, stop).
+
+    >>> _runs([True, True, False, True])
+    [(0, 2), (3, 4)]
+    """
+    bounds = [0, *(row for row in range(1, len(wanted)) if wanted[row] != wanted[row - 1]), len(wanted)]
+    return [(start, stop) for start, stop in pairwise(bounds) if wanted[start]]
 
 
 def _together(pieces: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
