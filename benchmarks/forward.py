@@ -31,7 +31,7 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT
 from headstart.eval.environment import environment
-from headstart.target.captured import Captured
+from headstart.target.captured import Recorded
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
@@ -72,10 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @contextmanager
-def running(target: Target, way: str, captured: Captured | None) -> Iterator[None]:
+def running(target: Target, way: str, recorded: Recorded) -> Iterator[None]:
     """The target, and heads, as they run in this way."""
-    target._captured = captured if way == REPLAYED else None
-    target.eager = None if way == REPLAYED else "a benchmark compares the two"
+    target._recorded = recorded if way == REPLAYED else Recorded(refused="a benchmark compares the two")
     with mock.patch("headstart.heads.int8_weights.can_merge", return_value=way == REPLAYED):
         yield
 
@@ -83,7 +82,7 @@ def running(target: Target, way: str, captured: Captured | None) -> Iterator[Non
 def forwards(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each batch and width."""
     start = perf_counter()
-    target._capture()
+    target.record()
     print(f"Recorded and checked in {perf_counter() - start:.2f} s.")
     assert target.eager is None, target.eager
     rows = []
@@ -98,7 +97,7 @@ def forwards(target: Target, options: argparse.Namespace) -> list[dict[str, Any]
 def compared(target: Target, batch: int, width: int, options: argparse.Namespace) -> dict[str, Any]:
     """Median milliseconds both ways, and how far the logits are apart."""
     random = torch.Generator().manual_seed(width)
-    captured, cache = target._captured, target.new_cache(batch, options.context + width)
+    recorded, cache = target._recorded, target.new_cache(batch, options.context + width)
     text_BT = torch.randint(target.vocab_size, (batch, options.context), generator=random)
     target.prefill(cache, text_BT.tolist())
     tokens_BN = torch.randint(target.vocab_size, (batch, width), generator=random)
@@ -108,12 +107,12 @@ def compared(target: Target, batch: int, width: int, options: argparse.Namespace
     logits = {}
     for number in range(options.repeats + 1):
         for way in WAYS if number % 2 else reversed(WAYS):
-            with running(target, way, captured):
+            with running(target, way, recorded):
                 start = perf_counter()
                 logits[way] = target.forward_tree(cache, trees).logits_BTV.float()
                 if number:  # the first one warms up
                     ms[way].append(1e3 * (perf_counter() - start))
-    with running(target, REPLAYED, captured):
+    with running(target, REPLAYED, recorded):
         replayed_ms, modules_ms = (median(ms[way]) for way in WAYS)
     apart = (logits[REPLAYED] - logits[MODULES]).abs().max() / logits[MODULES].std()
     return {
@@ -127,7 +126,7 @@ def compared(target: Target, batch: int, width: int, options: argparse.Namespace
 def decoded(options: argparse.Namespace) -> tuple[Target, list[dict[str, Any]]]:
     """A row for each drafter."""
     decoders = {way: headstart.load(options.heads, dtype=options.dtype) for way in WAYS}
-    captured = {way: decoder.target._captured for way, decoder in decoders.items()}
+    recorded = {way: decoder.target._recorded for way, decoder in decoders.items()}
     prompts = [
         prompt_tokens([{"role": "user", "content": item.turns[0]}], decoders[MODULES].target.tokenizer)
         for item in read_questions(options.questions)[: options.limit]
@@ -137,14 +136,14 @@ def decoded(options: argparse.Namespace) -> tuple[Target, list[dict[str, Any]]]:
     emitted, rounds = dict.fromkeys(seconds, 0), dict.fromkeys(seconds, 0)
     decoding = DecodeOptions(options.max_new_tokens)
     for way, decoder in decoders.items():
-        with running(decoder.target, way, captured[way]):
+        with running(decoder.target, way, recorded[way]):
             for drafter in DRAFTERS:
                 engines[drafter, way] = decoder.engine(drafter)
                 engines[drafter, way].generate([prompts[0]], DecodeOptions(8))
     for number, prompt in enumerate(prompts):
         keys = list(engines)
         for drafter, way in keys[number % len(keys) :] + keys[: number % len(keys)]:
-            with running(decoders[way].target, way, captured[way]):
+            with running(decoders[way].target, way, recorded[way]):
                 start = perf_counter()
                 (answer,) = engines[drafter, way].generate([prompt], decoding)
                 seconds[drafter, way] += perf_counter() - start

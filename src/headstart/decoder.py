@@ -63,6 +63,7 @@ class Decoder:
         self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
         self._there: Tuning | None = None  # the tuning as it is, once that was asked for
         self._lock = threading.RLock()
+        target.record()  # nobody waits for the first token yet
 
     @property
     def heads(self) -> DraftHead:

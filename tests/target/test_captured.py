@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,16 +13,20 @@ import torch
 from torch import Tensor, nn
 
 from headstart.decode.costs import Conditions
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.decoder import Decoder
+from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.eval.environment import environment
 from headstart.target import products
-from headstart.target.captured import Captured
+from headstart.target.captured import Captured, Recorded
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.target.products import MAX_ROWS, can_merge
 from headstart.target.shipped import Inputs
 from headstart.target.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
-from tests.tiny import KINDS, LONG, packed_model, tiny_model
+from tests.tiny import KINDS, LONG, packed_model, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8], [*range(1, 13)], [3]]
 AUX_LAYERS = (0, 2, FINAL)
@@ -32,11 +38,17 @@ ROUNDING = 1e-5
 @contextmanager
 def through_modules(target: Target) -> Iterator[None]:
     """Forwards run as they do where nothing could be recorded: the reference."""
-    captured, target._captured = target._captured, None
+    recorded, target._recorded = target._recorded, Recorded(refused="this is the reference")
     try:
         yield
     finally:
-        target._captured = captured
+        target._recorded = recorded
+
+
+def captured_by(target: Target) -> Captured:
+    target.record()
+    assert target._recorded.captured is not None, target.eager
+    return target._recorded.captured
 
 
 def tree(width: int, seed: int = 0) -> Tree:
@@ -93,8 +105,8 @@ def test_operators_that_are_not_rewritten_keep_their_bits(kind: str, monkeypatch
 def test_a_node_of_a_replayed_tree_has_the_bits_of_a_single_step() -> None:
     """In float32, where products of several layers are merged; `test_bits` has the dtypes that decoding uses."""
     target = Target(tiny_model("llama"), exact="bits")
-    captured = target._captured
-    assert captured is not None and captured.serves(8, bits=True)
+    captured = captured_by(target)
+    assert captured.serves(8, bits=True)
     text = TEXTS[0]
     single, drafted = target.new_cache(1, 40), target.new_cache(1, 40)
     for cache in (single, drafted):
@@ -125,6 +137,7 @@ def test_modules_do_not_run() -> None:
 def test_hooks_of_others_are_called() -> None:
     """They were not there when the forward was recorded."""
     target = Target(tiny_model("llama"))
+    target.record()
     called: list[nn.Module] = []
     target.model.model.layers[1].register_forward_hook(lambda module, args, output: called.append(module))
     target.prefill(target.new_cache(1, 20), [[1, 2, 3]])
@@ -133,8 +146,8 @@ def test_hooks_of_others_are_called() -> None:
 
 def test_long_texts_run_through_the_modules() -> None:
     target = Target(tiny_model("llama", max_length=2 * MAX_ROWS))
-    captured = target._captured
-    assert captured is not None and captured.serves(MAX_ROWS, False) and not captured.serves(MAX_ROWS + 1, False)
+    captured = captured_by(target)
+    assert captured.serves(MAX_ROWS, False) and not captured.serves(MAX_ROWS + 1, False)
     text = [1 + i % 100 for i in range(MAX_ROWS + 5)]
     read = target.prefill(target.new_cache(1, len(text)), [text]).logits_BTV
     torch.testing.assert_close(read[0, 0], target.model(torch.tensor([text])).logits[0, -1], atol=1e-4, rtol=1e-4)
@@ -143,6 +156,7 @@ def test_long_texts_run_through_the_modules() -> None:
 def test_other_weights_are_recorded_anew() -> None:
     """A parameter that was put in the place of another one; changes in place are in `test_prepacked`."""
     target = Target(tiny_model("llama"))
+    target.record()
     layer = target.model.model.layers[1].mlp.down_proj
     layer.weight = nn.Parameter(2 * layer.weight.detach(), requires_grad=False)
     check_replay(target, 1, 4)
@@ -151,6 +165,7 @@ def test_other_weights_are_recorded_anew() -> None:
 
 def test_other_modules_are_recorded_anew() -> None:
     target = Target(tiny_model("llama"))
+    target.record()
     embeddings = nn.Embedding.from_pretrained(-target.embedding_weight.detach())
     target.model.set_input_embeddings(embeddings)
     check_replay(target, 1, 4)
@@ -160,7 +175,7 @@ def test_other_modules_are_recorded_anew() -> None:
 @pytest.mark.parametrize("kind", LONG)
 def test_rotary_frequencies_that_change_with_the_text_are_not_recorded(kind: str) -> None:
     target = Target(tiny_model(kind))
-    assert target.eager is not None and "rotary" in target.eager and target._captured is None
+    assert target.eager is not None and "rotary" in target.eager
 
 
 def test_packed_weights() -> None:
@@ -199,7 +214,7 @@ def test_a_replay_that_gives_other_logits_is_not_used(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Captured, "__call__", wrong)
     target = Target(tiny_model("llama"))
-    assert target._captured is None and target.eager is not None and "differ" in target.eager
+    assert target.eager is not None and "differ" in target.eager
 
 
 def test_reports_and_costs_say_how_forwards_run() -> None:
@@ -211,8 +226,7 @@ def test_reports_and_costs_say_how_forwards_run() -> None:
 
 def test_layers_that_read_the_same_are_one_product() -> None:
     target = Target(tiny_model("llama"))
-    captured = target._captured
-    assert captured is not None
+    captured = captured_by(target)
     if not can_merge(torch.zeros(32, 32)):
         assert not captured.products
         return
@@ -223,6 +237,80 @@ def test_large_layers_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_COPIED", 1)
     weights = [torch.zeros(4, 4)] * 3
     assert products.Merged.groups(weights, [None, None, torch.zeros(4)]) == [[0], [1], [2]]
+
+
+# -- when it is recorded -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each recording that is begun: whether it is in inference mode."""
+    begun: list[bool] = []
+    record = Captured.__init__
+
+    def counted(self: Captured, *args: Any) -> None:
+        begun.append(torch.is_inference_mode_enabled())
+        record(self, *args)
+
+    monkeypatch.setattr(Captured, "__init__", counted)
+    return begun
+
+
+def test_who_reads_states_alone_records_nothing(recordings: list[bool]) -> None:
+    target = Target(tiny_model("llama"))
+    target.hidden_states(TEXTS, AUX_LAYERS)
+    target.states_with_gradients(torch.tensor([TEXTS[0]]), [len(TEXTS[0])], AUX_LAYERS)
+    assert not recordings
+
+
+def test_the_first_decoding_records_once(recordings: list[bool]) -> None:
+    """Outside of inference mode, which decoding is in: the recording serves who is not."""
+    target = Target(tiny_model("llama"))
+    for _ in range(2):
+        Engine(target).generate([TEXTS[0]], DecodeOptions(4))
+    assert recordings == [False]
+    assert target.eager is None and recordings == [False]
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [lambda target: target.eager, Conditions.of, environment, Decoder],
+    ids=["eager", "conditions", "environment", "decoder"],
+)
+def test_who_asks_or_will_decode_has_it_recorded(ask: Callable[[Target], Any], recordings: list[bool]) -> None:
+    ask(Target(tiny_model("llama")))
+    assert recordings == [False]
+
+
+def test_a_draft_model_is_recorded_before_it_drafts(recordings: list[bool]) -> None:
+    target, draft = Target(tiny_model("llama")), Target(tiny_model("llama", seed=1))
+    DraftModelDrafter(draft, target)
+    assert len(recordings) == 1 and draft.eager is None and len(recordings) == 1
+
+
+def test_the_same_target_with_another_tokenizer_shares_the_recording(recordings: list[bool]) -> None:
+    target = Target(tiny_model("llama"))
+    other = target.with_tokenizer(tiny_tokenizer())
+    assert other.eager is None and target.eager is None and len(recordings) == 1
+
+
+def test_of_two_threads_the_second_waits_for_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, begun, second_begins = Target(tiny_model("llama")), list[int](), threading.Event()
+    record = Captured.__init__
+
+    def slow(self: Captured, *args: Any) -> None:
+        begun.append(threading.get_ident())
+        if len(begun) == 1:
+            second_begins.wait(0.3)  # as it would at once, if it did not wait
+        else:
+            second_begins.set()
+        record(self, *args)
+
+    monkeypatch.setattr(Captured, "__init__", slow)
+    with ThreadPoolExecutor(2) as pool:
+        decoded = [pool.submit(Engine(target).generate, [TEXTS[0]], DecodeOptions(8)) for _ in range(2)]
+    assert decoded[0].result()[0].tokens == decoded[1].result()[0].tokens
+    assert len(begun) == 1 and captured_by(target)
 
 
 # -- tapes -------------------------------------------------------------------------------------------------------------

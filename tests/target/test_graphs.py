@@ -37,7 +37,9 @@ def target(request: pytest.FixtureRequest) -> Target:
 def outcome(target: Target, texts: list[list[int]], trees: list[Tree], graphs: bool) -> list[torch.Tensor]:
     """Logits and states of two rounds: the second goes on from what the first committed."""
     aux_layers = (1, target.num_layers)
-    held, target._graphs = target._graphs, target._graphs if graphs else None
+    captured = target._recorded.captured
+    assert captured is not None
+    held, captured.graphs = captured.graphs, captured.graphs if graphs else None
     try:
         cache = target.new_cache(len(texts), 200)
         target.prefill(cache, texts)
@@ -47,7 +49,7 @@ def outcome(target: Target, texts: list[list[int]], trees: list[Tree], graphs: b
             parts += [out.logits_BTV, *(out.aux_hidden_states[layer] for layer in aux_layers)]
             cache.commit([[0, *([2, 5] if tree.size > 5 else [])] for tree in trees])
     finally:
-        target._graphs = held
+        captured.graphs = held
     sizes = [tree.size for tree in trees] * 6
     return [part.cpu()[row, : sizes[row]] for part in parts for row in range(len(texts))]
 

@@ -58,6 +58,7 @@ class DraftModelDrafter:
                 f"{draft.name} has layers with running states, which cannot forget what was rejected.",
                 "Use a draft model whose layers all have attention.",
             )
+        draft.record()  # nobody waits for the first token yet
         self.draft = draft
         self.draft_steps = draft_steps
         self.max_nodes = draft_steps + 1

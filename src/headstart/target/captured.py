@@ -17,7 +17,8 @@ Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import is_not
 from typing import Any, cast
@@ -109,10 +110,14 @@ class Captured:
 
     Raises:
         NotRecordable: with the reason.
+
+    Attributes:
+        graphs: CUDA graphs of the replay (see `headstart.target.graphs`), on a GPU.
     """
 
     def __init__(self, decoder: nn.Module, layers: Sequence[int], device: torch.device, packs: bool) -> None:
         self._decoder, self.layers = decoder, list(layers)
+        self.graphs: Any = None
         refuse_others(decoder)
         vocab_size = cast(Any, decoder).get_input_embeddings().num_embeddings
         self._modules = list(decoder.modules())
@@ -167,6 +172,33 @@ class Captured:
             return False
         unchanged = all(getattr(module, name, None) is tensor for module, name, tensor in self._known)
         return unchanged and not _hooked(self._decoder)
+
+
+@dataclass
+class Recorded:
+    """What came of recording a target's forward; copies of the target share it.
+
+    Attributes:
+        captured: the recording; None before anybody decodes, and where there can be none.
+        refused: why there can be none.
+        lock: held while a forward is recorded: other threads wait for it.
+    """
+
+    captured: Captured | None = None
+    refused: str | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def renew(self, capture: Callable[[], Captured | str]) -> None:
+        """Record, or learn why not, where that was never done, or modules or weights are others since."""
+        with self.lock:
+            if self.refused is not None or (self.captured is not None and self.captured.holds):
+                return
+            self.captured = None  # forwards that run meanwhile go through the modules
+            outcome = capture()
+            if isinstance(outcome, Captured):
+                self.captured = outcome
+            else:
+                self.refused = outcome
 
 
 def refuse_others(decoder: nn.Module) -> None:

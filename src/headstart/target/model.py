@@ -8,7 +8,9 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
@@ -21,7 +23,7 @@ from headstart.errors import UserError, nearest
 from headstart.support.uploads import upload
 from headstart.target.attention import PIECE, Running, attention_kernels, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
-from headstart.target.captured import Captured
+from headstart.target.captured import Captured, Recorded
 from headstart.target.chains import ChainCache, has_running_states
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
@@ -63,8 +65,6 @@ class Target(FrozenModel):
     Attributes:
         kv_layers: what each layer keeps of a token.
         chains_only: whether it verifies chains instead of trees, since some of its layers keep a running state.
-        eager: why forwards run through the model's modules; None where forwards of a few tokens are replayed (see
-            `captured`).
 
     Raises:
         UserError: when the model's attention cannot take a token tree; the model stays frozen then, without our hooks.
@@ -82,16 +82,13 @@ class Target(FrozenModel):
         refuse_layers(self.name, self.config)
         model.eval().requires_grad_(False)
         self._exact: Exact = "tokens"  # while it is checked
-        self._captured: Captured | None = None
-        self._graphs: Graphs | None = None
-        self.eager: str | None = None
+        self._recorded = Recorded()
         self.chains_only = has_running_states(self.config)
         self._fitting = Fitting(self.decoder, self.layers, model.get_output_embeddings())
         self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
             self._check_tree()
-            self._capture()
             self.exact = exact
         except BaseException:
             self._fitting.release()
@@ -126,6 +123,12 @@ class Target(FrozenModel):
         self._exact = exact
 
     @property
+    def eager(self) -> str | None:
+        """Why forwards run through the model's modules; None where forwards of a few tokens are replayed."""
+        self.record()
+        return self._recorded.refused
+
+    @property
     def forwards(self) -> str:
         """How forwards over trees run, for reports."""
         if self.eager is not None:
@@ -138,6 +141,11 @@ class Target(FrozenModel):
     def spare_bytes(self) -> int:
         """Memory that the last caches left to the next ones, and that is given up for another."""
         return 0 if self._graphs is None else self._graphs.spare_bytes
+
+    @property
+    def _graphs(self) -> Graphs | None:
+        captured = self._recorded.captured
+        return None if captured is None else captured.graphs
 
     @property
     def prepacked(self) -> bool:
@@ -177,13 +185,8 @@ class Target(FrozenModel):
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         """An empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
         self._fitting.refresh()
-        if self._captured is not None and not self._captured.holds:
-            self._capture()
-        if self.chains_only:
-            return cast(TreeCache, ChainCache(self.config, rows))  # of the same methods
-        if self._graphs is not None:
-            return self._graphs.new_cache(rows, capacity)
-        return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
+        self.record()
+        return self._empty_cache(rows, capacity)
 
     @torch.inference_mode()
     def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
@@ -260,9 +263,21 @@ class Target(FrozenModel):
         self._fitting.refresh()
         return self._read_causal(None, tokens_BT, aux_layers, {0: 0}, lengths).aux_hidden_states
 
+    def record(self) -> None:
+        """Record the forward of the model as it is now (see `captured`), where that is still to be done. The first
+        cache would do it; where time is measured, or somebody waits for the first token, it is done ahead."""
+        self._recorded.renew(self._capture)
+
     def release(self) -> None:
         """Take our hooks and configs off the model, which stays frozen; the next forward puts them back."""
         self._fitting.release()
+
+    def _empty_cache(self, rows: int, capacity: int) -> TreeCache:
+        if self.chains_only:
+            return cast(TreeCache, ChainCache(self.config, rows))  # of the same methods
+        if self._graphs is not None:
+            return self._graphs.new_cache(rows, capacity)
+        return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
 
     def _read_causal(
         self,
@@ -370,7 +385,7 @@ class Target(FrozenModel):
             cache.begin(tokens_BT.shape[1])
             if self._reads_again:
                 cache.note(tokens_BT)
-        captured = self._captured
+        captured = self._recorded.captured
         if captured is not None and cache is not None and captured.serves(tokens_BT.numel(), forward.bits):
             return self._replay(captured, forward, cache, tokens_BT, positions_BT)
         with run(forward), attention_kernels(self.device):
@@ -398,14 +413,15 @@ class Target(FrozenModel):
                 final, forward.wanted = final[forward.wanted][:, None], None
             return TargetOutput(self.lm_head(final), {layer: states[layer] for layer in forward.aux_layers})
 
-    def _graphed(self, inputs: Inputs, cache: TreeCache, seen: int, aux_layers: frozenset[int]) -> Outputs:
+    def _graphed(
+        self, captured: Captured, inputs: Inputs, cache: TreeCache, seen: int, aux_layers: frozenset[int]
+    ) -> Outputs:
         """What a CUDA graph holds: `_forward` with nothing that depends on numbers of the host."""
-        assert self._captured is not None, "graphs hold replays"
         positions_BN = (inputs.lengths_B1 + inputs.depths_BN).clamp(max=self.max_length - 1)
         where = inputs.lengths_B1, inputs.visible_BNN, positions_BN
         mask = tree_mask(*where, self.window, self.dtype, seen, more=True)
         forward = Running(mask, aux_layers, window=self.window)
-        out = self._replay(self._captured, forward, cache, inputs.tokens_BN, positions_BN)
+        out = self._replay(captured, forward, cache, inputs.tokens_BN, positions_BN)
         return out.logits_BTV, out.aux_hidden_states
 
     def _rows_and_positions(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
@@ -434,37 +450,38 @@ class Target(FrozenModel):
         assert limit is not None, "only such models read again"
         for row, (length, end) in enumerate(zip(cache.lengths, ends, strict=True)):
             if 0 < length <= limit < end:
-                alone = self.new_cache(1, length)
+                alone = self._empty_cache(1, length)
                 text_1T = cache.text(row).to(self.device)
                 for start in range(0, length, PIECE):
                     self._read_causal(alone, text_1T[:, start : start + PIECE], (), {0: 0}, [end])
                     alone.commit([range(min(PIECE, length - start))])
                 cache.replace(row, alone)
 
-    def _capture(self) -> None:
-        """Record the forward, and see that a replay passes the check of `_check_tree`, too; where it does not, `eager`
-        has the reason."""
+    @torch.inference_mode(False)  # decoding may ask for it, and what is made here outlives that
+    def _capture(self) -> Captured | str:
+        """A recording of the forward whose replay passes the check of `_check_tree`, too; else the reason."""
         layers = [FINAL, *range(self.num_layers + 1)]
-        self._captured, self._graphs, self.eager = None, None, None
+        if self.chains_only:
+            return "its layers keep running states"
+        if self._fitting.limit is not None:
+            return "its rotary frequencies depend on the length of the text"
+        self._fitting.ensure(layers)
         try:
-            if self.chains_only:
-                raise NotRecordable("its layers keep running states")
-            if self._fitting.limit is not None:
-                raise NotRecordable("its rotary frequencies depend on the length of the text")
-            self._fitting.ensure(layers)
-            self._captured = Captured(self.decoder, layers, self.device, self.prepacked)
-            self._check_tree()
-            if self.kv_bytes_by_device.keys() == {self.device} and self.device.type == "cuda":
-                self._graphs = Graphs(self._graphed, self.kv_layers)
-                self._check_tree()
+            captured = Captured(self.decoder, layers, self.device, self.prepacked)
+            replaying = copy(self)  # other threads go on without it until it is checked
+            replaying._exact, replaying._recorded = "tokens", Recorded(captured)
+            replaying._check_tree()
         except NotRecordable as reason:
-            self.eager = str(reason)
+            return str(reason)
         except (UserError, *_CHECK_FAILS) as error:
-            failed = f"({type(error).__name__}: {error})"
-            if self._graphs is not None:
-                self._graphs.refuse(f"their outcome differs {failed}")
-            else:
-                self._captured, self.eager = None, f"replaying it failed {failed}"
+            return f"replaying it failed ({type(error).__name__}: {error})"
+        if self.device.type == "cuda" and self.kv_bytes_by_device.keys() == {self.device}:
+            captured.graphs = graphs = Graphs(partial(replaying._graphed, captured), self.kv_layers)
+            try:
+                replaying._check_tree()
+            except (UserError, *_CHECK_FAILS) as error:
+                graphs.refuse(f"replaying them failed ({type(error).__name__}: {error})")
+        return captured
 
     # -- checks --------------------------------------------------------------------------------------------------
 
@@ -508,7 +525,7 @@ class Target(FrozenModel):
         tree = Tree([(7 * i + 2) % self.vocab_size for i in range(5)], [-1, 0, 0, 1, 2])
         tokens = tree.tokens
         try:
-            cache = self.new_cache(1, len(prefix) + tree.size)
+            cache = self._empty_cache(1, len(prefix) + tree.size)
             read_1V = self.prefill(cache, [prefix]).logits_BTV[0]
             if self.chains_only:  # the first branch is rejected, then the second is read
                 rejected, accepted = (
