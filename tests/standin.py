@@ -569,6 +569,7 @@ def rounds_of(device: StandIn, target: Target, decode: Callable[[], Any]) -> lis
         decode: generates with that target.
     """
     marks: list[tuple[Counts, int]] = []
+    target.record()  # which checks itself with forwards of its own
     forward_tree = target.forward_tree
 
     def marked(*args: Any, **kwargs: Any) -> Any:
