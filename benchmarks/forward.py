@@ -3,17 +3,19 @@
     python benchmarks/forward.py --out out/forward.json
     python benchmarks/forward.py --heads runs/quickstart/heads --questions mt_bench.jsonl --out out/replayed.json
 
-The ways take turns. Forwards read the same trees after the same text; medians, and the largest difference of logits as
-a share of their spread. Decoding answers the same questions with the default drafter, with the heads alone and plainly,
-each with everything recorded and prepacked, and with neither: the target through its modules (with prepacked weights
-all the same) and the heads with their weights as torch stores them. Costs are measured for each way.
+The ways take turns. Forwards read the same trees after the same text, on a GPU as CUDA graphs, too; medians, and the
+largest difference of logits as a share of their spread. Decoding answers the same questions with the default drafter,
+with the heads alone and plainly, each with everything recorded and prepacked, and with neither: the target through its
+modules (with prepacked weights all the same) and the heads with their weights as torch stores them. Costs are measured
+for each way.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -37,8 +39,9 @@ from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-REPLAYED, MODULES = "replayed", "modules"
+GRAPHS, REPLAYED, MODULES = "graphs", "replayed", "modules"
 WAYS = (REPLAYED, MODULES)
+"""Of decoding, and of forwards on a CPU."""
 DRAFTERS = (DEFAULT, "heads", "none")
 
 
@@ -72,11 +75,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 @contextmanager
-def running(target: Target, way: str, recorded: Recorded) -> Iterator[None]:
+def running(target: Target, way: str) -> Iterator[None]:
     """The target, and heads, as they run in this way."""
-    target._recorded = recorded if way == REPLAYED else Recorded(refused="a benchmark compares the two")
-    with mock.patch("headstart.heads.int8_weights.can_merge", return_value=way == REPLAYED):
-        yield
+    target.record()
+    held = target._recorded
+    with ExitStack() as stack:
+        if way == MODULES:
+            target._recorded = Recorded(refused="a benchmark compares the two")
+            stack.enter_context(mock.patch("headstart.heads.int8_weights.can_merge", return_value=False))
+        elif way == REPLAYED and held.captured is not None:
+            captured = copy.copy(held.captured)
+            captured.graphs = None
+            target._recorded = Recorded(captured)
+        try:
+            yield
+        finally:
+            target._recorded = held
 
 
 def forwards(target: Target, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -88,45 +102,51 @@ def forwards(target: Target, options: argparse.Namespace) -> list[dict[str, Any]
     rows = []
     for batch in options.batches:
         for width in options.widths:
-            rows.append({"width": width, "batch": batch, **compared(target, batch, width, options)})
+            row = compared(target, batch, width, options.context, options.repeats)
+            rows.append({"width": width, "batch": batch, **row})
             print(rows[-1], flush=True)
     return rows
 
 
 @torch.inference_mode()
-def compared(target: Target, batch: int, width: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Median milliseconds both ways, and how far the logits are apart."""
+def compared(target: Target, batch: int, width: int, context: int, repeats: int) -> dict[str, Any]:
+    """Median milliseconds in each way, and how far from the modules' the logits of the others are at most."""
     random = torch.Generator().manual_seed(width)
-    recorded, cache = target._recorded, target.new_cache(batch, options.context + width)
-    text_BT = torch.randint(target.vocab_size, (batch, options.context), generator=random)
+    cache = target.new_cache(batch, context + width)
+    ways = WAYS if target._graphs is None else (GRAPHS, *WAYS)
+    text_BT = torch.randint(target.vocab_size, (batch, context), generator=random)
     target.prefill(cache, text_BT.tolist())
     tokens_BN = torch.randint(target.vocab_size, (batch, width), generator=random)
     parents = [-1, *((node - 1) // 2 for node in range(1, width))]
-    trees = TreeBatch.of([Tree(row, list(parents)) for row in tokens_BN.tolist()])
-    ms: dict[str, list[float]] = {way: [] for way in WAYS}
+    trees = TreeBatch.of([Tree(row, list(parents)) for row in tokens_BN.tolist()], target.device)
+    spent: dict[str, list[float]] = {way: [] for way in ways}
     logits = {}
-    for number in range(options.repeats + 1):
-        for way in WAYS if number % 2 else reversed(WAYS):
-            with running(target, way, recorded):
-                start = perf_counter()
+    for number in range(repeats + 1):
+        for way in ways if number % 2 else reversed(ways):
+            with running(target, way):
+                start = clock(target)
                 logits[way] = target.forward_tree(cache, trees).logits_BTV.float()
                 if number:  # the first one warms up
-                    ms[way].append(1e3 * (perf_counter() - start))
-    with running(target, REPLAYED, recorded):
-        replayed_ms, modules_ms = (median(ms[way]) for way in WAYS)
-    apart = (logits[REPLAYED] - logits[MODULES]).abs().max() / logits[MODULES].std()
+                    spent[way].append(1e3 * (clock(target) - start))
+    ms = {way: median(spent[way]) for way in ways}
+    apart = [(logits[way] - logits[MODULES]).abs().max() / logits[MODULES].std() for way in ways if way != MODULES]
     return {
-        "replayed_ms": replayed_ms,
-        "modules_ms": modules_ms,
-        "over_modules": modules_ms / replayed_ms,
-        "largest_difference": float(apart),
+        **{f"{way}_ms": ms[way] for way in ways},
+        "over_modules": ms[MODULES] / ms[ways[0]],
+        "largest_difference": float(max(apart)),
     }
+
+
+def clock(target: Target) -> float:
+    """Seconds, once the device has done all that it was asked for."""
+    if target.device.type == "cuda":
+        torch.cuda.synchronize(target.device)
+    return perf_counter()
 
 
 def decoded(options: argparse.Namespace) -> tuple[Target, list[dict[str, Any]]]:
     """A row for each drafter."""
     decoders = {way: headstart.load(options.heads, dtype=options.dtype) for way in WAYS}
-    recorded = {way: decoder.target._recorded for way, decoder in decoders.items()}
     prompts = [
         prompt_tokens([{"role": "user", "content": item.turns[0]}], decoders[MODULES].target.tokenizer)
         for item in read_questions(options.questions)[: options.limit]
@@ -136,14 +156,14 @@ def decoded(options: argparse.Namespace) -> tuple[Target, list[dict[str, Any]]]:
     emitted, rounds = dict.fromkeys(seconds, 0), dict.fromkeys(seconds, 0)
     decoding = DecodeOptions(options.max_new_tokens)
     for way, decoder in decoders.items():
-        with running(decoder.target, way, recorded[way]):
+        with running(decoder.target, way):
             for drafter in DRAFTERS:
                 engines[drafter, way] = decoder.engine(drafter)
                 engines[drafter, way].generate([prompts[0]], DecodeOptions(8))
     for number, prompt in enumerate(prompts):
         keys = list(engines)
         for drafter, way in keys[number % len(keys) :] + keys[: number % len(keys)]:
-            with running(decoders[way].target, way, recorded[way]):
+            with running(decoders[way].target, way):
                 start = perf_counter()
                 (answer,) = engines[drafter, way].generate([prompt], decoding)
                 seconds[drafter, way] += perf_counter() - start
