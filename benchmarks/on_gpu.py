@@ -37,7 +37,7 @@ from tables import written
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-import headstart
+from headstart.api import load
 from headstart.data.prompts.chat import has_template, prompt_tokens
 from headstart.decode.loop import Engine, Generation
 from headstart.decode.memory import reserve
@@ -166,7 +166,7 @@ class Bench:
         """The target with its heads."""
         options = self.options
         if options.heads:
-            return headstart.load(options.heads, options.target, dtype="bfloat16", device=str(self.device))
+            return load(options.heads, options.target, dtype="bfloat16", device=str(self.device))
         if options.target:
             target = load_target(options.target, "bfloat16", str(self.device))
         else:
@@ -204,10 +204,9 @@ def untrained(target: Target) -> DraftHead:
     settings = {"family": "eagle3", "draft_steps": 7, "draft_vocab_size": min(32000, target.vocab_size)}
     config = make_config(settings, target)
     torch.manual_seed(0)
-    with target.device:
-        heads = family(config.family)(config)
+    heads = family(config.family)(config)
     heads.warm_start(target)
-    return heads
+    return heads.to(target.device)
 
 
 # -- sections ----------------------------------------------------------------------------------------------------------

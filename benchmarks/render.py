@@ -7,6 +7,7 @@ A page says what it wants between markers; what stands between them is written h
 
     <!-- table: mt_bench -->                                          every row and column of results/mt_bench.json
     <!-- table: mt_bench | name, tokens_per_round, round_ms.draft: drafting -->   some columns, one with its own heading
+    <!-- table: on_gpu? -->                                            the same; without the file, what would write it
     <!-- value: mt_bench | heads | speedup_vs_plain -->               one figure: the row, named by its first key
     <!-- value: never_slower | float32, 4 | over_plain.heads -->      or by its first keys, and the column
 
@@ -111,6 +112,10 @@ def read(name: str, results: Path = RESULTS) -> dict[str, Any]:
 
 def _table(spec: str, page: Path, results: Path) -> tuple[str, str]:
     name, _, chosen = (part.strip() for part in spec.partition("|"))
+    if name.endswith("?"):
+        name = name.removesuffix("?")
+        if not (results / f"{name}.json").is_file():
+            return "", f"Not measured yet: `python benchmarks/{name}.py` does it."
     content = read(name, results)
     columns: list[str | tuple[str, str]] = []
     for column in re.split(r",\s*", chosen) if chosen else ():

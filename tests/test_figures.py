@@ -92,6 +92,15 @@ def test_a_caption_stands_once(render: ModuleType, results: Path) -> None:
     assert render.rendered(twice, results / "PAGE.md", results).count("[figures]") == 1
 
 
+def test_a_table_may_wait_for_its_file(render: ModuleType, results: Path) -> None:
+    page, twice = results / "PAGE.md", "<!-- table: later? --><!-- end -->\n<!-- table: later? | name --><!-- end -->"
+    text = render.rendered(twice, page, results)
+    assert text.count("Not measured yet: `python benchmarks/later.py` does it.") == 1 and "figures" not in text
+    (results / "later.json").write_text((results / "waits.json").read_text())
+    text = render.rendered(text, page, results)
+    assert "Not measured" not in text and "| heads | 2 | 1.20x |" in text
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [

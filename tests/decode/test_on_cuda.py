@@ -1,0 +1,77 @@
+"""What `test_on_device.py` proves on a stand-in, on a real CUDA device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions, TreeKind
+from headstart.drafters.heads import HeadDrafter
+from headstart.recipes.sections import TrainSection
+from headstart.target.model import Target
+from tests.decode.test_on_device import SHAPE, TEXTS, loss_of, training_batch
+from tests.heads.test_contract import CASES, build, shake
+from tests.tiny import tiny_model
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+@pytest.fixture(scope="module")
+def host() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=61).to("cuda"))
+
+
+def test_forwards_are_graphs(target: Target) -> None:
+    Engine(target).generate(TEXTS, DecodeOptions(max_new_tokens=6, ignore_end=True))
+    assert target.forwards == "CUDA graphs"
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("tree", ["dynamic", "static"])
+@pytest.mark.parametrize("name", CASES)
+def test_heads_change_no_text(name: str, tree: TreeKind, rows: int, target: Target) -> None:
+    """Greedy, in float32."""
+    heads = shake(build(name, target)).to("cuda")
+    heads.bind(target)
+    options = DecodeOptions(max_new_tokens=32, ignore_end=True, draft="on")
+    texts = (TEXTS * rows)[:rows]
+    outputs = Engine(target, HeadDrafter(heads, SHAPE, tree, max_nodes=8)).generate(texts, options)
+    assert [output.drafter_error for output in outputs] == [None] * rows
+    assert [output.tokens for output in outputs] == [
+        Engine(target).generate([text], options)[0].tokens for text in texts
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_heads_draft_there_what_they_draft_here(name: str, host: Target, target: Target) -> None:
+    """Logits of every draft step, beside those of the CPU."""
+    heads = shake(build(name, host))
+    moved = build(name, host).to("cuda")
+    moved.load_state_dict(heads.state_dict())
+    moved.bind(target)
+    for ours, theirs in zip(
+        heads.unroll(training_batch(host, heads, "cpu")), moved.unroll(training_batch(host, heads, "cuda")), strict=True
+    ):
+        scale = ours.logits_MD.abs().max().item()  # float32 sums in other orders are off by a share of the largest
+        torch.testing.assert_close(theirs.logits_MD.cpu(), ours.logits_MD, rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_training_step(name: str, host: Target, target: Target) -> None:
+    heads = shake(build(name, host))
+    moved = build(name, host).to("cuda")
+    moved.load_state_dict(heads.state_dict())
+    moved.bind(target)
+    expected = loss_of(heads, host, training_batch(host, heads, "cpu"), TrainSection())
+    assert loss_of(moved, target, training_batch(host, heads, "cuda"), TrainSection()) == pytest.approx(
+        expected, rel=1e-4
+    )
