@@ -411,10 +411,11 @@ def counted(engine: Engine, prompts: Sequence[Sequence[int]], asked: DecodeOptio
 def needed_bytes(engine: Engine, prompts: Sequence[Sequence[int]], asked: DecodeOptions) -> int:
     """The least free memory in which `reserve` lets a batch begin with all the nodes of its drafters."""
     nodes = 1 + sum(drafter.max_nodes - 1 for drafter in engine.drafters)
+    keep = sum(getattr(drafter, "bytes_per_token", 0) for drafter in engine.drafters)
 
     def fits(free: int) -> bool:
         try:
-            return reserve(engine.target, prompts, asked.max_new_tokens, nodes, free) == nodes
+            return reserve(engine.target, prompts, asked.max_new_tokens, nodes, keep, free) == nodes
         except UserError:
             return False
 
