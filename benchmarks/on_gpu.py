@@ -125,7 +125,7 @@ QUICK = Sizes(
     context=24,
     new_tokens=8,
     repeats=2,
-    samples=100,
+    samples=50,
     texts=(2, 32),
 )
 
