@@ -37,16 +37,18 @@ PIECE = 1024
 
 class TreeMask:
     """Additive masks for one forward: 0 where a new token may look and -inf elsewhere; in `sliding_B1TS` with the
-    sliding window applied, for the layers that have one."""
+    sliding window applied, for the layers that have one: of the slots from `near` on, since no window reaches further
+    back."""
 
-    def __init__(self, full_B1TS: Tensor, sliding_B1TS: Tensor | None) -> None:
+    def __init__(self, full_B1TS: Tensor, sliding_B1TS: Tensor | None, near: int = 0) -> None:
         self.full_B1TS = full_B1TS
         self.sliding_B1TS = sliding_B1TS
+        self.near = near
         self._folded: dict[tuple[bool, int, torch.device, torch.dtype], Tensor] = {}
 
     def folded(self, sliding: bool, groups: int, like: Tensor) -> Tensor:
         """The mask for `groups` query heads folded into the query length, [B, 1, groups * T, S], in the dtype and on
-        the device of `like`: layers may differ in them."""
+        the device of `like`: layers may differ in them. A sliding one has the slots from `near` on."""
         key = (sliding and self.sliding_B1TS is not None, groups, like.device, like.dtype)
         if key not in self._folded:
             mask = self.sliding_B1TS if key[0] else self.full_B1TS
@@ -80,14 +82,16 @@ def tree_mask(
     else:
         index_BTT = (lengths_B1[:, None] + torch.arange(width, device=device)).expand(rows, width, width)
         allowed_BTS.scatter_(2, index_BTT, visible_BTT.expand(rows, width, width))
-    sliding = None
+    sliding, near = None, 0
     if window is not None and windowed:
         slot_positions_BS = slots_S.expand(positions_BT.shape[0], seen).clone()
         index_BT = (lengths_B1 + torch.arange(width, device=device)).expand(positions_BT.shape)
         slot_positions_BS.scatter_(1, index_BT, positions_BT)
         near_BTS = positions_BT[:, :, None] - slot_positions_BS[:, None] < window
-        sliding = _additive(allowed_BTS & near_BTS, dtype)
-    return TreeMask(_additive(allowed_BTS, dtype), sliding)
+        # The root reaches back furthest. Of rows of several lengths the host does not know where theirs stand.
+        near = max(0, seen - width - window + 1) if one_length else 0
+        sliding = _additive((allowed_BTS & near_BTS)[:, :, near:], dtype)
+    return TreeMask(_additive(allowed_BTS, dtype), sliding, near)
 
 
 def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
@@ -216,6 +220,8 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
         window = forward.window if sliding else None
         return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous()
     mask = None if forward.mask is None else forward.mask.folded(sliding, groups, query)
+    if forward.mask is not None and sliding and forward.mask.near:
+        key, value = key[:, :, forward.mask.near :], value[:, :, forward.mask.near :]
     query = query.reshape(rows, heads, groups * new_tokens, size)
     if forward.bits:
         out = _reference(query, key, value, mask, how=scores, exactly=torch.float64)
