@@ -15,7 +15,7 @@ from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import process, warp
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge
-from headstart.eval.evaluate import evaluate
+from headstart.eval.evaluate import evaluate, make_methods
 from headstart.eval.figures import Prompt, Unit, method_figures
 from headstart.eval.labels import HEADS, METHODS, PLAIN
 from headstart.eval.methods import ALL, Ours, Run, Transformers, wanted
@@ -122,11 +122,43 @@ def test_both_loops_draw_from_the_same_tokens(tiny_target: Target, sampling: Sam
     def firsts(method: Any, seeds: Sequence[int]) -> set[int]:
         return {row[0] for seed in seeds for row in method.run([prompt] * 64, 1, seed).tokens}
 
-    for method in (Ours(scaled, options=options), Transformers(scaled, sampling)):
+    for method in (Ours(scaled, options=options), Transformers(scaled, options)):
         sampled = firsts(method, range(0, 640, 64))
         assert sampled <= left
         likely = {token for token in left if sharp[token] > 0.02}
         assert likely <= sampled
+
+
+def test_every_method_ends_where_it_is_asked_to(decoder: Decoder) -> None:
+    """With a token that the text has, but not before the shortest answer."""
+    prompt = decoder.tokens(QUESTIONS[0].turns[0])
+    (plain,) = Ours(decoder.target).run([prompt], 8, 0).tokens
+    place = next(place for place in range(2, 8) if plain[place] not in plain[:place])
+    lookups = {"ngram": decoder.drafters("ngram")}
+    for least in (0, place + 3):
+        options = EvalOptions(max_new_tokens=20, stop_token_ids=[plain[place]], min_new_tokens=least)
+        methods = make_methods(decoder, decoder.drafters("heads"), lookups, options)
+        (text, *others) = [method.run([prompt], 20, 0).tokens[0] for method in methods.values()]
+        assert others == [text] * 4
+        if least:
+            assert len(text) > least and plain[place] not in text[:least]
+        else:
+            assert text == plain[: place + 1]
+    results = evaluate(decoder, QUESTIONS, options)
+    assert results["settings"]["stop_token_ids"] == [plain[place]]
+    assert results["settings"]["min_new_tokens"] == place + 3
+    assert [row["divergences"]["count"] for row in results["compare"]] == [0] * 4
+
+
+def test_margins_are_measured_where_no_token_may_end_the_answer(tiny_target: Target) -> None:
+    prompt = [5, 9, 7, 30]
+    (plain,) = Engine(tiny_target).generate([prompt], DecodeOptions(max_new_tokens=12))
+    options = DecodeOptions(max_new_tokens=12, stop_token_ids=plain.tokens, min_new_tokens=12)
+    answer = Engine(tiny_target).generate([prompt], options)[0].tokens
+    judge = Judge(tiny_target, options)
+    assert not set(answer) & set(plain.tokens), "else nothing was tested"
+    for index, token in enumerate(answer):
+        assert judge.margin(prompt, answer[:index], [token]) < 1e-4, "what was chosen is the best"
 
 
 def test_margins_are_measured_after_the_repetition_penalty(tiny_target: Target) -> None:
@@ -135,7 +167,7 @@ def test_margins_are_measured_after_the_repetition_penalty(tiny_target: Target) 
     answer = Engine(tiny_target).generate([prompt], options)[0].tokens
     judge = Judge(tiny_target, options)
     for index, token in enumerate(answer):
-        assert judge.margin([*prompt, *answer[:index]], [token]) < 1e-4, "what was chosen is the best"
+        assert judge.margin(prompt, answer[:index], [token]) < 1e-4, "what was chosen is the best"
     asked = EvalOptions(max_new_tokens=12, repetition_penalty=1.5, compare=("same",))
     results = evaluate(Drafts(tiny_target), QUESTIONS, asked)
     assert all(row["divergences"]["count"] == 0 for row in results["compare"]), "transformers penalises alike"

@@ -174,7 +174,7 @@ def test_rounding_is_measured_where_the_gaps_are_largest(monkeypatch: pytest.Mon
     _, rounded = targets()
     judge, seen = Judge(rounded), []
     gaps = dict(zip(range(40), torch.rand(40, generator=torch.Generator().manual_seed(0)).tolist(), strict=True))
-    monkeypatch.setattr(judge, "margin", lambda prefix, tokens: gaps[prefix[0]])
+    monkeypatch.setattr(judge, "margin", lambda prompt, answer, tokens: gaps[prompt[0]])
     monkeypatch.setattr(judge, "limit", lambda texts: seen.extend(prompt[0] for prompt, _ in texts) or 0.5)
     found = judge.judge([[number] for number in range(40)], [[1]] * 40, [[2]] * 40)
     assert seen == sorted(gaps, key=gaps.__getitem__, reverse=True)[:16]

@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 REPORT_FILES = ("results.json", "report.md", "report.html")
 AUDIT_FILES = ("audit.json", "audit.md")
 _OF_ONE_ANSWER = ("stop", "raw")
-_NOT_MEASURED = (*_OF_ONE_ANSWER, "stop_token_ids", "min_new_tokens")
 _CHAT_HELP = "/new forgets what was said, /help says this, an empty line or Ctrl-D ends."
 
 
-@with_options(without=_NOT_MEASURED)
+@with_options(without=_OF_ONE_ANSWER)
 def evaluate(
     heads: Heads,
     questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],

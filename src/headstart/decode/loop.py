@@ -21,7 +21,7 @@ from torch import Tensor
 from headstart.decode.budget import Budget, Costs
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import by_halves, reserve
-from headstart.decode.options import DecodeOptions, check_kinds, random_seed
+from headstart.decode.options import DecodeOptions, Processor, check_kinds, random_seed
 from headstart.decode.reading import Reading
 from headstart.decode.sampling import argmax, check_processors, check_sampling, not_before, warp
 from headstart.decode.verify import RULES, SamplingVerifier, follow
@@ -464,13 +464,20 @@ def make_verifier(
     options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target
 ) -> Verifier | SamplingVerifier:
     """The verifier for these options."""
-    ends = sorted({*target.end_tokens, *options.stop_token_ids}) if options.min_new_tokens else []
-    if options.verifier == "auto" and options.greedy and not options.needs_prefix and not ends:
+    not_yet = keeping_on(options, prompts, target)
+    if options.verifier == "auto" and options.greedy and not options.needs_prefix and not not_yet:
         return Verifier()
     draws = not options.greedy if options.verifier == "auto" else RULES[options.verifier]
     assert options.seed is not None, "drawn by now"
-    not_yet = [not_before(options.min_new_tokens, len(prompt), ends, target.device) for prompt in prompts if ends]
     return SamplingVerifier(options, prompts, options.seed, draws, not_yet)
+
+
+def keeping_on(options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target) -> list[Processor]:
+    """For each prompt what keeps its text from ending before `min_new_tokens`; nothing where it may end at once."""
+    ends = sorted({*target.end_tokens, *options.stop_token_ids})
+    if not options.min_new_tokens or not ends:
+        return []
+    return [not_before(options.min_new_tokens, len(prompt), ends, target.device) for prompt in prompts]
 
 
 def _at_stop_string(text: list[int], stop_strings: Sequence[str], tokenizer: Any) -> bool:

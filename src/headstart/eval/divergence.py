@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headstart.decode.options import SamplingOptions
+from headstart.decode.loop import keeping_on
+from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import process
 from headstart.target.model import Target
 
@@ -87,12 +88,13 @@ class Judgement:
 class Judge:
     """Decides which differences rounding explains, in float32: the target's own weights, cast a layer at a time.
 
-    A repetition penalty moves logits, so margins are measured after it.
+    A repetition penalty moves logits, and before the shortest answer no token may end it: margins are measured after
+    both.
     """
 
-    def __init__(self, target: Target, sampling: SamplingOptions | None = None) -> None:
+    def __init__(self, target: Target, options: DecodeOptions | None = None) -> None:
         self._target = target
-        self._sampling = sampling or SamplingOptions()
+        self._options = options or DecodeOptions()
         self._last: dict[tuple[int, ...], Tensor] = {}  # float32 logits [V] after each prefix that was looked at
         self._errors: dict[tuple[int, ...], float] = {}  # of each text that was measured
 
@@ -107,8 +109,9 @@ class Judge:
             return Judgement(len(prompts), compared)
         measured = []
         for difference in differences:
-            prefix = [*prompts[difference.prompt], *plain[difference.prompt][: difference.position]]
-            measured.append(replace(difference, margin=self.margin(prefix, difference.tokens)))
+            answer = plain[difference.prompt][: difference.position]
+            margin = self.margin(prompts[difference.prompt], answer, difference.tokens)
+            measured.append(replace(difference, margin=margin))
         # The text where the gap is largest is where rounding must have done most: the error is measured there first.
         worst = sorted(measured, key=lambda difference: -(difference.margin or 0.0))[:MEASURED_PROMPTS]
         limit = self.limit([(prompts[difference.prompt], plain[difference.prompt]) for difference in worst])
@@ -118,16 +121,19 @@ class Judge:
         ]
         return Judgement(len(prompts), compared, limit, judged)
 
-    def margin(self, prefix: Sequence[int], tokens: Sequence[int | None]) -> float | None:
-        """How far the worse of these tokens lies below the best one after `prefix`, in float32 logits."""
+    def margin(self, prompt: Sequence[int], answer: Sequence[int], tokens: Sequence[int | None]) -> float | None:
+        """How far the worse of these tokens lies below the best one after a prompt and the beginning of its answer, in
+        float32 logits."""
         if None in tokens:
             return None
-        text = tuple(prefix)
+        text = (*prompt, *answer)
         if text not in self._last:  # several drafters often leave the plain loop at the same near-tie
-            self._last[text] = self._exact_logits(prefix, 1)[0]
+            self._last[text] = self._exact_logits(text, 1)[0]
         logits_V = self._last[text]
-        if self._sampling.needs_prefix:
-            logits_V = process(self._sampling, logits_V, prefix)
+        not_yet = keeping_on(self._options, [prompt], self._target)
+        options = replace(self._options, processors=[*not_yet, *self._options.processors])
+        if options.needs_prefix:
+            logits_V = process(options, logits_V, text)
         return float(logits_V.max() - min(logits_V[token] for token in tokens if token is not None))
 
     def limit(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:

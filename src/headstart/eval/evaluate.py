@@ -40,8 +40,6 @@ SCHEMA_VERSION = 1
 _NOT_OF_RESULTS = (
     "processors",
     "stop",
-    "stop_token_ids",
-    "min_new_tokens",
     "raw",
     "tools",
     "chat_template_kwargs",

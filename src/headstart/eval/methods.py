@@ -21,7 +21,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from headstart.decode.budget import Costs
 from headstart.decode.loop import Drafter, Engine, Round
-from headstart.decode.options import DecodeOptions, SamplingOptions, TreeKind
+from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.errors import UserError
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK
 from headstart.heads.base import DraftHead
@@ -138,16 +138,17 @@ class Transformers:
     same distribution.
     """
 
-    def __init__(self, target: Target, sampling: SamplingOptions, lookup: bool = False) -> None:
-        if sampling.processors:
+    def __init__(self, target: Target, options: DecodeOptions, lookup: bool = False) -> None:
+        if options.processors:
             raise UserError("Logits processors cannot be measured beside transformers.", "Leave them out.")
         self._target = target
-        self._ends = target.end_tokens
+        self._ends = target.end_tokens | set(options.stop_token_ids)
         pad = getattr(target.tokenizer, "pad_token_id", None)
         self._settings: dict[str, Any] = {
             "eos_token_id": sorted(self._ends) or None,
             "pad_token_id": min(self._ends, default=0) if pad is None else int(pad),
-            **sampling.for_transformers(),
+            "min_new_tokens": options.min_new_tokens or None,
+            **options.for_transformers(),
             **({"prompt_lookup_num_tokens": LOOKUP_TOKENS} if lookup else {}),
         }
 
@@ -191,7 +192,7 @@ class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers has no ty
 
 
 def _cut(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    """Tokens up to the first end-of-turn token, which is kept; what follows is padding.
+    """Tokens up to the first one that ends the text, which is kept; what follows is padding.
 
     >>> _cut([5, 2, 0, 0], frozenset({2}))
     [5, 2]
