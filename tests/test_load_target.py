@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headstart
+from headstart.data.conversations.records import Conversation, write_conversations
+from headstart.doctor.subject import find_subject
 from headstart.errors import UserError
+from headstart.recipes.recipe import load_recipe
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from tests.hub.helpers import export
 from tests.standin import CUDA, StandIn
-from tests.test_cli import refused, works
+from tests.test_cli import call, refused, works
+from tests.test_pipeline import recipe_text, tiny_recipe
 from tests.tiny import save_tiny_adapter, save_tiny_target
 
 CODE = """
@@ -65,7 +70,7 @@ def test_a_model_that_transformers_loaded(tmp_path: Path, tiny_target: Target, t
 
 
 def test_code_that_comes_with_a_target_runs_only_when_asked(tmp_path: Path, with_code: Path) -> None:
-    with pytest.raises(UserError, match=r"brings Python code along.*trust_remote_code=True \(--trust-remote-code\)"):
+    with pytest.raises(UserError, match=r"brings Python code along.*trust_remote_code=True \(--trust-remote-code; in a recipe"):
         headstart.load(target=str(with_code))
     target = load_target(str(with_code), "float32", trust_remote_code=True)
     export(tmp_path / "heads", target)
@@ -73,6 +78,40 @@ def test_code_that_comes_with_a_target_runs_only_when_asked(tmp_path: Path, with
     asked = ("generate", tmp_path / "heads", "--prompt", "hi", "--max-new-tokens", 4)
     assert "--trust-remote-code" in refused(*asked)
     works(*asked, "--trust-remote-code")
+
+
+def test_commands_run_code_that_comes_with_a_target_only_when_asked(tmp_path: Path, with_code: Path) -> None:
+    heads, served, trust = tmp_path / "heads", tmp_path / "served", "--trust-remote-code"
+    target = load_target(str(with_code), "float32", trust_remote_code=True)
+    export(heads, target, input_map=False, shared_lm_head=True)  # exporting these reads the target
+    texts = tmp_path / "texts.jsonl"
+    write_conversations(texts, [Conversation("0", [5, 6, 7, 8], [False, False, True, True], [])])
+    commands: list[tuple[object, ...]] = [
+        ("export", heads, "--format", "vllm", "--out", served),
+        ("import", served, "--target", with_code, "--out", tmp_path / "imported"),
+        ("export", "--check", served, "--against", heads),
+        ("doctor", heads, "--quick"),
+        ("data", "show", texts, "--target", with_code),
+    ]
+    for command in commands:
+        assert trust in refused(*command)
+        assert call(*command, trust).exit_code < 2, command  # 1 for findings: these heads learned nothing
+    assert f"vllm serve {with_code} {trust} " in call(*commands[0], trust).stdout
+    assert (tmp_path / "imported" / "config.json").is_file()
+
+
+def test_a_recipe_says_whether_such_code_runs(tmp_path: Path, with_code: Path) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(recipe_text(tiny_recipe(tmp_path, with_code)))
+    bare = tmp_path / "bare"
+    shutil.copytree(with_code, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    for target in (with_code, bare):  # weights and all, or a config alone
+        asked = ("plan", file, f"target.spec={target}", "--prompt-tokens", 8)
+        assert "target.trust_remote_code=true" in refused(*asked)
+        works(*asked, "target.trust_remote_code=true")
+    trusting = load_recipe(str(file), ["target.trust_remote_code=true"])
+    file.write_text(recipe_text(trusting))
+    assert type(find_subject(str(file)).target.model).__name__ == "OursForCausalLM"
 
 
 def test_a_token_reaches_the_hub(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

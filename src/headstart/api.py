@@ -117,6 +117,7 @@ def export(
     format: str,
     target: Target | str | None = None,
     dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Write heads as a serving engine loads them.
 
@@ -125,6 +126,7 @@ def export(
         format: one of `headstart.servers.names.FormatName`, such as "vllm".
         target: where the target is, when it is not where the heads say, or the loaded target.
         dtype: of the weights: "bfloat16" by default, "float16", "float32", and for GGUF files "q8_0".
+        trust_remote_code: run Python code that the target brings along, here and in the engines.
 
     Returns:
         What was written, with the command that serves it in each engine.
@@ -133,7 +135,7 @@ def export(
         UserError: no such heads or format, heads that no engine of the format can serve, or a folder in use.
     """
     name = None if dtype is None else _dtype_name(dtype)
-    return export_for(locate(heads), Path(out), format, target=target, dtype=name)
+    return export_for(locate(heads), Path(out), format, target, name, trust_remote_code)
 
 
 def import_heads(
@@ -142,6 +144,7 @@ def import_heads(
     out: str | Path,
     revision: str | None = None,
     dtype: str | torch.dtype = "auto",
+    trust_remote_code: bool = False,
 ) -> Path:
     """Write a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint as a folder of headstart heads.
 
@@ -150,11 +153,13 @@ def import_heads(
         target: the model that the heads were trained on, or what `load_target` takes.
         out: folder to write, for `headstart.load` and `train.start_from`; it is returned.
         dtype: of the target while it is read, see `load_target`.
+        trust_remote_code: run Python code that the target brings along.
 
     Raises:
         UserError: no such checkpoint, pickled or damaged files, a variant that headstart has no heads for, or another
             target.
     """
-    known = target if isinstance(target, Target) else load_target(target, _dtype_name(dtype))
-    importing.import_heads(source, known, Path(out), revision)
+    if not isinstance(target, Target):
+        target = load_target(target, _dtype_name(dtype), trust_remote_code=trust_remote_code)
+    importing.import_heads(source, target, Path(out), revision)
     return Path(out)

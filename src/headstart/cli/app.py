@@ -13,7 +13,7 @@ from rich.console import Console
 from headstart.cli.doctor import doctor
 from headstart.cli.engines import engine_table, export, import_checkpoint
 from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder
-from headstart.cli.options import JsonFile, Loading, Overrides, RecipeName, RunDir, with_options
+from headstart.cli.options import JsonFile, Loading, Overrides, RecipeName, RunDir, TrustOption, with_options
 from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
@@ -200,6 +200,7 @@ def data_show(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_FILE", help="A run's folder, or a conversation file.")],
     index: Annotated[int, typer.Option(help="Show this conversation, counted from 0.")] = 0,
     target: Annotated[str | None, typer.Option(help="Use this model's tokenizer, for a file outside a run.")] = None,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Print a conversation as training sees it: what the heads learn from is coloured.
 
@@ -216,7 +217,7 @@ def data_show(
     conversations = read_conversations(file)
     if not 0 <= index < len(conversations):
         raise UserError(f"There is no conversation {index} in {file}.", f"It holds 0 to {len(conversations) - 1}.")
-    show_conversation(conversations[index], tokenizer_for(file, target), Console())
+    show_conversation(conversations[index], tokenizer_for(file, target, trust_remote_code), Console())
 
 
 @app.command()

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from headstart.cli.options import RunDir, TargetOption
+from headstart.cli.options import RunDir, TargetOption, TrustOption
 from headstart.errors import UserError
 from headstart.support.files import check_writable, read_json
 from headstart.support.terminal import tell
@@ -28,6 +28,7 @@ def doctor(
     json: Annotated[Path | None, typer.Option(help="Also write the findings as JSON to this file.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Check a sample only.")] = False,
     target: TargetOption = None,
+    trust_remote_code: TrustOption = False,
 ) -> None:
     """Find out why acceptance is low: which stage disagrees with which, and how to fix it. Exits with 1 if any does.
 
@@ -50,7 +51,7 @@ def doctor(
         from headstart.doctor.findings import show, write
         from headstart.doctor.subject import find_subject
 
-        subject = find_subject(path, run_dir, questions, target, quick)
+        subject = find_subject(path, run_dir, questions, target, quick, trust_remote_code)
         findings = list(examine(subject, lambda stage, name: progress(f"examining {stage}: {name}")))
     show(findings, console)
     if json is not None:

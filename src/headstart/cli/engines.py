@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headstart.cli.options import HEADS, Loading, TargetOption, listed, names, with_options
+from headstart.cli.options import HEADS, Loading, TargetOption, TrustOption, listed, names, with_options
 from headstart.errors import UserError
 from headstart.servers.names import FORMATS, READERS
 from headstart.support.terminal import program, say, tell
@@ -30,6 +30,7 @@ def export(
         typer.Option(help="Numbers to store weights in; q8_0 in GGUF files alone.", show_default="bfloat16"),
     ] = None,
     target: TargetOption = None,
+    trust_remote_code: TrustOption = False,
     check: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads, whoever wrote it.")
     ] = None,
@@ -51,7 +52,7 @@ def export(
             raise UserError(
                 "--check writes nothing.", f"Leave HEADS and --out away: {program()} export --check {check}"
             )
-        _check(check, listed(engine), against, target)
+        _check(check, listed(engine), against, target, trust_remote_code)
         return
     if heads is None or out is None:
         missing = "HEADS" if heads is None else "--out"
@@ -79,7 +80,7 @@ def export(
     with console.status("exporting"):
         from headstart.hub.engines.export import export_for
 
-        done = export_for(folder, out, formats, target=target, dtype=dtype)
+        done = export_for(folder, out, formats, target, dtype, trust_remote_code)
     for remark in done.remarks:
         tell(console, remark)
     say(console, ("Heads", out), *((f"Serve with {name}", command) for name, command in done.commands.items()))
@@ -108,7 +109,8 @@ def import_checkpoint(
         from headstart.hub.engines.importing import import_heads
         from headstart.target.loading import load_target
 
-        heads = import_heads(source, load_target(target, loading.dtype), out, loading.revision)
+        trained_on = load_target(target, loading.dtype, trust_remote_code=loading.trust_remote_code)
+        heads = import_heads(source, trained_on, out, loading.revision)
     say(
         console,
         ("Heads", f"{out} ({heads.family})"),
@@ -130,11 +132,11 @@ def engine_table(measured: EngineTuning) -> Table:
     return table
 
 
-def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target: str | None) -> None:
+def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target: str | None, trusted: bool) -> None:
     """Print what is wrong, and exit with 1 if anything is."""
     from headstart.hub.engines.export import check_export, export_remarks, readers_of
 
-    findings = check_export(folder, engines, against, target)
+    findings = check_export(folder, engines, against, target, trusted)
     console = Console()
     for finding in findings:
         tell(console, f"{finding.engine}: {finding.problem} {finding.remedy}")

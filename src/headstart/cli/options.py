@@ -42,6 +42,7 @@ class Loading(LoadOptions):
 
 
 TargetOption = Annotated[str | None, typer.Option("--target", help=meaning(Loading, "target").text)]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help=meaning(Loading, "trust_remote_code").text)]
 
 
 def names(help: str, default: str | None = None) -> Any:

@@ -138,6 +138,7 @@ def find_subject(
     questions: Path | None = None,
     target: str | None = None,
     quick: bool = False,
+    trust_remote_code: bool = False,
 ) -> Subject:
     """What a user means by a name or path, with its target loaded: a packaged recipe, a recipe's file, the folder of a
     run, a folder of heads, or a Hub id of heads.
@@ -148,6 +149,7 @@ def find_subject(
         questions: a file of what people will ask.
         target: where the target is, when it is not where the recipe or the heads say.
         quick: look at less.
+        trust_remote_code: run code that the target brings along; a recipe may say so itself.
     """
     asked = read_questions(questions) if questions else []
     if run_dir is not None and not run_dir.is_dir():
@@ -155,7 +157,7 @@ def find_subject(
     recipe, run, heads_folder = _located(path, run_dir)
     if recipe is None:
         assert heads_folder is not None, "what is no recipe and no run is heads"
-        return Subject(_target_of_heads(heads_folder, target), None, run, heads_folder, asked, quick)
+        return Subject(_target_of_heads(heads_folder, target, trust_remote_code), None, run, heads_folder, asked, quick)
     trained = [run / HEADS, run / TRAIN / "best"] if run else []
     heads_folder = heads_folder or next((folder for folder in trained if folder.is_dir()), None)
     section = recipe.target
@@ -170,6 +172,7 @@ def find_subject(
         revision,
         adapter=adapter,
         quantization=section.quantization,
+        trust_remote_code=trust_remote_code or section.trust_remote_code,
     )
     loaded = loaded.with_tokenizer(with_template_kwargs(loaded.tokenizer, recipe.data.chat_template_kwargs))
     return Subject(loaded, recipe, run, heads_folder, asked, quick)
@@ -193,10 +196,11 @@ def _located(path: str, run_dir: Path | None) -> tuple[Recipe | None, Path | Non
     return recipe_of_run, run_of_heads or run_dir, folder
 
 
-def _target_of_heads(folder: Path, target: str | None) -> Target:
+def _target_of_heads(folder: Path, target: str | None, trust_remote_code: bool) -> Target:
     if not is_exported(read_json(folder / CONFIG)):
         if target is None:
             raise UserError(f"The heads in {folder} do not name their target.", "Name it with --target.")
-        return load_target(target)
+        return load_target(target, trust_remote_code=trust_remote_code)
     trained_on = heads_target(folder)
-    return trained_on.rendering(load_target(target or trained_on.spec, adapter=trained_on.adapter_spec(folder)))
+    spec, adapter = target or trained_on.spec, trained_on.adapter_spec(folder)
+    return trained_on.rendering(load_target(spec, adapter=adapter, trust_remote_code=trust_remote_code))

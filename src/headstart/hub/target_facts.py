@@ -22,7 +22,8 @@ class TargetFacts:
     """What formats say of a target, or depend on.
 
     `spec` is what `load_target` takes, `folder` what transformers loads, or a Hub id: empty where there is none here.
-    `tokens` are special tokens' ids by their name in a config.
+    `tokens` are special tokens' ids by their name in a config; `trust_remote_code` says whether code that comes along
+    with the target may run.
     """
 
     spec: str
@@ -36,6 +37,7 @@ class TargetFacts:
     gguf: Path | None = None
     architectures: tuple[str, ...] = ()
     tokens: Mapping[str, int] | None = None
+    trust_remote_code: bool = False
 
 
 def kind_of(published: Published) -> str:

@@ -90,12 +90,12 @@ def copy_heads(heads: Path, out: Path) -> None:
     write_atomic(out, lambda partial: copytree(heads, partial))
 
 
-def tokenizer_for(file: Path, target: str | None) -> Any:
+def tokenizer_for(file: Path, target: str | None, trust_remote_code: bool) -> Any:
     """The tokenizer that a conversation file was written with: `target`'s, or that of the run the file lies in."""
     if target is not None:
         from headstart.target.loading import load_target
 
-        return load_target(target).tokenizer
+        return load_target(target, trust_remote_code=trust_remote_code).tokenizer
     for folder in file.resolve().parents:
         if (kept := folder / TARGET / "tokenizer").is_dir():
             from transformers import AutoTokenizer

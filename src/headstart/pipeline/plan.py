@@ -145,7 +145,7 @@ def _timed(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
 def _sized(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> Plan:
     """Of a target whose config alone is here: nothing can be timed."""
     recipe, section = run.recipe, run.recipe.target
-    target = outline(section.spec, section.dtype, section.revision)
+    target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
     shapes = cast(Target, target)  # which is all that heads on the meta device ask for
     config = make_config(recipe.heads, shapes)
     with torch.device("meta"):

@@ -91,11 +91,13 @@ class Run:
         from headstart.target.loading import load_sharded_target, load_target
 
         section = self.recipe.target
-        device = self.device or section.device
+        device, trusted = self.device or section.device, section.trust_remote_code
         with self.console.status(f"loading {escape(section.spec)}"):
             try:
                 target = (
-                    load_sharded_target(section.spec, section.dtype, device, section.revision)
+                    load_sharded_target(
+                        section.spec, section.dtype, device, section.revision, trust_remote_code=trusted
+                    )
                     if sharded
                     else load_target(
                         section.spec,
@@ -105,6 +107,7 @@ class Run:
                         exact=section.exact,
                         adapter=adapter,
                         quantization=section.quantization,
+                        trust_remote_code=trusted,
                     )
                 )
             except UserError as error:

@@ -78,7 +78,7 @@ class HeadSettings(Section):
 class TargetSection(Section):
     """The frozen model."""
 
-    noted_if_set = frozenset({"adapter", "quantization"})
+    noted_if_set = frozenset({"adapter", "quantization", "trust_remote_code"})
 
     spec: str = Field("smollm2-135m", description="Packaged name, hub id, folder, or .gguf file.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -96,6 +96,9 @@ class TargetSection(Section):
         "auto",
         description="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower); "
         "tokens, which auto takes: equal up to rounding at near-ties.",
+    )
+    trust_remote_code: bool = Field(
+        False, description="Run Python code that the target's folder or repository brings along."
     )
 
 

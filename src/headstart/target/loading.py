@@ -100,13 +100,19 @@ def load_target(
     return target
 
 
-def load_sharded_target(spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None) -> Target:
+def load_sharded_target(
+    spec: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    **access: Unpack[HubAccess],
+) -> Target:
     """As `load_target`, but each of the processes that have met (`torch.distributed`) keeps a part of the weights, by
     the architecture's tensor-parallel plan in transformers."""
     from transformers.distributed import DistributedConfig
 
     kind = pick_dtype(dtype, pick_device(device))
-    model, tokenizer = _read(spec, kind, revision, {}, distributed_config=DistributedConfig(tp_plan="auto"))
+    model, tokenizer = _read(spec, kind, revision, access, distributed_config=DistributedConfig(tp_plan="auto"))
     if kind == torch.float16:
         _check_range(model, spec)
     target = Target(model, tokenizer, spec)
@@ -128,14 +134,20 @@ def _read(spec: str, dtype: torch.dtype, revision: str | None, access: HubAccess
     except UserError:
         raise
     except Exception as error:  # transformers raises many kinds; all mean the same to the user
-        if "trust_remote_code" in str(error):
-            raise UserError(
-                f"The target {spec!r} brings Python code along, which has to run to load it.",
-                "Read it, and if you trust it, pass trust_remote_code=True (--trust-remote-code).",
-            ) from error
+        refuse_code(spec, error)
         raise UserError(
             f"Cannot load the target {spec!r}: {type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}",
             "Give a hub id, a folder with config.json, a .gguf file, or one of: " + ", ".join(PACKAGED) + ".",
+        ) from error
+
+
+def refuse_code(spec: str, error: Exception) -> None:
+    """Raise what to say where transformers refuses to run the code that a target brings along, if that is the error."""
+    if "trust_remote_code" in str(error):
+        raise UserError(
+            f"The target {spec!r} brings Python code along, which has to run to load it.",
+            "Read it, and if you trust it, pass trust_remote_code=True (--trust-remote-code; in a recipe "
+            "target.trust_remote_code=true).",
         ) from error
 
 
@@ -178,10 +190,10 @@ def gguf_file(spec: str) -> Path | None:
     return None if gguf is None else Path(folder) / gguf
 
 
-def load_config(spec: str) -> Any:
+def load_config(spec: str, trust_remote_code: bool = False) -> Any:
     """The text config of a target, without its weights; None where it cannot be had."""
     try:
-        config = AutoConfig.from_pretrained(loadable_folder(spec))
+        config = AutoConfig.from_pretrained(loadable_folder(spec), trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
         return None
     return config.get_text_config()

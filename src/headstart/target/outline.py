@@ -13,7 +13,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from headstart.errors import UserError
 from headstart.target.frozen import FrozenModel, refuse_layers, spare_token
-from headstart.target.loading import DTYPES, known_folder, loadable_folder
+from headstart.target.loading import DTYPES, known_folder, loadable_folder, refuse_code
 
 
 class Outline(FrozenModel):
@@ -56,7 +56,7 @@ def weights_are_here(spec: str, revision: str | None = None) -> bool:
     return any(isinstance(try_to_load_from_cache(folder, name, revision=revision), str) for name in names)
 
 
-def outline(spec: str, dtype: str = "auto", revision: str | None = None) -> Outline:
+def outline(spec: str, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False) -> Outline:
     """A target's outline, from its config alone; the dtype "auto" is the config's, or bfloat16 where that is float32.
 
     Raises:
@@ -70,13 +70,15 @@ def outline(spec: str, dtype: str = "auto", revision: str | None = None) -> Outl
             error.problem,
             f"{error.remedy} A folder with the model's config.json alone is enough for a plan: target=FOLDER.",
         ) from error
+    options["trust_remote_code"] = trust_remote_code  # left out, transformers would ask on a terminal
     try:
         config = AutoConfig.from_pretrained(folder, **options)
         saved = getattr(config.get_text_config(), "dtype", None)
         kind = DTYPES.get(dtype, saved if saved in (torch.bfloat16, torch.float16) else torch.bfloat16)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=kind)
+            model = AutoModelForCausalLM.from_config(config, dtype=kind, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises many kinds; all mean the same to the user
+        refuse_code(spec, error)
         raise UserError(
             f"Cannot plan for {spec!r}: {type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}",
             "Give a folder with the config.json of a causal language model, or a hub id that can be reached.",

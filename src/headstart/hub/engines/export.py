@@ -65,6 +65,7 @@ def export_for(
     formats: str | Sequence[str],
     target: Target | str | None = None,
     dtype: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Exported:
     """Write heads in one or several formats of engines; nothing is left behind when that fails. See `headstart.export`.
 
@@ -81,7 +82,7 @@ def export_for(
         if dtype and dtype not in format.dtypes:
             raise UserError(f"{format.name} has no dtype {dtype!r}.", nearest(dtype, format.dtypes))
     refuse_used(out)
-    published, facts = publish(heads, target)
+    published, facts = publish(heads, target, trust_remote_code)
     for fault in infinite(published):
         raise UserError(*fault)
     measured = read_engine_tunings(heads_folder(heads))
@@ -149,14 +150,16 @@ def _not_paying(formats: Sequence[Format], measured: Mapping[str, EngineTuning])
             )
 
 
-def publish(heads: Path, target: Target | str | None = None) -> tuple[Published, TargetFacts]:
+def publish(
+    heads: Path, target: Target | str | None = None, trust_remote_code: bool = False
+) -> tuple[Published, TargetFacts]:
     """Heads as engines know them, and what is known of their target; it is loaded only where heads read its weights."""
     folder = heads_folder(heads)
     check_folder(folder)
     built = build_heads(read_config(folder)["heads"], folder / WEIGHTS)
-    facts = facts_of_heads(folder, None if isinstance(target, Target) else target)
+    facts = facts_of_heads(folder, None if isinstance(target, Target) else target, trust_remote_code)
     if built.publishing_reads_target:
-        built.bind(target if isinstance(target, Target) else load_target(_spec(facts), "float32", "cpu"))
+        built.bind(target if isinstance(target, Target) else _load(facts, "float32"))
     return built.float().publish(), facts
 
 
@@ -166,8 +169,12 @@ def _embeddings(target: Target | str | None, facts: TargetFacts) -> torch.Tensor
         return target.embedding_weight.detach()
     embeddings_VE = read_embeddings(_spec(facts))
     if embeddings_VE is None:
-        return load_target(facts.spec, "auto", "cpu").embedding_weight.detach()
+        return _load(facts, "auto").embedding_weight.detach()
     return embeddings_VE
+
+
+def _load(facts: TargetFacts, dtype: str) -> Target:
+    return load_target(_spec(facts), dtype, "cpu", trust_remote_code=facts.trust_remote_code)
 
 
 def _spec(facts: TargetFacts) -> str:
@@ -221,7 +228,11 @@ def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
 
 
 def check_export(
-    folder: Path, engines: Sequence[str] = (), against: Path | None = None, target: Target | str | None = None
+    folder: Path,
+    engines: Sequence[str] = (),
+    against: Path | None = None,
+    target: Target | str | None = None,
+    trust_remote_code: bool = False,
 ) -> list[Finding]:
     """What engines would get wrong with a folder of heads or a GGUF file, whoever wrote it.
 
@@ -229,7 +240,7 @@ def check_export(
     and `target` is theirs, where it is not where they say.
     """
     readers = readers_of(folder, engines)
-    held, facts = (None, None) if against is None else publish(against, target)
+    held, facts = (None, None) if against is None else publish(against, target, trust_remote_code)
     findings = [finding for engine, format in readers.items() for finding in format.check(folder, engine, facts)]
     if held is not None and not findings:
         for format in dict.fromkeys(readers.values()):

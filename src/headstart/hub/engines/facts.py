@@ -14,7 +14,7 @@ from headstart.target.loading import gguf_file, load_config, loadable_folder
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def facts_of_heads(folder: Path, spec: str | None = None) -> TargetFacts:
+def facts_of_heads(folder: Path, spec: str | None = None, trust_remote_code: bool = False) -> TargetFacts:
     """The target of a folder of heads, wherever it lies or where `spec` says; its weights are not loaded.
 
     A UserError where the target has an adapter, which engines cannot serve.
@@ -41,7 +41,8 @@ def facts_of_heads(folder: Path, spec: str | None = None) -> TargetFacts:
         vocab_size=int(vocab),
         folder=loadable_folder(where) if where else "",
         gguf=gguf_file(where) if where else None,
-        **_config_facts(where),
+        trust_remote_code=trust_remote_code,
+        **_config_facts(where, trust_remote_code),
     )
 
 
@@ -67,9 +68,9 @@ def _is_here(spec: str) -> bool:
     return bool(spec)
 
 
-def _config_facts(spec: str) -> dict[str, Any]:
+def _config_facts(spec: str, trust_remote_code: bool) -> dict[str, Any]:
     """Architecture and special tokens, where the target's config can be had."""
-    config = load_config(spec) if spec else None
+    config = load_config(spec, trust_remote_code) if spec else None
     if config is None:
         return {}
     tokens = {name: getattr(config, name, None) for name in _SPECIAL}

@@ -139,7 +139,7 @@ def _write_tokenizer(writer: Any, facts: TargetFacts) -> None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(facts.folder)
+        tokenizer = AutoTokenizer.from_pretrained(facts.folder, trust_remote_code=facts.trust_remote_code)
         model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
     except (OSError, ValueError, AttributeError, KeyError) as error:
         raise UserError(

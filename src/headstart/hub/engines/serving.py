@@ -43,16 +43,21 @@ def serve_commands(
 
 def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: int) -> list[str]:
     config = {"method": str(published.layout), "model": folder, "num_speculative_tokens": drafts}
-    return ["vllm", "serve", facts.folder or "TARGET", "--speculative-config", json.dumps(config)]
+    return ["vllm", "serve", facts.folder or "TARGET", *_trust(facts), "--speculative-config", json.dumps(config)]
 
 
 def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: int) -> list[str]:
     algorithm = {Layout.EAGLE3: "EAGLE3", Layout.DFLASH: "DFLASH"}.get(published.layout, "EAGLE")
-    words = ["python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET"]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET", *_trust(facts)]
     words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", folder]
     if published.layout is not Layout.DFLASH:
         words += ["--speculative-num-steps", str(drafts), "--speculative-eagle-topk", "1"]
     return [*words, "--speculative-num-draft-tokens", str(drafts + 1)]  # the root is one of them
+
+
+def _trust(facts: TargetFacts) -> list[str]:
+    """vLLM and SGLang call it the same."""
+    return ["--trust-remote-code"] if facts.trust_remote_code else []
 
 
 def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: int) -> list[str]:
