@@ -429,6 +429,7 @@ def test_a_batch_larger_than_free_memory_is_not_even_tried(
 def test_what_rows_begin_with_alike_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Past the sliding window, too; read once, and every row continues as it does on its own."""
     target = Target(tiny_model(kind, vocab_size=61))
+    target.record()  # which reads a text of its own
     rng = torch.Generator().manual_seed(0)
     words = torch.randint(3, 61, (40,), generator=rng).tolist()
     rows = [words[:12] + words[20:23], words[:12] + words[30:], words[:13], words[:12] + words[33:]]
