@@ -97,6 +97,7 @@ class Engine:
         self.experience: dict[int, Experience] = {}
         self.rng = random.Random(1)
         self.came_to = Decoding()
+        self._always = None if fixed is None else self._comb(1, fixed, 0.0, 0.0)
 
     def call(self, tokens: int = 128, rows: int = 1, prompt: int = 60) -> None:
         """Decode a batch of answers of so many tokens each."""
@@ -121,7 +122,9 @@ class Engine:
             self.came_to.rounds += 1
             self.came_to.drafted += drafts
             emitted = [self._accept(tree) for tree in trees]
-            budget.note(trees, emitted, (self.machine.seen(draft_ms) if drafts else 0.0, self.machine.seen(verify_ms)))
+            if self.fixed is None:
+                seen_ms = self.machine.seen(draft_ms) if drafts else 0.0, self.machine.seen(verify_ms)
+                budget.note(trees, emitted, seen_ms)
             left = [have - got for have, got in zip(left, emitted, strict=True)]
             kept = [row for row, have in enumerate(left) if have > 0]
             if len(kept) < len(left):
@@ -131,9 +134,14 @@ class Engine:
 
     def _draft(self, budget: Budget, rows: int) -> tuple[list[Tree], int]:
         """The tree to verify and how many levels were drafted; a node's token is its depth and rank."""
-        room, threshold, level_threshold = budget.room(32), budget.threshold, budget.level_threshold
-        if self.fixed is not None:
-            room, threshold, level_threshold = self.fixed, 0.0, 0.0
+        if self._always is not None:
+            return [self._always] * rows, self._always.depth
+        limits = budget.room(32), budget.threshold, budget.level_threshold
+        trees = [self._comb(rows, *limits) for _ in range(rows)]
+        assert trees[0].levels is not None, "heads draft them"
+        return budget.prune(trees), trees[0].levels
+
+    def _comb(self, rows: int, room: int, threshold: float, level_threshold: float) -> Tree:
         best, shares = self.promised[0], self.promised
         nodes: list[tuple[float, int, int]] = []
         depth, accept_prob = 0, 1.0
@@ -157,9 +165,7 @@ class Engine:
         parents = [-1, *(0 if at == 0 else indices[at - 1, 0] for _, at, _ in nodes)]
         tokens = [0, *(10 * at + rank for _, at, rank in nodes)]
         accept_probs = [1.0, *(one for one, _, _ in nodes)]
-        levels = depth if self.fixed is None else max((at + 1 for _, at, _ in nodes), default=1)
-        trees = [Tree(tokens, parents, accept_probs, levels=levels) for _ in range(rows)]
-        return (trees if self.fixed is not None else budget.prune(trees)), levels
+        return Tree(tokens, parents, accept_probs, levels=depth)
 
     def _accept(self, tree: Tree) -> int:
         """Tokens that the row emits: down the comb as far as luck and the tree go."""
