@@ -219,8 +219,8 @@ def random_numbers(seed: int) -> tuple[Iterator[float], Iterator[float], Iterato
     """Three streams that share nothing: for accepting, for drawing tokens, for drawing drafts."""
 
     def numbers(generator: torch.Generator) -> Iterator[float]:
-        while True:
-            yield float(torch.rand((), generator=generator, dtype=torch.float64))
+        while True:  # the numbers are those of single draws
+            yield from torch.rand(64, generator=generator, dtype=torch.float64).tolist()
 
     seeds = torch.randint(1 << 62, (3,), generator=torch.Generator().manual_seed(seed)).tolist()
     accepting, drawing, drafting = (numbers(torch.Generator().manual_seed(own)) for own in seeds)
