@@ -148,6 +148,7 @@ def test_attention_is_not_planned_anew_for_every_size(
     original = torch.nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
     eager = Target(tiny_model("phi3_long", vocab_size=61).to(CUDA))
+    target.record()
     allowed.clear()  # checks ask the model itself, too
     before = torch.backends.cuda.cudnn_sdp_enabled()
     for name, reader in (("eagle3", target), ("dflash", target), ("eagle3", eager)):
