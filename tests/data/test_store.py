@@ -161,7 +161,7 @@ class TestResume:
             written.append(path)
 
         with monkeypatch.context() as patched:
-            patched.setattr("headstart.support.files.save_file", full)
+            patched.setattr("safetensors.torch.save_file", full)
             with pytest.raises(OSError, match="No space left"):
                 build(tmp_path, tiny_target, given)
         files = [file.suffix for file in tmp_path.iterdir() if file.is_file()]

@@ -100,7 +100,7 @@ def test_a_full_disk_is_a_sentence(made: Made, tmp_path: Path, monkeypatch: pyte
     def full(*_: object, **__: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("headstart.support.files.save_file", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
     said = refused("export", made("eagle3")[1], "--format", "vllm", "--out", tmp_path / "served")
     assert "full" in said and not list(tmp_path.iterdir())
 

@@ -10,13 +10,12 @@ import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
-
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from headstart.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 PARTIAL = ".partial"
 """Suffix of a file or folder that is still being written."""
@@ -85,6 +84,9 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file, in place; an OSError where the system refuses, as from every other file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
     complete = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(complete, path, metadata=dict(metadata or {"format": "pt"}))
