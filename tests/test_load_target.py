@@ -70,8 +70,8 @@ def test_a_model_that_transformers_loaded(tmp_path: Path, tiny_target: Target, t
 
 
 def test_code_that_comes_with_a_target_runs_only_when_asked(tmp_path: Path, with_code: Path) -> None:
-    refused = r"brings Python code along.*trust_remote_code=True \(--trust-remote-code; in a recipe"
-    with pytest.raises(UserError, match=refused):
+    asked_for = r"brings Python code along.*trust_remote_code=True \(--trust-remote-code; in a recipe"
+    with pytest.raises(UserError, match=asked_for):
         headstart.load(target=str(with_code))
     target = load_target(str(with_code), "float32", trust_remote_code=True)
     export(tmp_path / "heads", target)
