@@ -10,7 +10,7 @@ from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.drafters.heads import HeadDrafter
 from headstart.recipes.sections import TrainSection
 from headstart.target.model import Target
-from tests.decode.test_on_device import SHAPE, TEXTS, loss_of, training_batch
+from tests.decode.test_on_device import SHAPE, TEXTS, loss_of, on_both, training_batch
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 
@@ -54,10 +54,7 @@ def test_heads_change_no_text(name: str, tree: TreeKind, rows: int, target: Targ
 @pytest.mark.parametrize("name", CASES)
 def test_heads_draft_there_what_they_draft_here(name: str, host: Target, target: Target) -> None:
     """Logits of every draft step, beside those of the CPU."""
-    heads = shake(build(name, host))
-    moved = build(name, host).to("cuda")
-    moved.load_state_dict(heads.state_dict())
-    moved.bind(target)
+    heads, moved = on_both(name, host, target)
     for ours, theirs in zip(
         heads.unroll(training_batch(host, heads, "cpu")), moved.unroll(training_batch(host, heads, "cuda")), strict=True
     ):
@@ -67,10 +64,7 @@ def test_heads_draft_there_what_they_draft_here(name: str, host: Target, target:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_training_step(name: str, host: Target, target: Target) -> None:
-    heads = shake(build(name, host))
-    moved = build(name, host).to("cuda")
-    moved.load_state_dict(heads.state_dict())
-    moved.bind(target)
+    heads, moved = on_both(name, host, target)
     expected = loss_of(heads, host, training_batch(host, heads, "cpu"), TrainSection())
     assert loss_of(moved, target, training_batch(host, heads, "cuda"), TrainSection()) == pytest.approx(
         expected, rel=1e-4

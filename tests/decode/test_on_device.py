@@ -187,6 +187,15 @@ def loss_of(heads: DraftHead, target: Target, batch: HeadBatch, section: TrainSe
     return float(loss.detach())
 
 
+def on_both(name: str, host: Target, target: Target) -> tuple[DraftHead, DraftHead]:
+    """The same heads twice: on the host, and on the device of a target."""
+    heads = shake(build(name, host))
+    moved = build(name, host).to(target.device)
+    moved.load_state_dict(heads.state_dict())
+    moved.bind(target)
+    return heads, moved
+
+
 def training_batch(host: Target, heads: DraftHead, device: str) -> HeadBatch:
     batch = batch_of(host, heads, LESSONS, prompt=3)
     final = batch_of(host, build("medusa", host), LESSONS, prompt=3).states
@@ -197,10 +206,7 @@ def training_batch(host: Target, heads: DraftHead, device: str) -> HeadBatch:
 @pytest.mark.parametrize("name", CASES)
 def test_a_training_step_of_every_family(name: str, host: Target, target: Target, device: StandIn) -> None:
     section = TrainSection()
-    heads = shake(build(name, host))
-    moved = build(name, host).to(CUDA)
-    moved.load_state_dict(heads.state_dict())
-    moved.bind(target)
+    heads, moved = on_both(name, host, target)
     expected = loss_of(heads, host, training_batch(host, heads, "cpu"), section)
     batch = training_batch(host, heads, "cuda")
     assert loss_of(moved, target, batch, section) == pytest.approx(expected, rel=1e-4)

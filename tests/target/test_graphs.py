@@ -9,6 +9,7 @@ import torch
 
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
+from headstart.errors import UserError
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
 from tests.standin import CUDA, Graph, StandIn
@@ -136,7 +137,14 @@ def test_what_cannot_be_captured_is_replayed_without_graphs(device: StandIn, mon
     monkeypatch.setattr(Graph, "note", refuse)
     target = Target(model.to(CUDA))
     assert target.forwards.startswith("replayed, no CUDA graphs: a forward could not be captured")
+    assert target.new_cache(1, 20).memory is None and not target.spare_bytes, "nothing is held for graphs any more"
     assert Engine(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens == expected
+
+
+def test_a_layer_that_does_not_exist_is_refused(target: Target, device: StandIn) -> None:
+    cache = target.new_cache(1, 64)
+    with pytest.raises(UserError, match="Layer 99 does not exist"):
+        target.forward_tree(cache, TreeBatch.of([Tree([3])], CUDA), (99,))
 
 
 def test_launches_of_a_plain_round(target: Target, device: StandIn) -> None:

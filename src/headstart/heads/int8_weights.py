@@ -71,7 +71,7 @@ def _in_full(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
     drafts = x.is_cpu and x.numel() <= MAX_ROWS * x.shape[-1] and not torch.is_grad_enabled()
     if not drafts or x.dtype != weight_NI.dtype or weight_NI.numel() < _MIN:
         return F.linear(x, weight_NI, bias_N)
-    version, packed = _PACKED.get(weight_NI, (None, None))  # type: ignore[no-untyped-call]
+    version, packed = _PACKED.get(weight_NI, (None, None))  # type: ignore[no-untyped-call]  # torch has no types
     if version != _version(weight_NI):
         packed = None
         _PACKED[weight_NI] = _version(weight_NI), packed

@@ -30,23 +30,20 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
 
     A file replaces a file and a folder replaces a folder, with everything in it. When `write` raises, or the disk is
     full, `path` is left as it was and no file beside it. A file is replaced in one step; between the two steps of a
-    folder `path` does not exist. Files have the mode of any new file
-    here, also where a library has written them for their owner alone.
+    folder `path` does not exist. Files have the mode of any new file here, also where a library has written them for
+    their owner alone.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + PARTIAL)
     remove(partial)
     try:
-        partial.touch()
-        mode = partial.stat().st_mode & 0o777
-        partial.unlink()
         write(partial)
         for file in [partial, *partial.rglob("*")]:
             if file.is_file():
                 with file.open("rb+") as handle:
                     os.fsync(handle.fileno())
                 if file.stat().st_mode & 0o777 == _OWNER_ALONE:
-                    file.chmod(mode)
+                    file.chmod(_mode_here(partial))
     except BaseException:
         with suppress(OSError):  # what went wrong first is what to tell
             remove(partial)
@@ -57,6 +54,16 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
         path.rename(old)
     os.replace(partial, path)
     remove(old)
+
+
+def _mode_here(path: Path) -> int:
+    """The mode that a new file beside a path gets, whatever of it is there already."""
+    probe = path.with_name(f"{path.name}.mode{PARTIAL}")
+    probe.touch()
+    try:
+        return probe.stat().st_mode & 0o777
+    finally:
+        probe.unlink()
 
 
 def check_writable(folder: Path) -> None:

@@ -5,8 +5,8 @@ fixed shapes, so there is one for each bucket: rows and slots in sight in powers
 layers whose states are wanted. Tokens, depths, visibility and lengths are filled into its buffers; positions, masks and
 slots are computed from them inside of it. What fills a bucket up is read like a node, and never looked at.
 
-Keys and values stay where a graph found them: a cache gets its memory from `Graphs.memory` and gives it back with the
-graphs that know it, so that the next call captures nothing.
+Keys and values stay where a graph found them: `Graphs.new_cache` gives a cache memory, which comes back with the graphs
+that know it, so that the next call captures nothing.
 
 Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
 """
@@ -97,25 +97,25 @@ class Graphs:
     def __init__(self, forward: Forward, layers: Sequence[LayerKeys]) -> None:
         self._forward, self._layers, self._device = forward, layers, layers[0].device
         self._slot_bytes = sum(layer.bytes for layer in layers)
-        self._spare: list[KeyMemory] = []  # one at most, of no cache
+        self._spare: KeyMemory | None = None  # of no cache
         self._lock = threading.Lock()
         self.refused: str | None = None
 
     def refuse(self, reason: str) -> None:
         """Capture nothing any more, and let go of what is held for the next cache."""
-        self.refused = reason
-        self._spare.clear()
+        self.refused, self._spare = reason, None
 
     @property
     def spare_bytes(self) -> int:
         """Memory that is held for the next cache, and given up where that asks for another size."""
-        return sum(memory.rows * memory.capacity * self._slot_bytes for memory in self._spare)
+        memory = self._spare
+        return 0 if memory is None else memory.rows * memory.capacity * self._slot_bytes
 
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         """An empty cache in memory that graphs can know; there is room to fill up the widest bucket."""
         capacity += WIDTHS[-1]
         with self._lock:
-            memory = self._spare.pop() if self._spare else None
+            memory, self._spare = self._spare, None
         if memory is not None:
             too_large = memory.rows * memory.capacity > _TOO_LARGE * rows * _power(capacity)
             if memory.rows < rows or memory.capacity < capacity or too_large:
@@ -133,7 +133,7 @@ class Graphs:
 
     def _keep(self, memory: KeyMemory) -> None:
         with self._lock:
-            self._spare[:] = [memory]
+            self._spare = memory if self.refused is None else None
 
     def __call__(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int]) -> Outputs | None:
         """Read a tree, as `Target.forward_tree` does; None where no graph can."""

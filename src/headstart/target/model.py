@@ -236,6 +236,7 @@ class Target(FrozenModel):
             if any(tree.parents != list(range(-1, tree.size - 1)) for tree in batch.trees):
                 raise cannot_tree(self.name, "some of its layers keep a running state, so it verifies chains alone")
             return self._read_chains(cache, [tree.tokens for tree in batch.trees], aux_layers)
+        self._check_aux_layers(aux_layers)
         if self._graphs is not None and (out := self._graphs(cache, batch, aux_layers)) is not None:
             return TargetOutput(*out)
         return self._forward(cache, batch, aux_layers, 0 if self._fitting.limit is None else batch.depth)
@@ -275,8 +276,9 @@ class Target(FrozenModel):
     def _empty_cache(self, rows: int, capacity: int) -> TreeCache:
         if self.chains_only:
             return cast(TreeCache, ChainCache(self.config, rows))  # of the same methods
-        if self._graphs is not None:
-            return self._graphs.new_cache(rows, capacity)
+        graphs = self._graphs
+        if graphs is not None and graphs.refused is None:
+            return graphs.new_cache(rows, capacity)
         return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
 
     def _read_causal(
