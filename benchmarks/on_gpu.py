@@ -440,7 +440,7 @@ def peak_bytes(bench: Bench, work: Callable[[], object]) -> int:
 def forget(target: Target) -> None:
     """Let go of the memory that caches left to the next ones, and of what torch keeps for itself."""
     if target._graphs is not None:
-        target._graphs._spare.clear()
+        target._graphs.forget()
     gc.collect()
     if target.device.type == "cuda":
         torch.cuda.empty_cache()

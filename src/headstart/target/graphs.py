@@ -102,8 +102,13 @@ class Graphs:
         self.refused: str | None = None
 
     def refuse(self, reason: str) -> None:
-        """Capture nothing any more, and let go of what is held for the next cache."""
-        self.refused, self._spare = reason, None
+        """Capture nothing any more."""
+        self.refused = reason
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of what is held for the next cache."""
+        self._spare = None
 
     @property
     def spare_bytes(self) -> int:
