@@ -4,8 +4,9 @@
     python benchmarks/never_slower.py runs/quickstart/heads --quick
 
 Each cell decodes the same prompts plainly, with the heads, with the default drafter and plainly once more, in turns,
-another one going first each time. What it says is tokens a second over the first plain runs; the second plain runs say
-how far the hour's noise reaches. The conditions:
+another one going first each time, and all of it --repeats times with engines that have learned nothing yet. What it
+says is tokens a second over those of all plain runs; the second plain runs over the first say how far the hour's noise
+reaches. The conditions:
 
     as tuned           bfloat16, all threads
     float32            the same heads in float32
@@ -68,7 +69,7 @@ PROMPTS = (
 )
 WHAT = (
     "Heads in every condition, the methods in turns. Machine, dtype and threads are those of the first condition; "
-    '"plain again" is a second plain run over the first: the noise of the hour.'
+    '"plain again" is the second plain runs over the first: the noise of the hour.'
 )
 DRAFTERS = ("heads", DEFAULT)
 NOISE = "plain again"
@@ -137,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16])
+    parser.add_argument("--repeats", type=int, default=1, help="times that each cell starts anew; more give less noise")
     parser.add_argument("--conditions", nargs="+", choices=[condition.name for condition in CONDITIONS], metavar="NAME")
     parser.add_argument("--target", help="where it is, when it is not where the heads say")
     parser.add_argument("--dtype", default="auto", help="that the heads were tuned in")
@@ -151,7 +153,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     threads, targets = torch.get_num_threads(), dict[str, Target]()
     machine: dict[str, Any] = {}
-    settings = {"bar": BAR, "max_new_tokens": options.max_new_tokens, "prompts": options.limit}
+    settings = {
+        "bar": BAR,
+        "max_new_tokens": options.max_new_tokens,
+        "prompts": options.limit,
+        "repeats": options.repeats,
+    }
     with tempfile.TemporaryDirectory() as cache:
         for condition in chosen:
             torch.set_num_threads(condition.threads or threads)
@@ -163,7 +170,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             prompts = prompts_of(decoder.target, options.questions, options.limit)
             tokens = min(condition.tokens or options.max_new_tokens, options.max_new_tokens)
             for batch in options.batches:
-                rows.append({"condition": condition.name, "batch": batch, **cell(decoder, prompts, batch, tokens)})
+                rows.append(
+                    {
+                        "condition": condition.name,
+                        "batch": batch,
+                        **cell(decoder, prompts, batch, tokens, options.repeats),
+                    }
+                )
                 print(line(rows[-1]), flush=True)
                 record(options.out, WHAT, rows, machine, __file__, arguments, settings)
     torch.set_num_threads(threads)
@@ -216,18 +229,19 @@ def prompts_of(target: Target, questions: Path | None, limit: int) -> list[list[
     return [prompt_tokens([{"role": "user", "content": text}], target.tokenizer) for text in texts[:limit]]
 
 
-def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int) -> dict[str, Any]:
+def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int, repeats: int) -> dict[str, Any]:
     """One cell: all methods in turns over all prompts, so many at a time."""
-    plain = Engine(decoder.target)
-    engines: dict[str, Engine] = {"plain": plain, **{name: decoder.engine(name) for name in DRAFTERS}, NOISE: plain}
-    names, options = list(engines), DecodeOptions(tokens)
+    names, options = ["plain", *DRAFTERS, NOISE], DecodeOptions(tokens)
     seconds, emitted = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     rounds, errors = dict.fromkeys(names, 0), set[str]()
     # Small batches come twice, so that what the first call learns is not all there is; large ones are filled up.
     count = max(2, -(-len(prompts) // batch))
-    for engine in engines.values():
-        engine.generate([prompts[0]] * batch, replace(options, max_new_tokens=2, draft="off"))
-    for number in range(count):
+    for number in range(count * repeats):
+        if number % count == 0:
+            plain = Engine(decoder.target)
+            engines = {"plain": plain, **{name: decoder.engine(name) for name in DRAFTERS}, NOISE: plain}
+            for engine in engines.values():
+                engine.generate([prompts[0]] * batch, replace(options, max_new_tokens=2, draft="off"))
         asked = [prompts[(number * batch + row) % len(prompts)] for row in range(batch)]
         first = number % len(names)
         for name in names[first:] + names[:first]:
@@ -238,11 +252,12 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
             rounds[name] += sum(len(output.rounds) for output in outputs)
             errors |= {output.drafter_error for output in outputs if output.drafter_error}
     speeds = {name: emitted[name] / seconds[name] for name in names}
+    plainly = (emitted["plain"] + emitted[NOISE]) / (seconds["plain"] + seconds[NOISE])
     return {
         "tokens": tokens,
-        "calls": count,
+        "calls": count * repeats,
         "tokens_per_second": speeds,
-        "over_plain": {name: speeds[name] / speeds["plain"] for name in names if name != "plain"},
+        "over_plain": {**{name: speeds[name] / plainly for name in DRAFTERS}, NOISE: speeds[NOISE] / speeds["plain"]},
         "tokens_per_round": {name: emitted[name] / max(1, rounds[name]) for name in DRAFTERS},
         "drafter_errors": sorted(errors),
     }
