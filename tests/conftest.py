@@ -1,4 +1,4 @@
-"""Shared fixtures: a tiny target with a real tokenizer, the same saved as a folder, and the packaged real target.
+"""Shared fixtures: a tiny target with a real tokenizer, the same saved as a folder, and a Hub.
 
 Tests depend on no home folder, cache, working folder or variable of whoever starts them: the session has an empty home
 of its own, with one cache for all of it, and each test runs in its own empty folder.
@@ -97,14 +97,6 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "target"
     save_tiny_target(folder)
     return folder
-
-
-@pytest.fixture(scope="session")
-def real_target() -> Target:
-    """The packaged SmolLM2-135M in bfloat16, for tests marked `real`."""
-    from headstart.target.loading import load_target
-
-    return load_target("smollm2-135m", dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")

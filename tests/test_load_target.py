@@ -129,14 +129,19 @@ def test_a_token_reaches_the_hub(tmp_path: Path, tiny_target_folder: Path, monke
         seen.append((folder, options["token"]))
         return original(str(tiny_target_folder))
 
+    def weights(cls: Any, folder: str, **options: Any) -> Any:
+        seen.append((folder, options["token"]))
+        raise OSError("none here")
+
     original = AutoTokenizer.from_pretrained
     export(tmp_path / "heads", load_target(str(tiny_target_folder), "float32"))
     monkeypatch.setattr("headstart.hub.pull.snapshot_download", snapshot)
     monkeypatch.setattr("headstart.support.hub_errors.get_hf_file_metadata", metadata)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", classmethod(read))
-    with pytest.raises(UserError):  # the weights are asked of the Hub itself
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", classmethod(weights))
+    with pytest.raises(UserError, match="none here"):
         headstart.load("us/heads", target="us/target", token="hf_x")
-    assert seen == [("us/heads", "hf_x"), ("us/target", "hf_x"), ("us/target", "hf_x")]
+    assert seen == [("us/heads", "hf_x"), *[("us/target", "hf_x")] * 3]  # config, tokenizer, weights
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -12,7 +12,6 @@ from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
 from headstart.data.prompts.chat import prompt_tokens, render
 from headstart.errors import UserError
-from headstart.target.model import Target
 from tests.tiny import CHATML, tiny_tokenizer
 
 INST = (
@@ -236,10 +235,3 @@ class TestFiles:
         path.write_text(path.read_text() + line)
         with pytest.raises(UserError, match=rf"c\.jsonl, line 2: .*{reason}"):
             read_conversations(path)
-
-
-@pytest.mark.real
-def test_real_template(real_target: Target) -> None:
-    """SmolLM2 adds a system prompt of its own."""
-    tokens, supervised = encode(turns("Hi", "Hello.", "b", "c"), real_target.tokenizer)
-    assert supervised_text(real_target.tokenizer, tokens, supervised) == ["Hello.<|im_end|>", "c<|im_end|>"]

@@ -16,7 +16,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.target.attention import Scores, TreeMask, _reference, causal_attention
 from headstart.target.fitting import FINAL
-from headstart.target.model import Exact, Target
+from headstart.target.model import Target
 from headstart.target.products import ALONE, SameBits, agreeing, same_bits
 from headstart.tree.tree import Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
@@ -318,13 +318,3 @@ def test_reading_keeps_memory_within_bounds(monkeypatch: pytest.MonkeyPatch) -> 
     with Watch():
         target.hidden_states(texts, AUX_LAYERS)
     assert max(largest) <= 2 * 300 * 96, "the MLP's width, and no text by text"
-
-
-@pytest.mark.real
-def test_the_packaged_target_has_them(real_target: Target) -> None:
-    exact: Exact = real_target.exact
-    real_target.exact = "bits"
-    texts = [[*range(100, 160)], [*range(300, 333)]]
-    found = compare(real_target, texts, rounds=2)
-    real_target.exact = exact
-    assert (found.logits, found.states, found.kept) == (0, 0, 0) and found.rows == 16

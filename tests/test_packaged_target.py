@@ -1,0 +1,31 @@
+"""The packaged target: unpacking it takes half a minute, so that all tests of it are here, and do it once."""
+
+from __future__ import annotations
+
+import pytest
+
+from headstart.data.conversations.masks import encode
+from headstart.target.loading import load_target
+from headstart.target.model import Target
+from tests.data.test_conversations import supervised_text, turns
+from tests.target.test_bits import compare
+
+pytestmark = pytest.mark.real
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """SmolLM2-135M in bfloat16."""
+    return load_target("smollm2-135m", dtype="bfloat16")
+
+
+def test_its_template(target: Target) -> None:
+    """SmolLM2 adds a system prompt of its own."""
+    tokens, supervised = encode(turns("Hi", "Hello.", "b", "c"), target.tokenizer)
+    assert supervised_text(target.tokenizer, tokens, supervised) == ["Hello.<|im_end|>", "c<|im_end|>"]
+
+
+def test_the_same_bits(target: Target) -> None:
+    target.exact = "bits"
+    found = compare(target, [[*range(100, 160)], [*range(300, 333)]], rounds=2)
+    assert (found.logits, found.states, found.kept) == (0, 0, 0) and found.rows == 16
