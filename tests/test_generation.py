@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import headstart
 import headstart.hf_generate.heads_by_model as lend
-import headstart.target.products as products
+import headstart.target.prepacked as prepacked
 from headstart.errors import UserError
 from headstart.hf_generate.request import LogitsChain, Prompts
 from headstart.hub.format import check_folder
@@ -393,8 +393,8 @@ def test_weights_are_packed_once_for_all_calls_and_heads_and_again_when_they_cha
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: list[Any] = []
-    prepack = products.prepack
-    monkeypatch.setattr(products, "prepack", lambda weight: packed.append(weight) or prepack(weight))
+    prepack = prepacked.prepack
+    monkeypatch.setattr(prepacked, "prepack", lambda weight: packed.append(weight) or prepack(weight))
     model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
     model.generation_config.eos_token_id = None
     for name in ("heads", "others"):

@@ -16,8 +16,9 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.heads import int8_weights
 from headstart.heads.int8_weights import Linear, drop_int8, linear, to_int8, unstack
 from headstart.heads.io import load_heads, save_heads
+from headstart.target import prepacked
 from headstart.target.model import Target
-from headstart.target.products import MAX_ROWS, can_merge
+from headstart.target.prepacked import MAX_ROWS, can_pack
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
@@ -193,16 +194,16 @@ def test_every_family_drafts_alike_and_decodes_the_same_tokens(name: str, target
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each product with prepacked weights."""
-    if not can_merge(torch.zeros(32, 32)):
+    if not can_pack(torch.zeros(32, 32)):
         pytest.skip("this build of torch has no oneDNN, so nothing is prepacked")
     seen: list[int] = []
-    own = int8_weights.product
+    own = prepacked.product
 
     def counted(x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
         seen.append(x.shape[:-1].numel())
         return own(x, *more)
 
-    monkeypatch.setattr(int8_weights, "product", counted)
+    monkeypatch.setattr(prepacked, "product", counted)
     return seen
 
 
@@ -237,3 +238,31 @@ def test_training_and_passing_views_take_the_weights_as_they_are(products: list[
         for _ in range(3):
             linear(x, layer.weight[:])
     assert not products
+
+
+@torch.inference_mode()
+def test_heads_in_another_dtype_are_prepacked_anew(products: list[int]) -> None:
+    layer = Linear(256, 256)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        layer.to(dtype)
+        for _ in range(3):
+            x = torch.randn(2, 256, dtype=dtype)
+            torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
+    assert len(products) >= 4
+
+
+def test_a_text_begins_with_heads_as_they_are(products: list[int], target: Target) -> None:
+    """Weights may have changed unseen since the last one."""
+    heads = shake(build("hydra", target)).eval()
+    drafter, prompt = HeadDrafter(heads, TreeShape.chain(2)), [3, 9, 14, 27]
+    states = {layer: state[None] for layer, state in target.hidden_states([prompt], heads.aux_layers)[0].items()}
+    drafted = []
+    with torch.inference_mode():
+        for _ in range(2):
+            for _ in range(3):
+                session = drafter.prefill([prompt], states)
+                logits = heads.draft_step(session, torch.tensor([[5]]), torch.zeros(1, 1, dtype=torch.long), 0)
+            drafted.append(logits)
+            for weight in heads.parameters():
+                weight.data.mul_(2)
+    assert products and not torch.equal(*drafted)

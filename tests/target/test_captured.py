@@ -22,7 +22,7 @@ from headstart.target import products
 from headstart.target.captured import Captured, Recorded
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.target.products import MAX_ROWS, can_merge
+from headstart.target.prepacked import MAX_ROWS, can_pack
 from headstart.target.shipped import Inputs
 from headstart.target.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
@@ -101,7 +101,7 @@ def test_operators_that_are_not_rewritten_keep_their_bits(kind: str, monkeypatch
     assert all(map(torch.equal, replayed, expected))
 
 
-@pytest.mark.skipif(not can_merge(torch.zeros(32, 32)), reason="this build of torch has no oneDNN")
+@pytest.mark.skipif(not can_pack(torch.zeros(32, 32)), reason="this build of torch has no oneDNN")
 def test_a_node_of_a_replayed_tree_has_the_bits_of_a_single_step() -> None:
     """In float32, where products of several layers are merged; `test_bits` has the dtypes that decoding uses."""
     target = Target(tiny_model("llama"), exact="bits")
@@ -227,7 +227,7 @@ def test_reports_and_costs_say_how_forwards_run() -> None:
 def test_layers_that_read_the_same_are_one_product() -> None:
     target = Target(tiny_model("llama"))
     captured = captured_by(target)
-    if not can_merge(torch.zeros(32, 32)):
+    if not can_pack(torch.zeros(32, 32)):
         assert not captured.products
         return
     assert [product.sizes for product in captured.products[:4]] == [[64, 32, 32], [64], [96, 96], [64]]

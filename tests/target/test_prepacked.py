@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from headstart.decode.costs import Conditions
-from headstart.target import products as module
+from headstart.target import prepacked as module
+from headstart.target.captured import Recorded
 from headstart.target.model import Target
-from headstart.target.products import MAX_ROWS, Matrix, Prepacked, can_prepack
+from headstart.target.prepacked import MAX_ROWS, PackedCopy, copy_of, multiplied
+from headstart.target.products import Matrix, can_prepack
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import tiny_model
 
@@ -58,49 +62,132 @@ def test_only_forwards_of_ours_use_them(monkeypatch: pytest.MonkeyPatch) -> None
     assert seen
 
 
-def test_many_rows_are_multiplied_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(module, "product", _counted(module.product, seen))
-    layer = nn.Linear(32, 32).requires_grad_(False)
-    forward = Prepacked(layer, layer.forward)
-    for rows in (MAX_ROWS, MAX_ROWS + 1):
-        torch.testing.assert_close(forward(x := torch.randn(1, rows, 32)), layer(x))
-    assert seen == [MAX_ROWS]
+def test_many_rows_are_multiplied_as_they_are() -> None:
+    weight = torch.randn(32, 32)
+    torch.testing.assert_close(multiplied(x := torch.randn(1, MAX_ROWS, 32), weight, None), x @ weight.T)
+    assert multiplied(torch.randn(1, MAX_ROWS + 1, 32), weight, None) is None
 
 
 def test_what_needs_gradients_or_another_dtype_runs_as_it_is() -> None:
-    layer = nn.Linear(32, 32).requires_grad_(False)
-    forward = Prepacked(layer, layer.forward)
-    x = torch.randn(3, 32, requires_grad=True)
-    forward(x).sum().backward()
-    assert x.grad is not None
-    with torch.autocast("cpu", torch.bfloat16):
-        assert forward(torch.randn(3, 32).bfloat16()).dtype == torch.bfloat16
+    weight, bias, x = torch.randn(32, 32), torch.randn(32), torch.randn(3, 32)
+    assert multiplied(x, weight, bias) is not None
+    assert multiplied(x.bfloat16(), weight, bias) is None, "as autocast asks for it"
+    for part in (x, weight, bias):
+        part.requires_grad_()
+        assert multiplied(x, weight, bias) is None
+        with torch.no_grad():
+            assert multiplied(x, weight, bias) is not None
+        part.requires_grad_(False)
 
 
-def test_other_weights_are_packed_again() -> None:
-    """Weights that are changed in place, as `load_state_dict` and merged adapters do, and others in their place."""
-    layer = nn.Linear(32, 32).requires_grad_(False)
-    forward, x = Prepacked(layer, layer.forward), torch.randn(3, 32)
-    forward(x)
-    layer.weight.mul_(2)
-    torch.testing.assert_close(forward(x), layer(x))
-    layer.weight = nn.Parameter(torch.randn(32, 32), requires_grad=False)
-    torch.testing.assert_close(forward(x), layer(x))
+def _doubled_in_place(weight: Tensor) -> None:
+    """As `load_state_dict` and merged adapters do it."""
+    weight.mul_(2)
 
 
-@pytest.mark.parametrize("part", [(slice(None), slice(None)), (7, slice(None)), (slice(None), 3)])
-def test_weights_that_were_changed_unseen_are_packed_again(part: Any) -> None:
-    """Through `data`, which PyTorch does not count: all of them, a row, a column."""
+def _with_other_numbers(weight: Tensor) -> None:
+    weight.data = torch.randn(32, 32)
+
+
+def _in_another_dtype(weight: Tensor) -> None:
+    weight.data = weight.data.bfloat16()
+
+
+@pytest.mark.parametrize("change", [_doubled_in_place, _with_other_numbers, _in_another_dtype])
+def test_other_weights_are_packed_again(change: Callable[[Tensor], None]) -> None:
+    weight = torch.randn(32, 32)
+    multiplied(torch.randn(3, 32), weight, None)
+    change(weight)
+    x = torch.randn(3, 32, dtype=weight.dtype)
+    out, rounding = multiplied(x, weight, None), 8 * ROUNDING[weight.dtype]
+    if out is None:
+        assert not module.can_pack(weight)
+    else:
+        torch.testing.assert_close(out, x @ weight.T, atol=rounding, rtol=rounding)
+
+
+def test_of_a_weight_there_is_one_copy_which_goes_with_it() -> None:
+    weight, packed = torch.randn(32, 32), len(module._COPIES)
+    first = copy_of(weight).of([weight])
+    assert first is not None and copy_of(weight).of([weight]) is first and len(module._COPIES) == packed + 1
+    alive = weakref.ref(first)
+    del first, weight
+    gc.collect()
+    assert alive() is None and len(module._COPIES) == packed
+
+
+def test_weights_in_training_are_packed_where_they_last() -> None:
+    weight, keeper = torch.randn(32, 32), PackedCopy()
+    for _ in range(3):
+        weight.mul_(2)
+        assert keeper.of([weight], waits=True) is None
+    alive = weakref.ref(packed := keeper.of([weight], waits=True))
+    assert keeper.of([weight], waits=True) is packed is not None
+    weight.mul_(2)
+    del packed
+    assert keeper.of([weight], waits=True) is None and alive() is None, "a stale copy is freed where it is seen"
+
+
+def test_a_decoder_that_is_replayed_has_one_copy_of_its_weights() -> None:
     target = Target(tiny_model("llama"))
+    target.record()
+    logits(target)
+    packed = [name for name, weight in target.model.named_parameters() if weight in module._COPIES]
+    assert target.prepacked and packed == ["lm_head.weight"]
+
+
+def test_a_target_that_is_gone_leaves_no_copies() -> None:
+    target = Target(tiny_model("llama"))
+    logits(target)
+    model = target.model
+    assert model.lm_head.weight in module._COPIES
+    del target
+    gc.collect()
+    assert not any(weight in module._COPIES for weight in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "part"),
+    [
+        ("llama", "model.layers.1.mlp.down_proj.weight", (slice(None), slice(None))),
+        ("llama", "model.layers.1.mlp.down_proj.weight", (7, slice(None))),
+        ("llama", "model.layers.1.mlp.down_proj.weight", (slice(None), 3)),
+        ("gpt_neox", "gpt_neox.layers.1.mlp.dense_4h_to_h.bias", 3),
+    ],
+)
+def test_weights_that_were_changed_unseen_are_packed_again(kind: str, name: str, part: Any) -> None:
+    """Through `data`, which PyTorch does not count: all of them, a row, a column, a number of a bias."""
+    target = Target(tiny_model(kind))
     before = logits(target)
-    target.model.model.layers[1].mlp.down_proj.weight.data[part] += 0.5
+    target.model.get_parameter(name).data[part] += 0.5
     after = logits(target)
     assert not torch.equal(after, before)
     torch.testing.assert_close(after, logits(Target(target.model)), atol=1e-5, rtol=1e-5)
-    changed = tiny_model("llama")
-    changed.model.layers[1].mlp.down_proj.weight.data[part] += 0.5
+    changed = tiny_model(kind)
+    changed.get_parameter(name).data[part] += 0.5
     torch.testing.assert_close(after, logits(Target(changed)), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["self_attn.o_proj", "self_attn.q_proj"])
+def test_weights_that_change_within_a_text_are_packed_again(name: str) -> None:
+    """One by itself and one of several that are one product, counted by PyTorch."""
+    target = Target(tiny_model("llama"))
+    batch = TreeBatch.of([Tree([1, 2], [-1, 0])])
+
+    def twice(factor: float) -> list[Tensor]:
+        weight, outputs = target.model.get_parameter(f"model.layers.0.{name}.weight"), []
+        cache = target.new_cache(1, 16)
+        target.prefill(cache, [[5, 9, 2]])
+        for by in (1.0, factor):
+            weight.mul_(by)
+            outputs.append(target.forward_tree(cache, batch).logits_BTV)
+        weight.mul_(1 / factor)
+        return outputs
+
+    before, after = twice(2.0)
+    assert not torch.equal(before, after)
+    target._recorded = Recorded(refused="the modules are the reference")
+    torch.testing.assert_close(after, twice(2.0)[1], atol=1e-5, rtol=1e-5)
 
 
 def test_models_with_prepacked_weights_can_be_copied() -> None:

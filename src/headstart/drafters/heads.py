@@ -37,6 +37,7 @@ from headstart.heads.base import DraftHead, OneForwardHead
 from headstart.support.rng import fall_on, in_parts
 from headstart.support.uploads import upload
 from headstart.target.attention import attention_kernels
+from headstart.target.prepacked import refresh
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch, TreeShape
 
@@ -80,6 +81,7 @@ class HeadDrafter:
         self.max_nodes = max_nodes if self.shape is None else self.shape.size
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
+        refresh(self.heads.parameters())
         with self._kernels():
             return self.heads.prefill(prompts, states)
 

@@ -1,8 +1,9 @@
-"""Weights of draft heads as drafting on a CPU reads them fastest: prepacked, or in 8 bits.
+"""Weights of draft heads in 8 bits, as drafting on a CPU reads them fastest.
 
 A draft reads every weight of the heads for a few rows, so its time is that of fetching them from memory. Rounded to 8
 bits, with a scale for each output, they are half as many bytes. Products with many rows (reading a prompt, training)
-keep the full weights, which are faster there.
+keep the full weights, which are faster there. Heads without 8 bits draft from prepacked weights, as the target does
+(see `target.prepacked`).
 
 Shape suffixes: M rows, N outputs, I inputs, K stacked matrices.
 """
@@ -18,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from headstart.target.products import MAX_ROWS, can_merge, prepack, product
+from headstart.target.prepacked import multiplied
 
 _FEW_ROWS = 12
 """Rows up to which the product with 8 bits is the faster one: 2 to 3 times up to 4 rows, even at 16."""
@@ -31,8 +31,6 @@ _BLOCK = 32
 _ROWS = 4096
 """Outputs that are rounded at a time, in float32."""
 _NAME = "int8"
-_PACKED = WeakTensorKeyDictionary()
-"""Prepacked weights (see `target.products`) by weight, with its version: None where it was met once."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +64,9 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 def _in_full(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
-    """`F.linear`, from prepacked weights where drafts read a few rows. They are packed when a weight is met a second
-    time as it was: training changes it at every step, and views of a weight are new ones every time."""
-    drafts = x.is_cpu and x.numel() <= MAX_ROWS * x.shape[-1] and not torch.is_grad_enabled()
-    if not drafts or x.dtype != weight_NI.dtype or weight_NI.numel() < _MIN:
-        return F.linear(x, weight_NI, bias_N)
-    version, packed = _PACKED.get(weight_NI, (None, None))  # type: ignore[no-untyped-call]  # torch has no types
-    if version != _version(weight_NI):
-        packed = None
-        _PACKED[weight_NI] = _version(weight_NI), packed
-    elif packed is None and can_merge(weight_NI):
-        packed = prepack(weight_NI)
-        _PACKED[weight_NI] = version, packed
-    return F.linear(x, weight_NI, bias_N) if packed is None else product(x, packed, bias_N)
+    """`F.linear`, from prepacked weights where drafts read a few rows."""
+    product = multiplied(x, weight_NI, bias_N, waits=True) if weight_NI.numel() >= _MIN else None
+    return F.linear(x, weight_NI, bias_N) if product is None else product
 
 
 def unstack(weight_KNI: Tensor) -> list[Tensor]:

@@ -29,7 +29,8 @@ from torch import Tensor, fx, nn
 from transformers.cache_utils import Cache
 
 from headstart.target.attention import Running, Scores, attend, causal_attention, run, running
-from headstart.target.products import MAX_ROWS, Matrix, Merged, can_merge, is_matrix
+from headstart.target.prepacked import MAX_ROWS, can_pack, drop
+from headstart.target.products import Matrix, Merged, is_matrix
 from headstart.target.tape import NotRecordable, call, clean, record, share
 
 PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
@@ -146,6 +147,7 @@ class Captured:
         share(tape.graph)
         if packs:
             self.products = merge_products(tape.graph)
+            drop(weight for product in self.products for weight in product.weights)
         shorten_norms(tape.graph)
         clean(tape.graph)
         self._replay = tape.compile()
@@ -258,7 +260,7 @@ def merge_products(graph: fx.Graph) -> list[Merged]:
         if node.target is not F.linear or node.kwargs:
             continue
         weight, bias = _constant(node.args[1]), node.args[2] if len(node.args) > 2 else None
-        if weight is not None and (bias is None or _constant(bias) is not None) and can_merge(weight):
+        if weight is not None and (bias is None or _constant(bias) is not None) and can_pack(weight):
             by_input.setdefault(node.args[0], []).append(node)
     made = []
     for rows, nodes in by_input.items():

@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.target.attention import NAME, running
 from headstart.target.chains import is_linear, read_in_turn
-from headstart.target.products import Matrix, can_prepack, fits, is_matrix
+from headstart.target.prepacked import drop, fits, refresh
+from headstart.target.products import Matrix, can_prepack, is_matrix
 
 FINAL = -1
 """The layer number of the last hidden state, after the final norm: what the LM head reads."""
@@ -71,7 +72,6 @@ class Fitting:
         self._lock = threading.Lock()
         self._hooks: dict[int | str, Any] = {}
         self._undo: list[Callable[[], Any]] = []  # what gives modules back their configs and forwards
-        self._made: dict[nn.Module, Matrix] = {}  # outlives `release`: weights are packed once
         self._fit()
         limits = [_limit(module, kind) for module in decoder.modules() for kind in _long_types(module)]
         self.limit = min(limits, default=None)
@@ -90,10 +90,7 @@ class Fitting:
 
     def refresh(self) -> None:
         """See whether prepacked weights are still those of their layers."""
-        for module in self.prepacked:
-            matrix = vars(module).get("forward")
-            if type(matrix) is Matrix:
-                matrix.refresh()
+        refresh(self._packed_weights())
 
     def release(self) -> None:
         """Take everything off again that this target has added; the next forward of ours puts it back."""
@@ -110,6 +107,11 @@ class Fitting:
                 hook.remove()
             self._hooks = {}
 
+    def end(self) -> None:
+        """The target is gone: take the hooks off, and free the memory of prepacked weights."""
+        self.forget()
+        drop(self._packed_weights())
+
     @cached_property
     def matrices(self) -> list[nn.Module]:
         """Every module that multiplies rows by weights, the LM head first."""
@@ -124,7 +126,10 @@ class Fitting:
     def prepacked(self) -> list[nn.Module]:
         """Those whose weights are kept prepacked as well: none where memory has no room for all of them."""
         modules = [module for module in self.matrices if can_prepack(module)]
-        return modules if fits(modules) else []
+        return modules if fits(cast(Tensor, module.weight) for module in modules) else []
+
+    def _packed_weights(self) -> Iterator[Tensor]:
+        return (cast(Tensor, module.weight) for module in self.prepacked)
 
     def _put(self, matrices: list[nn.Module]) -> None:
         if all(type(vars(module).get("forward")) is Matrix for module in (*matrices[:1], *matrices[-1:])):
@@ -132,15 +137,8 @@ class Fitting:
         with self._lock:
             for module in matrices:
                 forward = vars(module).get("forward")
-                if type(forward) is Matrix:
-                    continue
-                matrix = self._made.get(module)
-                if matrix is None or forward is not None:  # what somebody put there is part of it
-                    matrix = Matrix(module, forward, module in self.prepacked)
-                if forward is None:
-                    self._made[module] = matrix
-                    matrix.refresh()
-                self._replace(module, matrix)
+                if type(forward) is not Matrix:  # what somebody put there is part of it
+                    self._replace(module, Matrix(module, forward, module in self.prepacked))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._undo.append(partial(_restore, module, vars(module).get("forward")))

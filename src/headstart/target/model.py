@@ -93,7 +93,7 @@ class Target(FrozenModel):
         except BaseException:
             self._fitting.release()
             raise
-        weakref.finalize(self, self._fitting.forget)
+        weakref.finalize(self, self._fitting.end)
 
     @property
     def exact(self) -> Literal["bits", "tokens"]:

@@ -1,9 +1,6 @@
 """How the linear layers of a target multiply a few rows by their weights in forwards of ours.
 
-**Prepacked weights.** torch hands oneDNN the weights as they are stored, and for a handful of rows it spends as long
-reordering them as multiplying, in every call. Reordered once, the linear layers of SmolLM2-135M take 20 ms instead of
-40 for a tree of 12 nodes (bfloat16, two threads of an AVX-512 machine). The kernels are the same ones, and so are the
-bits of their results. It costs a second copy of the weights in memory.
+They do it with prepacked copies of the weights where there are any, see `prepacked`.
 
 **The bits a row has alone.** Libraries choose another kernel, and with it another order of the sums, by the number of
 rows. Which numbers share a kernel differs from machine to machine and from shape to shape, so it is tried: with
@@ -18,8 +15,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -27,15 +24,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from headstart.target.attention import running
-from headstart.target.memory import free_bytes
+from headstart.target.prepacked import PackedCopy, can_pack, multiplied, prepack, product
 
-MAX_ROWS = 256
-"""With more rows the reordering hardly counts, and plain products are as fast."""
-_LAID_OUT_FOR = 32
-"""Rows that the order is chosen for; for 1 row it is a slower one for most other numbers."""
-_SHARE = 0.5
-"""Of free memory, what the copies may take."""
-_DTYPES = (torch.bfloat16, torch.float32)
 _LEVELS = (32, 64, 128)
 """Most rows that are tried, first and when more rows come."""
 _TRIED = (*range(1, 9), 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 96, 127, 128)
@@ -55,117 +45,32 @@ class Matrix:
     def __init__(self, module: nn.Module, original: Any, prepacked: bool) -> None:
         self.is_stock = original is None  # the forward of the module's class, and of nobody else
         self._module, self._original = module, original or partial(type(module).forward, module)
-        self._prepacked = Prepacked(cast(nn.Linear, module), self._original) if prepacked and original is None else None
+        self._prepacked = prepacked and original is None
         self._alone = Alone(self._same_bits)
-
-    def refresh(self) -> None:
-        if self._prepacked is not None:
-            self._prepacked.refresh()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = running()
         if forward is None or not args or forward.recording is not None:
             return self._original(*args, **kwargs)
-        product = self._prepacked or self._original
-        return self._alone(product, args, kwargs) if forward.bits else product(*args, **kwargs)
+        multiply = self._multiply if self._prepacked and not kwargs else self._original
+        return self._alone(multiply, args, kwargs) if forward.bits else multiply(*args, **kwargs)
+
+    def _multiply(self, rows: Tensor) -> Any:
+        module: Any = self._module
+        out = multiplied(rows, module.weight, module.bias)
+        return self._original(rows) if out is None else out
 
     def _same_bits(self, rows: int) -> SameBits:
-        return same_bits(self._module, rows, self._prepacked is not None)
-
-
-# -- prepacked weights -------------------------------------------------------------------------------------------------
-
-
-def prepack(weight_OI: Tensor) -> Tensor:
-    """The same weights in oneDNN's order; of use to `product` alone."""
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI.detach(), _LAID_OUT_FOR)
-    return packed
-
-
-def product(rows: Tensor, packed: Tensor, bias_O: Tensor | None) -> Tensor:
-    """Rows [.., I] times prepacked weights, [.., O]."""
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias_O, "none", [], "")
-    return out
-
-
-def can_merge(weight: Tensor) -> bool:
-    """Whether oneDNN multiplies by these weights of a linear layer on this CPU."""
-    plain = type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu" and weight.is_contiguous()
-    return plain and weight.ndim == 2 and weight.dtype in _DTYPES and _works(weight.dtype)
-
-
-def can_prepack(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer in a dtype that oneDNN multiplies on this CPU."""
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        return False
-    return can_merge(module.weight)
-
-
-def fits(modules: list[nn.Module]) -> bool:
-    """Whether there is memory for second copies of the weights of these layers."""
-    needed = sum(weight.nbytes for module in modules for weight in module.parameters(False))
-    return needed <= _SHARE * free_bytes(torch.device("cpu"))
-
-
-@cache
-def _works(dtype: torch.dtype) -> bool:
-    """Whether this build of torch has the operations, for this dtype on this CPU, and they do what they say."""
-    rows_MI, weight_OI = torch.eye(4, 32, dtype=dtype), torch.arange(64 * 32).view(64, 32).remainder(7).to(dtype)
-    try:
-        with torch.inference_mode():
-            rows_MO = product(rows_MI, prepack(weight_OI), None)
-            return torch.equal(rows_MO, F.linear(rows_MI, weight_OI))
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
-        return False
-
-
-def _sample(weight_OI: Tensor) -> tuple[Tensor, Tensor]:
-    weight_OI = weight_OI.detach()
-    return weight_OI[weight_OI.shape[0] // 2], weight_OI[:, weight_OI.shape[1] // 2]
-
-
-class Prepacked:
-    """The forward of a linear layer, with prepacked weights where they pay. When these change, they are packed again:
-    at once where PyTorch counts the change, and at the next `refresh` where it does not, as through `weight.data`
-    (merged adapters do that)."""
-
-    def __init__(self, module: nn.Linear, original: Callable[..., Any]) -> None:
-        self._module, self._original = module, original
-        self._packed: tuple[Tensor, int, Tensor] | None = None  # the weights, their version, and they packed
-        self._sample: tuple[Tensor, Tensor] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Copies pack their own: prepacked tensors can be neither copied nor saved."""
-        return {**vars(self), "_packed": None, "_sample": None}
-
-    def refresh(self) -> None:
-        """Forget the packed weights when a row, a column or all of the layer's own are others by now."""
-        if self._sample is not None and not all(map(torch.equal, self._sample, _sample(self._module.weight))):
-            self._packed = self._sample = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        rows, weight, known = args[0], self._module.weight, self._packed
-        few = rows.numel() <= MAX_ROWS * weight.shape[1]
-        if not few or kwargs or rows.dtype != weight.dtype or (torch.is_grad_enabled() and rows.requires_grad):
-            return self._original(*args, **kwargs)
-        version = 0 if weight.is_inference() else weight._version
-        if known is None or known[0] is not weight or known[1] != version:
-            if not can_prepack(self._module):
-                return self._original(*args, **kwargs)
-            row_I, column_O = _sample(weight)
-            self._sample = row_I.clone(), column_O.clone()
-            known = self._packed = weight, version, prepack(weight)
-        return product(rows, known[2], self._module.bias)
+        return same_bits(self._module, rows, self._prepacked)
 
 
 class Merged:
     """Linear layers that read the same rows, as one product with prepacked weights."""
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
-        self._weights, self._biases = list(weights), list(biases)
+        self.weights, self._biases = list(weights), [bias for bias in biases if bias is not None]
         self.sizes = [len(weight) for weight in weights]
-        self._packed: tuple[Tensor, Tensor | None] | None = None
-        self._samples: list[tuple[Tensor, Tensor]] = []
+        self._copy = PackedCopy()
         self._alone = Alone(self._same_bits)
 
     @staticmethod
@@ -177,35 +82,28 @@ class Merged:
         return [part for part in small if part] + [[at] for part in parts if part not in small for at in part]
 
     def refresh(self) -> None:
-        """Forget the packed weights when a row, a column or all of a layer's own are others by now."""
-        for weight, sample in zip(self._weights, self._samples, strict=False):
-            if not all(map(torch.equal, sample, _sample(weight))):
-                self._packed, self._samples = None, []
-                return
+        """See whether the copy is still one of the layers' weights."""
+        self._copy.refresh(self.weights, self._biases)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        packed, bias_O = self._packed or self._pack()
+        packed = self._copy.of(self.weights, self._biases)
+        assert packed is not None, "recorded with weights that can be packed"
         forward = running()
         if forward is None or not forward.bits:
-            return product(rows, packed, bias_O)
-        out: Tensor = self._alone(lambda part: product(part, packed, bias_O), (rows,), {})
+            return packed.times(rows, packed.bias_O)
+        out: Tensor = self._alone(lambda part: packed.times(part, packed.bias_O), (rows,), {})
         return out
 
     def _same_bits(self, rows: int) -> SameBits:
-        first = self._weights[0]
-        return _same_bits(
-            first.new_empty(sum(self.sizes), first.shape[1]), False, self._biases[0] is not None, rows, True
-        )
+        first = self.weights[0]
+        return _same_bits(first.new_empty(sum(self.sizes), first.shape[1]), False, bool(self._biases), rows, True)
 
-    def _pack(self) -> tuple[Tensor, Tensor | None]:
-        weights = [weight.detach() for weight in self._weights]
-        biases = [bias.detach() for bias in self._biases if bias is not None]
-        self._samples = [(row_I.clone(), column_O.clone()) for row_I, column_O in map(_sample, weights)]
-        self._packed = (
-            prepack(torch.cat(weights) if len(weights) > 1 else weights[0]),
-            torch.cat(biases) if biases else None,
-        )
-        return self._packed
+
+def can_prepack(module: nn.Module) -> bool:
+    """Whether it is a plain linear layer in a dtype that oneDNN multiplies on this CPU."""
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return False
+    return can_pack(module.weight)
 
 
 # -- the bits a row has alone ------------------------------------------------------------------------------------------
