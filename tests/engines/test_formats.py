@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
-from headstart.hub.engines.base import READERS
+from headstart.heads.exchange.published import Layout
+from headstart.hub.engines.base import EAGLE3
 from headstart.hub.engines.export import FORMATS, check_export, export_for
+from headstart.hub.engines.reader import Reader
+from headstart.hub.engines.readers import READERS
 from headstart.servers import names
 from headstart.servers.engines import ENGINES
 from headstart.target.model import Target
@@ -87,6 +91,28 @@ def test_help_and_recipes_know_every_name() -> None:
     assert {engine for format in FORMATS.values() for engine in format.readers} == set(READERS)
     for engine in ENGINES.values():
         assert engine.name in FORMATS[engine.format].engines
+
+
+def test_an_engine_is_one_reader(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it gets wrong, what is to be said and how it is started come from there; `also` says what it reads."""
+    new = Reader(
+        "new",
+        {Layout.EAGLE3: (EAGLE3,)},
+        faults={
+            Layout.EAGLE3: lambda checkpoint, _: iter([("It stops.", "Wait.")] if "stop" in checkpoint.config else [])
+        },
+        command=lambda folder, published, facts, drafts: ["serve", folder, str(drafts)],
+        remarks=lambda published: ["It is new."],
+    )
+    monkeypatch.setitem(READERS, "new", new)
+    monkeypatch.setattr(FORMATS["vllm"], "also", ("new",), raising=False)
+    done = export_for(made("eagle3")[1], tmp_path / "out", "vllm", dtype="float32")
+    assert done.remarks == ("It is new.",) and done.commands["new"] == f"serve {tmp_path / 'out'} 3"
+    assert check_export(tmp_path / "out", ["new"]) == []
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps({**config, "stop": True}))
+    assert [finding.problem for finding in check_export(tmp_path / "out", ["new"])] == ["It stops."]
+    assert check_export(tmp_path / "out", ["vllm"]) == []
 
 
 @pytest.mark.parametrize("form", FORMATS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 import headstart
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, Layout, Published, digest
+from headstart.heads.exchange.published import EMBEDDINGS, Published, digest
 from headstart.hub.target_facts import TargetFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -20,62 +20,12 @@ NOTE = "headstart"
 """Where a file of ours says what it was written from, see `Written`."""
 Faults = Iterator[tuple[str, str]]
 """(what is wrong, what to do), each as one sentence."""
+HEADS_GGUF = "heads.gguf"
+"""What a folder calls heads for llama.cpp."""
 AGAIN = "Export or fetch the heads again, or take another checkpoint."
 EAGLE3, DFLASH, DSPARK = "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel"
 """What engines call heads; EAGLE-1 heads have names of their own in each."""
 SGLANG_EAGLE = "LlamaForCausalLMEagle"
-
-
-@dataclass(frozen=True)
-class Reader:
-    """What an engine makes of heads, as far as it fits into a table; `rules.py` has what one of them alone gets wrong.
-
-    Attributes:
-        architectures: by arrangement, what a config.json may call the heads, the usual name first.
-        when_missing, when_unknown: what the engine does without a tensor, and with one that it does not know.
-        misses_last_layer: arrangements to which it cannot give the output of the target's last layer.
-        needs_markov: whether it knows DSpark heads by their Markov head.
-        passes_over: settings of EAGLE-3 heads that it does not know; where there are some, it runs one layer of such
-            heads, which reads three of the target's.
-    """
-
-    architectures: Mapping[Layout, tuple[str, ...]] = field(default_factory=dict)
-    when_missing: str = "leaves it random without a word"
-    when_unknown: str = "stops at it"
-    rotary: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
-    only_silu: bool = True
-    misses_last_layer: frozenset[Layout] = frozenset()
-    needs_markov: bool = False
-    passes_over: tuple[str, ...] = ()
-
-
-READERS: dict[str, Reader] = {
-    "vllm": Reader(
-        {
-            Layout.EAGLE3: (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
-            Layout.EAGLE: ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
-            Layout.DFLASH: (DFLASH,),
-            Layout.DSPARK: (DSPARK, "DSparkDraftModel"),
-        },
-        needs_markov=True,
-    ),
-    "sglang": Reader(
-        {Layout.EAGLE3: (EAGLE3,), Layout.EAGLE: (SGLANG_EAGLE,), Layout.DFLASH: (DFLASH,)},
-        when_unknown="ignores it",
-        misses_last_layer=frozenset({Layout.EAGLE3}),
-        passes_over=("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"),
-    ),
-    "speculators": Reader(when_missing="only warns", when_unknown="ignores it", only_silu=False),
-    "llama.cpp": Reader(
-        when_missing="stops without it",
-        rotary=("default", "linear", "llama3"),
-        misses_last_layer=frozenset({Layout.EAGLE3, *BLOCKS}),
-        needs_markov=True,
-        passes_over=("norm_output", "aux_norms"),
-    ),
-}
-_OURS = Reader(when_missing="needs it")
-"""headstart itself."""
 
 
 @dataclass(frozen=True)
@@ -119,25 +69,6 @@ def infinite(published: Published) -> Faults:
     """Tensors that would make every draft meaningless."""
     for name in published.not_finite:
         yield f"{name} holds numbers that are not finite: every draft would be noise.", AGAIN
-
-
-def tensor_faults(
-    wanted: Mapping[str, tuple[int, ...]],
-    beside: Mapping[str, tuple[int, ...]],
-    shapes: Mapping[str, tuple[int, ...]],
-    engine: str,
-) -> Faults:
-    """What is wrong with tensors of these shapes: an engine needs those `wanted`, others may lie `beside` them."""
-    reader = READERS.get(engine, _OURS)
-    for name in wanted:
-        if name not in shapes:
-            yield f"The tensor {name} is missing, and {engine} {reader.when_missing}.", AGAIN
-    expected = {**beside, **wanted}
-    for name, shape in sorted(shapes.items()):
-        if name not in expected:
-            yield f"{engine} has no tensor {name} in such heads, and {reader.when_unknown}.", AGAIN
-        elif shape != expected[name]:
-            yield f"The tensor {name} is {list(shape)}, and its config asks for {list(expected[name])}.", AGAIN
 
 
 class Format(ABC):

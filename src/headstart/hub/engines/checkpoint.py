@@ -24,6 +24,9 @@ from headstart.hub.engines.base import NOTE, Written
 from headstart.support.files import read_json
 
 CONFIG = "config.json"
+WRITE, CORRECT = f"Write it into {CONFIG}.", f"Correct it in {CONFIG}."
+AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+"""Where EAGLE-3 heads name the layers that they read: at the top for vLLM and llama.cpp, nested for SGLang."""
 _INDEX = "*.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _PREFIXES = ("model.", "medusa_head.", "medusa_heads.")

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, Published
-from headstart.hub.engines.base import AGAIN, Faults, Format, Written
+from headstart.hub.engines.base import AGAIN, HEADS_GGUF, Faults, Format, Written
 from headstart.hub.engines.gguf_file import (
     ARCHITECTURES,
     BLOCK,
-    FILE,
     MASK,
     GgufFile,
     file_of,
@@ -19,6 +18,7 @@ from headstart.hub.engines.gguf_file import (
     wrong_tensors,
 )
 from headstart.hub.engines.gguf_writing import write_gguf
+from headstart.hub.engines.readers import LLAMA_CPP
 from headstart.hub.engines.reading import are_tokens
 from headstart.hub.engines.rules import engine_limits, unchanged
 from headstart.hub.target_facts import TargetFacts, kind_of
@@ -48,7 +48,7 @@ class Gguf(Format):
         return _limits(published, facts, None)
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
-        write_gguf(folder / FILE, published, facts, dtype)
+        write_gguf(folder / HEADS_GGUF, published, facts, dtype)
 
     def holds(self, folder: Path) -> bool:
         return file_of(folder) is not None
@@ -62,7 +62,7 @@ class Gguf(Format):
 
 def _limits(settings: Published, facts: TargetFacts | None, written: Written | None) -> Faults:
     """What llama.cpp cannot do with these heads."""
-    yield from engine_limits(settings, "llama.cpp", facts, written)
+    yield from engine_limits(settings, LLAMA_CPP, facts, written)
     if settings.layout in BLOCKS and not 0 <= settings.mask_token_id < settings.vocab_size:
         yield (
             f"The mask token is {settings.mask_token_id}, which is no token of a vocabulary of {settings.vocab_size}: "

@@ -31,9 +31,10 @@ from headstart.heads.exchange.published import (
     Layout,
     Published,
 )
-from headstart.hub.engines.base import AGAIN, NOTE, Faults, Written, tensor_faults
+from headstart.hub.engines.base import AGAIN, NOTE, Faults, Written
+from headstart.hub.engines.reader import tensor_faults
+from headstart.hub.engines.readers import LLAMA_CPP
 
-FILE = "heads.gguf"
 EAGLE3, BLOCK = "eagle3", "dflash"
 ARCHITECTURES = {Layout.EAGLE3: EAGLE3, **dict.fromkeys(BLOCKS, BLOCK)}
 FACTORS, D2T, MASK = "rope_freqs.weight", "d2t", "tokenizer.ggml.mask_token_id"
@@ -271,4 +272,4 @@ def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) ->
     beside = {"token_embd.weight": whole, FACTORS: (settings.layer.head_dim // 2,)}
     beside |= {_WHOLE[LM_HEAD]: whole} if settings.layout in BLOCKS else {D2T: (settings.draft_width,)}
     wanted = {_tensor_name(name): shape for name, shape in settings.expected().items()}
-    return tensor_faults(wanted, beside, shapes, "llama.cpp")
+    return tensor_faults(wanted, beside, shapes, LLAMA_CPP)

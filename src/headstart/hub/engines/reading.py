@@ -11,8 +11,9 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
-from headstart.hub.engines.base import DFLASH, DSPARK, tensor_faults
-from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, absolute_ids, small, whole
+from headstart.hub.engines.base import DFLASH, DSPARK
+from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, Checkpoint, absolute_ids, small, whole
+from headstart.hub.engines.reader import OURS, tensor_faults
 from headstart.hub.target_facts import TargetFacts
 
 SPECULATORS = {Layout.DFLASH: "DFlashSpeculator", Layout.DSPARK: "DSparkSpeculator"}
@@ -244,17 +245,16 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int, ...]:
     """Indices of transformers' hidden states that EAGLE-3 heads fuse."""
-    name = "eagle_aux_hidden_state_layer_ids"
-    top, nested = checkpoint.config.get(name), for_sglang(checkpoint.config).get(name)
+    top, nested = checkpoint.config.get(AUX_IDS), for_sglang(checkpoint.config).get(AUX_IDS)
     if (ids := top or nested) and not are_layers(ids):
-        raise UserError(f"{name} is {ids!r}.", f"Write a list of numbers in {CONFIG}.")
+        raise UserError(f"{AUX_IDS} is {ids!r}.", f"Write a list of numbers in {CONFIG}.")
     if ids:
         aux_layers = tuple(top or [layer + 1 for layer in ids])
     elif facts is not None:
         aux_layers = (2, facts.num_layers // 2, facts.num_layers - 3)
     else:
         raise UserError(
-            f"{checkpoint.folder / CONFIG} does not say which layers are read ({name}).",
+            f"{checkpoint.folder / CONFIG} does not say which layers are read ({AUX_IDS}).",
             "Name the target with --target: engines then take (2, L // 2, L - 3) of its L layers.",
         )
     return _in_target(aux_layers, facts)
@@ -348,7 +348,7 @@ def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
     """The tensors by their published names, once names and shapes are those of the settings."""
     shapes = {name: shape for name, shape in checkpoint.shapes.items() if name not in _WITHOUT}
     wanted = settings.expected()
-    for problem, remedy in tensor_faults(wanted, tensors_beside(settings, shapes), shapes, "headstart"):
+    for problem, remedy in tensor_faults(wanted, tensors_beside(settings, shapes), shapes, OURS):
         raise UserError(f"{checkpoint.folder}: {problem}", remedy)
     tensors = {}
     for name in shapes:

@@ -1,8 +1,9 @@
-"""What vLLM, SGLang and speculators make of a folder: which keys and tensors they read, ignore, or fill with noise.
+"""What engines make of heads and their folders: which keys and tensors they read, ignore, or fill with noise.
 
-Read in vLLM 0.32, SGLang of mid-2026 and speculators 0.9. vLLM stops at unknown tensors and leaves missing ones random
-without a word; SGLang passes over both. Of block drafters vLLM reads neither `block_size` nor the order of the layer
-ids: blocks are as long as it is asked to draft, and the layers' outputs come in the order of the layers.
+What one of them alone gets wrong stands in its `Reader` (`readers.py`). vLLM stops at unknown tensors and leaves
+missing ones random without a word; SGLang passes over both. Of block drafters vLLM reads neither `block_size` nor the
+order of the layer ids: blocks are as long as it is asked to draft, and the layers' outputs come in the order of the
+layers.
 
 What headstart itself cannot read is refused by `headstart.hub.engines.reading`, and found here too.
 """
@@ -13,9 +14,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, Layout, Published, digest
-from headstart.hub.engines.base import AGAIN, READERS, Faults, Written, tensor_faults
-from headstart.hub.engines.checkpoint import CONFIG, Checkpoint
+from headstart.heads.exchange.published import BLOCKS, LM_HEAD, Layout, Published, digest
+from headstart.hub.engines.base import AGAIN, Faults, Written
+from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, Checkpoint
+from headstart.hub.engines.reader import Reader, tensor_faults
+from headstart.hub.engines.readers import READERS
 from headstart.hub.engines.reading import (
     draft_ids,
     for_sglang,
@@ -29,20 +32,17 @@ from headstart.hub.engines.reading import (
 )
 from headstart.hub.target_facts import TargetFacts
 
-_WRITE = f"Write it into {CONFIG}."
-_CORRECT = f"Correct it in {CONFIG}."
 _NO_MAPS = "Leave out d2t and t2d."
 _WITHOUT = "Serve it with vLLM (--format vllm), or train without that."
-_IDS = "eagle_aux_hidden_state_layer_ids"
 _IN_WORDS = {"aux_norms": "fc_norm (heads.aux_norms)", "norm_output": "norm_output (heads.feedback=post_norm)"}
 
 
 # -- what engines cannot do, whatever the file -------------------------------------------------------------------------
 
 
-def engine_limits(settings: Published, engine: str, facts: TargetFacts | None, written: Written | None) -> Faults:
+def engine_limits(settings: Published, reader: Reader, facts: TargetFacts | None, written: Written | None) -> Faults:
     """What an engine cannot do with heads of these settings; the target's depth is from `facts`, or was written."""
-    reader, layer, aux_layers = READERS[engine], settings.layer, list(settings.aux_layers)
+    engine, layer, aux_layers = reader.name, settings.layer, list(settings.aux_layers)
     if layer is not None:
         if layer.hidden_act != "silu" and reader.only_silu:
             remedy = "Train with heads.hidden_act=silu."
@@ -107,82 +107,53 @@ def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | 
         yield f"{checkpoint.folder} holds no draft heads.", "Give the folder of draft heads."
         return
     sound = True
-    for fault in _faults(checkpoint, layout, engine, facts):
+    for fault in _faults(checkpoint, layout, READERS[engine], facts):
         sound = False
         yield fault
     if sound and (written := checkpoint.written) is not None:
         yield from unchanged(read_published(checkpoint), written, facts)
 
 
-def _faults(checkpoint: Checkpoint, layout: Layout, engine: str, facts: TargetFacts | None) -> Faults:
-    yield from _architecture(checkpoint, layout, engine)
+def _faults(checkpoint: Checkpoint, layout: Layout, reader: Reader, facts: TargetFacts | None) -> Faults:
+    yield from _architecture(checkpoint, layout, reader)
     settings = settings_of(checkpoint, layout, facts)
-    yield from engine_limits(settings, engine, facts, checkpoint.written)
+    yield from engine_limits(settings, reader, facts, checkpoint.written)
     if settings.layer is not None:
         yield from _rotary(checkpoint.settings)
     if layout is Layout.EAGLE3:
-        yield from _layer_ids(checkpoint, engine)
+        yield from _layer_ids(checkpoint)
         yield from _vocabulary_map(checkpoint, settings)
+    if layout in reader.faults:
+        yield from reader.faults[layout](checkpoint, settings)
     settings = replace(settings, draft_ids_D=draft_ids(checkpoint, settings.vocab_size))
     wanted, shapes = settings.expected(), checkpoint.shapes
     beside = tensors_beside(settings, shapes)
     match layout:
         case Layout.EAGLE3:
-            yield from _eagle3(checkpoint, engine)
             beside |= {"t2d": (settings.vocab_size,), "d2t": (settings.draft_width,)}
             if checkpoint.settings.get("attention_bias"):
                 beside |= {name: shape for name, shape in shapes.items() if name.endswith("_proj.bias")}
-            if LM_HEAD not in shapes and settings.draft_ids_D is None and engine != "speculators":
-                wanted.pop(LM_HEAD)  # the target's own
-        case Layout.EAGLE if engine == "sglang":
-            wanted["fc.bias"] = (settings.hidden_size,)
+            if LM_HEAD not in shapes and settings.draft_ids_D is None and reader.lends_lm_head:
+                wanted.pop(LM_HEAD)
         case Layout.EAGLE:
-            beside.pop("fc.bias")
+            bias = beside.pop("fc.bias")
+            if reader.adds_bias:
+                wanted["fc.bias"] = bias
         case Layout.MEDUSA:
-            yield from _medusa(checkpoint, settings)
             beside["token_map"] = (settings.draft_width,)
         case _:
-            yield from _block(checkpoint, settings, engine)
+            yield from _block(checkpoint, settings, reader.name)
             for name in ("d2t", "t2d"):
                 shapes.pop(name, None)
-            if engine == "speculators":
+            if reader.holds_verifier:
                 beside |= {"verifier_lm_head.weight": beside[LM_HEAD], "verifier_norm.weight": (settings.hidden_size,)}
-    yield from tensor_faults(wanted, beside, shapes, engine)
-
-
-def _eagle3(checkpoint: Checkpoint, engine: str) -> Faults:
-    config, shapes = checkpoint.settings, checkpoint.shapes
-    if engine == "sglang":
-        if config.get("tie_word_embeddings", True) is not False:
-            yield "SGLang takes the embeddings for the LM head unless tie_word_embeddings is false.", _WRITE
-        if "draft_vocab_size" not in checkpoint.config:
-            yield "SGLang needs draft_vocab_size, also for the whole vocabulary.", _WRITE
-        if config.get("attention_bias"):
-            yield "SGLang leaves out the biases of the attention.", "Serve it with vLLM."
-    if engine == "speculators" and EMBEDDINGS not in shapes:
-        yield "The classes of speculators fill embeddings that a file lacks with zeros.", AGAIN
-    if config.get("attention_bias") and engine == "vllm" and not any(name.endswith("o_proj.bias") for name in shapes):
-        yield "vLLM reads a bias of o_proj with attention_bias, and there is none: it stays random.", AGAIN
-
-
-def _medusa(checkpoint: Checkpoint, settings: Published) -> Faults:
-    config = checkpoint.config
-    asked = config.get("num_heads", config.get("medusa_num_heads"))
-    if isinstance(asked, int) and asked > settings.steps:
-        yield f"The config has {asked} heads and the file {settings.steps}: vLLM leaves the others random.", AGAIN
-    if any(name.endswith(".bias") for name in checkpoint.names) and config.get("medusa_fc_bias") is not True:
-        yield "vLLM drops the blocks' biases unless medusa_fc_bias is true.", _WRITE
-    if config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
-        yield (
-            "vLLM 0.32 stops at Medusa heads with a reduced vocabulary: it reads token_map and then misses it.",
-            "Train with heads.draft_vocab_size=0 heads.shared_lm_head=true.",
-        )
+    yield from tensor_faults(wanted, beside, shapes, reader)
 
 
 def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
     """`target_layer_ids` count layers' outputs from 0; EAGLE's ids and those of speculators count hidden states."""
     config = checkpoint.settings
-    for name in ("aux_hidden_state_layer_ids", _IDS):
+    for name in ("aux_hidden_state_layer_ids", AUX_IDS):
         if config.get(name) not in (None, list(settings.aux_layers)):
             yield (
                 f"The layer ids disagree: {config[name]} in {name}, and {list(settings.aux_layers)} elsewhere; "
@@ -196,32 +167,26 @@ def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
             "drafts past what was trained.",
             f"Write speculative_tokens = {drafts} into {CONFIG}.",
         )
-    if engine == "vllm" and checkpoint.is_speculators and config.get("sliding_window_non_causal") is False:
-        yield (
-            "sliding_window_non_causal is false, and vLLM 0.32 takes that for all layers: slots do not see later ones.",
-            f"Write sliding_window_non_causal = true into {CONFIG}; without sliding layers it says nothing else.",
-        )
-    for name, reader in (("d2t", "vLLM"), ("t2d", "llama.cpp's converter")):
+    for name, stops in (("d2t", "vLLM"), ("t2d", "llama.cpp's converter")):
         if name in checkpoint.names:
-            yield f"There is a {name}, and the whole vocabulary is drafted: {reader} stops at it.", _NO_MAPS
+            yield f"There is a {name}, and the whole vocabulary is drafted: {stops} stops at it.", _NO_MAPS
 
 
-def _architecture(checkpoint: Checkpoint, layout: Layout, engine: str) -> Faults:
-    model_type = checkpoint.config.get("model_type")
+def _architecture(checkpoint: Checkpoint, layout: Layout, reader: Reader) -> Faults:
+    engine, model_type = reader.name, checkpoint.config.get("model_type")
     if layout is Layout.MEDUSA:
-        if engine != "vllm":
+        if not reader.has_medusa:
             yield (
                 f"{engine} has no Medusa heads.",
                 "Serve them with vLLM up to 0.32 (--format vllm), or with headstart.",
             )
-        elif model_type != "medusa":
-            yield f"vLLM knows Medusa heads by model_type medusa, and it is {model_type!r}.", _CORRECT
         return
-    if engine == "speculators" or (engine == "vllm" and checkpoint.is_speculators):
-        if not checkpoint.is_speculators:
-            yield f"{CONFIG} has no speculators_model_type.", "Export with --format speculators."
+    if checkpoint.is_speculators and reader.reads_speculators:
         return
-    known = READERS[engine].architectures.get(layout)
+    if not reader.reads_others:
+        yield f"{CONFIG} has no speculators_model_type.", "Export with --format speculators."
+        return
+    known = reader.architectures.get(layout)
     if known is None:
         yield (
             f"headstart knows of no {engine} that serves {layout} heads as it writes them.",
@@ -235,7 +200,7 @@ def _architecture(checkpoint: Checkpoint, layout: Layout, engine: str) -> Faults
             f"Correct it in {CONFIG}, or export with --format {engine}.",
         )
     if layout in BLOCKS and model_type != "qwen3":
-        yield f"The layers of block drafters are Qwen3's for all targets, and model_type is {model_type!r}.", _CORRECT
+        yield f"The layers of block drafters are Qwen3's for all targets, and model_type is {model_type!r}.", CORRECT
 
 
 def _rotary(config: Mapping[str, Any]) -> Faults:
@@ -247,36 +212,16 @@ def _rotary(config: Mapping[str, Any]) -> Faults:
             f"Write the base that the heads were trained with into {CONFIG}.",
         )
     if isinstance(new, Mapping) and (new.get("rope_type", "default") != "default") != bool(old):
-        yield "rope_parameters and rope_scaling are of two kinds, and engines read one of them.", _CORRECT
+        yield "rope_parameters and rope_scaling are of two kinds, and engines read one of them.", CORRECT
 
 
-def _layer_ids(checkpoint: Checkpoint, engine: str) -> Faults:
-    top, nested = checkpoint.config.get(_IDS), for_sglang(checkpoint.config).get(_IDS)
+def _layer_ids(checkpoint: Checkpoint) -> Faults:
+    top, nested = checkpoint.config.get(AUX_IDS), for_sglang(checkpoint.config).get(AUX_IDS)
     if top and nested and [layer + 1 for layer in nested] != list(top):
         yield (
             f"The layer ids disagree: {list(top)} at the top (vLLM, llama.cpp) and {list(nested)} in eagle_config "
             "(SGLang), which should be one less each.",
             f"Correct the wrong ones in {CONFIG}.",
-        )
-    if engine == "sglang" and top and not nested:
-        yield (
-            f"SGLang reads the layer ids in eagle_config alone, and takes the usual ones instead of {list(top)}.",
-            f"Write eagle_config.{_IDS} = {[layer - 1 for layer in top]} into {CONFIG}.",
-        )
-    if engine == "vllm" and nested and not top:
-        yield (
-            f"vLLM takes the nested layer ids {list(nested)} as they are, one layer before those that SGLang reads.",
-            f"Write {_IDS} = {[layer + 1 for layer in nested]} at the top of {CONFIG}.",
-        )
-    if not (ids := top or nested):
-        return
-    count = checkpoint.config.get("num_aux_hidden_states") or len(nested or [0] * 3)
-    if checkpoint.is_speculators:
-        count = 3
-    if engine == "vllm" and len(ids) != count:
-        yield (
-            f"vLLM fuses {count} layers of such heads, and there are {len(ids)} layer ids.",
-            f"Export with --format vllm, or write num_aux_hidden_states = {len(ids)} into {CONFIG}.",
         )
 
 

@@ -1,0 +1,189 @@
+"""vLLM, SGLang, speculators and llama.cpp: all that is particular to each of them, in one `Reader`.
+
+Read in vLLM 0.32, SGLang of mid-2026 and speculators 0.9. What holds for every engine stands in `rules.py`.
+"""
+
+from __future__ import annotations
+
+import json
+
+from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, Layout, Published
+from headstart.hub.engines.base import AGAIN, DFLASH, DSPARK, EAGLE3, HEADS_GGUF, SGLANG_EAGLE, Faults
+from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
+from headstart.hub.engines.reader import Reader
+from headstart.hub.engines.reading import for_sglang
+from headstart.hub.target_facts import TargetFacts
+
+# -- vLLM --------------------------------------------------------------------------------------------------------------
+
+_ON_GPUS = (
+    "vLLM drafts with DSpark heads on GPUs alone (V2 model runner), and they cannot be served as DFlash, whose slots "
+    "draft their own places and not the next ones: on a CPU serve them with llama.cpp (--format gguf)."
+)
+_UNEQUAL_NORMS = (
+    "vLLM's CPU build norms the text's keys in every layer with the k_norm of the first, and accepts fewer "
+    "drafts; its GPU builds do not. For a CPU train with heads.num_layers=1, or serve these with llama.cpp."
+)
+
+
+def _eagle3_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
+    top, nested = checkpoint.config.get(AUX_IDS), for_sglang(checkpoint.config).get(AUX_IDS)
+    if nested and not top:
+        yield (
+            f"vLLM takes the nested layer ids {list(nested)} as they are, one layer before those that SGLang reads.",
+            f"Write {AUX_IDS} = {[layer + 1 for layer in nested]} at the top of {CONFIG}.",
+        )
+    count = checkpoint.config.get("num_aux_hidden_states") or len(nested or [0] * 3)
+    if checkpoint.is_speculators:
+        count = 3
+    if (ids := top or nested) and len(ids) != count:
+        yield (
+            f"vLLM fuses {count} layers of such heads, and there are {len(ids)} layer ids.",
+            f"Export with --format vllm, or write num_aux_hidden_states = {len(ids)} into {CONFIG}.",
+        )
+    biased = checkpoint.settings.get("attention_bias")
+    if biased and not any(name.endswith("o_proj.bias") for name in checkpoint.shapes):
+        yield "vLLM reads a bias of o_proj with attention_bias, and there is none: it stays random.", AGAIN
+
+
+def _medusa_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
+    config = checkpoint.config
+    if (model_type := config.get("model_type")) != "medusa":
+        yield f"vLLM knows Medusa heads by model_type medusa, and it is {model_type!r}.", CORRECT
+    asked = config.get("num_heads", config.get("medusa_num_heads"))
+    if isinstance(asked, int) and asked > settings.steps:
+        yield f"The config has {asked} heads and the file {settings.steps}: vLLM leaves the others random.", AGAIN
+    if any(name.endswith(".bias") for name in checkpoint.names) and config.get("medusa_fc_bias") is not True:
+        yield "vLLM drops the blocks' biases unless medusa_fc_bias is true.", WRITE
+    if config.get("truncated_vocab_size") not in (None, config.get("vocab_size")):
+        yield (
+            "vLLM 0.32 stops at Medusa heads with a reduced vocabulary: it reads token_map and then misses it.",
+            "Train with heads.draft_vocab_size=0 heads.shared_lm_head=true.",
+        )
+
+
+def _block_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
+    if checkpoint.is_speculators and checkpoint.settings.get("sliding_window_non_causal") is False:
+        yield (
+            "sliding_window_non_causal is false, and vLLM 0.32 takes that for all layers: slots do not see later ones.",
+            f"Write sliding_window_non_causal = true into {CONFIG}; without sliding layers it says nothing else.",
+        )
+
+
+def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: int) -> list[str]:
+    config = {"method": str(published.layout), "model": folder, "num_speculative_tokens": drafts}
+    return ["vllm", "serve", facts.folder or "TARGET", *_trust(facts), "--speculative-config", json.dumps(config)]
+
+
+def _vllm_remarks(published: Published) -> list[str]:
+    if published.layout is Layout.MEDUSA:
+        return ["vLLM reads Medusa heads up to version 0.32."]
+    if published.layout not in BLOCKS:
+        return []
+    remarks = [_ON_GPUS] if published.layout is Layout.DSPARK else []
+    first, *others = (
+        published.tensors[f"layers.{number}.self_attn.k_norm.weight"] for number in range(published.num_layers)
+    )
+    return [*remarks, _UNEQUAL_NORMS] if any(not other.equal(first) for other in others) else remarks
+
+
+_VLLM = Reader(
+    "vllm",
+    {
+        Layout.EAGLE3: (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
+        Layout.EAGLE: ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
+        Layout.DFLASH: (DFLASH,),
+        Layout.DSPARK: (DSPARK, "DSparkDraftModel"),
+    },
+    needs_markov=True,
+    has_medusa=True,
+    reads_speculators=True,
+    faults={Layout.EAGLE3: _eagle3_in_vllm, Layout.MEDUSA: _medusa_in_vllm, **dict.fromkeys(BLOCKS, _block_in_vllm)},
+    command=_vllm,
+    remarks=_vllm_remarks,
+)
+
+# -- SGLang ------------------------------------------------------------------------------------------------------------
+
+
+def _eagle3_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
+    config = checkpoint.settings
+    top, nested = checkpoint.config.get(AUX_IDS), for_sglang(checkpoint.config).get(AUX_IDS)
+    if top and not nested:
+        yield (
+            f"SGLang reads the layer ids in eagle_config alone, and takes the usual ones instead of {list(top)}.",
+            f"Write eagle_config.{AUX_IDS} = {[layer - 1 for layer in top]} into {CONFIG}.",
+        )
+    if config.get("tie_word_embeddings", True) is not False:
+        yield "SGLang takes the embeddings for the LM head unless tie_word_embeddings is false.", WRITE
+    if "draft_vocab_size" not in checkpoint.config:
+        yield "SGLang needs draft_vocab_size, also for the whole vocabulary.", WRITE
+    if config.get("attention_bias"):
+        yield "SGLang leaves out the biases of the attention.", "Serve it with vLLM."
+
+
+def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: int) -> list[str]:
+    algorithm = {Layout.EAGLE3: "EAGLE3", Layout.DFLASH: "DFLASH"}.get(published.layout, "EAGLE")
+    words = ["python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET", *_trust(facts)]
+    words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", folder]
+    if published.layout is not Layout.DFLASH:
+        words += ["--speculative-num-steps", str(drafts), "--speculative-eagle-topk", "1"]
+    return [*words, "--speculative-num-draft-tokens", str(drafts + 1)]  # the root is one of them
+
+
+_SGLANG = Reader(
+    "sglang",
+    {Layout.EAGLE3: (EAGLE3,), Layout.EAGLE: (SGLANG_EAGLE,), Layout.DFLASH: (DFLASH,)},
+    when_unknown="ignores it",
+    misses_last_layer=frozenset({Layout.EAGLE3}),
+    passes_over=("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"),
+    adds_bias=True,
+    faults={Layout.EAGLE3: _eagle3_in_sglang},
+    command=_sglang,
+)
+
+# -- speculators -------------------------------------------------------------------------------------------------------
+
+
+def _eagle3_in_speculators(checkpoint: Checkpoint, settings: Published) -> Faults:
+    if EMBEDDINGS not in checkpoint.shapes:
+        yield "The classes of speculators fill embeddings that a file lacks with zeros.", AGAIN
+
+
+_SPECULATORS = Reader(
+    "speculators",
+    when_missing="only warns",
+    when_unknown="ignores it",
+    only_silu=False,
+    reads_speculators=True,
+    reads_others=False,
+    lends_lm_head=False,
+    holds_verifier=True,
+    faults={Layout.EAGLE3: _eagle3_in_speculators},
+)
+
+# -- llama.cpp ---------------------------------------------------------------------------------------------------------
+
+
+def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: int) -> list[str]:
+    words = ["llama-server", "-m", str(facts.gguf or "TARGET.gguf"), "-md", f"{folder}/{HEADS_GGUF}"]
+    return [*words, "--spec-type", f"draft-{published.layout}", "--spec-draft-n-max", str(drafts)]
+
+
+LLAMA_CPP = Reader(
+    "llama.cpp",
+    when_missing="stops without it",
+    rotary=("default", "linear", "llama3"),
+    misses_last_layer=frozenset({Layout.EAGLE3, *BLOCKS}),
+    needs_markov=True,
+    passes_over=("norm_output", "aux_norms"),
+    command=_llama_cpp,
+)
+
+
+def _trust(facts: TargetFacts) -> list[str]:
+    """vLLM and SGLang call it the same."""
+    return ["--trust-remote-code"] if facts.trust_remote_code else []
+
+
+READERS = {reader.name: reader for reader in (_VLLM, _SGLANG, _SPECULATORS, LLAMA_CPP)}
