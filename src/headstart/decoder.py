@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Unpack, get_args
 
 from pydantic import ValidationError
@@ -13,7 +12,7 @@ from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.shapes import Unusable, parse_prompt
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.loop import Drafter, Engine, Generation, check, check_options
-from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind, random_seed
+from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
 from headstart.decode.reading import Reading
 from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, parts_of
 from headstart.drafters.heads import HeadDrafter
@@ -142,7 +141,7 @@ class Decoder:
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
-        asked = _asked(options)
+        asked = DecodeOptions.of(options)
         tokens, engine = self._prepared([prompt], asked)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
         return Stream(
@@ -192,12 +191,9 @@ class Decoder:
         return items
 
     def _answers(self, prompts: Iterable[Prompt], options: DecodeKeywords) -> list[Answer]:
-        asked = _asked(options)
+        asked = DecodeOptions.of(options)
         tokens, engine = self._prepared(prompts, asked)
-        answers = [
-            self._answer(generation, asked, engine, row)
-            for row, generation in enumerate(engine.generate(tokens, asked))
-        ]
+        answers = [self._answer(generation, asked, engine) for generation in engine.generate(tokens, asked)]
         warn_of_failures(answers)
         return answers
 
@@ -237,7 +233,7 @@ class Decoder:
             return tuning.drafter(self.heads, tree)
         return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
 
-    def _answer(self, generation: Generation, asked: DecodeOptions, engine: Engine, row: int = 0) -> Answer:
+    def _answer(self, generation: Generation, asked: DecodeOptions, engine: Engine) -> Answer:
         tokenizer, ends, rounds = self.target.tokenizer, self.target.end_tokens, len(generation.rounds)
         drafts = asked.drafter != "none" and asked.draft != "off"  # or tuning found no tree that pays
         words = [token for token in generation.tokens if token not in ends]
@@ -251,14 +247,8 @@ class Decoder:
             drafter_error=generation.drafter_error,
             rounds=rounds,
             paused_rounds=generation.paused_rounds if engine.drafters or not drafts else rounds,
-            seed=None if asked.greedy or asked.seed is None else asked.seed + row,
+            seed=generation.seed,
         )
-
-
-def _asked(keywords: DecodeKeywords) -> DecodeOptions:
-    """The options of a call, with the seed that it samples with."""
-    asked = DecodeOptions.of(keywords)
-    return replace(asked, seed=random_seed()) if asked.seed is None and not asked.greedy else asked
 
 
 def _readable(message: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -155,6 +156,17 @@ def test_seeded_and_independent_of_the_batch() -> None:
     assert Engine(target).generate(texts[1:], second)[0].tokens == once[1]
     drafted = Engine(target, ReplayDrafter(once, 61, 0.5)).generate(texts, options)
     assert all(len(row.tokens) == 20 for row in drafted)
+
+
+def test_each_row_says_the_seed_that_repeats_it() -> None:
+    engine, texts = Engine(Target(tiny_model("llama", vocab_size=61))), [[1, 2, 3], [4, 5, 6, 7]]
+    options = DecodeOptions(max_new_tokens=20, temperature=1.0, ignore_end=True)
+    rows = engine.generate(texts, options)
+    for text, row in zip(texts, rows, strict=True):
+        assert row.seed is not None
+        assert engine.generate([text], replace(options, seed=row.seed))[0].tokens == row.tokens
+    assert rows[0].seed != engine.generate(texts, options)[0].seed, "drawn for each call"
+    assert engine.generate(texts, DecodeOptions(4))[0].seed is None, "greedy"
 
 
 def test_path_dependent_processors_see_each_nodes_own_prefix() -> None:

@@ -64,6 +64,7 @@ class Generation:
         token_ms: for each token, milliseconds since the call at which it was there; the prefill is part of the first.
         rounds: one entry a round; the first token comes from the prefill and has none.
         drafter_error: what a drafter raised, when one did; from then on the row was decoded without it.
+        seed: that the row was sampled with; None where it is greedy.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -71,6 +72,7 @@ class Generation:
     token_ms: list[float] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     drafter_error: str | None = None
+    seed: int | None = None
 
     @property
     def tokens_per_round(self) -> float:
@@ -197,9 +199,11 @@ class Engine:
         """
         started = perf_counter()
         check(self.target, prompts, options)
-        if options.seed is None:  # drawn once, also where rows are decoded in halves
-            options = replace(options, seed=random_seed())
-        call = _Call(prompts, options, on_tokens, started, [Generation() for _ in prompts], check_on, reading)
+        # Drawn once, also where rows are decoded in halves.
+        first = random_seed() if options.seed is None else options.seed
+        options = replace(options, seed=first)
+        texts = [Generation(seed=None if options.greedy else first + row) for row in range(len(prompts))]
+        call = _Call(prompts, options, on_tokens, started, texts, check_on, reading)
         if len(prompts) > 1:  # none is decoded where one can never be
             reserve(self.target, [max(prompts, key=len)], options.max_new_tokens, 1)
         try:
