@@ -31,6 +31,11 @@ class LayerKeys:
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> LayerKeys:
+        """From keys and values of some tokens, [B, H, T, D]."""
+        return cls((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), keys.dtype, keys.device)
+
     @property
     def bytes(self) -> int:
         return sum(heads * size for heads, size in (self.keys, self.values)) * self.dtype.itemsize

@@ -6,20 +6,22 @@ tokens that were accepted are read once more ahead of the next chain, in the sam
 between the two. Full-attention layers are cut back as usual. Every row has a cache of its own and is read by itself,
 since padding would run into the state.
 
-Shape suffixes: B rows, N nodes of the longest chain.
+Shape suffixes: B rows, N nodes of the longest chain, T tokens of one forward, V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from headstart.target.attention import running
+from headstart.support.uploads import upload
+from headstart.target.attention import PIECE, Running, attention_kernels, run, running
 
 LINEAR = "linear_attention"
 """Kind of the layers in question, as configs name it."""
@@ -114,6 +116,55 @@ class ChainCache:
 
     def go_on_with(self, row: int, other: ChainCache) -> None:
         self.rows_B[row], self.lengths[row] = copy.deepcopy(other.rows_B[0]), other.lengths[0]
+
+
+def read_chains(
+    model: Any,
+    cache: ChainCache,
+    rows: Sequence[Sequence[int]],
+    aux_layers: Sequence[int],
+    last_only: bool,
+    device: torch.device,
+    max_length: int,
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Read a chain for each row, one row after the other: logits [B, N, V] after each token, and aux hidden states
+    [B, N, E]. With `last_only` these are texts: they are committed, and logits come after the last token of each
+    alone."""
+    cache.forget()
+    logits, states = [], []
+    for number, (row, tokens) in enumerate(zip(cache.rows_B, rows, strict=True)):
+        pieces = []
+        size = PIECE if last_only else len(tokens)
+        for start in range(0, len(tokens), size):
+            piece = list(tokens[start : start + size])
+            forward = Running(None, frozenset(aux_layers), causal=True, row=row)
+            if last_only:
+                row_1, index_1 = upload([[0], [len(row.pending) + len(piece) - 1]], device)
+                forward.wanted = row_1, index_1
+            text_1T = torch.tensor([[*row.pending, *piece]], device=device)
+            index_1T = torch.arange(row.held, row.held + text_1T.shape[1], device=device)[None]
+            with run(forward), attention_kernels(device):
+                out = model(
+                    input_ids=text_1T,
+                    position_ids=index_1T.clamp(max=max_length - 1),
+                    past_key_values=row.cache,
+                    use_cache=True,
+                )
+            new = slice(len(row.pending), None)
+            pieces.append({layer: state[0, new].to(device) for layer, state in forward.captured.items()})
+            logits_TV = out.logits[0].to(device)
+            if last_only:
+                row.accept(piece, len(piece))
+            else:
+                logits_TV = logits_TV[new]
+        logits.append(logits_TV)
+        states.append({layer: torch.cat([piece[layer] for piece in pieces]) for layer in aux_layers})
+        if last_only:
+            cache.lengths[number] += len(tokens)
+        else:
+            cache.chains[number] = list(tokens)
+    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return padded(logits), {layer: padded([of_row[layer] for of_row in states]) for layer in aux_layers}
 
 
 def has_running_states(config: Any) -> bool:

@@ -15,7 +15,7 @@ from itertools import pairwise
 from typing import Any, Literal, cast, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationMixin
 from transformers.cache_utils import DynamicCache
 
@@ -24,7 +24,8 @@ from headstart.support.uploads import upload
 from headstart.target.attention import PIECE, Running, attention_kernels, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.captured import Captured, Recorded
-from headstart.target.chains import ChainCache, has_running_states
+from headstart.target.chains import ChainCache, has_running_states, read_chains
+from headstart.target.checking import FAILS, check_tree
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
 from headstart.target.graphs import Graphs, Inputs, Outputs
@@ -35,15 +36,8 @@ from headstart.tree.tree import Tree, TreeBatch
 Exact = Literal["auto", "bits", "tokens"]
 """What a tree may change about the target's numbers, see `Target.exact`."""
 
-_CHECKED, _SMALL_WINDOW = 20, 512
-"""Tokens before the tree that is checked at loading, and windows up to which it stands beyond the window."""
-_CLOSE, _ROUNDED = 0.02, 0.25
-"""Differences of logits, as a share of their spread, that rounding explains in float32 and in shorter dtypes: bfloat16
-rounds them by about 1 %, quantised layers by more; a mask that leaks or hides a token moves them by about 100 %."""
 _CAPTURED = 8192
 """Tokens whose states are captured at a time, or one row."""
-_CHECK_FAILS = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError)
-"""What a model raises that cannot do what it is asked."""
 
 
 @dataclass
@@ -88,7 +82,7 @@ class Target(FrozenModel):
         self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
         try:
             self.kv_layers, self.dtype = self._probe()
-            self._check_tree()
+            check_tree(self, self._path_logits, self._fitting.limit)
             self.exact = exact
         except BaseException:
             self._fitting.release()
@@ -305,41 +299,9 @@ class Target(FrozenModel):
     def _read_chains(
         self, cache: Any, rows: Sequence[Sequence[int]], aux_layers: Sequence[int], last_only: bool = False
     ) -> TargetOutput:
-        """Read a chain for each row, one row after the other; see `chains`. With `last_only` these are texts: they are
-        committed, and logits come after the last token of each alone."""
         self._check_aux_layers(aux_layers)
         self._fitting.ensure(aux_layers)
-        cache.forget()
-        logits, states = [], []
-        for number, (row, tokens) in enumerate(zip(cache.rows_B, rows, strict=True)):
-            pieces = []
-            size = PIECE if last_only else len(tokens)
-            for start in range(0, len(tokens), size):
-                piece = list(tokens[start : start + size])
-                wanted = self._rows_and_positions({0: len(row.pending) + len(piece) - 1}) if last_only else None
-                forward = Running(None, frozenset(aux_layers), causal=True, wanted=wanted, row=row)
-                text_1T = torch.tensor([[*row.pending, *piece]], device=self.device)
-                index_1T = torch.arange(row.held, row.held + text_1T.shape[1], device=self.device)[None]
-                positions_1T = index_1T.clamp(max=self.max_length - 1)
-                with run(forward), attention_kernels(self.device):
-                    out = self.model(
-                        input_ids=text_1T, position_ids=positions_1T, past_key_values=row.cache, use_cache=True
-                    )
-                new = slice(len(row.pending), None)
-                pieces.append({layer: state[:, new].to(self.device) for layer, state in forward.captured.items()})
-                logits_1TV = out.logits.to(self.device)
-                if last_only:
-                    row.accept(piece, len(piece))
-                else:
-                    logits_1TV = logits_1TV[:, new]
-            logits.append(logits_1TV[0])
-            states.append(_together(pieces))
-            if last_only:
-                cache.lengths[number] += len(tokens)
-            else:
-                cache.chains[number] = list(tokens)
-        states_B = {layer: _padded([of_row[layer][0] for of_row in states]) for layer in aux_layers}
-        return TargetOutput(_padded(logits), states_B)
+        return TargetOutput(*read_chains(self.model, cache, rows, aux_layers, last_only, self.device, self.max_length))
 
     def _forward(
         self,
@@ -461,7 +423,7 @@ class Target(FrozenModel):
 
     @torch.inference_mode(False)  # decoding may ask for it, and what is made here outlives that
     def _capture(self) -> Captured | str:
-        """A recording of the forward whose replay passes the check of `_check_tree`, too; else the reason."""
+        """A recording of the forward whose replay passes `check_tree`, too; else the reason."""
         layers = [FINAL, *range(self.num_layers + 1)]
         if self.chains_only:
             return "its layers keep running states"
@@ -472,16 +434,16 @@ class Target(FrozenModel):
             captured = Captured(self.decoder, layers, self.device, self.prepacked)
             replaying = copy(self)  # other threads go on without it until it is checked
             replaying._exact, replaying._recorded = "tokens", Recorded(captured)
-            replaying._check_tree()
+            check_tree(self, replaying._path_logits, None)
         except NotRecordable as reason:
             return str(reason)
-        except (UserError, *_CHECK_FAILS) as error:
+        except (UserError, *FAILS) as error:
             return f"replaying it failed ({type(error).__name__}: {error})"
         if self.device.type == "cuda" and self.kv_bytes_by_device.keys() == {self.device}:
             captured.graphs = graphs = Graphs(partial(replaying._graphed, captured), self.kv_layers)
             try:
-                replaying._check_tree()
-            except (UserError, *_CHECK_FAILS) as error:
+                check_tree(self, replaying._path_logits, None)
+            except (UserError, *FAILS) as error:
                 graphs.refuse(f"replaying them failed ({type(error).__name__}: {error})")
         return captured
 
@@ -505,55 +467,23 @@ class Target(FrozenModel):
         if len(cache.layers) != self.num_layers:
             raise cannot_tree(self.name, f"only {len(cache.layers)} of its {self.num_layers} layers keep a KV cache")
         layers = [
-            LayerKeys(
-                (layer.keys.shape[1], layer.keys.shape[3]),
-                (layer.values.shape[1], layer.values.shape[3]),
-                layer.keys.dtype,
-                layer.keys.device,
-            )
-            for layer in cache.layers
-            if getattr(layer, "keys", None) is not None
+            LayerKeys.of(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None
         ]
         return layers, forward.captured[FINAL].dtype
 
-    @torch.inference_mode()
-    def _check_tree(self) -> None:
-        """A path through a tree must have the logits that the model itself gives the same text, read at once; the text
-        reaches beyond a sliding window, where that is small enough to read at every loading."""
-        path = [0, 2, 4]  # root, second child, its child
-        longest = min(self.max_length, self._fitting.limit or self.max_length) - len(path)
-        wanted = _CHECKED if self.window is None or self.window > _SMALL_WINDOW else max(_CHECKED, self.window + 8)
-        prefix = [1 + (31 * i * i + 7 * i) % (self.vocab_size - 1) for i in range(max(1, min(wanted, longest)))]
-        tree = Tree([(7 * i + 2) % self.vocab_size for i in range(5)], [-1, 0, 0, 1, 2])
-        tokens = tree.tokens
-        try:
-            cache = self._empty_cache(1, len(prefix) + tree.size)
-            read_1V = self.prefill(cache, [prefix]).logits_BTV[0]
-            if self.chains_only:  # the first branch is rejected, then the second is read
-                rejected, accepted = (
-                    Tree.chain_of([tokens[node] for node in nodes]) for nodes in ([0, 1, 3], path[1:])
-                )
-                root_1V = self.forward_tree(cache, TreeBatch.of([rejected], self.device)).logits_BTV[0, :1]
-                cache.commit([[0]])
-                chain_2V = self.forward_tree(cache, TreeBatch.of([accepted], self.device)).logits_BTV[0]
-                ours_KV = torch.cat([read_1V, root_1V, chain_2V]).float()
-            else:
-                batch = TreeBatch.of([tree], self.device)
-                ours_KV = torch.cat([read_1V, self.forward_tree(cache, batch).logits_BTV[0][path]]).float()
-            text_1T = torch.tensor([[*prefix, *(tokens[node] for node in path)]], device=self.device)
-            stock = self.model(text_1T, use_cache=False, logits_to_keep=len(path) + 1).logits
-            stock_KV = stock[0, -len(path) - 1 :].to(self.device).float()
-        except _CHECK_FAILS as error:
-            raise cannot_tree(self.name, f"{type(error).__name__}: {error}") from error
-        difference = (ours_KV - stock_KV).square().mean().sqrt().item() / (stock_KV.std().item() + 1e-6)
-        if not difference <= (_CLOSE if self.dtype == torch.float32 else _ROUNDED):
-            raise cannot_tree(
-                self.name, f"logits of a tree differ from the model's own by {difference:.0%} of their spread"
-            )
-
-
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    return nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
+    def _path_logits(self, text: Sequence[int], tree: Tree, path: Sequence[int]) -> Tensor:
+        """Logits after a text and after each node on a path of a tree that stands after it, [1 + K, V]; of targets that
+        verify chains the first branch is read and rejected, then the path."""
+        cache = self._empty_cache(1, len(text) + tree.size)
+        read_1V = self.prefill(cache, [text]).logits_BTV[0]
+        if not self.chains_only:
+            tree_NV = self.forward_tree(cache, TreeBatch.of([tree], self.device)).logits_BTV[0]
+            return torch.cat([read_1V, tree_NV[list(path)]])
+        rejected, accepted = (Tree.chain_of([tree.tokens[node] for node in nodes]) for nodes in ([0, 1, 3], path[1:]))
+        root_1V = self.forward_tree(cache, TreeBatch.of([rejected], self.device)).logits_BTV[0, :1]
+        cache.commit([[0]])
+        chain_KV = self.forward_tree(cache, TreeBatch.of([accepted], self.device)).logits_BTV[0]
+        return torch.cat([read_1V, root_1V, chain_KV])
 
 
 def _runs(wanted: Sequence[bool]) -> list[tuple[int, int]]:
@@ -564,12 +494,6 @@ def _runs(wanted: Sequence[bool]) -> list[tuple[int, int]]:
     """
     bounds = [0, *(row for row in range(1, len(wanted)) if wanted[row] != wanted[row - 1]), len(wanted)]
     return [(start, stop) for start, stop in pairwise(bounds) if wanted[start]]
-
-
-def _together(pieces: Sequence[Mapping[int, Tensor]]) -> dict[int, Tensor]:
-    if len(pieces) == 1:
-        return dict(pieces[0])
-    return {aux_layer: torch.cat([piece[aux_layer] for piece in pieces], dim=1) for aux_layer in pieces[0]}
 
 
 def _reads_again(model: Any, config: Any) -> bool:

@@ -1,0 +1,56 @@
+"""Whether forwards of ours give what the model itself gives, tried at every loading.
+
+Shape suffixes: K tokens of a path, V vocabulary, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from headstart.target.frozen import FrozenModel, cannot_tree
+from headstart.tree.tree import Tree
+
+_CHECKED, _SMALL_WINDOW = 20, 512
+"""Tokens before the tree, and windows up to which it stands beyond the window."""
+_CLOSE, _ROUNDED = 0.02, 0.25
+"""Differences of logits, as a share of their spread, that rounding explains in float32 and in shorter dtypes: bfloat16
+rounds them by about 1 %, quantised layers by more; a mask that leaks or hides a token moves them by about 100 %."""
+FAILS = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError)
+"""What a model raises that cannot do what it is asked."""
+
+
+@torch.inference_mode()
+def check_tree(
+    target: FrozenModel, path_logits: Callable[[Sequence[int], Tree, Sequence[int]], Tensor], limit: int | None
+) -> None:
+    """A path through a tree must have the logits that the model itself gives the same text, read at once; the text
+    reaches beyond a sliding window, where that is small enough to read at every loading.
+
+    Args:
+        target: whose model it is.
+        path_logits: what our forwards give after a text and after each node on a path of a tree, [1 + K, V].
+        limit: of tokens, at which rotary frequencies change; None for none.
+
+    Raises:
+        UserError: it has others, or cannot be asked.
+    """
+    path = [0, 2, 4]  # root, second child, its child
+    longest = min(target.max_length, limit or target.max_length) - len(path)
+    wanted = _CHECKED if target.window is None or target.window > _SMALL_WINDOW else max(_CHECKED, target.window + 8)
+    text = [1 + (31 * i * i + 7 * i) % (target.vocab_size - 1) for i in range(max(1, min(wanted, longest)))]
+    tree = Tree([(7 * i + 2) % target.vocab_size for i in range(5)], [-1, 0, 0, 1, 2])
+    try:
+        ours_KV = path_logits(text, tree, path).float()
+        text_1T = torch.tensor([[*text, *(tree.tokens[node] for node in path)]], device=target.device)
+        stock = target.model(text_1T, use_cache=False, logits_to_keep=len(path) + 1).logits
+        stock_KV = stock[0, -len(path) - 1 :].to(target.device).float()
+    except FAILS as error:
+        raise cannot_tree(target.name, f"{type(error).__name__}: {error}") from error
+    difference = (ours_KV - stock_KV).square().mean().sqrt().item() / (stock_KV.std().item() + 1e-6)
+    if not difference <= (_CLOSE if target.dtype == torch.float32 else _ROUNDED):
+        raise cannot_tree(
+            target.name, f"logits of a tree differ from the model's own by {difference:.0%} of their spread"
+        )
