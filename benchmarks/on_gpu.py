@@ -53,7 +53,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.memory import forget_most_resident, most_resident
 from headstart.target.model import Target
-from headstart.train.losses import find_loss
+from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
 from headstart.tree.tree import TreeShape
@@ -304,7 +304,7 @@ def training(bench: Bench) -> None:
         for _ in range(bench.sizes.repeats + 1):
             start = clock(target)
             with torch.autocast(target.device.type, target.dtype, enabled=target.dtype != torch.float32):
-                loss = weighted(heads.unroll(batch), find_loss(section.loss), teacher.read(batch), section.step_weight)
+                loss = weighted(heads.unroll(batch), LOSSES[section.loss], teacher.read(batch), section.step_weight)
             (loss / int(supervised_BT.sum())).backward()  # type: ignore[no-untyped-call]  # torch's own
             torch.nn.utils.clip_grad_norm_(heads.parameters(), section.max_grad_norm)
             for optimizer in optimizers:

@@ -28,6 +28,22 @@ def test_overrides_reach_every_section_and_keep_their_type() -> None:
     assert (recipe.train.minutes, recipe.name, recipe.target.spec) == (None, "mine", "smollm2-135m")
 
 
+def test_quotes_make_a_text() -> None:
+    overrides = ["train.project='two words'", "target.revision='1e5'", "description=one: two: three"]
+    recipe = load_recipe("medusa", overrides)
+    assert (recipe.train.project, recipe.target.revision) == ("two words", "1e5")
+    assert recipe.description == "one: two: three", "no YAML, so it is a text as it stands"
+
+
+def test_no_is_a_word_where_a_setting_has_it(tmp_path: Path) -> None:
+    """YAML reads it as false."""
+    (tmp_path / "mine.yaml").write_text("extends: quickstart\ntrain: {mixed_precision: no}\n")
+    recipe = load_recipe(str(tmp_path / "mine.yaml"))
+    assert recipe.train.mixed_precision == "no"
+    assert load_recipe("quickstart", ["train.mixed_precision=no"]).train.mixed_precision == "no"
+    assert parse_recipe(yaml.safe_load(recipe_text(recipe))) == recipe
+
+
 def test_a_variant_extends_a_recipe(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("extends: quickstart\ntrain: {lr: 0.5}\n")
@@ -83,6 +99,19 @@ def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
         ("name=../../evil", r"'name' is '\.\./\.\./evil'\. Write the name of one folder"),
         ("name=..", r"'name' is '\.\.'"),
         ("name.sub=1", "has no settings inside"),
+        ("train.lr.peak=1", r"'train\.lr' in 'train\.lr\.peak=1' has no settings inside\. Write train\.lr=value\."),
+        ("data.server.url=http://a:1", r"'data\.server' has \{'url': 'http://a:1'\}\. Write an address such as http"),
+        ("data.server=banana", r"'data\.server' has 'banana'\. Write an address such as http"),
+        ("train.minutes=", r"'train\.minutes=' gives 'train\.minutes' no value\. .*or train\.minutes=null"),
+        ("train.lr=1e400", r"'train\.lr' is inf: input should be a finite number"),
+        ("train.minutes=.inf", r"'train\.minutes' is inf: input should be a finite number"),
+        ("train.betas=[0.9, 1.0]", r"'train\.betas\.1' is 1\.0: input should be less than 1"),
+        ("train.loss=softce", r"'train\.loss' is 'softce': input should be 'soft_ce', 'hard_ce' or 'tv_ce'"),
+        ("train.mixed_precision=yes", r"'train\.mixed_precision' is True: input should be 'auto', 'no', 'bf16' or"),
+        ("tune.widths=[]", r"'tune\.widths' is \[\]: .* at least 1 item"),
+        ("tune.widths=[1,0]", r"'tune\.widths\.1' is 0: input should be greater than or equal to 1"),
+        ("tune.max_nodes=1e9", r"'tune\.max_nodes' is 1000000000\.0: input should be less than or equal to 1024"),
+        ("data.batch_size=1e9", r"'data\.batch_size' is 1000000000\.0: input should be less than .* 100000"),
         ("heads.family=medsua", r"Unknown head family 'medsua'\. Did you mean 'medusa'"),
         ("heads.num_layer=2", r"medusa heads have no setting 'num_layer'\. Did you mean 'num_layers'"),
         (

@@ -479,7 +479,7 @@ class TestRecipe:
         assert addresses("http://localhost:8000") == ("http://localhost:8000",)
         assert addresses("http://a:1, https://b/v1") == addresses("[http://a:1, https://b/v1]")
         assert addresses("http://a:1, https://b/v1") == ("http://a:1", "https://b/v1")
-        assert addresses("null") is addresses("") is None
+        assert addresses("null") is addresses("''") is None
 
     @pytest.mark.parametrize("text", ["localhost:8000", "ftp://a", "http://", "http://a,b"])
     def test_what_is_no_address_is_refused(self, text: str) -> None:

@@ -22,7 +22,7 @@ from headstart.heads.io import load_heads, save_heads
 from headstart.recipes.sections import TrainSection
 from headstart.target.model import Target
 from headstart.train.batches import predictions, subsampled
-from headstart.train.losses import LOSSES, find_loss
+from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
 from headstart.tree.tree import TreeShape
@@ -172,7 +172,7 @@ def loss_of(heads: DraftHead, target: Target, batch: HeadBatch, section: TrainSe
     optimizers = make_optimizers(heads, section)
     loss = weighted(
         heads.train().unroll(batch),
-        find_loss(section.loss),
+        LOSSES[section.loss],
         Teacher(target, heads.draft_to_target_D).read(batch),
         section.step_weight,
         section.position_weight,

@@ -15,7 +15,7 @@ from headstart.heads.parts import text_attention
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.train import summing
-from headstart.train.losses import find_loss
+from headstart.train.losses import soft_ce
 from headstart.train.summing import Teacher, weighted
 from headstart.train.wrapped import Unrolled
 from tests.heads.test_contract import CASES, build, shake
@@ -38,7 +38,7 @@ def long_batch(heads: DraftHead, length: int, rows: int = 1) -> HeadBatch:
 def learn(target: Target, heads: DraftHead, batch: HeadBatch, **settings: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch, and its gradients."""
     teacher_logits = Teacher(target, heads.draft_to_target_D).read(batch)
-    consume = partial(weighted, loss=find_loss("soft_ce"), teacher_logits=teacher_logits, step_weight=0.8, **settings)
+    consume = partial(weighted, loss=soft_ce, teacher_logits=teacher_logits, step_weight=0.8, **settings)
     heads.zero_grad()
     loss = Unrolled(heads)(batch, consume)
     loss.backward()
@@ -133,9 +133,7 @@ def kept_bytes(target: Target, heads: DraftHead, batch: HeadBatch) -> int:
 
     teacher_logits = Teacher(target, heads.draft_to_target_D).read(batch)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        Unrolled(heads)(
-            batch, partial(weighted, loss=find_loss("soft_ce"), teacher_logits=teacher_logits, step_weight=0.8)
-        )
+        Unrolled(heads)(batch, partial(weighted, loss=soft_ce, teacher_logits=teacher_logits, step_weight=0.8))
     return sum(kept.values())
 
 

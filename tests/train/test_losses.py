@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.recipes.sections import LossName
 from headstart.target.fitting import FINAL
 from headstart.target.lm_head import Finish
 from headstart.target.model import Target
 from headstart.train import losses, summing
-from headstart.train.losses import LOSSES, find_loss, smooth_l1
+from headstart.train.losses import LOSSES, smooth_l1
 from headstart.train.summing import Teacher, TeacherLogits, alphas, summed, summed_plain, weighted
 
 P_TARGET = [0.7, 0.2, 0.1]
@@ -355,6 +355,5 @@ def test_the_teacher_adds_the_bias_of_an_lm_head(tiny_target: Target, monkeypatc
         )
 
 
-def test_an_unknown_loss_names_the_nearest() -> None:
-    with pytest.raises(UserError, match="Did you mean 'soft_ce'"):
-        find_loss("softce")
+def test_recipes_name_every_loss() -> None:
+    assert set(get_args(LossName)) == set(LOSSES)

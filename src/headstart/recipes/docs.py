@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 import yaml
@@ -142,22 +142,33 @@ def _meaning(section: type[BaseModel], name: str) -> str:
 
 
 def _takes(field: FieldInfo) -> str:
+    return _bounded(field.annotation, field)
+
+
+def _bounded(annotation: Any, field: FieldInfo) -> str:
+    """A kind with the bounds of a field."""
     limits = [(_BOUNDS[type(mark)], mark) for mark in field.metadata if type(mark) in _BOUNDS]
-    bounds = ", ".join(f"{sign} {getattr(mark, name):g}" for (name, sign), mark in limits)
-    return f"{_kind(field.annotation)} {bounds}".strip()
+    bounds = ", ".join(f"{sign} {getattr(mark, name):.12g}" for (name, sign), mark in limits)
+    return f"{_kind(annotation)} {bounds}".strip()
 
 
 def _kind(annotation: Any) -> str:
     """What a type is called in a recipe.
 
     >>> _kind(int | None), _kind(tuple[int, ...]), _kind(Literal["auto", "no"]), _kind(dict[str, int])
-    ('int or null', 'list of int', "auto, 'no'", 'mapping')
+    ('int or null', 'list of int', 'auto, no', 'mapping')
+    >>> from pydantic import Field
+    >>> _kind(tuple[Annotated[int, Field(ge=1)], ...])
+    'list of int ≥ 1'
     """
     origin, inside = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        kind, *marks = inside
+        return next((_bounded(kind, mark) for mark in marks if isinstance(mark, FieldInfo)), _kind(kind))
     if origin in (Union, UnionType):
         return " or ".join(map(_kind, inside))
     if origin is Literal:
-        return ", ".join(map(_yaml, inside))
+        return ", ".join(map(str, inside))
     if origin is tuple:
         return f"list of {_kind(inside[0])}"
     if annotation in (None, NoneType):

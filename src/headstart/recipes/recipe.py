@@ -7,6 +7,7 @@ reading a recipe looks them up by the family's name, which loads the families, a
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module, resources
 from pathlib import Path
 from typing import Any
@@ -161,24 +162,27 @@ def _override(values: dict[str, Any], override: str) -> None:
     key, sign, text = override.partition("=")
     if not sign or not key:
         raise UserError(f"{override!r} is not an override.", "Write key=value, for example train.lr=3e-4.")
+    if not text.strip():
+        raise UserError(
+            f"{override!r} gives {key!r} no value.", f"Write one after the sign, or {key}=null where it may have none."
+        )
     section = values
     *folders, leaf = key.split(".")
-    for folder in folders:
+    for depth, folder in enumerate(folders, start=1):
         inner = section.setdefault(folder, {})
         if isinstance(inner, str) and folder == "target":
             inner = section[folder] = {"spec": inner}
         if not isinstance(inner, dict):
-            raise UserError(f"{folder!r} in {override!r} has no settings inside.", f"Write {folder}=value.")
+            whole = ".".join(folders[:depth])
+            raise UserError(f"{whole!r} in {override!r} has no settings inside.", f"Write {whole}=value.")
         section = inner
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
-    if isinstance(value, str):  # YAML 1.1 reads 1e-3 as text
-        try:
-            value = float(value)
-        except ValueError:
-            value = text
+    if value == text.strip():  # YAML 1.1 reads 1e-3 as text; what stands in quotes is text
+        with suppress(ValueError):
+            value = float(text)
     if leaf == "family":
         kept = _of_family(section, value)
         section.clear()

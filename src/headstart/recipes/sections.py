@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
@@ -19,6 +19,10 @@ from headstart.servers.names import FormatName
 
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
 """`exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
+LossName = Literal["soft_ce", "hard_ce", "tv_ce"]
+"""Those of `headstart.train.losses`."""
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+_Width = Annotated[int, Field(ge=1, le=1024)]
 _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 
 FREE_TO_CHANGE = {
@@ -31,9 +35,9 @@ costs memory or time alone."""
 
 
 class Section(BaseModel):
-    """A part of a recipe. Unknown keys are refused with the nearest known one."""
+    """A part of a recipe. Unknown keys are refused with the nearest known one, and numbers that are not finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     noted_if_set: ClassVar[frozenset[str]] = frozenset()
     """Settings that records and identities name only where they are not at their defaults."""
 
@@ -106,7 +110,7 @@ class PromptSource(Section):
     """One of several sources of prompts."""
 
     source: str = Field(description="A .jsonl/.json file, or a datasets name.")
-    weight: float = Field(1.0, gt=0, allow_inf_nan=False, description="Its share, against the weights of the others.")
+    weight: float = Field(1.0, gt=0, description="Its share, against the weights of the others.")
     split: str | None = Field(None, description="Split of a dataset; data.split by default.")
     revision: str | None = Field(None, description="Branch, tag or commit of a dataset of the hub.")
 
@@ -147,7 +151,7 @@ class DataSection(Section):
     sampled_fraction: float = Field(
         0.0, ge=0, le=1, description="Share of the training answers drawn at temperature 1 instead."
     )
-    batch_size: int = Field(64, ge=1, description="Conversations written at a time.")
+    batch_size: int = Field(64, ge=1, le=100_000, description="Conversations written at a time.")
     regenerate: bool = Field(True, description="Replace the answers of a given file by the target's own.")
     seed: int = Field(0, description="Seed of prompts and answers.")
     states: Literal["stored", "online"] = Field(
@@ -171,16 +175,18 @@ class DataSection(Section):
     @field_validator("server", mode="before")
     @classmethod
     def _addresses(cls, value: Any) -> Any:
+        if value is None:
+            return None
         given = value.split(",") if isinstance(value, str) else value
-        if not isinstance(given, list | tuple) or not all(isinstance(address, str) for address in given):
-            return given
-        addresses = tuple(address.strip() for address in given if address.strip())
+        parts = list(given) if isinstance(given, list | tuple) else [given]
+        addresses = [address for part in parts if (address := part.strip() if isinstance(part, str) else part) != ""]
         for address in addresses:
-            if not _ADDRESS.fullmatch(address):
+            if not isinstance(address, str) or not _ADDRESS.fullmatch(address):
                 raise UserError(
-                    f"Recipe key 'data.server' has {address!r}.", "Write an address such as http://localhost:8000."
+                    f"Recipe key 'data.server' has {address!r}.",
+                    "Write an address such as http://localhost:8000, several with commas between them, or null.",
                 )
-        return addresses or None
+        return tuple(addresses) or None
 
     @property
     def sources(self) -> tuple[PromptSource, ...]:
@@ -273,9 +279,9 @@ class TrainSection(Section):
     min_lr_ratio: float = Field(0.05, ge=0, le=1, description="Final learning rate, as a share of the peak.")
     warmup: float = Field(0.03, ge=0, lt=1, description="Share of the run spent warming up.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
-    betas: tuple[float, float] = Field((0.9, 0.95), description="AdamW betas.")
+    betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), description="AdamW betas.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm limit.")
-    loss: str = Field("soft_ce", description="Loss between draft and target distributions.")
+    loss: LossName = Field("soft_ce", description="Loss between draft and target distributions.")
     position_weight: PositionWeight = Field(
         "exponential",
         description="How much each step of a draft counts: step_weight to the power k; subsampled (the same on "
@@ -303,6 +309,11 @@ class TrainSection(Section):
     project: str = Field("headstart", description="Project name for the tracker.")
     seed: int = Field(0, description="Seed of initialisation and batch order.")
 
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _no(cls, value: Any) -> Any:
+        return "no" if value is False else value  # which is how YAML reads the word
+
     @property
     def needs_target(self) -> bool:
         """Whether training runs the target itself, so that its teacher is not enough."""
@@ -317,9 +328,11 @@ class TrainSection(Section):
 class TuneSection(Section):
     """Measuring costs and choosing the tree."""
 
-    widths: tuple[int, ...] = Field((1, 2, 4, 8, 16, 32, 64), description="Tree widths whose verification is timed.")
+    widths: tuple[_Width, ...] = Field(
+        (1, 2, 4, 8, 16, 32, 64), min_length=1, description="Tree widths whose verification is timed."
+    )
     context: int = Field(256, ge=8, description="Tokens in the cache while timing.")
-    max_nodes: int = Field(64, ge=1, description="Widest tree, root included.")
+    max_nodes: int = Field(64, ge=1, le=1024, description="Widest tree, root included.")
     max_rank: int = Field(10, ge=1, description="Drafts of a depth considered.")
 
 

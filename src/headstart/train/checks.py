@@ -9,7 +9,6 @@ from headstart.heads.base import family
 from headstart.recipes.recipe import Recipe
 from headstart.target.frozen import FrozenModel
 from headstart.target.teacher import TeacherModel
-from headstart.train.losses import find_loss
 from headstart.train.starting_heads import earlier_heads
 from headstart.train.tracking import check_tracker
 
@@ -18,15 +17,9 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
     """Refuse settings of training that cannot work; without a target, whether earlier heads fit it is left open."""
     section, of_target = recipe.train, recipe.target
     online, fp16 = recipe.data.states == "online", section.mixed_precision == "fp16"
-    find_loss(section.loss)
     joint, sharded, low_rank = section.joint.rank > 0, section.shard_target, section.lora_rank > 0
     features = bool(section.feature_weight) and not family(recipe.heads.family).drafts_features
     refusals = (
-        (
-            not all(0 <= beta < 1 for beta in section.betas),
-            f"train.betas is {list(section.betas)}.",
-            "Both are at least 0 and below 1: [0.9, 0.95].",
-        ),
         (features, f"{recipe.heads.family} heads draft no features to compare.", "Set train.feature_weight=0."),
         (
             fp16 and section.optimizer == "muon",

@@ -30,8 +30,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from headstart.errors import UserError, nearest
-
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 _SMOOTHING = 0.5
@@ -72,13 +70,7 @@ LOSSES: dict[str, Loss] = {
     "hard_ce": hard_ce,
     "tv_ce": tv_ce,
 }
-
-
-def find_loss(name: str) -> Loss:
-    """The loss called `name`; a UserError names the nearest where there is none."""
-    if name not in LOSSES:
-        raise UserError(f"Unknown loss {name!r}.", nearest(name, LOSSES))
-    return LOSSES[name]
+"""By their names in recipes (`LossName`)."""
 
 
 # -- position weights ------------------------------------------------------------------------------------------------

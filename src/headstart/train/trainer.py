@@ -49,7 +49,7 @@ from headstart.train.batches import (
 from headstart.train.checkpoint import TrainerState
 from headstart.train.checks import check_training
 from headstart.train.joint import Drift, Joint
-from headstart.train.losses import find_loss
+from headstart.train.losses import LOSSES
 from headstart.train.machine import Interrupt, keep_freed_memory
 from headstart.train.optimizers import learning_rate_now, make_optimizers
 from headstart.train.processes import describe_processes, make_accelerator, on_device, together
@@ -128,7 +128,7 @@ class _Trainer:
         self.accelerator, self.joint = accelerator, joint
         self.folder = Path(accelerator.project_dir)
         self.rank, self.ranks = int(accelerator.process_index), int(accelerator.num_processes)
-        self.loss = find_loss(self.section.loss)
+        self.loss = LOSSES[self.section.loss]
         set_seed(self.section.seed)
         with together():
             self.heads = self._build_heads()
