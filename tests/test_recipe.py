@@ -151,6 +151,16 @@ def test_what_follows_from_the_target_is_left_to_it_until_a_recipe_sets_it() -> 
     assert make_config(recipe.heads, Target(tiny_model("gemma2", vocab_size=61))).model_dump()["hidden_act"] == "silu"
 
 
+@pytest.mark.parametrize("settings", [{"family": "eagle3"}, {"family": "dflash", "mask_token_id": 5}])
+def test_layers_that_the_target_does_not_have_are_refused_with_those_it_has(settings: dict[str, object]) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    last = target.num_layers - (settings["family"] == "dflash")
+    assert make_config(parse_recipe({"name": "a", "heads": {**settings, "aux_layers": [1, last]}}).heads, target)
+    heads = parse_recipe({"name": "a", "heads": {**settings, "aux_layers": [1, last + 1]}}).heads
+    with pytest.raises(UserError, match=rf"layers \[1, {last + 1}\] of the target.* from 1 to {last}\."):
+        make_config(heads, target)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [("a: [1", "not valid YAML"), ("- 1", "holds no settings"), ("extends: SELF", "extends itself")],

@@ -85,6 +85,8 @@ class Eagle3Config(RecurrentConfig):
     def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
         values = super().of_target(target, settings)
         middle, last = target.num_layers // 2, target.num_layers
+        if (layers := settings.get("aux_layers")) and max(layers) > last:
+            raise refused_layers(layers, f"from 1 to {last}")
         if settings.get("init") != "transition":
             return {**values, "aux_layers": (2, middle, last - 3)}
         own_heads = own_position.heads_needed(target.hidden_size, settings.get("head_dim", values["head_dim"]))

@@ -78,6 +78,8 @@ class BlockConfig(LayerConfig):
     def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
         values = super().of_target(target, settings)
         last = target.num_layers - 1
+        if (layers := settings.get("aux_layers")) and max(layers) > last:
+            raise refused_layers(layers, f"ascending, from 1 to {last}")
         values["aux_layers"] = tuple(sorted({min(2, last), max(1, target.num_layers // 2), last}))
         if settings.get("init") == "linear":
             heads = values["num_key_value_heads"] + sum(looking(target.hidden_size, values["head_dim"]))
