@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from headstart.errors import UserError
-from headstart.support.files import check_writable, write_atomic, write_json
+from headstart.support.files import check_writable, read_json, read_jsonl, write_atomic, write_json
 
 
 def folder_of(*names: str) -> Callable[[Path], None]:
@@ -50,6 +50,13 @@ def test_what_fails_half_way_leaves_the_old(tmp_path: Path) -> None:
     assert names(tmp_path / "heads") == {"a"}
     assert (tmp_path / "x.json").read_text() == "1\n"
     assert names(tmp_path) == {"heads", "x.json"}, "no half of anything is left"
+
+
+def test_the_mark_that_some_editors_put_before_utf_8_is_no_part_of_a_file(tmp_path: Path) -> None:
+    (file := tmp_path / "questions.jsonl").write_bytes(b'\xef\xbb\xbf{"turns": ["a"]}\r\n{"turns": ["b"]}\r\n')
+    assert list(read_jsonl(file)) == [(1, {"turns": ["a"]}), (2, {"turns": ["b"]})]
+    (file := tmp_path / "prompts.json").write_bytes(b'\xef\xbb\xbf["a"]')
+    assert read_json(file) == ["a"]
 
 
 def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

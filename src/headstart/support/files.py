@@ -111,7 +111,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def read_json(path: Path) -> Any:
     """Read a JSON file; a UserError names one that is missing or cut short."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors mark UTF-8
     except FileNotFoundError:
         raise UserError(f"{path} does not exist.", "Check the path.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -126,7 +126,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """
     if not path.is_file():
         raise UserError(f"No file at {path}.", "Check the path; questions and prompts are JSONL, one object a line.")
-    with path.open(encoding="utf-8") as handle:
+    with path.open(encoding="utf-8-sig") as handle:
         remedy = "Write one JSON object a line."
         try:
             for number, line in enumerate(handle, start=1):
