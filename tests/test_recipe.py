@@ -108,6 +108,7 @@ def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
         ("train.betas=[0.9, 1.0]", r"'train\.betas\.1' is 1\.0: input should be less than 1"),
         ("train.loss=softce", r"'train\.loss' is 'softce': input should be 'soft_ce', 'hard_ce' or 'tv_ce'"),
         ("train.mixed_precision=yes", r"'train\.mixed_precision' is True: input should be 'auto', 'no', 'bf16' or"),
+        ("train.seed=-1", r"'train\.seed' is -1: input should be greater than or equal to 0"),
         ("tune.widths=[]", r"'tune\.widths' is \[\]: .* at least 1 item"),
         ("tune.widths=[1,0]", r"'tune\.widths\.1' is 0: input should be greater than or equal to 1"),
         ("tune.max_nodes=1e9", r"'tune\.max_nodes' is 1000000000\.0: input should be less than or equal to 1024"),

@@ -153,7 +153,7 @@ class DataSection(Section):
     )
     batch_size: int = Field(64, ge=1, le=100_000, description="Conversations written at a time.")
     regenerate: bool = Field(True, description="Replace the answers of a given file by the target's own.")
-    seed: int = Field(0, description="Seed of prompts and answers.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of prompts and answers.")
     states: Literal["stored", "online"] = Field(
         "stored",
         description="stored: hidden states are computed before training and kept on disk; online: training computes "
@@ -307,7 +307,7 @@ class TrainSection(Section):
     log_every: int = Field(10, ge=1, description="Optimiser steps between logged losses.")
     tracker: Literal["none", "wandb", "trackio", "tensorboard"] = Field("none", description="accelerate tracker.")
     project: str = Field("headstart", description="Project name for the tracker.")
-    seed: int = Field(0, description="Seed of initialisation and batch order.")
+    seed: int = Field(0, ge=0, lt=2**32, description="Seed of initialisation and batch order.")
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
