@@ -47,7 +47,7 @@ def test_a_silent_training_has_a_log_and_a_refused_one_leaves_none(run: Train, t
     run(tmp_path / "silent", steps=1)
     assert lines(tmp_path / "silent")[0].startswith("Training on 1 process")
     with pytest.raises(UserError):
-        run(tmp_path / "refused", loss="foo")
+        run(tmp_path / "refused", feature_weight=1.0)
     assert not (tmp_path / "refused").exists()
     with pytest.raises(UserError, match="was trained with"):
         run(tmp_path / "silent", steps=1, lr=1.0)
@@ -64,6 +64,12 @@ def test_what_ends_a_training_is_in_its_log(run: Train, tmp_path: Path, monkeypa
     assert lines(tmp_path)[-1] == "Error: [Errno 28] full"
 
 
+def test_a_step_that_ends_after_the_last_minute_leaves_nothing(tmp_path: Path) -> None:
+    with Log(console(), tmp_path) as log, Display(log, 0.0) as display:
+        display.step(1.04, 187.5, "step 9")
+    assert lines(tmp_path) == ["100% · step 9 · 0.0 s left"]
+
+
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_is_a_line_a_minute(tmp_path: Path, terminal: bool) -> None:
     to = console(terminal)
@@ -72,5 +78,6 @@ def test_progress_is_a_line_a_minute(tmp_path: Path, terminal: bool) -> None:
             display.step(second / 200, float(second), f"step {second} · loss 2.0")
     steps = ["30% · step 60 ", "60% · step 120 ", "90% · step 180 "]
     assert [line[: len(start)] for line, start in zip(lines(tmp_path), steps, strict=True)] == steps
+    assert lines(tmp_path)[0] == "30% · step 60 · loss 2.0 · 2 min 20 s left"
     plain = [line for line in shown(to).splitlines() if line.startswith(tuple(steps))]
     assert plain == ([] if terminal else lines(tmp_path))

@@ -91,15 +91,16 @@ class Display:
         this session began."""
         if self._bar is None:
             return
+        fraction = min(1.0, fraction)  # the last step may end after the last minute
         gained = fraction - self._first
         remaining = format_seconds(seconds * (1 - fraction) / gained) if gained > 0 else "?"
         text = f"{figures}{self._heads} · {remaining} left"
-        self._bar.update(100 * min(1.0, fraction), note=text)
+        self._bar.update(100 * fraction, note=text)
         if seconds >= self._noted + _EVERY:
             self._noted = seconds
             console = self._log.console
             tell = self._log.note if console is None or console.is_terminal else self._log.say
-            tell(f"{min(1.0, fraction):.0%} · {text}")
+            tell(f"{fraction:.0%} · {text}")
 
     def validated(self, step: int, elapsed: float, loss: float | None, validation: Validation) -> None:
         """Print a validation, and show it in the live line from now on."""
