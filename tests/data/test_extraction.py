@@ -356,17 +356,26 @@ def test_a_server_that_fails_is_asked_again(tiny_target: Target, tmp_path: Path,
 
 def test_what_came_before_a_failure_is_kept(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
     given = conversations(tiny_target)
-    with pytest.raises(UserError, match="answered 400"):
-        take_from_servers([serve(*[None] * 3, 400).url], imported(tmp_path, tiny_target, given), 1)
+    with pytest.raises(UserError, match="answered 404"):
+        take_from_servers([serve(*[None] * 3, 404).url], imported(tmp_path, tiny_target, given), 1)
     again = imported(tmp_path, tiny_target, given)
     assert (again.known, len(again.waiting)) == (3, 2)
+
+
+def test_a_refusal_costs_its_conversation(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
+    """The longest is asked for first, and may be longer than the server's context."""
+    work = imported(tmp_path, tiny_target, conversations(tiny_target))
+    longest = work.waiting[0]
+    take_from_servers([serve(400).url], work, 1)
+    assert work.taken == 4 and work.waiting == [longest]
+    assert work.left_out == {"the server refuses its tokens": [longest.id]}
 
 
 @pytest.mark.parametrize(
     ("faults", "said"),
     [
         ([500] * 10, r"did not answer: 500 no \(10 tries\).*goes on from there"),
-        ([400], "answered 400: no"),
+        ([400] * 5, "answered 400: no"),
         (["none"], "writes no hidden states"),
         (["short"], "read other token ids than those it was sent"),
         (["unlocked"], "there is no such file here.*both see"),

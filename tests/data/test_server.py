@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import identity
@@ -40,6 +44,8 @@ class Fake:
     Attributes:
         answer: tokens that continue a prompt.
         kind: of server.
+        window: that it says it has, and keeps to.
+        key: without which it answers 401.
         faults: left to make; with `always`, the first for ever.
         extra: put into every completion.
         tokenize: what the page of that name answers; None is no such page.
@@ -49,6 +55,8 @@ class Fake:
 
     answer: Answer
     kind: str = "vllm"
+    window: int | None = None
+    key: str = ""
     faults: list[Any] = field(default_factory=list)
     always: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
@@ -64,6 +72,15 @@ class Fake:
     def fault(self) -> Any:
         with self.lock:
             return (self.faults[0] if self.always else self.faults.pop(0)) if self.faults else None
+
+    def about(self, path: str) -> dict[str, Any] | None:
+        """What its pages say of it; None for those that it has not."""
+        owner = {"vllm": "vllm", "llama.cpp": "llamacpp"}[self.kind]
+        window = {"max_model_len": self.window} if self.kind == "vllm" else {}
+        pages = {"/v1/models": {"data": [{"id": "fake", "owned_by": owner, **window}]}}
+        if self.kind == "llama.cpp":
+            pages["/props"] = {"default_generation_settings": {"n_ctx": self.window}}
+        return pages.get(path)
 
     def completion(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.kind == "vllm":
@@ -86,8 +103,11 @@ def serve() -> Iterator[Callable[..., Fake]]:
             protocol_version = "HTTP/1.1"
 
             def do_GET(self) -> None:
-                owner = {"vllm": "vllm", "llama.cpp": "llamacpp"}[fake.kind]
-                self.say(200 if self.path == "/v1/models" else 404, {"data": [{"id": "fake", "owned_by": owner}]})
+                page = fake.about(self.path)
+                self.say(401 if self.lacks_key() else 404 if page is None else 200, page or {"error": "none"})
+
+            def lacks_key(self) -> bool:
+                return bool(fake.key) and self.headers.get("Authorization") != f"Bearer {fake.key}"
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -109,6 +129,9 @@ def serve() -> Iterator[Callable[..., Fake]]:
                         fake.busy -= 1
 
             def reply(self, body: dict[str, Any], fault: Any) -> None:
+                most = body.get("max_tokens", body.get("n_predict"))
+                if fake.window is not None and len(body["prompt"]) + most > fake.window:
+                    fault = 400
                 if fault == "drop":
                     self.close_connection = True
                 elif fault == "cut":
@@ -123,7 +146,8 @@ def serve() -> Iterator[Callable[..., Fake]]:
                     status, after = fault if isinstance(fault, tuple) else (fault, None)
                     self.say(status, {"error": "too much to do"}, after)
                 else:
-                    self.say(200, fake.completion(body))
+                    page = fake.completion(body)
+                    self.say(400 if "refused" in page else 200, page)
 
             def say(self, status: int, page: Any, after: str | None = None, cut: int = 0) -> None:
                 text = (page if isinstance(page, str) else json.dumps(page)).encode()
@@ -342,6 +366,92 @@ def test_another_tokenizer_is_refused(tiny_target: Target, serve: Callable[..., 
     assert not other.bodies
 
 
+@pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
+def test_the_window_is_the_least_that_servers_say(tiny_target: Target, serve: Callable[..., Fake], kind: str) -> None:
+    def window(*fakes: Fake) -> int:
+        return Servers([*(fake.url for fake in fakes), NOWHERE], tiny_target, 4).window
+
+    large, small, silent = (serve(counting, kind=kind, window=size) for size in (1 << 20, 24, None))
+    assert window(large, small, silent) == 24
+    assert window(silent) == window(large) == tiny_target.max_length
+
+
+def test_a_refusal_costs_its_row(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    fake = serve(counting, faults=[None] * 5 + [400])
+    how: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * 12, "ends": ENDS, "seed": 3}
+    continuation = Continuation(**how)
+    assert Servers([fake.url], tiny_target, 1).continue_rows(ROWS, continuation) == [*WANTED[:5], [], *WANTED[6:]]
+    assert len(fake.bodies) == 12, "it is not asked again"
+    assert list(continuation.refused) == [5] and f"{fake.url}/v1/completions answered 400" in continuation.refused[5]
+
+
+def test_a_server_that_takes_to_refusing_everything_ends_the_work(
+    tiny_target: Target, serve: Callable[..., Fake]
+) -> None:
+    fake = serve(counting)
+    servers = Servers([fake.url], tiny_target, 8)
+    assert asked(servers, ROWS) == WANTED
+    fake.faults, fake.always = [400], True
+    with pytest.raises(UserError, match="answered 400"):
+        for _ in range(100):
+            assert asked(servers, ROWS) == [[]] * 12
+    assert len(fake.bodies) < 12 + 100
+
+
+def test_requests_are_as_many_as_the_servers_ask_for() -> None:
+    assert client.Pool([NOWHERE], None, "").requests == client.REQUESTS
+    assert client.Pool([NOWHERE] * 8, None, "").requests == 8 * client.REQUESTS
+    assert client.Pool([NOWHERE] * 8, 3, "").requests == 3
+
+
+def test_a_machine_that_is_gone_shows(serve: Callable[..., Fake]) -> None:
+    """While an answer is written nothing else would say so for half an hour."""
+    reply = client.Endpoint(serve(counting).url).send("GET", "/v1/models")
+    connection = reply.extensions["network_stream"].get_extra_info("socket")
+    assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+
+
+def test_threads_share_the_requests(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    fake = serve(counting, pause=0.01)
+    servers = Servers([fake.url], tiny_target, 4)
+    with ThreadPoolExecutor(5) as threads:
+        assert list(threads.map(lambda _: asked(servers, ROWS), range(5))) == [WANTED] * 5
+    assert fake.most == 4
+
+
+class TestKey:
+    """That the environment has."""
+
+    def test_it_is_sent(self, tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv(client.KEY, " sk-secret\n")
+        fake = serve(counting, key="sk-secret")
+        assert asked(Servers([fake.url], tiny_target, 2), ROWS) == WANTED
+
+    def test_without_it_a_message_says_how(self, tiny_target: Target, serve: Callable[..., Fake]) -> None:
+        with pytest.raises(UserError, match=f"answered 401.*export {client.KEY}="):
+            asked(Servers([serve(counting, key="sk-secret").url], tiny_target, 2), ROWS)
+
+    @pytest.mark.parametrize("fault", [401, 500])
+    def test_no_message_has_it(
+        self, tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, fault: int
+    ) -> None:
+        monkeypatch.setenv(client.KEY, "to")  # a word of the server's, which repeats it
+        with pytest.raises(UserError, match=r"\*\*\*o much \*\*\* do") as told:
+            asked(Servers([serve(counting, faults=[fault], always=True).url], tiny_target, 1), ROWS[:1])
+        assert "too much" not in str(told.value)
+
+    @pytest.mark.parametrize("key", ["sk-\u00e9", "sk-\nsecret"])
+    def test_what_is_none_is_refused_unseen(
+        self, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, key: str
+    ) -> None:
+        monkeypatch.setenv(client.KEY, key)
+        with pytest.raises(UserError, match=f"{client.KEY} holds characters that no key has") as told:
+            Servers([NOWHERE], tiny_target, 1)
+        assert "sk-" not in str(told.value)
+
+
 @pytest.mark.parametrize("status", [400, 401, 404])
 def test_what_does_not_pass_is_not_asked_again(tiny_target: Target, serve: Callable[..., Fake], status: int) -> None:
     fake = serve(counting, faults=[status], always=True)
@@ -397,6 +507,12 @@ class TestConversations:
 
         return greedy
 
+    @pytest.fixture
+    def brief(self, tiny_target: Target) -> Answer:
+        """Answers that end, so that there are second turns: those of the target never do."""
+        end = min(tiny_target.end_tokens)
+        return lambda prompt, _most: [*(40 + (sum(prompt) + step) % 50 for step in range(3)), end]
+
     def section(self, folder: Path, **more: Any) -> DataSection:
         file = folder / "prompts.jsonl"
         rows = [{"turns": [f"Question {i}: why {'so ' * (i % 5)}?", "And then?"][: 1 + i % 2]} for i in range(14)]
@@ -446,6 +562,73 @@ class TestConversations:
         assert finished <= set(first) and not finished & set(again)
         assert build_conversations(tiny_target, section, tmp_path / "cut") == splits
         assert len(fake.bodies) == len(prompts), "all is there"
+
+    def test_they_end_where_the_context_of_the_server_does(
+        self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
+    ) -> None:
+        def section(**more: Any) -> DataSection:
+            made = self.section(tmp_path, **more)
+            rows = [{"turns": [f"Question {i}?", "And " * (20 * (i % 3)) + "then?"]} for i in range(14)]
+            Path(str(made.prompts)).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            return made
+
+        whole = build_conversations(tiny_target, section(server=serve(brief).url), tmp_path / "whole")
+        window = min(len(item.tokens) for item in whole.train) + 20
+        fake, told = serve(brief, window=window), StringIO()
+        splits = build_conversations(
+            tiny_target, section(server=fake.url), tmp_path / "there", Console(file=told, width=500)
+        )
+        shorter = 0
+        for item, other in zip(splits.train, whole.train, strict=True):
+            assert item.tokens == other.tokens[: len(item.tokens)]
+            assert len(item.tokens) <= window and item.messages[-1]["role"] == "assistant"
+            shorter += len(item.tokens) < len(other.tokens)
+        assert 0 < shorter < 6
+        assert f"later turns that a context of {window} tokens does not hold" in told.getvalue()
+        assert all(len(body["prompt"]) + body["max_tokens"] <= window for body in fake.bodies)
+
+    def test_one_that_a_server_refuses_is_left_out(
+        self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
+    ) -> None:
+        """In the middle of a job: its first turn, and the second one of another."""
+        section = self.section(tmp_path, server=serve(brief).url)
+        whole = build_conversations(tiny_target, section, tmp_path / "whole")
+        short = next(item for item in whole.train if len(item.supervised_spans) == 1)
+        long = next(item for item in whole.train if len(item.supervised_spans) == 2)
+        refused = [item.tokens[: item.supervised_spans[-1][0]] for item in (short, long)]
+        fake, told = serve(brief), StringIO()
+        asked_for = fake.completion
+
+        def completion(body: dict[str, Any]) -> dict[str, Any]:
+            return {"refused": True} if body["prompt"] in refused else asked_for(body)
+
+        fake.completion = completion  # type: ignore[method-assign]
+        section = self.section(tmp_path, server=fake.url)
+        splits = build_conversations(tiny_target, section, tmp_path / "there", Console(file=told, width=500))
+        written = {item.id: item for item in splits.train}
+        assert short.id not in written and len(written) == 6, "another prompt is answered in its place"
+        assert written[long.id].tokens == long.tokens[: long.supervised_spans[0][1]]
+        assert [message["role"] for message in written[long.id].messages] == ["user", "assistant"]
+        assert "1 that a server refused (the first: " in told.getvalue() and "answered 400" in told.getvalue()
+        assert "1 later turns that a server refused" in told.getvalue()
+
+    def test_requests_go_on_while_a_part_waits_for_its_last_answer(
+        self, tiny_target: Target, serve: Callable[..., Fake], truth: Answer, tmp_path: Path
+    ) -> None:
+        here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
+        slow = here.train[0].tokens[: here.train[0].supervised_spans[0][0]]
+        others, in_time = threading.Event(), list[bool]()
+
+        def answer(prompt: list[int], most: int) -> list[int]:
+            if len(fake.bodies) == 8:  # two for validation, six in two parts
+                others.set()
+            if prompt == slow:
+                in_time.append(others.wait(20))
+            return truth(prompt, most)
+
+        fake = serve(answer)
+        assert build_conversations(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there") == here
+        assert in_time == [True], "the next part is asked for meanwhile"
 
     def test_self_prompts_are_written_there_too(
         self, tiny_target: Target, serve: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

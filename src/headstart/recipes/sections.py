@@ -170,7 +170,9 @@ class DataSection(Section):
         description="Address of a vLLM server or llama-server with this target that writes the conversations, or "
         "several with commas between them; null writes them in this process.",
     )
-    server_requests: int = Field(16, ge=1, description="Requests under way at a time, over all servers.")
+    server_requests: int | None = Field(
+        None, ge=1, description="Requests under way at a time, over all servers; null is 64 for each address."
+    )
 
     @field_validator("server", mode="before")
     @classmethod

@@ -2,16 +2,21 @@
 
 A request that may succeed later (no connection, 429, 5xx, a reply that is cut) is sent again after a while, to another
 server if there is one; of several requests that failed together, a server is spared the more the longer it fails. A
-reply that no further try would change raises a `UserError` with the server's address.
+reply that no further try would change raises a `UserError` with the server's address: `Refused` where another request
+may do.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import random
+import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from time import monotonic
 from typing import Any, TypeVar, cast
@@ -22,6 +27,11 @@ from headstart.errors import UserError
 
 T = TypeVar("T")
 
+KEY = "HEADSTART_API_KEY"
+"""Environment variable with the key of servers that want one. It is not that of any other service: keys go to servers
+that a recipe names, and to no others."""
+REQUESTS = 64
+"""Under way for each server, where nobody says how many: engines batch them, and llama-server lets them wait."""
 TRIES = 10
 """For a request and each server, before it is given up."""
 FIRST_WAIT = 0.5
@@ -29,13 +39,22 @@ LONGEST_WAIT = 30.0
 """Seconds until a server that failed is asked again: the first, doubled with each failure in a row, and the longest."""
 _LONGEST_ASKED_WAIT = 600.0
 """Of a server that says itself when to come back."""
-_ANSWER_SECONDS = 600.0
+ANSWER_SECONDS = 1800.0
+"""Until a whole answer is there: a busy server keeps requests waiting."""
 _CONNECT_SECONDS = 10.0
 _KEPT_SECONDS = 2.0
 """An idle connection is used again: servers close theirs after five."""
+_ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
+    (socket.IPPROTO_TCP, getattr(socket, name), value)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
+    if hasattr(socket, name)
+]
+"""Of connections: nothing is sent while an answer is written, and a machine that is gone should show within minutes."""
 _CHECK_SECONDS = 0.1
 _WAITING = {408, 409, 425, 429}
 """Statuses below 500 that may pass."""
+_REFUSED = {400, 413, 422}
+"""Statuses of requests that a server finds fault with."""
 _ABSENT = {400, 404, 405, 422, 501}
 """Statuses that say that a server has no such page, or another one."""
 
@@ -55,6 +74,10 @@ class Later(Exception):
         self.busy, self.seconds = busy, seconds
 
 
+class Refused(UserError):
+    """A server does not take this request, whenever it is asked."""
+
+
 class Endpoint:
     """One server, with or without the `/v1` of OpenAI's paths. Its counts belong to who holds the lock of the `Pool`:
 
@@ -68,15 +91,19 @@ class Endpoint:
         self._meeting = threading.Lock()
         self._known: list[Any] = []
         self._unmet: tuple[float, Later] | None = None
+        self._key = _key()
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS)
         self._client = httpx.Client(
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEPT_SECONDS), trust_env=False
+            headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+            transport=httpx.HTTPTransport(limits=limits, trust_env=False, socket_options=_ALIVE),
+            trust_env=False,
         )
 
     def close(self) -> None:
         self._client.close()
 
     def send(
-        self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = _ANSWER_SECONDS
+        self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS
     ) -> httpx.Response:
         """One request, whose body is sent as JSON, and its reply, whatever the status; `Later` where there is none."""
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
@@ -91,7 +118,7 @@ class Endpoint:
         path: str,
         body: dict[str, Any] | None = None,
         absent: dict[str, Any] | None = None,
-        seconds: float = _ANSWER_SECONDS,
+        seconds: float = ANSWER_SECONDS,
     ) -> dict[str, Any]:
         """The JSON object that a request is answered with; `absent` where the server has no such page, unless None.
 
@@ -101,7 +128,8 @@ class Endpoint:
 
     def read(self, reply: httpx.Response, absent: dict[str, Any] | None = None) -> dict[str, Any]:
         """The JSON object of a reply; see `ask`."""
-        status, words = reply.status_code, " ".join(reply.text.split())[:300]
+        status, text = reply.status_code, " ".join(reply.text.split())
+        words = (text.replace(self._key, "***") if self._key else text)[:300]  # some servers repeat a key
         if status in _ABSENT and absent is not None:
             return absent
         if status in _WAITING or status >= 500:
@@ -110,8 +138,9 @@ class Endpoint:
         if not reply.is_success:
             remedy = "Serve the recipe's target there, with room for the longest conversation and one token more."
             if status in (401, 403):
-                remedy = "Let it answer without a key: headstart sends none."
-            raise UserError(f"{self.url}{reply.url.path} answered {status}: {words or 'nothing'}.", remedy)
+                remedy = f"Put its key into the environment: export {KEY}=..., which goes to no other address."
+            kind = Refused if status in _REFUSED else UserError
+            raise kind(f"{self.url}{reply.url.path} answered {status}: {words or 'nothing'}.", remedy)
         try:
             page = reply.json()
         except ValueError:
@@ -152,14 +181,16 @@ class Endpoint:
 
 
 class Pool:
-    """Servers that answer the same questions, with so many requests under way at most.
+    """Servers that answer the same questions, with so many requests under way at most; None is `REQUESTS` for each.
 
     `remedy` says what to do when none answers.
     """
 
-    def __init__(self, urls: Sequence[str], requests: int, remedy: str) -> None:
+    def __init__(self, urls: Sequence[str], requests: int | None, remedy: str) -> None:
         self._endpoints = [Endpoint(url) for url in urls]
-        self._requests, self._remedy = requests, remedy
+        self.requests, self._remedy = requests or REQUESTS * len(urls), remedy
+        self._waiting = deque[Callable[[], None]]()
+        self._threads = 0
         self._lock = threading.Lock()
         self._jitter = random.Random()
         self._answered = 0
@@ -168,19 +199,68 @@ class Pool:
     def answers(
         self, questions: int, ask: Callable[[int, Endpoint], T], check: Callable[[], None] = lambda: None
     ) -> Generator[tuple[int, T], None, None]:
-        """Numbers of so many questions with their answers, as these come.
+        """Numbers of so many questions with their answers, as these come. Close it where it is left early: nothing is
+        asked then.
 
         `ask` puts a question to a server, and raises `Later` where another try may help. `check` is called while
-        answers are waited for; what it raises ends the work.
+        answers are waited for; what it raises ends the work. Several threads may have questions: they are asked in the
+        order in which they come, a next one whenever an answer is there.
 
         Raises:
             UserError: no server answered for long.
         """
+        done = queue.SimpleQueue[tuple[int, T | None, BaseException | None]]()
+        stop = threading.Event()
 
-        def patiently(number: int, stop: threading.Event) -> T:
-            return self._answer(lambda endpoint: ask(number, endpoint), stop)
+        def put(number: int) -> None:
+            if stop.is_set():
+                return
+            try:
+                done.put((number, self._answer(lambda endpoint: ask(number, endpoint), stop), None))
+            except BaseException as error:
+                done.put((number, None, error))
 
-        return _answered(questions, self._requests, patiently, check)
+        try:
+            self._begin([partial(put, number) for number in range(questions)])
+            remaining = questions
+            while remaining:
+                check()
+                try:
+                    number, answer, error = done.get(timeout=_CHECK_SECONDS)
+                except queue.Empty:
+                    continue
+                if error is not None:
+                    raise error
+                remaining -= 1
+                yield number, cast(T, answer)
+        finally:
+            stop.set()
+
+    def each(self, ask: Callable[[Endpoint], T]) -> list[T]:
+        """What every server says that answers at once, or the first to answer at all."""
+        answers = []
+        for endpoint in self._endpoints:
+            with suppress(Later):
+                answers.append(ask(endpoint))
+        return answers or [answer for _, answer in self.answers(1, lambda _, endpoint: ask(endpoint))]
+
+    def _begin(self, questions: Sequence[Callable[[], None]]) -> None:
+        with self._lock:
+            self._waiting.extend(questions)
+            new = min(self.requests - self._threads, len(self._waiting))
+            self._threads += new
+        for _ in range(new):
+            # An answer that nobody waits for any more does not keep the program from ending.
+            threading.Thread(target=self._work, name="request", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._threads -= 1
+                    return
+                question = self._waiting.popleft()
+            question()
 
     def _answer(self, ask: Callable[[Endpoint], T], stop: threading.Event) -> T:
         tries, most = 0, TRIES * len(self._endpoints)
@@ -231,50 +311,12 @@ class Pool:
         raise Stopped
 
 
-def _answered(
-    count: int,
-    at_once: int,
-    ask: Callable[[int, threading.Event], T],
-    check: Callable[[], None],
-) -> Generator[tuple[int, T], None, None]:
-    """Numbers of questions with their answers, as these come, most of them `at_once`. Close it where it is left early:
-    nothing is asked then.
-
-    `ask` gives the answer to a question; its event is set once nobody waits for answers any more. `check` is called
-    while answers are waited for. What both raise is raised here.
-    """
-    waiting, done = queue.SimpleQueue[int](), queue.SimpleQueue[tuple[int, T | None, BaseException | None]]()
-    for number in range(count):
-        waiting.put(number)
-    stop = threading.Event()
-
-    def work() -> None:
-        with suppress(queue.Empty):
-            while not stop.is_set():
-                number = waiting.get_nowait()
-                try:
-                    done.put((number, ask(number, stop), None))
-                except BaseException as error:
-                    done.put((number, None, error))
-                    return
-
-    try:
-        for _ in range(min(at_once, count)):
-            # An answer that nobody waits for any more does not keep the program from ending.
-            threading.Thread(target=work, name="request", daemon=True).start()
-        remaining = count
-        while remaining:
-            check()
-            try:
-                number, answer, error = done.get(timeout=_CHECK_SECONDS)
-            except queue.Empty:
-                continue
-            if error is not None:
-                raise error
-            remaining -= 1
-            yield number, cast(T, answer)
-    finally:
-        stop.set()
+def _key() -> str:
+    """The key of the environment; empty where it has none."""
+    key = os.environ.get(KEY, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(f"{KEY} holds characters that no key has.", "Set it again, or unset it.")
+    return key
 
 
 def _seconds_asked(retry_after: str) -> float:

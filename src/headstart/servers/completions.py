@@ -9,6 +9,9 @@ from typing import Any
 
 from headstart.servers.client import Endpoint
 
+_PAGE_SECONDS = 60.0
+"""For a page about the server itself."""
+
 
 class NoTokenIds(KeyError):
     """A reply has text and no token ids: text cannot be turned back into the ids that were written."""
@@ -114,10 +117,27 @@ class LlamaServer(Dialect):
         return "/tokenize", {"content": text, "add_special": False, **({"model": model} if model else {})}
 
 
-def served_by(endpoint: Endpoint, spec: str) -> tuple[Dialect, str]:
-    """How a server is asked, and what it calls the model of this Hub id or path; its first model by default."""
-    listed = endpoint.ask("GET", "/v1/models", absent={"data": []}).get("data")
+@dataclass(frozen=True)
+class Served:
+    """A model that a server has: how it is asked for, what the server calls it, and how many tokens a text of it may
+    have with its answer; None where the server does not say."""
+
+    dialect: Dialect
+    model: str
+    window: int | None
+
+
+def served_by(endpoint: Endpoint, spec: str) -> Served:
+    """A server's model of this Hub id or path; its first model by default."""
+    listed = endpoint.ask("GET", "/v1/models", absent={"data": []}, seconds=_PAGE_SECONDS).get("data")
     models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
     served = next((model for model in models if spec in (model.get("id"), model.get("root"))), (models or [{}])[0])
-    dialect = LlamaServer() if served.get("owned_by") == "llamacpp" else OpenAI()
-    return dialect, str(served.get("id", ""))
+    name = str(served.get("id", ""))
+    if served.get("owned_by") != "llamacpp":
+        return Served(OpenAI(), name, _tokens(served.get("max_model_len")))
+    slot = endpoint.ask("GET", "/props", absent={}, seconds=_PAGE_SECONDS).get("default_generation_settings")
+    return Served(LlamaServer(), name, _tokens(slot.get("n_ctx")) if isinstance(slot, dict) else None)
+
+
+def _tokens(number: Any) -> int | None:
+    return number if isinstance(number, int) and number > 0 else None

@@ -10,7 +10,7 @@ from torch import Tensor
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.chat import Message, Unfit, added_tokens, prompt_tokens, render
-from headstart.data.prompts.reading import LeftOut
+from headstart.data.prompts.reading import REFUSED, LeftOut
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.kept import RowStates, TurnCaches
@@ -65,7 +65,9 @@ class Answers:
             turn += self._next_turn(running, seed * 31 + turn, turns)
         for row in running:
             if not any(row.supervised):
-                left_out.add("that the chat template refuses, or too long", row.prompt.id)
+                left_out.add(row.cut or "that the chat template refuses, or too long", row.why or row.prompt.id)
+            elif row.cut:
+                left_out.add(f"later turns {row.cut}", row.why)
         learnt = [row for row in running if any(row.supervised)]
         sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": CANDIDATES, "seed": seed}
         written = [row.conversation(sampling) for row in learnt]
@@ -80,8 +82,8 @@ class Answers:
     def _next_turn(self, running: Sequence[_Running], seed: int, turns: TurnCaches) -> bool:
         """Ask each conversation's next user turn, if it has one, and answer; false when none could be asked."""
         target, settings = self._target, self._settings
-        longest, room = settings.max_prompt_tokens, target.max_length - settings.max_new_tokens
-        asking = [row for row in running if row.remaining and row.ask(target.tokenizer, longest, room)]
+        limits = settings.max_prompt_tokens, settings.max_new_tokens, self._writer.window
+        asking = [row for row in running if row.remaining and row.ask(target.tokenizer, *limits)]
         asking.sort(key=lambda row: len(row.tokens))
         if not asking:
             return False
@@ -98,6 +100,9 @@ class Answers:
         answers = self._writer.continue_rows([row.tokens for row in asking], continuation)
         states = {} if continuation.states is None else continuation.states.of_row
         for number, (row, answer) in enumerate(zip(asking, answers, strict=True)):
+            if number in continuation.refused:
+                row.refuse(continuation.refused[number])
+                continue
             row.answer(answer, target.tokenizer, target.end_tokens)
             row.states = states.get(number, {})
         return True
@@ -118,7 +123,11 @@ def _fitting(
 
 class _Running:
     """A conversation that is being written: the exact tokens that the target read and wrote, and the messages that
-    remain to be asked. Its states are those of all tokens so far, by layer; empty where they are not known."""
+    remain to be asked. Its states are those of all tokens so far, by layer; empty where they are not known.
+
+    Where it ends before a turn for want of room, or because a server refused it, `cut` says so in the words of
+    `LeftOut`, and `why` has the server's.
+    """
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
@@ -128,13 +137,15 @@ class _Running:
         self.supervised: list[bool] = []
         self.temperature = 0.0
         self.states: dict[int, Tensor] = {}
+        self.cut = self.why = ""
 
-    def ask(self, tokenizer: Any, longest: int, room: int) -> bool:
+    def ask(self, tokenizer: Any, longest: int, answer: int, window: int) -> bool:
         """Append the next user turn (with a system turn before it) and the generation prompt; whether there is one.
 
-        The conversation ends before a turn that is too long (of more than `longest` tokens, or `room` with what comes
-        before), before one that the template refuses, and before one at which it rewrites earlier turns (dropped
-        thinking, say): what the target read and wrote would no longer be what the template shows.
+        The conversation ends before a turn that is too long (of more than `longest` tokens, or of more than `window`
+        with what comes before and an `answer`), before one that the template refuses, and before one at which it
+        rewrites earlier turns (dropped thinking, say): what the target read and wrote would no longer be what the
+        template shows.
         """
         turn: list[Message] = []
         while self.remaining:
@@ -142,8 +153,11 @@ class _Running:
             if turn[-1]["role"] == "user":
                 break
         tokens = self._rendered(turn, tokenizer)
-        if tokens is None or len(tokens) > longest or len(self.tokens) + len(tokens) > room:
+        if tokens is None or len(tokens) > longest:
             self.remaining = []
+            return False
+        if len(self.tokens) + len(tokens) + answer > window:
+            self.remaining, self.cut = [], f"that a context of {window} tokens does not hold"
             return False
         self.messages.extend(turn)
         self.tokens = [*self.tokens, *tokens]
@@ -168,6 +182,14 @@ class _Running:
         self.messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
         if tokens[-1] not in ends:
             self.remaining = []
+
+    def refuse(self, why: str) -> None:
+        """A server refuses the newest turn: the conversation ends before it."""
+        while self.supervised and not self.supervised[-1]:
+            self.tokens, self.supervised = self.tokens[:-1], self.supervised[:-1]
+        while self.messages and self.messages[-1]["role"] != "assistant":
+            self.messages.pop()
+        self.remaining, self.cut, self.why = [], REFUSED, why
 
     def conversation(self, sampling: dict[str, Any]) -> Conversation:
         how = {**sampling, "temperature": self.temperature}

@@ -24,7 +24,6 @@ from headstart.data.conversations.part_writer import SPLITS, PartWriter
 from headstart.data.conversations.parts import CLOCKS, Part, TimeBudget
 from headstart.data.conversations.planning import GivenPrompts, PartPlan, answered_until
 from headstart.data.conversations.records import Conversation, write_conversations
-from headstart.data.conversations.workers import Workers
 from headstart.data.prompts.overlap import normalise
 from headstart.data.prompts.reading import LeftOut
 from headstart.errors import UserError
@@ -150,8 +149,7 @@ class _Writing:
     def _new(self, plan: PartPlan, count: int) -> Iterator[Part]:
         """Further parts; while one is waited for, the next ones are being written, here and by those who help."""
         writer = self._writer
-        jobs = -(-count // writer.settings.batch_size) if writer.shareable else 1
-        with Workers(writer.target.device, jobs) as workers:
+        with writer.workers(count) as workers:
 
             def write(what: dict[str, Any]) -> dict[str, Any]:
                 return writer.write(what, workers.check)

@@ -8,6 +8,7 @@ from typing import Any
 
 from headstart.data.conversations.answers import Answers, KeepsStates
 from headstart.data.conversations.jobs import owner_of
+from headstart.data.conversations.workers import Workers
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.overlap import Excluded
 from headstart.data.prompts.reading import LeftOut, deduplicate
@@ -39,10 +40,10 @@ class PartWriter:
             Servers(settings.server, target, settings.server_requests) if settings.server else InProcess(target)
         )
 
-    @property
-    def shareable(self) -> bool:
-        """Whether several parts may be written at once."""
-        return self._writer.shareable
+    def workers(self, count: int) -> Workers:
+        """Threads that write parts of so many conversations in all."""
+        size = self.settings.batch_size
+        return Workers(self.target.device, -(-count // size), self._writer.batches(size))
 
     def job(self, part: dict[str, Any], given: Sequence[Prompt] | None) -> dict[str, Any]:
         """A part to write, that answers these prompts; None where the target writes them.

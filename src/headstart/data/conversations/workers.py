@@ -25,12 +25,13 @@ class Workers:
     """A few threads that work on jobs of a CPU, each with its share of torch's threads; on a GPU there is one.
 
     Use as a context: leaving it stops the jobs under way, as soon as they call `check`. There will be so many `jobs` at
-    most; `count` of them run at once.
+    most; `count` of them run at once, so many as `side_by_side` says where that does not depend on the device.
     """
 
-    def __init__(self, device: torch.device, jobs: int) -> None:
+    def __init__(self, device: torch.device, jobs: int, side_by_side: int | None = None) -> None:
         self._threads = torch.get_num_threads()
-        self.count = max(1, min(_MAX, self._threads, jobs)) if device.type == "cpu" else 1
+        by_device = min(_MAX, self._threads) if device.type == "cpu" else 1
+        self.count = max(1, min(jobs, side_by_side or by_device))
         self._stop = threading.Event()
 
     def __enter__(self) -> Workers:

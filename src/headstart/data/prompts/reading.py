@@ -16,6 +16,7 @@ from headstart.recipes.sections import DataSection, PromptSource
 
 MISSHAPEN = "of a shape that is not understood"
 PLAIN = "of plain text, which only targets without a chat template go on with"
+REFUSED = "that a server refused"
 CHAT = "of conversations, which a target without a chat template cannot answer"
 
 _CHARACTERS_PER_TOKEN = 64
@@ -46,7 +47,7 @@ class LeftOut:
         """One sentence, the most frequent reason first; empty when nothing was left out."""
         phrases = []
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
-            first = f" (the first: {self.examples[reason]})" if reason == MISSHAPEN else ""
+            first = f" (the first: {self.examples[reason]})" if reason == MISSHAPEN or reason.endswith(REFUSED) else ""
             phrases.append(f"{count} {reason}{first}")
         return f"Left out: {', '.join(phrases)}." if phrases else ""
 

@@ -58,8 +58,8 @@ def write_prompts(
     written = (writer or InProcess(target)).continue_rows(rows, continuation)
     prompts = []
     for (category, seed_prompt), row, tokens in zip(starts, rows, written, strict=True):
-        if tokens[-1] not in ends:
-            continue  # cut off in the middle
+        if not tokens or tokens[-1] not in ends:
+            continue  # refused, or cut off in the middle
         text = seed_prompt + _added_text(target.tokenizer, row, tokens[:-1])
         if acceptable(text, target.tokenizer.all_special_tokens):
             prompts.append((text.strip(), category))

@@ -9,19 +9,16 @@ from pathlib import Path
 
 from headstart.data.states.vllm_files import Import, Unusable
 from headstart.errors import UserError
-from headstart.servers.client import Endpoint, Later, Pool
+from headstart.servers.client import Endpoint, Later, Pool, Refused
 from headstart.servers.completions import Ask, served_by
 
 _RESTART = "Start it as headstart data import-states RECIPE shows; then the same command goes on from there."
-
-_ANSWER_SECONDS = 1800.0
-"""For the states of one conversation, which a busy server may keep waiting."""
 
 
 def take_from_servers(
     urls: Sequence[str],
     work: Import,
-    requests: int,
+    requests: int | None,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Let servers read every conversation that is waiting and take what they write; their files are removed.
@@ -29,14 +26,21 @@ def take_from_servers(
     So many `requests` are under way over all of them. `advance` is called with (tokens done, tokens in all).
     """
     waiting = work.waiting
-    total, done = sum(len(item.tokens) for item in waiting), 0
+    total, done, refusals = sum(len(item.tokens) for item in waiting), 0, list[Refused]()
 
-    def ask(number: int, endpoint: Endpoint) -> Path:
-        return _written(endpoint, work.target.spec, waiting[number].tokens)
+    def ask(number: int, endpoint: Endpoint) -> Path | Refused:
+        try:
+            return _written(endpoint, work.target.spec, waiting[number].tokens)
+        except Refused as refusal:
+            return refusal
 
     try:
         with closing(Pool(urls, requests, _RESTART).answers(len(waiting), ask)) as files:
             for number, file in files:
+                if isinstance(file, Refused):
+                    refusals.append(file)
+                    work.left_out.setdefault("the server refuses its tokens", []).append(waiting[number].id)
+                    continue
                 try:
                     work.take(file, waiting[number].tokens)
                 except Unusable as problem:
@@ -46,18 +50,20 @@ def take_from_servers(
                         path.unlink()
                 done += len(waiting[number].tokens)
                 advance(done, total)
+        if refusals and not done:
+            raise refusals[0]
     finally:
         work.close()  # what was taken before a failure as well: its files are gone
 
 
 def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
     """Let a server read token ids; the file that it has written their states to."""
-    dialect, model = endpoint.once(lambda endpoint: served_by(endpoint, spec))
-    path, body = dialect.request(Ask(tokens, 1), model)
-    page = endpoint.ask("POST", path, body, seconds=_ANSWER_SECONDS)
+    served = endpoint.once(lambda endpoint: served_by(endpoint, spec))
+    path, body = served.dialect.request(Ask(tokens, 1), served.model)
+    page = endpoint.ask("POST", path, body)
     try:
         file = Path((page.get("kv_transfer_params") or {})["hidden_states_path"])
-        read = dialect.read(page).prompt
+        read = served.dialect.read(page).prompt
     except (KeyError, IndexError, TypeError, AttributeError):
         raise UserError(f"{endpoint.url} answers, and writes no hidden states.", _RESTART) from None
     if read not in (None, list(tokens)):

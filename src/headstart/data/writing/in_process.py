@@ -56,6 +56,13 @@ class InProcess:
         rotary = str(getattr(self._target.config, "rope_parameters", ""))
         return not any(kind in rotary for kind in ("dynamic", "longrope"))
 
+    @property
+    def window(self) -> int:
+        return self._target.max_length
+
+    def batches(self, rows: int) -> int | None:
+        return None if self.shareable else 1
+
     @torch.inference_mode()
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
         """Continue each row; rows that memory does not hold at a time are written half by half, and hidden states are

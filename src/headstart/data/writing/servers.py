@@ -1,7 +1,7 @@
 """Servers continue rows: asked for token ids with token ids, and checked.
 
-A reply that the target cannot have written ends the work, with the server's name; see `headstart.servers.client` for
-what is tried again.
+A row that a server refuses is left as it is. A reply that the target cannot have written ends the work, with the
+server's name; see `headstart.servers.client` for what is tried again.
 """
 
 from __future__ import annotations
@@ -10,29 +10,31 @@ import random
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.errors import UserError
-from headstart.servers.client import Endpoint, Later, Pool
-from headstart.servers.completions import Ask, Dialect, NoTokenIds, served_by
+from headstart.servers.client import Endpoint, Later, Pool, Refused
+from headstart.servers.completions import Ask, NoTokenIds, Served, served_by
 from headstart.target.model import Target
 
 _PROBE = "A bicycle stays upright while it moves, and nobody has to think about it."
 """Words of every day: one tokenizer reads them the same way everywhere, and another one does not."""
 
+_PATIENCE = 64
+"""Rows that may be refused one after the other once some were answered."""
+
 
 class Servers:
     """Continues rows on servers of the target: vLLM and others with its completions, or llama-server.
 
-    They are used in turns, with so many requests under way over all of them.
+    They are used in turns, with so many requests under way over all of them (None: as many as their number asks for).
     """
 
-    shareable = False
-    """All requests may be under way for the rows of one thread."""
-
-    def __init__(self, urls: Sequence[str], target: Target, requests: int) -> None:
+    def __init__(self, urls: Sequence[str], target: Target, requests: int | None) -> None:
         self._target = target
+        self._patience = 0
         self._pool = Pool(
             urls,
             requests,
@@ -40,10 +42,23 @@ class Servers:
             "finished parts are kept.",
         )
 
-    def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
-        """See `Writer`; of hidden states a server says nothing."""
+    @cached_property
+    def window(self) -> int:
+        """Tokens that the target and every server read, as far as these say so."""
+        windows = [served.window for served in self._pool.each(lambda endpoint: endpoint.once(self._meet))]
+        return min([self._target.max_length, *filter(None, windows)])
 
-        def answer(number: int, endpoint: Endpoint) -> list[int]:
+    def batches(self, rows: int) -> int:
+        """As many as keep all requests under way while some batches wait for their last answers."""
+        return 1 + -(-2 * self._pool.requests // rows)
+
+    def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
+        """See `Writer`; of hidden states a server says nothing.
+
+        Raises a UserError where servers refuse whatever they are asked.
+        """
+
+        def answer(number: int, endpoint: Endpoint) -> list[int] | Refused:
             ask = Ask(
                 rows[number],
                 continuation.max_new_tokens,
@@ -53,16 +68,25 @@ class Servers:
                 seed=random.Random(f"{continuation.seed} {number}").getrandbits(31),  # as servers take them
                 ends=continuation.ends,
             )
-            return self._answer(endpoint, ask)
+            try:
+                return self._answer(endpoint, ask)
+            except Refused as refusal:
+                return refusal
 
         with closing(self._pool.answers(len(rows), answer, continuation.check)) as answers:
-            added = dict(answers)
-        return [added[number] for number in range(len(rows))]
+            replies = dict(answers)
+        added = {number: reply for number, reply in replies.items() if not isinstance(reply, Refused)}
+        refusals = [(number, reply) for number, reply in replies.items() if isinstance(reply, Refused)]
+        self._patience = _PATIENCE if added else self._patience - len(refusals)
+        if self._patience < 0:
+            raise refusals[0][1]
+        continuation.refused.update((number, refusal.problem) for number, refusal in refusals)
+        return [added.get(number, []) for number in range(len(rows))]
 
     def _answer(self, endpoint: Endpoint, ask: Ask) -> list[int]:
         """The added tokens; raises as `Endpoint.ask`, and where the answer cannot be the target's."""
         assert ask.ends is not None and ask.seed is not None
-        dialect, model = endpoint.once(self._meet)
+        served = endpoint.once(self._meet)
         added: list[int] = []
         while True:
             rest = replace(
@@ -71,7 +95,7 @@ class Servers:
                 max_new_tokens=ask.max_new_tokens - len(added),
                 seed=ask.seed + len(added),
             )
-            tokens, at_own_end = self._once(endpoint, dialect, model, rest)
+            tokens, at_own_end = self._once(endpoint, served, rest)
             added += tokens
             if len(added) == ask.max_new_tokens or (added and added[-1] in ask.ends):
                 return added
@@ -84,12 +108,12 @@ class Servers:
                     "another model.",
                 )
 
-    def _once(self, endpoint: Endpoint, dialect: Dialect, model: str, ask: Ask) -> tuple[list[int], bool]:
+    def _once(self, endpoint: Endpoint, served: Served, ask: Ask) -> tuple[list[int], bool]:
         """What one request adds, up to the first end token, and whether the server's own end ended it."""
-        path, body = dialect.request(ask, model)
+        path, body = served.dialect.request(ask, served.model)
         page = endpoint.ask("POST", path, body)
         try:
-            reply = dialect.read(page)
+            reply = served.dialect.read(page)
         except NoTokenIds:
             raise UserError(
                 f"{endpoint.url} returns no token ids, and text alone does not say which were written.",
@@ -126,14 +150,15 @@ class Servers:
                 "It does not keep to OpenAI's max_tokens: use vLLM or llama-server.",
             )
 
-    def _meet(self, endpoint: Endpoint) -> tuple[Dialect, str]:
+    def _meet(self, endpoint: Endpoint) -> Served:
         # Its tokenizer is compared, where it lets anyone ask.
-        dialect, model = served_by(endpoint, self._target.spec)
-        path, body = dialect.tokenize(_PROBE, model)
+        served = served_by(endpoint, self._target.spec)
+        path, body = served.dialect.tokenize(_PROBE, served.model)
         theirs = endpoint.ask("POST", path, body, absent={}).get("tokens")
         if isinstance(theirs, list) and theirs != self._target.tokenizer(_PROBE, add_special_tokens=False)["input_ids"]:
             raise UserError(
-                f"{endpoint.url} serves {model or 'a model'} with another tokenizer than that of {self._target.name}.",
+                f"{endpoint.url} serves {served.model or 'a model'} with another tokenizer than that of "
+                f"{self._target.name}.",
                 "Serve the recipe's target there.",
             )
-        return dialect, model
+        return served

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from headstart.data.writing.kept import RowStates, TurnCaches
@@ -22,6 +22,7 @@ class Continuation:
         top_p: nucleus for rows with a temperature, taken among the likeliest tokens (`CANDIDATES`).
         check: called now and then; what it raises ends the work.
         states: takes the hidden states of rows and added tokens, of those rows whose states are known.
+        refused: takes why servers refused rows, by number.
         turns: of the conversations that rows belong to, for whoever can go on from what was read before.
     """
 
@@ -33,14 +34,20 @@ class Continuation:
     check: Callable[[], None] = lambda: None
     states: RowStates | None = None
     turns: TurnCaches | None = None
+    refused: dict[int, str] = field(default_factory=dict)
 
 
 class Writer(Protocol):
     """Continues rows of token ids."""
 
     @property
-    def shareable(self) -> bool:
-        """Whether several threads may ask at once, each for rows of its own."""
+    def window(self) -> int:
+        """Tokens of the longest row with what is added."""
+
+    def batches(self, rows: int) -> int | None:
+        """How many batches of so many rows several threads may have continued at once; None: as many as the device of
+        the target does side by side."""
 
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
-        """The tokens added to each row, at least one: until an end token, which is kept, or the longest addition."""
+        """The tokens added to each row: until an end token, which is kept, or the longest addition. At least one,
+        unless the row is `refused`."""
