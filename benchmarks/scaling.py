@@ -65,7 +65,7 @@ EXAMPLES = (
         "llama-3.1-8b",
         "eagle3-8b",
         16,
-        ("data.conversations=1000000", "data.cache_gigabytes=20000", "train.epochs=2"),
+        ("data.conversations=1000000", "train.epochs=2"),
     ),
     Example("70B, 8 GPUs", "llama-3.3-70b", "eagle3-70b", 8, ("data.cache_gigabytes=600",)),
     Example("480B MoE, 32 GPUs", "qwen3-coder-480b", "eagle3-70b", 32, ("data.cache_gigabytes=500",)),
@@ -78,7 +78,10 @@ def rows(plans: Sequence[Plan]) -> list[list[str]]:
     return [
         ["parameters, bytes", *(fact["Parameters"] for fact in facts)],
         ["conversations", *(fact["Conversations"].partition(", ")[2] for fact in facts)],
-        ["hidden states on disk", *(format_bytes(plan.disk["states"]) for plan in plans)],
+        [
+            "hidden states on disk",
+            *(format_bytes(plan.disk["states"]) if plan.disk["states"] else "none" for plan in plans),
+        ],
         ["checkpoints and heads on disk", *(format_bytes(plan.disk["train"]) for plan in plans)],
         ["heads to keep", *(format_bytes(plan.disk["export"]) for plan in plans)],
         ["memory of a GPU while training, at least", *(format_bytes(plan.memory["train"]) for plan in plans)],

@@ -7,12 +7,17 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 from headstart.data.conversations.records import read_conversations
 from headstart.data.states.store import StateStore
+from headstart.pipeline.run import Run
+from headstart.pipeline.vllm_states import serve_command
+from headstart.recipes.recipe import load_recipe
 from headstart.target.loading import load_target
 from tests.data.test_extraction import write
-from tests.test_cli import works
+from tests.test_cli import refused, works
 from tests.test_pipeline import recipe_text, tiny_recipe
 
 
@@ -49,6 +54,22 @@ def test_the_states_of_a_run_come_from_vllm(recipe: Path, tmp_path: Path, tiny_t
     assert len(set(states.glob("shard-*")) - taken) == 1, "what was lacking is computed, and nothing else"
     said = works("data", "import-states", recipe, tmp_path / "files", "--run-dir", run).stdout
     assert f"States of 0 conversations taken over; {len(texts)} had states before." in said
+
+
+def test_there_are_none_to_take_over_where_training_computes_them(recipe: Path, tmp_path: Path) -> None:
+    said = refused("data", "import-states", recipe, tmp_path, "data.states=online", "--run-dir", tmp_path / "run")
+    assert "data.states=stored" in said
+
+
+def test_a_server_beside_the_target_gets_the_rest_of_the_gpu(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run(load_recipe(str(recipe)), tmp_path / "run", Console(quiet=True))
+    assert "--gpu-memory-utilization" not in serve_command(run)
+    size = run.target.parameters * 4
+    monkeypatch.setattr(run.target, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (0, 10 * size))
+    assert serve_command(run).endswith(" --gpu-memory-utilization 0.75")
 
 
 def test_an_override_may_stand_where_the_source_would(recipe: Path, tmp_path: Path) -> None:

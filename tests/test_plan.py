@@ -264,8 +264,8 @@ PAPER = Path(__file__).parents[1] / "docs" / "plans"
 """Configs of models of which nothing else is here."""
 
 
-def on_paper(model: str, recipe_name: str, folder: Path, processes: int = 1) -> Plan:
-    found = load_recipe(recipe_name, [f"target={PAPER / model}"])
+def on_paper(model: str, recipe_name: str, folder: Path, processes: int = 1, states: str = "stored") -> Plan:
+    found = load_recipe(recipe_name, [f"target={PAPER / model}", f"data.states={states}"])
     return make_plan(quiet(found, folder / "none"), processes, prompt_tokens=200)
 
 
@@ -306,6 +306,30 @@ class TestByTheConfigAlone:
         assert one.disk == eight.disk and one.problems == eight.problems == []
         per_token = 4 * 4096 * 2 + 5
         assert one.disk["states"] == pytest.approx(min(550e9, 32128 * (200 + answer_tokens(512)) * per_token), rel=0.01)
+
+    @pytest.mark.parametrize("recipe_name", ["eagle3-8b", "medusa-8b", "dspark-8b"])
+    def test_recipes_for_8b_learn_from_all_conversations_and_store_no_states(
+        self, tmp_path: Path, recipe_name: str
+    ) -> None:
+        """Long ones, of several turns, would not all fit the disk."""
+        recipe = load_recipe(recipe_name, [f"target={PAPER / 'llama-3.1-8b'}"])
+        run = quiet(recipe, tmp_path / "none")
+        plans = [make_plan(run, 8, prompt_tokens=tokens) for tokens in (300, 2000)]
+        for plan in plans:
+            assert plan.disk["states"] == 0 and plan.problems == []
+            facts = dict(plan.facts)
+            assert facts["Hidden states"].startswith("none on disk: training computes")
+        steps = [plan.steps or 0 for plan in plans]
+        tokens = [int(dict(plan.facts)["Conversations"].split(", ")[1].split()[0]) for plan in plans]
+        assert steps[1] / steps[0] == pytest.approx(tokens[1] / tokens[0], rel=0.02), "no budget cuts them"
+        target = run.recipe.data
+        assert (
+            target.conversations == 32000 and target.sampled_fraction == load_recipe("quickstart").data.sampled_fraction
+        )
+
+    def test_states_of_70b_are_stored(self, tmp_path: Path) -> None:
+        for name in ("eagle3-70b", "dspark-70b"):
+            assert load_recipe(name).data.states == "stored"
 
     def test_nothing_is_said_of_hours(self, tmp_path: Path) -> None:
         plan = on_paper("llama-3.1-8b", "eagle3-8b", tmp_path)

@@ -36,7 +36,7 @@ def import_states(
     from headstart.pipeline.run import NoTarget, Run, execute
     from headstart.pipeline.stages import check_inputs, stages_until
     from headstart.pipeline.vllm_states import import_states as take
-    from headstart.pipeline.vllm_states import serve_command
+    from headstart.pipeline.vllm_states import refuse_online, serve_command
     from headstart.recipes.recipe import load_recipe
 
     changes = list(overrides or [])
@@ -44,6 +44,7 @@ def import_states(
         changes, source = [source, *changes], None
     loaded = load_recipe(recipe, changes)
     run = Run(loaded, run_dir or Path("runs") / loaded.name, Console())
+    refuse_online(run)
     try:
         if source is None:
             print(serve_command(run))

@@ -249,7 +249,11 @@ def _facts(planned: Planned, plan: Plan) -> list[tuple[str, str]]:
         if data.server:
             servers = ", ".join(data.server)
             facts.append(("Written by", f"{servers}; time and memory below are as if these devices wrote"))
-    if "states" in plan.left:
+    if planned.online and plan.left.keys() & {"states", "train"}:
+        facts.append(
+            ("Hidden states", f"none on disk: training computes {len(planned.needed)} of each token, each epoch")
+        )
+    elif "states" in plan.left:
         states = f"{format_bytes(planned.states)}, {len(planned.needed)} of each token"
         if planned.states < planned.wanted_states:
             states += f"; all would take {format_bytes(planned.wanted_states)} (data.cache_gigabytes)"

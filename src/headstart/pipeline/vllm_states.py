@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headstart.pipeline.data_stages import aux_layers, conversations, states_artifact
+from headstart.errors import UserError
+from headstart.pipeline.data_stages import aux_layers, conversations, is_online, states_artifact
 from headstart.pipeline.run import Run
 from headstart.support.artifacts import held
 from headstart.support.terminal import progress_bar
@@ -17,14 +18,40 @@ FILES = "vllm-states"
 """Suggested folder of vLLM's files, in the folder of the run."""
 
 
+def refuse_online(run: Run) -> None:
+    """Refuse a recipe that stores no states."""
+    if is_online(run):
+        raise UserError(
+            "The recipe lets training compute the hidden states (data.states=online): there are none to take over.",
+            "Add data.states=stored, here and in the commands that follow.",
+        )
+
+
+def memory_share(weights: int, gpu: int) -> float:
+    """Of the bytes of a GPU, what a server may take beside the loaded target, by the bytes of its weights.
+
+    >>> memory_share(16_000_000_000, 80_000_000_000)
+    0.65
+    """
+    return round(max(0.1, 0.85 - weights / gpu), 2)
+
+
 def serve_command(run: Run) -> str:
-    """What starts a vLLM that writes the states that the run's heads need."""
+    """What starts a vLLM that writes the states that the run's heads need; on a GPU, beside the target, which is loaded
+    to compare them with its own."""
+    import torch
+
     from headstart.data.states.vllm_files import serve_command as of_target
     from headstart.target.loading import loadable_folder
 
     target = run.target  # first: it knows best what is wrong where there is none
     model = loadable_folder(run.recipe.target.spec)
-    return of_target(model, target, aux_layers(run), (run.folder / FILES).resolve())
+    command = of_target(model, target, aux_layers(run), (run.folder / FILES).resolve())
+    if target.device.type != "cuda":
+        return command
+    _, total = torch.cuda.mem_get_info(target.device)
+    share = memory_share(target.parameters * target.dtype.itemsize, total)
+    return f"{command} --gpu-memory-utilization {share}"
 
 
 def import_states(run: Run, source: str) -> Import:
