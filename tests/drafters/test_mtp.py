@@ -172,6 +172,25 @@ def test_caches_grow_and_rows_leave(shipped: dict[str, ShippedTarget], monkeypat
     assert drafter.propose(session, roots, request) == drafter.propose(afresh, roots, request)
 
 
+@pytest.mark.parametrize("kind", ["deepseek", "deepseek-two"])
+@torch.inference_mode()
+def test_what_is_kept_of_a_text_is_counted(
+    kind: str, shipped: dict[str, ShippedTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the caches have grown: keys and values of every module, states that were not read yet, and tokens."""
+    one, text = shipped[kind], [TEXT] * 2
+    monkeypatch.setattr(mtp, "_SPARE", 0)
+    drafter = MtpDrafter(one.target)
+    states_BTE = torch.stack([one.target.hidden_states([TEXT], [FINAL])[0][FINAL]] * 2)
+    session = drafter.prefill(text, {FINAL: states_BTE})
+    drafter.propose(session, TreeBatch.roots([5, 6]), Request(8))
+    stores = [store for cache in session.caches for store in cache._stores]
+    kept = [states_BTE, session.tokens_BT, *stores, *(queue.values_BPE for queue in session.queues[1:])]
+    held = sum(tensor.numel() * tensor.element_size() for tensor in kept)
+    counted = 2 * (len(TEXT) + drafter.max_nodes) * drafter.bytes_per_token
+    assert counted / 3 < held <= counted
+
+
 def test_a_checkpoint_without_its_modules_is_told_what_to_name(
     shipped: dict[str, ShippedTarget], tmp_path: Path
 ) -> None:

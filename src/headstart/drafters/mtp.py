@@ -117,6 +117,10 @@ class MtpDrafter:
         self.max_nodes = self.draft_steps + 1
         self.aux_layers: tuple[int, ...] = (self._shipped.state_layer,)
         self.draft_to_target_D = torch.arange(target.vocab_size, device=target.device)
+        # Of keys and values twice what is needed: caches grow by doubling. Of states those that a module reads next.
+        states = target.hidden_size * target.dtype.itemsize
+        keys = sum(module.bytes_per_token for module in self.modules)
+        self.bytes_per_token = 2 * (keys + torch.long.itemsize) + count * states
         lm_head = target.lm_head_weight.numel()
         self.draft_share = self.draft_steps * (self.modules[0].parameters + lm_head) / target.parameters
 

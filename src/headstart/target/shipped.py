@@ -106,6 +106,11 @@ class ShippedModule:
         norms = sum(p.numel() for part in (*self._norms, self._join) for p in part.parameters())
         return norms + sum(p.numel() for p in self.layer.layers.parameters())
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Of its keys and values, of each token of a row."""
+        return self.layer.kv_bytes_per_token
+
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         return self.layer.new_cache(rows, capacity)
 
