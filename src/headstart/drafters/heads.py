@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
@@ -36,7 +35,6 @@ from headstart.decode.options import TreeKind
 from headstart.heads.base import DraftHead, OneForwardHead
 from headstart.support.rng import fall_on, in_parts
 from headstart.support.uploads import upload
-from headstart.target.attention import attention_kernels
 from headstart.target.prepacked import refresh
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch, TreeShape
@@ -82,8 +80,7 @@ class HeadDrafter:
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
         refresh(self.heads.parameters())
-        with self._kernels():
-            return self.heads.prefill(prompts, states)
+        return self.heads.prefill(prompts, states)
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         nodes, shape = min(request.max_nodes, self.max_nodes), self.shape
@@ -93,11 +90,7 @@ class HeadDrafter:
         calibration = self._calibration_at(request.temperature)
         request = replace(request, max_nodes=nodes, calibration=calibration, shape=shape)
         depth_logits = self.heads.depth_logits if isinstance(self.heads, OneForwardHead) else None
-        with self._kernels():
-            return grow(self.heads, session, roots, request, depth_logits=depth_logits)
-
-    def _kernels(self) -> AbstractContextManager[None]:
-        return attention_kernels(self.heads.draft_to_target_D.device)
+        return grow(self.heads, session, roots, request, depth_logits=depth_logits)
 
     def _calibration_at(self, temperature: float) -> Calibration:
         share = min(1.0, temperature)

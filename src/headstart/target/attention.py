@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
 NAME = "headstart"
@@ -163,12 +162,11 @@ def run(forward: Running) -> Iterator[Running]:
         _THREAD.running = before
 
 
-def attention_kernels(device: torch.device) -> AbstractContextManager[None]:
-    """Within it, the kernels that torch's own attention may choose from. On a GPU all but cuDNN's, which is planned
-    anew for every size: 23 to 37 ms each time that a text or a tree has a length not seen before."""
-    if device.type != "cuda":
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+def leave_out_cudnn() -> None:
+    """Let torch's own attention choose from all kernels but cuDNN's, which is planned anew for every size: 23 to 37 ms
+    each time that a text or a tree has a length not seen before. Torch has one such setting for all of the process, so
+    it is made once and stays: a setting of each forward would not hold in threads whose forwards overlap."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @dataclass(frozen=True)

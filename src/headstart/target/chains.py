@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from headstart.support.uploads import upload
-from headstart.target.attention import PIECE, Running, attention_kernels, run, running
+from headstart.target.attention import PIECE, Running, run, running
 
 LINEAR = "linear_attention"
 """Kind of the layers in question, as configs name it."""
@@ -143,7 +143,7 @@ def read_chains(
                 forward.wanted = row_1, index_1
             text_1T = torch.tensor([[*row.pending, *piece]], device=device)
             index_1T = torch.arange(row.held, row.held + text_1T.shape[1], device=device)[None]
-            with run(forward), attention_kernels(device):
+            with run(forward):
                 out = model(
                     input_ids=text_1T,
                     position_ids=index_1T.clamp(max=max_length - 1),

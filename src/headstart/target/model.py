@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError, nearest
 from headstart.support.uploads import upload
-from headstart.target.attention import PIECE, Running, attention_kernels, run, spans, tree_mask
+from headstart.target.attention import PIECE, Running, leave_out_cudnn, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.captured import Captured, Recorded
 from headstart.target.chains import ChainCache, has_running_states, read_chains
@@ -51,7 +51,8 @@ class TargetOutput:
 
 
 class Target(FrozenModel):
-    """A frozen causal language model, ready for tree decoding; see `FrozenModel`. The model is put in eval mode.
+    """A frozen causal language model, ready for tree decoding; see `FrozenModel`. The model is put in eval mode. One on
+    a GPU leaves out cuDNN's attention for the rest of the process (see `leave_out_cudnn`).
 
     Args:
         exact: see the attribute; "auto" keeps the tokens, since the bits cost more than 3 % of a round.
@@ -74,6 +75,8 @@ class Target(FrozenModel):
     ) -> None:
         super().__init__(model, tokenizer, spec, origin)
         refuse_layers(self.name, self.config)
+        if self.device.type == "cuda":
+            leave_out_cudnn()
         model.eval().requires_grad_(False)
         self._exact: Exact = "tokens"  # while it is checked
         self._recorded = Recorded()
@@ -352,7 +355,7 @@ class Target(FrozenModel):
         captured = self._recorded.captured
         if captured is not None and cache is not None and captured.serves(tokens_BT.numel(), forward.bits):
             return self._replay(captured, forward, cache, tokens_BT, positions_BT)
-        with run(forward), attention_kernels(self.device):
+        with run(forward):
             out = self.model(
                 input_ids=tokens_BT,
                 attention_mask=None if forward.mask is None else forward.mask.full_B1TS,
@@ -370,7 +373,7 @@ class Target(FrozenModel):
         self, captured: Captured, forward: Running, cache: TreeCache, tokens_BT: Tensor, positions_BT: Tensor
     ) -> TargetOutput:
         forward.cache = cache
-        with run(forward), attention_kernels(self.device):
+        with run(forward):
             states = captured(tokens_BT, positions_BT)
             final = states[FINAL]
             if forward.wanted is not None:
