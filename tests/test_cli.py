@@ -173,10 +173,10 @@ def test_data_and_train_are_the_first_stages_of_a_run(recipe: Path, tmp_path: Pa
     folder = tmp_path / "run"
     works("data", recipe, "--run-dir", folder)
     assert (folder / "data" / "states" / "train" / "manifest.json").is_file()
+    assert "no heads yet" in refused("export", folder, "--out", tmp_path / "out")
     out = works("train", recipe, "--run-dir", folder).stdout
     assert out.count("done, ") == 3
     assert (folder / "train" / "best" / "heads.safetensors").is_file()
-    assert "no heads yet" in refused("export", folder, "--out", tmp_path / "out")
 
 
 def test_plan_does_no_work(recipe: Path, tmp_path: Path) -> None:

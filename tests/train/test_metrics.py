@@ -109,6 +109,6 @@ def test_coverage_is_the_share_of_supervised_tokens_that_can_be_drafted() -> Non
 
 def test_a_validation_is_shown_with_leading_zeros() -> None:
     text = io.StringIO()
-    shown = Validation({"top1": [0.316, 1.0]}, 1.7, [40, 20])
+    shown = Validation({"top1": [0.316, 1.0]}, [0.4, 0.3], [40, 20])
     Display(Log(Console(file=text, width=200), None), 0.0).validated(20, 61.0, None, shown)
     assert "top-1 0.32/1.00 · tau 1.70" in text.getvalue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from io import StringIO
 from pathlib import Path
@@ -10,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
+import headstart
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
+from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.pipeline.together import train_together
@@ -21,8 +26,9 @@ from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.target.teacher import TeacherModel, load_teacher, save_teacher
 from headstart.train.trainer import train
+from tests.test_cli import refused, works
 from tests.test_pipeline import quiet, tiny_recipe
-from tests.tiny import tiny_model
+from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.conftest import Train
 from tests.train.results import assert_same, metrics
 from tests.train.test_golden import HEADS
@@ -56,10 +62,11 @@ def test_heads_of_a_teacher_are_those_of_its_target_bit_for_bit(
 class Place:
     """A run whose data was written here, with a target that may then go away."""
 
-    def __init__(self, folder: Path, target_folder: Path) -> None:
+    def __init__(self, folder: Path, target_folder: Path, heads: dict[str, Any] | None = None) -> None:
         self.target_folder, self.run = folder / "target", folder / "runs" / "run"
         shutil.copytree(target_folder, self.target_folder)
-        self._recipe = tiny_recipe(folder, self.target_folder)
+        values = tiny_recipe(folder, self.target_folder, data={"max_new_tokens": 8}).model_dump(mode="json")
+        self._recipe = parse_recipe({**values, "heads": heads or values["heads"]})
         execute(quiet(self.run, self._recipe), stages_until("states"))
 
     def recipe(self, **sections: dict[str, Any]) -> Recipe:
@@ -113,3 +120,36 @@ def test_a_teacher_of_another_target_is_refused(place: Place, tmp_path: Path, ta
     store = StateStore(place.run / "data" / "states" / "train")
     with pytest.raises(UserError, match="are those of another model"):
         train(place.recipe(), load_teacher(other, torch.device("cpu")), store, store, tmp_path / "out")
+
+
+def test_heads_of_a_70b_shape_reach_an_engine_without_its_weights(tmp_path: Path) -> None:
+    """As deep as Llama-3.3-70B with its grouped heads and rotary scaling, in toy width; plans know it in full width."""
+    paper = json.loads((Path(__file__).parents[2] / "docs/plans/llama-3.3-70b/config.json").read_text())
+    tokenizer, there = tiny_tokenizer(), tmp_path / "there"
+    width = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 8, "num_key_value_heads": 1}
+    config = LlamaConfig(**{**paper, **width, "head_dim": 8, "vocab_size": len(tokenizer), "dtype": "float32"})
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(there)
+    tokenizer.save_pretrained(there)
+    place = Place(tmp_path, there, {"family": "eagle3", "draft_steps": 3, "draft_vocab_size": 64})
+    for file in place.target_folder.iterdir():
+        if file.name != "config.json":
+            file.unlink()
+    plan = make_plan(quiet(tmp_path / "planned", place.recipe()), prompt_tokens=20)
+    assert plan.problems == [] and "its weights are not here" in plan.how
+    assert NOT_LOADED in place.train()
+
+    served, again = tmp_path / "served", tmp_path / "again"
+    said = " ".join(works("export", place.run, "--format", "speculators", "--out", served).stdout.split())
+    assert "was not tuned yet" in said and "An untuned chain" in said and "vllm serve" in said
+    said = works("export", "--check", served, "--engine", "speculators,vllm", "--against", place.run).stdout
+    assert "is whole" in said
+    assert "measures how many pay" in (served / "README.md").read_text()
+    assert "a chain of 3 drafts, untuned" in (place.run / "heads" / "README.md").read_text()
+    assert "headstart export" in refused("tune", place.run), "what can be done without the target"
+
+    works("export", place.run, "--format", "speculators", "--out", again, "--target", there)
+    one, other = (load_file(folder / "model.safetensors") for folder in (served, again))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    decoder = headstart.load(place.run, target=there, dtype="float32")
+    assert len(decoder.generate("who are you", max_new_tokens=4).tokens) == 4

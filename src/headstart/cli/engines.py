@@ -16,6 +16,7 @@ from headstart.support.terminal import program, say, tell
 
 if TYPE_CHECKING:
     from headstart.hub.engine_tuning import EngineTuning
+    from headstart.target.frozen import FrozenModel
 
 
 def export(
@@ -61,6 +62,8 @@ def export(
         raise UserError("--engine and --against belong to --check.", "Choose what is written with --format.")
     from headstart.hub.pull import locate
 
+    console = Console()
+    teacher = _of_run(Path(heads).expanduser(), console)
     folder = locate(heads)
     formats = listed(format) or ("headstart",)
     if "headstart" in formats:
@@ -74,16 +77,32 @@ def export(
         from headstart.pipeline.actions import copy_heads
 
         copy_heads(folder, out)
-        say(Console(), ("Heads", out), ("Share them", f"{program()} push {out} user/name"))
+        say(console, ("Heads", out), ("Share them", f"{program()} push {out} user/name"))
         return
-    console = Console()
     with console.status("exporting"):
         from headstart.hub.engines.export import export_for
 
-        done = export_for(folder, out, formats, target, dtype, trust_remote_code)
+        done = export_for(folder, out, formats, target or teacher, dtype, trust_remote_code)
     for remark in done.remarks:
         tell(console, remark)
     say(console, ("Heads", out), *((f"Serve with {name}", command) for name, command in done.commands.items()))
+
+
+def _of_run(folder: Path, console: Console) -> FrozenModel | None:
+    """What lies of the target beside the states of a run, if it is one; heads that were never tuned are kept first."""
+    from headstart.heads.io import RUN_RECIPE
+    from headstart.pipeline.report_stages import keep_untuned
+    from headstart.pipeline.run import HEADS as KEPT
+    from headstart.pipeline.run import Run
+    from headstart.recipes.recipe import load_recipe
+
+    try:
+        run = Run(load_recipe(str(folder / RUN_RECIPE)), folder, console, device="cpu")
+    except UserError:  # no run, or one of an older headstart, whose heads can be read all the same
+        return None
+    if keep_untuned(run):
+        tell(console, f"This run was not tuned yet: its heads, now in {folder / KEPT}, draft a chain.")
+    return run.teacher()
 
 
 @with_options(without=("target", "any_target", "exact", "quantization"))

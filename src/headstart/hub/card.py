@@ -49,6 +49,7 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
             heads=config["heads"],
             version=config["headstart_version"],
             tree=TreeShape.from_paths(read_json(folder / "tree.json")["paths"]),
+            untuned=is_untuned(folder),
             weight_bytes=format_bytes((folder / "heads.safetensors").stat().st_size),
             measurements=[
                 {"name": entry["name"], "setting": _setting(entry["results"]), "rows": _rows(entry["results"])}
@@ -58,6 +59,11 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
             **_engine_figures(read_engine_tunings(folder)),
         ),
     )
+
+
+def is_untuned(folder: Path) -> bool:
+    """Whether the heads of a folder draft a chain that nobody has tuned."""
+    return not (read_json(folder / "calibration.json").get("settings") or {}).get("conditions")
 
 
 def add_engine_figures(folder: Path) -> None:
@@ -94,6 +100,8 @@ def write_engine_card(
         "trained to draft": f"{published.steps} tokens in a row",
         "draft vocabulary": f"{published.draft_width} of {published.vocab_size} tokens",
     }
+    if not measured:
+        rows["drafts a round"] = "as many as usual: `headstart tune HEADS --engine NAME` measures how many pay"
     if published.block_size:
         rows["block"] = f"{published.block_size} inputs, the mask token is {published.mask_token_id}"
     if published.aux_layers:

@@ -89,7 +89,7 @@ class HeadsTarget(BaseModel):
 
 
 def export_heads(
-    folder: Path, heads: DraftHead, target: Target, tuning: Mapping[str, Any], facts: Mapping[str, Any]
+    folder: Path, heads: DraftHead, target: FrozenModel, tuning: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
     """Write heads, in the dtype they have, with all that decoding with them needs, in place of what is there.
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Files of the target's tokenizer, as the target's stage keeps them."""
+_WEIGHTS = (".safetensors", ".bin", ".gguf")
 _SPLITS = ("train", "validation")
 _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
@@ -62,7 +63,9 @@ def states_artifact(run: Run) -> Artifact:
 def _target_settings(run: Run) -> dict[str, Any]:
     target = run.recipe.target
     paths = [Path(spec).expanduser() for spec in (target.spec, target.adapter) if spec]
-    files = [file for path in paths for file in (sorted(path.iterdir()) if path.is_dir() else [path])]
+    folders = [sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path] for path in paths]
+    # A config that came alone is no target: the one that the run began with lies elsewhere.
+    files = [file for held in folders if any(file.suffix in _WEIGHTS for file in held) for file in held]
     stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
     return {**flat("target", target, target.unset()), "the target's files": stamps}
 

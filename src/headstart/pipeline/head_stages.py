@@ -30,6 +30,7 @@ from headstart.pipeline.run import (
 )
 from headstart.support.artifacts import artifact, held
 from headstart.support.files import read_json, write_json
+from headstart.support.terminal import program
 
 if TYPE_CHECKING:
     from headstart.data.states.store import States
@@ -120,6 +121,12 @@ def _tune(run: Run) -> Outcome:
     from headstart.tuning.tune import Tuning, tune
 
     section, file = run.recipe.tune, run.folder / TUNE / "tuning.json"
+    try:
+        target = run.decoded
+    except NoTarget as error:
+        untuned = f"{program()} export {run.folder} --format vllm --out FOLDER"
+        remedy = f"{error.remedy} Or take the heads as they are, which needs no target: {untuned}"
+        raise NoTarget(error.problem, remedy) from error
     identity = {
         "version": _TUNE_VERSION,
         "heads": before(run, "train"),
@@ -132,16 +139,16 @@ def _tune(run: Run) -> Outcome:
         run.refer("tune", made, TUNE)
         if "tune" in run.again or not file.is_file():
             texts = conversations(run, "validation")
-            tuning = tune(run.decoded, trained_heads(run), texts, section, console=run.console)
+            tuning = tune(target, trained_heads(run, target), texts, section, console=run.console)
             write_json(file, tuning.to_json())
     return Outcome(describe_tuning(Tuning.from_json(read_json(file))), identity=f"{made.name} {content(file)}")
 
 
-def trained_heads(run: Run) -> DraftHead:
+def trained_heads(run: Run, target: FrozenModel) -> DraftHead:
     """The best heads of training, in the target's dtype."""
     from headstart.heads.io import load_heads
 
-    return load_heads(run.folder / TRAIN / "best", run.decoded).to(run.decoded.dtype)
+    return load_heads(run.folder / TRAIN / "best", target).to(target.dtype)
 
 
 HEAD_STAGES = (

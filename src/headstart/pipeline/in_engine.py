@@ -18,6 +18,7 @@ from headstart.heads.io import heads_folder
 from headstart.hub.card import add_engine_figures
 from headstart.hub.engine_tuning import DRAFTS, Asked, EngineTuning, tune_engine, write_engine_tuning
 from headstart.hub.engines.export import Exported, export_for
+from headstart.hub.engines.importing import GUESSED
 from headstart.hub.engines.serving import drafts_to_try
 from headstart.hub.format import CALIBRATION, refuse_other_files
 from headstart.pipeline.actions import validation_file
@@ -58,7 +59,7 @@ def tune_in_engine(
                 f"{name} cannot load {exported.facts.name} from where the heads have it.",
                 f"Say where {name} finds it with --engine-target.",
             )
-        if measured_here.get("settings", {}).get("imported"):
+        if measured_here.get("settings", {}).get("acceptance") == GUESSED:
             raise UserError(
                 "These heads were imported, and how often their drafts are accepted was never measured.",
                 f"Tune them first: {program()} tune {heads} --conversations FILE.jsonl",

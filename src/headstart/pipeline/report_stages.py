@@ -13,6 +13,7 @@ from headstart.pipeline.run import (
     QUESTIONS,
     REPORT,
     STATES,
+    TARGET,
     TRAIN,
     TUNE,
     Outcome,
@@ -27,6 +28,7 @@ from headstart.pipeline.run import (
 from headstart.recipes.sections import DataSection
 from headstart.support.artifacts import Artifact, artifact, give, held
 from headstart.support.files import read_json, refuse_others, write_atomic
+from headstart.support.lock import locked
 from headstart.support.terminal import tell
 
 _REPORT_FILES = {"report.html", "report.md", "results.json"}
@@ -48,9 +50,35 @@ def _export(run: Run) -> Outcome:
         run.refer("export", made)
         if not (folder / HEADS).is_dir():
             tuning = read_json(run.folder / TUNE / "tuning.json")
-            export_heads(folder / HEADS, trained_heads(run), run.decoded, tuning, {"training": _training_facts(run)})
+            heads = trained_heads(run, run.decoded)
+            export_heads(folder / HEADS, heads, run.decoded, tuning, {"training": _training_facts(run)})
         _give(folder / HEADS, run.folder / HEADS)
     return Outcome(f"heads, tree and model card in {run.folder / HEADS}", identity=made.name)
+
+
+def keep_untuned(run: Run) -> bool:
+    """Keep the heads of a run that was trained and not tuned, as a chain, for which its teacher is enough; returns
+    whether that was to do."""
+    from headstart.data.prompts.chat import with_template_kwargs
+    from headstart.heads.io import CONFIG
+    from headstart.hub.engines.importing import untuned
+    from headstart.hub.format import export_heads
+    from headstart.target.teacher import TeacherModel
+
+    if (run.folder / HEADS / CONFIG).is_file() or run.whole_record("train") is None:
+        return False
+    with locked(run.folder):
+        target = run.decoded if run.recipe.train.joint.rank else run.frozen()
+        if isinstance(target, TeacherModel):
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(run.folder / TARGET / "tokenizer")
+            target = target.with_tokenizer(with_template_kwargs(tokenizer, run.recipe.data.chat_template_kwargs))
+        heads = trained_heads(run, target)
+        right = read_json(run.folder / TRAIN / "result.json")["best"].get("chain")
+        facts = {"training": _training_facts(run)}
+        export_heads(run.folder / HEADS, heads, target, untuned(heads, right), facts)
+    return True
 
 
 def _exported(run: Run) -> Artifact:

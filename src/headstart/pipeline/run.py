@@ -34,6 +34,7 @@ from headstart.support.terminal import format_seconds
 if TYPE_CHECKING:
     from headstart.target.frozen import FrozenModel
     from headstart.target.model import Target
+    from headstart.target.teacher import TeacherModel
 
 
 # Where things lie in the folder of a run.
@@ -116,22 +117,25 @@ class Run:
 
     def frozen(self) -> FrozenModel:
         """What training reads of the target: its teacher, where one lies beside the states, unless it is loaded."""
+        return self.target if "target" in vars(self) else self.teacher() or self.target
+
+    def teacher(self) -> TeacherModel | None:
+        """What lies of the target beside the states; None where there is nothing, or nothing whole."""
         from headstart.target.loading import pick_device
         from headstart.target.teacher import load_teacher, teacher_folder
 
         record, states = self.whole_record("target"), referred(self.folder, "states")
-        if "target" in vars(self) or record is None or states is None:
-            return self.target
+        if record is None or states is None:
+            return None
         fingerprint, _, dtype = record.identity.split(" ")
         folder = teacher_folder(states, fingerprint, dtype)
-        if folder.is_dir() and self.recipe.target.dtype in ("auto", dtype):
-            try:
-                teacher = load_teacher(folder, pick_device(self.device or self.recipe.target.device))
-            except UserError:  # the stage of the states finds it broken, and writes it again
-                return self.target
-            if target_identity(teacher) == record.identity:
-                return teacher
-        return self.target
+        if not folder.is_dir() or self.recipe.target.dtype not in ("auto", dtype):
+            return None
+        try:
+            teacher = load_teacher(folder, pick_device(self.device or self.recipe.target.device))
+        except UserError:  # the stage of the states finds it broken, and writes it again
+            return None
+        return teacher if target_identity(teacher) == record.identity else None
 
     def refer(self, stage: str, artifact: Artifact, link: str | None = None) -> None:
         """See `headstart.support.artifacts.refer`."""

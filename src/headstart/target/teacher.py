@@ -34,12 +34,12 @@ from headstart.target.outline import Outline
 
 NOTE = "teacher.json"
 _BASE = "base.safetensors"
-_FORMAT = 1
+_FORMAT = 2
 _AGAIN = "Write it again where the target is: headstart data build RECIPE computes nothing else anew."
 
 
 class TeacherModel(FrozenModel):
-    """What is left of a target without most of its layers: heads can be made and trained with it, not decoded.
+    """What is left of a target without most of its layers: heads can be made, trained and exported, not decoded with.
 
     The model is of the target's class, and parameters that were not kept are on the device `meta`; the note is what
     `save_teacher` wrote of the target.
@@ -74,6 +74,9 @@ class TeacherModel(FrozenModel):
     def identity(self) -> Identity:
         return Identity(self.spec, self.name, self._note["fingerprint"])
 
+    def sketch(self) -> dict[str, Any]:
+        return dict(self._note["sketch"])
+
 
 def teacher_folder(states: Path, fingerprint: str, dtype: str) -> Path:
     """Where the teacher of a target lies in the folder of its hidden states, which have this dtype."""
@@ -104,7 +107,7 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     for file, tensors in missing.items():
         _write(folder / file, tensors)
         files[file] = {"bytes": (folder / file).stat().st_size, "sha256": _hash(folder / file)}
-    write_json(folder / NOTE, {**_facts(target, revision), "files": files})
+    write_json(folder / NOTE, {**_facts(target, revision), "sketch": target.sketch(), "files": files})
     return folder
 
 

@@ -39,21 +39,29 @@ class Validation:
     is a miss). Step k is judged on its own, whatever the steps before it said.
 
     `tau` is the predicted tokens per round of a greedy chain of all steps, 1 + sum over k of P(steps 0..k all right),
-    counted jointly along each draft; 1 is plain decoding. Each P is over drafts that reach that deep before the answer
-    ends. `predictions` counts those of each step.
+    counted jointly along each draft; 1 is plain decoding. Each P, in `chain`, is over drafts that reach that deep
+    before the answer ends. `predictions` counts those of each step.
     """
 
     accuracy: dict[str, list[float]]
-    tau: float
+    chain: list[float]
     predictions: list[int]
+
+    @property
+    def tau(self) -> float:
+        return 1 + sum(self.chain)
 
     def to_json(self) -> dict[str, Any]:
         """Plain numbers, rounded to what is worth reading."""
         return {
             "tau": round(self.tau, 4),
-            **{name: [round(share, 4) for share in shares] for name, shares in self.accuracy.items()},
+            **{name: _rounded(shares) for name, shares in {**self.accuracy, "chain": self.chain}.items()},
             "predictions": self.predictions,
         }
+
+
+def _rounded(shares: Sequence[float]) -> list[float]:
+    return [round(share, 4) for share in shares]
 
 
 @torch.no_grad()
@@ -99,7 +107,7 @@ class Tally:
         shares_KC = (counts[:, 1:] / counts[:, :1].clamp_min(1)).tolist()
         return Validation(
             accuracy={f"top{top}": [row[1 + i] for row in shares_KC] for i, top in enumerate(TOPS)},
-            tau=1 + sum(row[0] for row in shares_KC),
+            chain=[row[0] for row in shares_KC],
             predictions=[int(count) for count in counts[:, 0].tolist()],
         )
 

@@ -12,7 +12,7 @@ import torch
 from headstart.errors import UserError, nearest
 from headstart.heads.exchange.published import MARKOV_LM_HEAD, Published, digest
 from headstart.heads.io import WEIGHTS, build_heads, heads_folder
-from headstart.hub.card import ENGINE_FILES, is_engine_folder, is_hub_id, write_engine_card
+from headstart.hub.card import ENGINE_FILES, is_engine_folder, is_hub_id, is_untuned, write_engine_card
 from headstart.hub.engine_tuning import EngineTuning, read_engine_tunings, tuned_drafts
 from headstart.hub.engines.base import Finding, Format, infinite, rounded
 from headstart.hub.engines.facts import facts_of_heads
@@ -25,6 +25,7 @@ from headstart.hub.pull import has_heads
 from headstart.hub.target_facts import TargetFacts
 from headstart.support.files import refuse_others, write_atomic
 from headstart.support.terminal import program
+from headstart.target.frozen import FrozenModel
 from headstart.target.loading import load_target, read_embeddings
 from headstart.target.model import Target
 
@@ -64,7 +65,7 @@ def export_for(
     heads: Path,
     out: Path,
     formats: str | Sequence[str],
-    target: Target | str | None = None,
+    target: FrozenModel | str | None = None,
     dtype: str | None = None,
     trust_remote_code: bool = False,
 ) -> Exported:
@@ -88,7 +89,7 @@ def export_for(
         raise UserError(*fault)
     measured = read_engine_tunings(heads_folder(heads))
     engines, remarks = _served(asked, published, facts)
-    remarks += [*_not_paying(asked, measured), *_uncorrected(published)]
+    remarks += [*_untuned(heads_folder(heads), measured), *_not_paying(asked, measured), *_uncorrected(published)]
     embeddings_VE = _embeddings(target, facts) if any(format.holds_embeddings(published) for format in asked) else None
     drafts = tuned_drafts(measured)
 
@@ -129,6 +130,14 @@ def _served(formats: Sequence[Format], published: Published, facts: TargetFacts)
     return list(engines), [*remarks, *(remark for engine in engines for remark in READERS[engine].remarks(published))]
 
 
+def _untuned(folder: Path, measured: Mapping[str, EngineTuning]) -> Iterator[str]:
+    if is_untuned(folder) and not measured:
+        yield (
+            "An untuned chain: nobody has measured how many drafts pay. In an engine do it with "
+            f"{program()} tune {folder} --engine NAME"
+        )
+
+
 def _uncorrected(published: Published) -> Iterator[str]:
     """Tokens that heads with a draft vocabulary never drafted: engines draft them, and nothing corrects them there."""
     table_VR = published.tensors.get(MARKOV_LM_HEAD)
@@ -152,21 +161,21 @@ def _not_paying(formats: Sequence[Format], measured: Mapping[str, EngineTuning])
 
 
 def publish(
-    heads: Path, target: Target | str | None = None, trust_remote_code: bool = False
+    heads: Path, target: FrozenModel | str | None = None, trust_remote_code: bool = False
 ) -> tuple[Published, TargetFacts]:
     """Heads as engines know them, and what is known of their target; it is loaded only where heads read its weights."""
     folder = heads_folder(heads)
     check_folder(folder)
     built = build_heads(read_config(folder)["heads"], folder / WEIGHTS)
-    facts = facts_of_heads(folder, None if isinstance(target, Target) else target, trust_remote_code)
+    facts = facts_of_heads(folder, None if isinstance(target, FrozenModel) else target, trust_remote_code)
     if built.publishing_reads_target:
-        built.bind(target if isinstance(target, Target) else _load(facts, "float32"))
+        built.bind(target if isinstance(target, FrozenModel) else _load(facts, "float32"))
     return built.float().publish(), facts
 
 
-def _embeddings(target: Target | str | None, facts: TargetFacts) -> torch.Tensor:
+def _embeddings(target: FrozenModel | str | None, facts: TargetFacts) -> torch.Tensor:
     """The target's embeddings [V, E], without the rest of it where its files allow."""
-    if isinstance(target, Target):
+    if isinstance(target, FrozenModel):
         return target.embedding_weight.detach()
     embeddings_VE = read_embeddings(_spec(facts))
     if embeddings_VE is None:
@@ -232,7 +241,7 @@ def check_export(
     folder: Path,
     engines: Sequence[str] = (),
     against: Path | None = None,
-    target: Target | str | None = None,
+    target: FrozenModel | str | None = None,
     trust_remote_code: bool = False,
 ) -> list[Finding]:
     """What engines would get wrong with a folder of heads or a GGUF file, whoever wrote it.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,9 @@ from headstart.hub.pull import HUB_ID
 from headstart.hub.target_facts import kind_of
 from headstart.support.hub_errors import explained
 from headstart.target.model import Target
+
+GUESSED = "guessed"
+"""What an untuned chain says of its acceptance, where nobody has counted it."""
 
 
 def import_heads(source: str | Path, target: Target, out: Path, revision: str | None = None) -> DraftHead:
@@ -57,18 +63,23 @@ def read_checked(folder: Path, target: Target) -> Published:
     return published
 
 
-def untuned(heads: DraftHead) -> dict[str, Any]:
-    """A chain as deep as the heads, with costs and acceptance that nobody measured: decoding measures costs anew."""
+def untuned(heads: DraftHead, right: Sequence[float] | None = None) -> dict[str, Any]:
+    """A chain as deep as the heads, with costs that nobody measured: decoding measures them anew.
+
+    `right` are the shares of drafts that were right up to and with each step, where a validation has counted them;
+    else acceptance is a guess as well.
+    """
     steps = heads.draft_steps
+    shares = [1.0, *(right or accumulate([0.5] * steps, mul))]
     return {
         "paths": [[0] * depth for depth in range(1, steps + 1)],
         "widths": [1, steps + 1],
         "verify_ms": [1.0, 1.0],
         "draft_ms": 0.1,
-        "acceptance": [[0.5] for _ in range(steps)],
-        "predicted": {"tokens_per_round": 2.0, "speedup": 1.0, "tokens_per_second": 0.0},
+        "acceptance": [[after / before if before else 0.0] for before, after in pairwise(shares)],
+        "predicted": {"tokens_per_round": sum(shares), "speedup": 1.0, "tokens_per_second": 0.0},
         "chain": steps,
-        "settings": {"imported": True},
+        "settings": {"acceptance": GUESSED if right is None else "of the training's validation"},
     }
 
 
