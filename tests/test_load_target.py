@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headstart
@@ -16,6 +18,7 @@ from headstart.data.conversations.records import Conversation, write_conversatio
 from headstart.doctor.subject import find_subject
 from headstart.errors import UserError
 from headstart.recipes.recipe import load_recipe
+from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from tests.hub.helpers import export
@@ -171,3 +174,66 @@ def test_weights_are_read_straight_to_a_gpu(
         for ours, theirs in zip(target.model.state_dict().values(), host.model.state_dict().values(), strict=True):
             assert ours.dtype == theirs.dtype and torch.equal(ours.cpu(), theirs)
     assert target.identity() == host.identity()
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What asks transformers to spread a model gets its first layer, embeddings and LM head on the stand-in of a GPU,
+    and all other layers on the CPU, with accelerate's own hooks; how it was asked is listed."""
+
+    def read(cls: Any, folder: str, **options: Any) -> Any:
+        asked.append(options.pop("device_map", None))
+        model = original(folder, **options)
+        if asked[-1] == "balanced":
+            inner, cpu = model.model, torch.device("cpu")
+            first = [inner.embed_tokens, inner.rotary_emb, inner.layers[0], inner.norm, model.lm_head]
+            for module in (*first, *inner.layers[1:]):
+                module.to(CUDA if module in first else cpu)
+                add_hook_to_module(module, AlignDevicesHook(CUDA if module in first else cpu))
+            add_hook_to_module(model, AlignDevicesHook(CUDA, io_same_device=True, place_submodules=False))
+            model.hf_device_map = {"model.embed_tokens": 0, "model.layers.1": 1}
+        return model
+
+    asked: list[Any] = []
+    original = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", classmethod(read))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a stand-in")
+    return asked
+
+
+def test_a_target_is_spread_over_devices(tmp_path: Path, tiny_target_folder: Path, two_devices: list[Any]) -> None:
+    host = load_target(str(tiny_target_folder), "float32", "cpu")
+    export(tmp_path / "heads", host)
+    expected = headstart.load(tmp_path / "heads", target=host).generate("Hello", max_new_tokens=12)
+    rows = [[5, 6, 7, 8], [9, 10]]
+    layers = [0, 1, 2, FINAL]
+    wanted, _ = host.hidden_states(rows, layers)
+    with StandIn():
+        decoder = headstart.load(tmp_path / "heads", target=str(tiny_target_folder), dtype="float32", device="all")
+        target = decoder.target
+        assert two_devices == [None, "balanced"]
+        assert target.device == CUDA and [layer.device.type for layer in target.kv_layers] == ["cuda", "cpu", "cpu"]
+        assert {device.type for device in target.kv_bytes_by_device} == {"cuda", "cpu"}
+        assert decoder.generate("Hello", max_new_tokens=12).tokens == expected.tokens
+        states, _ = target.hidden_states(rows, layers)
+        for layer in layers:
+            assert states[layer].device == CUDA
+            torch.testing.assert_close(states[layer].cpu(), wanted[layer])
+
+
+def test_what_cannot_be_spread_is_refused(
+    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_adapter(tmp_path / "adapter", tiny_target_folder)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("headstart.target.loading._fast_bfloat16", lambda _: True)
+    with pytest.raises(UserError, match="adapter is put together on one device"):
+        load_target(str(tiny_target_folder), "float32", "all", adapter=str(tmp_path / "adapter"))
+    monkeypatch.setattr(
+        "headstart.target.loading._read", lambda *_, **__: (SimpleNamespace(hf_device_map={"": "disk"}), None)
+    )
+    with pytest.raises(UserError, match="The 2 GPUs here have no room for all layers"):
+        load_target(str(tiny_target_folder), "float32", "all")

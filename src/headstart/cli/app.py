@@ -281,7 +281,8 @@ def tune(
 
     folder = Path(path).expanduser()
     if (folder / "recipe.yaml").is_file():
-        work = _run(str(folder / "recipe.yaml"), None, folder)
+        device = [] if loading.device == "auto" else [f"target.device={loading.device}"]
+        work = _run(str(folder / "recipe.yaml"), device, folder)
         _execute(work, stages_until("export"), again={"tune"})
         return
     tell(Console(), retune(load_decoder(path, loading), folder, conversations, Console()))

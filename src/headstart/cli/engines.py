@@ -128,7 +128,7 @@ def import_checkpoint(
         from headstart.hub.engines.importing import import_heads
         from headstart.target.loading import load_target
 
-        trained_on = load_target(target, loading.dtype, trust_remote_code=loading.trust_remote_code)
+        trained_on = load_target(target, loading.dtype, loading.device, trust_remote_code=loading.trust_remote_code)
         heads = import_heads(source, trained_on, out, loading.revision)
     say(
         console,

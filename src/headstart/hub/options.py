@@ -18,7 +18,9 @@ class LoadOptions:
     """How heads and their target are loaded. A target that is loaded already keeps dtype, device and quantization."""
 
     dtype: Dtype = option("auto", "Numbers to compute in; auto is bfloat16 where the machine is fast at it.")
-    device: str = option("auto", "Where to compute; auto is a GPU where there is one.", typed=False)
+    device: str = option(
+        "auto", "Where to compute; auto is a GPU where there is one, all spreads the target over all of them."
+    )
     any_target: bool = option(False, "Take a target that the heads were not trained on, if its sizes fit.")
     exact: Exact = option(
         "auto",

@@ -88,7 +88,11 @@ class TargetSection(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto is bfloat16 where the machine is fast at it."
     )
-    device: str = Field("auto", description="auto is CUDA when there is one.")
+    device: str = Field(
+        "auto",
+        description="auto is CUDA when there is one; all spreads the target over all GPUs of the machine, where one "
+        "process uses it.",
+    )
     revision: str | None = Field(None, description="Revision of a hub id.")
     adapter: str | None = Field(
         None, description="Folder or hub id of a peft adapter (LoRA ...): the target is the model with it merged in."

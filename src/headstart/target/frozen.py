@@ -168,9 +168,9 @@ class FrozenModel:
         return settings_hash(self.config)
 
     def lm_head(self, final_state: Tensor) -> Tensor:
-        """Logits [..., V] from states read at FINAL, as the model itself computes them."""
+        """Logits [..., V] from states read at FINAL, as the model itself computes them, and where the states are."""
         logits: Tensor = self.model.get_output_embeddings()(final_state)
-        return self.finish(logits)
+        return self.finish(logits.to(final_state.device))
 
     @cached_property
     def finish(self) -> Finish:

@@ -32,6 +32,8 @@ from headstart.target.quantized import check_quantization, quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """float16 is for decoding: it holds finer numbers than bfloat16, but none above 65504, see `_check_range`."""
+SPREAD = "all"
+"""The device of a target whose layers are spread over all GPUs that there are."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,9 @@ def load_target(
     """Load a target: a packaged name ("smollm2-135m"), a folder with a transformers model, a .gguf file, or a hub id.
 
     The dtype "auto" is bfloat16 where the machine is fast at it, else float32; the device "auto" is CUDA when there is
-    one. A peft adapter (folder or hub id) is merged into the weights: the target is the adapted model. Quantization
-    "int8" or "int4" puts the linear layers into so many bits. For `access` see `HubAccess`.
+    one, and "all" spreads the layers over all GPUs. A peft adapter (folder or hub id) is merged into the weights: the
+    target is the adapted model. Quantization "int8" or "int4" puts the linear layers into so many bits. For `access`
+    see `HubAccess`.
 
     Raises:
         UserError: unknown target, dtype or device, missing package, unreadable folder, a model that cannot take token
@@ -79,7 +82,15 @@ def load_target(
     kind = pick_dtype(dtype, where)
     # Adapters are merged on the host, since a GPU rounds sums of its own.
     straight = where.type == "cuda" and known_adapter is None
-    model, tokenizer = _read(spec, kind, revision, access, **({"device_map": {"": where}} if straight else {}))
+    if device == SPREAD and known_adapter is not None:
+        raise UserError(
+            "A target with an adapter is put together on one device, and `all` spreads it over several.",
+            "Save it with its adapter merged (target.save in Python), and load that folder without the adapter.",
+        )
+    places = {"device_map": "balanced" if device == SPREAD else {"": where}} if straight else {}
+    model, tokenizer = _read(spec, kind, revision, access, **places)
+    if device == SPREAD:
+        _check_places(model, spec)
     origin = None
     if known_adapter is not None or quantization != "none":
         read = FrozenModel(model, tokenizer, spec)
@@ -268,6 +279,15 @@ def _dequantised(folder: Path, gguf: str) -> Path:
     return path
 
 
+def _check_places(model: Any, spec: str) -> None:
+    """Refuse a model of which a part found no room on a GPU: it would be sent there anew in every forward."""
+    if {"cpu", "disk"} & {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}:
+        raise UserError(
+            f"The {torch.cuda.device_count()} GPUs here have no room for all layers of {spec}.",
+            "Use more GPUs, quantization int8 or int4, or the device cpu.",
+        )
+
+
 def _check_range(model: torch.nn.Module, spec: str) -> None:
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not weight.isfinite().all():
@@ -277,11 +297,14 @@ def _check_range(model: torch.nn.Module, spec: str) -> None:
 
 
 def pick_device(device: str) -> torch.device:
-    """The device a name stands for; under a launcher "auto" and "cuda" are the GPU of this process."""
+    """The device a name stands for, the first of several; under a launcher "auto" and "cuda" are the GPU of this
+    process."""
     try:
-        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device in ("auto", SPREAD) else device)
     except RuntimeError:
-        raise UserError(f"Unknown device {device!r}.", "Use auto, cpu, cuda, or cuda:1 for the second GPU.") from None
+        raise UserError(
+            f"Unknown device {device!r}.", "Use auto, cpu, cuda, cuda:1 for the second GPU, or all to use every one."
+        ) from None
     if where.type != "cuda":
         return where
     rank = os.environ.get("LOCAL_RANK", "")

@@ -55,10 +55,11 @@ class Teacher:
     def __init__(self, target: FrozenModel, draft_to_target_D: Tensor) -> None:
         self._target = target
         complete = len(draft_to_target_D) == target.vocab_size
-        ids_D = draft_to_target_D.to(target.device)
         weight, bias = target.lm_head_weight.detach(), target.lm_head_bias
-        self._weight_DE: Tensor = weight if complete else weight[ids_D]
-        self._bias_D: Tensor | None = bias if bias is None or complete else bias.detach()[ids_D]
+        ids_D = draft_to_target_D.to(weight.device)
+        self._weight_DE: Tensor = (weight if complete else weight[ids_D]).to(target.device)
+        drafted_D = bias if bias is None or complete else bias.detach()[ids_D]
+        self._bias_D: Tensor | None = None if drafted_D is None else drafted_D.to(target.device)
 
     @torch.no_grad()
     def read(self, batch: HeadBatch) -> TeacherLogits:
