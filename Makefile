@@ -1,6 +1,7 @@
 # make quickstart   install into .venv, train heads for the packaged model, measure them
 # make test         the tests
 # make coverage     the tests of the core rooms, and what of these rooms they do not run
+# make rehearsal    the commands that README.md, docs/scaling.md and docs/serving.md print, at toy size on CPUs
 # make check        ruff, mypy, import-linter; then how many lines each room has
 
 PYTHON ?= python3
@@ -13,7 +14,7 @@ CORE := target heads decode drafters tuning tree
 
 SOURCES := pyproject.toml constraints.txt Makefile
 
-.PHONY: quickstart test coverage check format clean
+.PHONY: quickstart test coverage rehearsal check format clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.quickstart
@@ -25,6 +26,9 @@ test: $(VENV)/.dev
 coverage: $(VENV)/.dev
 	$(PYTEST) $(wildcard $(CORE:%=tests/%)) tests/hub/test_format.py tests/engines $(patsubst %,--cov=headstart.%,$(CORE)) \
 	  --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=95
+
+rehearsal: $(VENV)/.dev
+	$(BIN)/python rehearsal/rehearse.py --out $(or $(OUT),out/rehearsal)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -1,0 +1,133 @@
+"""HTTP as vLLM and llama-server speak it: their pages, bodies and counters, for servers that stand in for them.
+
+What is written comes from a `StandIn`: a tiny model (`rehearsal.stand_in`), or a script
+(`tests/engines/fake_engine.py`). This file needs Python alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class Refused(Exception):
+    """A request that the server answers with 400, and with this text."""
+
+
+@dataclass
+class StandIn:
+    """What a server is and has counted.
+
+    Attributes:
+        kind: vllm or llama.cpp.
+        answer: at most so many token ids that continue a prompt, and more fields of the reply; also given the body.
+        drafts: a round, 0 for plain decoding.
+        model: what it calls its target.
+        window: longest prompt with its answer; None says nothing of it.
+        tokenize: a text as token ids; None has no such page.
+        render: messages of a chat as token ids, and token ids as text; None does not chat.
+        rounds: that verified drafts.
+        accepted: drafts, by their place.
+    """
+
+    kind: str
+    answer: Callable[[list[int], int, dict[str, Any]], tuple[list[int], dict[str, Any]]]
+    drafts: int = 0
+    model: str = "target"
+    window: int | None = None
+    tokenize: Callable[[str], list[int]] | None = None
+    render: tuple[Callable[[list[dict[str, str]]], list[int]], Callable[[Sequence[int]], str]] | None = None
+    rounds: int = 0
+    accepted: list[int] = field(default_factory=list)
+
+    def metrics(self) -> str:
+        """The counters in the text format of Prometheus; vLLM's have labels and float values."""
+        if not self.drafts:
+            return ""
+        prefix, labels = ("vllm", '{engine="0"}') if self.kind == "vllm" else ("llamacpp", "")
+        counted = {"drafts": self.rounds, "draft_tokens": self.rounds * self.drafts}
+        lines = [f"# TYPE {prefix}:spec_decode_num_drafts_total counter"]
+        for name, value in (counted | {"accepted_tokens": sum(self.accepted)}).items():
+            number = f"{float(value)}" if self.kind == "vllm" else str(value)
+            lines.append(f"{prefix}:spec_decode_num_{name}_total{labels} {number}")
+        for place in range(self.drafts):
+            inner = f'engine="0",position="{place}"' if self.kind == "vllm" else f'position="{place}"'
+            value = self.accepted[place] if place < len(self.accepted) else 0
+            lines.append(f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total{{{inner}}} {value}")
+        return "\n".join(lines) + "\n"
+
+    def page(self, path: str) -> str | None:
+        """What a GET is answered with; None where there is no such page."""
+        owner = {"vllm": "vllm", "llama.cpp": "llamacpp"}[self.kind]
+        listed: dict[str, Any] = {"id": self.model, "owned_by": owner}
+        if self.window is not None and self.kind == "vllm":
+            listed["max_model_len"] = self.window
+        elif self.window is not None:
+            listed["meta"] = {"n_ctx": self.window}
+        pages = {"/health": "", "/metrics": self.metrics(), "/v1/models": json.dumps({"data": [listed]})}
+        pages |= {"/version": '{"version": "0.0"}'} if self.kind == "vllm" else {"/props": '{"build_info": "b0"}'}
+        return pages.get(path)
+
+    def reply(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """What a POST is answered with; None where there is no such page."""
+        vllm = self.kind == "vllm"
+        if path == "/tokenize" and self.tokenize is not None:
+            return {"tokens": self.tokenize(body["prompt" if vllm else "content"])}
+        if path == "/v1/chat/completions" and self.render is not None:
+            read, write = self.render
+            tokens, _ = self._written(read(body["messages"]), body["max_tokens"], body)
+            return {"choices": [{"message": {"role": "assistant", "content": write(tokens)}}]}
+        if path == "/v1/completions" and vllm:
+            tokens, more = self._written(body["prompt"], body["max_tokens"], body)
+            ids = {"prompt_token_ids": body["prompt"], "token_ids": tokens} if body.get("return_token_ids") else {}
+            return {"choices": [{"text": "", **ids}], **more}
+        if path == "/completion" and not vllm:
+            tokens, more = self._written(body["prompt"], body["n_predict"], body)
+            ids = {"tokens": tokens} if body.get("return_tokens") else {}
+            return {"content": "", "tokens_evaluated": len(body["prompt"]), **ids, **more}
+        return None
+
+    def _written(self, prompt: list[int], most: int, body: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        if self.window is not None and len(prompt) + most > self.window:
+            raise Refused(
+                f"This model's maximum context length is {self.window} tokens. However, you requested {most} output "
+                f"tokens and your prompt contains {len(prompt)} input tokens, for a total of {len(prompt) + most}."
+            )
+        return self.answer(prompt, most, body)
+
+
+def serve(stand_in: StandIn, host: str, port: int) -> None:
+    """Answer for ever; each request is a line on stdout."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            page = stand_in.page(self.path)
+            self._say(404 if page is None else 200, page or "")
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            try:
+                reply = stand_in.reply(self.path, body)
+            except Refused as problem:
+                self._say(400, json.dumps({"error": {"message": str(problem), "code": 400}}))
+            else:
+                self._say(404 if reply is None else 200, json.dumps(reply))
+
+        def _say(self, status: int, page: str) -> None:
+            text = page.encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, form: str, *words: object) -> None:
+            print(form % words, flush=True)
+
+    server = ThreadingHTTPServer((host, port), Handler)
+    server.daemon_threads = True
+    server.serve_forever()

@@ -1,0 +1,311 @@
+"""Where a rehearsal takes place: its folder, what commands see there, and the log of what was run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import yaml
+
+from rehearsal.pages import ROOT, Command
+from rehearsal.table import RECIPES, TOY_SIZES, toy
+
+BIN = Path(__file__).with_name("bin")
+NODES = ("127.0.0.1", "127.0.0.2")
+"""Addresses of this machine that stand for two nodes."""
+Process = subprocess.Popen[bytes]
+LONGEST = 600.0
+"""Seconds after which a command has failed."""
+WORDS = "tell me about the sun and moon how to cook rice what is a river who lives in the sea why do we sleep"
+
+
+class Failed(Exception):
+    """A command or a check did not do what the page says."""
+
+
+@dataclass(frozen=True)
+class Engines:
+    """What `vllm` and `llama-server` are: words that start them, or None for small servers in their place."""
+
+    vllm: tuple[str, ...] | None = None
+    llama_server: tuple[str, ...] | None = None
+
+
+@dataclass
+class Place:
+    """A folder with toy recipes, prompts and models, in which commands are run; `done` is the log.
+
+    Attributes:
+        folder: of everything that is written.
+        words: what fills the braces of the table.
+        engines: real ones, or None for each that is stood in for.
+        done: rows of part, command, seconds.
+    """
+
+    folder: Path
+    words: dict[str, str]
+    engines: Engines
+    part: str = ""
+    done: list[tuple[str, str, float]] = field(default_factory=list)
+
+    # -- commands ------------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        command: Command | str,
+        *,
+        stdin: str = "",
+        codes: tuple[int, ...] = (0,),
+        job: Mapping[str, str] | None = None,
+    ) -> str:
+        """Run a printed command in the part's folder to its end, and return what it printed; `job` are variables.
+
+        Raises:
+            Failed: it ended with another code, or not in time.
+        """
+        began, log = time.monotonic(), self._log()
+        with log.open("w+", encoding="utf-8") as out:
+            process = self._start(command, out, job or {}, stdin)
+            try:
+                code = process.wait(LONGEST)
+            except subprocess.TimeoutExpired:
+                end(process, signal.SIGKILL)
+                code = -1
+        self._note(command, time.monotonic() - began)
+        text = log.read_text(encoding="utf-8", errors="replace")
+        if code not in codes:
+            raise Failed(f"{command}\n  ended with {code}; {log} ends:\n{_last(text)}")
+        return text
+
+    def together(self, *commands: Command | str) -> list[str]:
+        """Run commands at the same time, and return what each printed once all have ended well."""
+        began, logs, processes = time.monotonic(), [], []
+        for command in commands:
+            logs.append(self._log())
+            with logs[-1].open("w", encoding="utf-8") as out:
+                processes.append(self._start(command, out, {}, ""))
+            time.sleep(0.01)
+        codes = [process.wait(LONGEST) for process in processes]
+        texts = [log.read_text(encoding="utf-8", errors="replace") for log in logs]
+        for command, code, text, log in zip(commands, codes, texts, logs, strict=True):
+            self._note(command, time.monotonic() - began)
+            if code:
+                raise Failed(f"{command}\n  ended with {code}; {log} ends:\n{_last(text)}")
+        return texts
+
+    @contextmanager
+    def serving(self, command: Command | str, port: int) -> Iterator[None]:
+        """A server that has come up, until the block is left."""
+        began, log = time.monotonic(), self._log()
+        refuse_taken(port)
+        with log.open("w", encoding="utf-8") as out:
+            process = self._start(command, out, {}, "")
+        try:
+            until(lambda: process.poll() is not None or healthy(NODES[0], port), f"{command} answers")
+            if process.poll() is not None:
+                raise Failed(f"{command}\n  ended with {process.poll()}; {log} ends:\n{_last(log.read_text())}")
+            self._note(command, time.monotonic() - began)
+            yield
+        finally:
+            end(process)
+
+    @contextmanager
+    def background(self, command: Command, job: Mapping[str, str]) -> Iterator[Process]:
+        """A job that is under way; killed, with its steps, where the block is left early."""
+        began = time.monotonic()
+        with self._log().open("w", encoding="utf-8") as out:
+            process = self._start(command, out, job, "")
+        try:
+            yield process
+        finally:
+            end(process, signal.SIGKILL)
+            for task in Path(job["REHEARSAL_STEPS"]).iterdir():  # which srun started, as leaders of their groups
+                with suppress(ProcessLookupError):
+                    os.killpg(int(task.name), signal.SIGKILL)
+                task.unlink()
+            self._note(command, time.monotonic() - began)
+
+    @property
+    def here(self) -> Path:
+        """The folder of the part under way."""
+        return self.folder / self.part
+
+    def check(self, holds: bool, what: str) -> None:
+        """A thing that the page promises."""
+        if not holds:
+            raise Failed(what)
+
+    def _start(self, command: Command | str, out: IO[str], more: Mapping[str, str], stdin: str) -> Process:
+        text = command if isinstance(command, str) else toy(command.text, self.words)
+        print(f"  $ {text.splitlines()[0]}{' ...' if chr(10) in text else ''}", flush=True)
+        script = ["bash", "-c", text]
+        if isinstance(command, Command) and "\nimport" in f"\n{text}" and not text.startswith("#!"):
+            script = [sys.executable, "-c", text]
+        self.here.mkdir(parents=True, exist_ok=True)
+        answers = self.here / ".stdin"
+        answers.write_text(stdin)
+        with answers.open() as given:
+            return subprocess.Popen(
+                script,
+                cwd=self.here,
+                env={**self._environment(), **more},
+                stdin=given,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def _environment(self) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR", "LD_LIBRARY_PATH") if name in os.environ}
+        path = [self.folder / "bin", BIN, Path(sys.executable).parent, *os.environ["PATH"].split(":")]
+        return kept | {
+            "PATH": ":".join(map(str, path)),
+            "PYTHONPATH": str(ROOT / "src"),
+            "XDG_CACHE_HOME": str(self.folder / "cache"),
+            "HF_HUB_OFFLINE": "1",
+            "CUDA_VISIBLE_DEVICES": "",
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+            "COLUMNS": "200",
+        }
+
+    def _log(self) -> Path:
+        folder = self.folder / "logs" / self.part
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / f"{len(list(folder.iterdir())):02}.log"
+
+    def _note(self, command: Command | str, seconds: float) -> None:
+        self.done.append((self.part, str(command), seconds))
+
+
+# -- what is waited for ------------------------------------------------------------------------------------------------
+
+
+def until(holds: Callable[[], bool], what: str, seconds: float = LONGEST) -> None:
+    """Wait until something holds; `Failed` where it does not in time."""
+    end_of_patience = time.monotonic() + seconds
+    while not holds():
+        if time.monotonic() > end_of_patience:
+            raise Failed(f"waited {seconds:.0f} seconds in vain: {what}")
+        time.sleep(0.05)
+
+
+def healthy(host: str, port: int) -> bool:
+    """Whether a server answers there."""
+    asked = ["curl", "-sf", "-m", "5", "-o", "/dev/null", f"http://{host}:{port}/health"]
+    return subprocess.run(asked, check=False).returncode == 0
+
+
+def refuse_taken(port: int) -> None:
+    """`Failed` where something listens at a port that pages print."""
+    for node in NODES:
+        with socket.socket() as tried:
+            if tried.connect_ex((node, port)) == 0:
+                raise Failed(f"Something listens at {node}:{port} already, which the pages print. Stop it first.")
+
+
+def end(process: Process, sent: signal.Signals = signal.SIGTERM) -> None:
+    """End a command and what it started."""
+    for each in (sent, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, each)
+            process.wait(30)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def _last(text: str) -> str:
+    return "\n".join(f"    | {line}" for line in text.splitlines()[-25:])
+
+
+# -- what lies there -----------------------------------------------------------------------------------------------
+
+
+def set_up(folder: Path, engines: Engines) -> Place:
+    """Write models, recipes, prompts and the programs that stand in for others, in a folder that is not there."""
+    for name in ("recipes", "bin", "shared"):
+        (folder / name).mkdir(parents=True)
+    (folder / "docs").symlink_to(ROOT / "docs")
+    _prompts(folder)
+    save_toy_target(folder / "models" / "toy")
+    real = engines.llama_server is not None
+    target, gguf = ("smollm2-135m", packaged_gguf()) if real else (str(folder / "models" / "toy"),) * 2
+    for recipe in RECIPES:
+        of_target = target if recipe in ("quickstart", "hydra") else str(folder / "models" / "toy")
+        sizes = {name: dict(section) for name, section in TOY_SIZES.items()}
+        sizes["data"]["prompts"] = str(folder / "prompts.jsonl")
+        values = {"extends": recipe, "name": recipe, "target": of_target, **sizes}
+        (folder / "recipes" / f"{recipe}.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
+    tuning = "--engine-drafts 3 --engine-prompts 2 --engine-tokens 24"
+    connector = '"ExampleHiddenStatesConnector"'
+    if engines.vllm is not None:
+        connector = '"CpuHiddenStates", "kv_connector_module_path": "states_connector"'
+    words = {
+        "place": str(folder), "recipes": str(folder / "recipes"), "toy": str(folder / "models" / "toy"),
+        "target": target, "gguf": gguf, "tuning": tuning, "connector": connector,
+        "tuning_llama": "--engine-command llama-server" + ("" if real else f" --engine-target {gguf}"),
+    }  # fmt: skip
+    _programs(folder / "bin", engines)
+    return Place(folder, words, engines)
+
+
+def _prompts(folder: Path) -> None:
+    words = WORDS.split()
+    turns = [" ".join(words[(start * step + step) % len(words)] for step in range(1, 8)) for start in range(60)]
+    rows = [json.dumps({"turns": [f"{text} {number}"]}) + "\n" for number, text in enumerate(turns)]
+    (folder / "prompts.jsonl").write_text("".join(rows))
+    (folder / "questions.jsonl").write_text('{"turns": ["who are you", "and now"]}\n{"turns": ["tell me a story"]}\n')
+
+
+def save_toy_target(folder: Path) -> None:
+    """A random Llama of eight layers, with attention heads that engines have kernels for, and a small tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.tiny import tiny_tokenizer
+
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=2048, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def packaged_gguf() -> str:
+    """The GGUF file of the packaged target."""
+    from headstart.target.loading import gguf_file
+
+    file = gguf_file("smollm2-135m")
+    assert file is not None
+    return str(file)
+
+
+def _programs(folder: Path, engines: Engines) -> None:
+    """`vllm` and `llama-server` as the pages call them, on the address of the node that starts them."""
+    node = f'--host "${{SLURMD_NODENAME:-{NODES[0]}}}"'
+    stand_in = shlex.join([sys.executable, str(ROOT / "rehearsal" / "stand_in.py")])
+    vllm, llama = f'{stand_in} vllm serve "$2" {node} "${{@:3}}"', f'{stand_in} llama-server "$@"'
+    if engines.vllm is not None:
+        small = f"--max-model-len 512 --enforce-eager --no-enable-prefix-caching {node}"
+        variables = f"VLLM_CPU_KVCACHE_SPACE=1 PYTHONPATH={ROOT}/benchmarks/vllm_cpu"
+        vllm = f'env {variables} {shlex.join(engines.vllm)} --model "$2" {small} "${{@:3}}"'
+    if engines.llama_server is not None:
+        llama = f'{shlex.join(engines.llama_server)} -c 1024 -t 2 "$@"'
+    for name, words in (("vllm", vllm), ("llama-server", llama)):
+        (folder / name).write_text(f"#!/bin/bash\nexec {words}\n")
+        (folder / name).chmod(0o755)

@@ -1,0 +1,500 @@
+"""Run the commands that README.md, docs/scaling.md and docs/serving.md print, at toy size on CPUs.
+
+    python rehearsal/rehearse.py                             everything, with the engines that are installed
+    python rehearsal/rehearse.py --stand-in --short          without engines, and without README's commands
+
+The commands are read from the pages (`rehearsal.pages`), with toy words in place of theirs (`rehearsal.table`). A part
+below names the commands that it runs by how they begin; `tests/test_rehearsal.py` fails where a page prints a command
+that no part runs and the table does not excuse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: its links are called train, data, eval ...
+
+from rehearsal.pages import ROOT, Command, printed
+from rehearsal.places import NODES, Engines, Failed, Place, refuse_taken, set_up, until
+
+VLLM, LLAMA_SERVER = ROOT / "engines" / "vllm", ROOT / "engines" / "llama.cpp"
+HOW_TO_INSTALL = f"""Small servers stand in for engines that are not installed. To install them (several GB):
+  python benchmarks/engine_setup.py vllm {VLLM.relative_to(ROOT)}
+  python benchmarks/engine_setup.py llama.cpp {LLAMA_SERVER.relative_to(ROOT)}"""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Commands that belong together, run by a function that is given the place and each of them.
+
+    Attributes:
+        folder: that they run in; parts of the same folder go on from each other.
+        begins: how each command begins, in the order of the function's arguments.
+        short: whether it belongs to the short rehearsal.
+    """
+
+    play: Callable[..., None]
+    folder: str
+    begins: tuple[str, ...]
+    short: bool
+
+
+PARTS: list[Part] = []
+
+
+def part(folder: str, *begins: str, short: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorator: this function runs the printed commands that begin so."""
+
+    def noted(play: Callable[..., None]) -> Callable[..., None]:
+        PARTS.append(Part(play, folder, begins, short))
+        return play
+
+    return noted
+
+
+def named(begins: str, commands: Sequence[Command]) -> Command:
+    """The one command that is this text, or else the one that begins so."""
+    exact = [command for command in commands if command.text == begins]
+    chosen = exact or [command for command in commands if command.text.startswith(begins)]
+    if len(chosen) != 1:
+        raise LookupError(f"{len(chosen)} printed commands begin with {begins!r}")
+    return chosen[0]
+
+
+# -- README.md ---------------------------------------------------------------------------------------------------------
+
+
+@part("own", "headstart run quickstart target=")
+def a_model_of_ones_own(place: Place, run: Command) -> None:
+    place.run(run)
+    place.check((place.here / "runs/mine/heads/heads.safetensors").is_file(), "the run ends with heads")
+
+
+@part(
+    "readme",
+    "headstart run quickstart train.minutes=20",
+    ".venv/bin/headstart chat runs/quickstart",
+    '.venv/bin/headstart generate runs/quickstart --prompt "Explain how a bicycle stays upright."',
+    '.venv/bin/headstart generate runs/quickstart --prompt "Explain how a bicycle stays upright." --drafter none',
+    "import headstart",
+    short=False,
+)
+def quickstart(place: Place, run: Command, chat: Command, drafted: Command, plain: Command, python: Command) -> None:
+    place.run(run)
+    place.check("tokens/s" in place.run(chat, stdin="hello\n\n"), "chat shows its speed")
+    place.run(drafted)
+    place.run(plain)
+    place.check("tokens per forward" in place.run(python), "an answer has its figures")
+
+
+@part(
+    "readme",
+    "headstart plan RECIPE",
+    "headstart data build RECIPE",
+    "headstart train RECIPE",
+    "accelerate launch -m headstart.train RECIPE",
+    "ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 -m headstart.train RECIPE",
+    "headstart run RECIPE [key=value ...]",
+    "headstart run hydra",
+    "headstart runs",
+    "headstart gc",
+    short=False,
+)
+def steps_one_at_a_time(place: Place, *commands: Command) -> None:
+    plan, build, train, launched, torchrun, run, hydra, runs, gc = commands
+    place.run(plan)
+    place.run(build)
+    place.run(train)
+    for again in (launched, torchrun):
+        shutil.rmtree(place.here / "runs")
+        place.run(build)
+        place.check("Training on" in place.run(again), f"{again} trains")
+    place.run(run)
+    place.run(hydra)
+    place.check("eagle3-8b" in place.run(runs), "the run is listed")
+    place.run(gc, stdin="n\n")
+
+
+@part(
+    "own",
+    "headstart data show PATH",
+    "headstart tune RUN",
+    "headstart eval HEADS --questions FILE.jsonl --out DIR",
+    "headstart eval HEADS --questions FILE.jsonl --out DIR --compare all",
+    "headstart audit HEADS",
+    "headstart doctor RUN",
+    "headstart export HEADS --out DIR",
+    "headstart generate HEADS --prompt TEXT",
+    "headstart chat HEADS",
+    "headstart recipes",
+    "headstart recipes show quickstart --all",
+    short=False,
+)
+def what_one_does_with_heads(place: Place, *commands: Command) -> None:
+    (place.here / "runs/quickstart").symlink_to("mine")
+    show, tune, measure, compare, audit, doctor, export, generate, chat, recipes, shown = commands
+    for command in (show, tune, measure, compare, export, generate, recipes, shown):
+        place.run(command)
+    place.run(chat, stdin="hello\n\n")
+    place.run(audit, codes=(0, 1))
+    place.run(doctor, codes=(0, 1))
+
+
+# -- docs/scaling.md ---------------------------------------------------------------------------------------------------
+
+
+@part("cluster", "#!/bin/bash\n#SBATCH --job-name=heads")
+def two_nodes(place: Place, script: Command) -> None:
+    """The job is submitted twice: a server is killed while it writes, and the time is up while heads are trained."""
+    grace = re.search(r"--signal=TERM@(\d+)", script.text)
+    place.check(grace is not None, "the job asks for a signal before its end")
+    assert grace is not None
+    steps = place.folder / "steps"
+    steps.mkdir()
+    job = {"SLURM_JOB_NODELIST": ",".join(NODES), "SLURM_NNODES": "2", "REHEARSAL_STEPS": str(steps)}
+    refuse_taken(8000)
+    heads = place.folder / "shared/runs/heads"
+    log = place.folder / "logs/cluster/00.log"
+
+    with place.background(script, job | {"REHEARSAL_PAUSE": "0.5"}) as first:
+        until(lambda: first.poll() is not None or log.read_text().count('"POST /v1/completions') > 4, "servers write")
+        (server,) = (task for task in steps.iterdir() if task.read_text() == f"{NODES[1]} vllm")
+        os.killpg(int(server.name), signal.SIGKILL)
+        until(lambda: first.poll() is not None or steps_done(heads) > 0, "training begins")
+        place.check(first.poll() is None, f"the job reaches its training; see {log}")
+        for task in steps.iterdir():
+            os.killpg(int(task.name), signal.SIGTERM)
+        try:
+            first.wait(float(grace[1]))
+        except subprocess.TimeoutExpired:
+            raise Failed(f"training has not left {grace[1]} seconds after SIGTERM; see {log}") from None
+    place.check(bool(first.returncode), "a job that was ended before its end says so")
+    stopped = re.search(r"Stopped after step (\d+); the same command goes on", log.read_text())
+    place.check(stopped is not None, "training says where it stopped")
+    place.check(bool(list((heads / "train/checkpoints").iterdir())), "training left a checkpoint")
+
+    text = place.run(script, job=job)
+    place.check("Training on 4 processes" in text, "all processes of both nodes train")
+    place.check("oing on from step" in text, "the second job goes on from the checkpoint")
+    place.check((heads / "report/report.html").is_file(), "the job ends with a report")
+
+
+@part(
+    "cluster",
+    "accelerate launch --multi_gpu --num_machines 2 --num_processes 16 --machine_rank 0",
+    "accelerate launch --multi_gpu --num_machines 2 --num_processes 16 --machine_rank 1",
+)
+def two_machines_by_hand(place: Place, first: Command, second: Command) -> None:
+    forget_training(place.folder / "shared/runs/heads")
+    texts = place.together(first, second)
+    place.check(any("Training on 4 processes" in text for text in texts), "both machines train")
+
+
+@part("cluster", "headstart export RUNS/heads", "headstart tune RUNS/heads")
+def measured_where_it_is_served(place: Place, export: Command, tune: Command) -> None:
+    with without_target(place):
+        place.run(export)
+    place.check("tokens/s" in place.run(tune), "an engine was measured")
+
+
+@part(
+    "server",
+    "vllm serve meta-llama/Llama-3.1-8B-Instruct --port 8000",
+    "headstart data build eagle3-8b data.server=",
+    "headstart train eagle3-8b data.server=",
+)
+def written_by_a_server(place: Place, serve: Command, build: Command, train: Command) -> None:
+    with place.serving(serve, 8000):
+        place.run(build)
+    place.run(train)
+
+
+@part(
+    "several",
+    "torchrun --nproc-per-node 8 -m headstart data build eagle3-8b",
+    "accelerate launch --num_processes 8 -m headstart data build eagle3-8b",
+    "srun --ntasks-per-node 8 headstart data build eagle3-8b",
+    "headstart data build eagle3-8b",
+)
+def written_by_several_processes(
+    place: Place, torchrun: Command, launch: Command, srun: Command, build: Command
+) -> None:
+    (steps := place.folder / "more-steps").mkdir()
+    job = {"SLURM_JOB_NODELIST": NODES[0], "SLURM_NNODES": "1", "REHEARSAL_STEPS": str(steps)}
+    texts = {}
+    for command, more in ((torchrun, {}), (launch, {}), (srun, job)):
+        shutil.rmtree(place.here / "runs", ignore_errors=True)
+        place.run(command, job=more)
+        (train,) = place.here.glob("runs/eagle3-8b/data/conversations/train.jsonl")
+        texts[command.text] = sorted(train.read_text().splitlines())
+    shutil.rmtree(place.here / "runs")
+    place.together(build, build)
+    (train,) = place.here.glob("runs/eagle3-8b/data/conversations/train.jsonl")
+    for text, lines in texts.items():
+        place.check(lines == sorted(train.read_text().splitlines()), f"{text}: the same conversations")
+
+
+@part(
+    "states",
+    "headstart data import-states eagle3-8b",
+    "headstart data import-states eagle3-8b http://localhost:8000",
+    "headstart train eagle3-8b",
+)
+def states_written_by_vllm(place: Place, show: Command, take: Command, train: Command) -> None:
+    text = place.run(show)
+    command = text[text.index("vllm serve") :].splitlines()[0]
+    with place.serving(from_headstart(command, place), 8000):
+        text = place.run(take)
+    place.check(
+        re.search(r"States of [1-9]\d* conversations taken over", text) is not None, f"states are taken: {text}"
+    )
+    place.run(train)
+
+
+@part("states", "headstart data import-states eagle3-8b /shared/vllm-states")
+def states_of_a_folder(place: Place, take: Command) -> None:
+    """The files are those that the server of the part before would leave for another client."""
+    text = place.run(f"headstart data import-states {place.words['recipes']}/eagle3-8b.yaml heads.aux_layers=[1,3,6]")
+    command = text[text.index("vllm serve") :].splitlines()[0]
+    files = place.folder / "shared/vllm-states"
+    command = re.sub(r'"shared_storage_path": "[^"]*"', f'"shared_storage_path": "{files}"', command)
+    rows = [json.loads(line) for line in (place.here / "runs/eagle3-8b/data/conversations/train.jsonl").open()]
+    with place.serving(from_headstart(command, place), 8000):
+        for row in rows[:3]:
+            body = {"model": place.words["toy"], "prompt": row["tokens"], "max_tokens": 1, "temperature": 0}
+            asked = f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+            place.run(f"curl -sf http://localhost:8000/v1/completions {asked}")
+    taken = Command(take.page, take.line, take.text + " heads.aux_layers=[1,3,6]")
+    place.check("States of 3 conversations taken over" in place.run(taken), "the files of the folder are taken")
+
+
+@part(
+    "teacher",
+    "headstart data build eagle3-70b",
+    "rsync -a runs/ node:runs/",
+    "accelerate launch -m headstart.train eagle3-70b",
+)
+def a_node_without_the_target(place: Place, build: Command, copy: Command, train: Command) -> None:
+    place.run(build)
+    place.run(copy)
+    place.part += "/node"
+    with without_target(place):
+        text = place.run(train)
+    place.check("teacher" in text, "training says that it has the teacher")
+
+
+@part(
+    "online",
+    "headstart run eagle3-8b data.states=online",
+    "accelerate launch -m headstart.train eagle3-8b data.states=online",
+    "torchrun --nproc-per-node 8 -m headstart.train eagle3-8b data.states=online train.shard_target=true",
+)
+def states_online(place: Place, run: Command, launch: Command, sharded: Command) -> None:
+    place.run(run)
+    place.check(not list(place.here.glob("runs/artifacts/states/*/shard-*")), "no states are stored")
+    for command in (launch, sharded):
+        forget_training(place.here / "runs/eagle3-8b")
+        place.check("Training on" in place.run(command), f"{command} trains")
+
+
+# -- docs/serving.md ---------------------------------------------------------------------------------------------------
+
+
+@part(
+    "own",
+    "headstart export runs/mine --format vllm",
+    "vllm serve TARGET --speculative-config",
+    "curl http://localhost:8000/v1/chat/completions",
+    "curl -s http://localhost:8000/metrics | grep spec_decode",
+)
+def served_by_vllm(place: Place, export: Command, serve: Command, chat: Command, metrics: Command) -> None:
+    text = place.run(export)
+    place.check("vllm serve" in text and "--speculative-config" in text, "export prints what serves the heads")
+    with place.serving(serve, 8000):
+        place.check('"content"' in place.run(chat), "it answers")
+        counted = place.run(metrics)
+    accepted = re.search(r"^vllm:spec_decode_num_drafts_total\S* ([\d.]+)", counted, re.MULTILINE)
+    place.check(accepted is not None and float(accepted[1]) > 0, "drafts are counted")
+
+
+@part(
+    "own",
+    "headstart export --check DIR",
+    "headstart export --check served",
+    "headstart export --check served --engine vllm,sglang",
+    "headstart export --check served --against runs/mine",
+)
+def folders_are_checked(place: Place, *commands: Command) -> None:
+    for command in commands:
+        text = place.run(command, codes=(0, 1) if "sglang" in command.text else (0,))
+        place.check("is whole" in text or "sglang:" in text, f"{command} finds no fault: {text}")
+
+
+@part(
+    "own",
+    "headstart import FOLDER --target TARGET --out heads",
+    'headstart generate heads --prompt "Why is the sky blue?"',
+    "headstart tune heads --conversations validation.jsonl",
+    "headstart run eagle3-8b target=TARGET train.start_from=heads",
+    "headstart import FOLDER --target TARGET --out DIR",
+)
+def published_heads(
+    place: Place, take: Command, generate: Command, tune: Command, run: Command, again: Command
+) -> None:
+    for command in (take, generate, tune, run):
+        place.run(command)
+    shutil.rmtree(place.here / "out", ignore_errors=True)
+    place.run(again)
+
+
+@part(
+    "own",
+    "headstart export runs/mine --format gguf",
+    "llama-server -m TARGET.gguf -md served/heads.gguf",
+    "curl http://localhost:8080/v1/chat/completions",
+)
+def served_by_llama_cpp(place: Place, export: Command, serve: Command, chat: Command) -> None:
+    place.run(export)
+    with place.serving(serve, 8080):
+        place.check('"content"' in place.run(chat), "it answers")
+
+
+@part(
+    "own",
+    "headstart tune runs/mine --engine vllm --engine-arguments=",
+    "headstart tune runs/mine --engine llama.cpp",
+)
+def measured_in_engines(place: Place, vllm: Command, llama_cpp: Command) -> None:
+    """Also: of the same texts, each engine has as many drafts accepted as our own decoder would, within 5 %."""
+    for command in (vllm, llama_cpp):
+        place.check("tokens/s" in place.run(command), "an engine was measured")
+    gguf = f" --engine-target {place.words['gguf']}"
+    for engine, target in (("vllm", ""), ("llama.cpp", gguf)):
+        asked = f"--questions {place.folder}/prompts.jsonl --limit 6 --max-new-tokens 64 --dtype auto --out engines"
+        place.run(f"{sys.executable} {ROOT}/benchmarks/engines.py runs/mine/heads --engine {engine}{target} {asked}")
+        (row,) = json.loads((place.here / f"engines/{engine}.json").read_text())["rows"]
+        ours, theirs = row["our_accepted_on_its_texts"], row["accepted_per_round"]
+        print(f"    {engine} {row['version']}: {theirs:.3f} drafts accepted a round, ours {ours:.3f} on its texts")
+        place.check(abs(theirs - ours) <= 0.05 * ours, f"{engine} accepts {theirs} a round, our decoder {ours}")
+
+
+# -- around them -------------------------------------------------------------------------------------------------------
+
+
+def steps_done(run: Path) -> int:
+    """The last step that a training has logged; 0 where it has not."""
+    file = run / "train/metrics.jsonl"
+    rows = file.read_text().splitlines() if file.is_file() else []
+    return max((int(step) for row in rows for step in re.findall(r'"step": (\d+)', row)), default=0)
+
+
+def forget_training(run: Path) -> None:
+    """Let a run train anew."""
+    shutil.rmtree((run / "train").resolve())
+    (run / "train").unlink()
+
+
+@contextmanager
+def without_target(place: Place) -> Iterator[None]:
+    """A block in which no command can load the toy target."""
+    there = Path(place.words["toy"])
+    there.rename(there.with_name("away"))
+    try:
+        yield
+    finally:
+        there.with_name("away").rename(there)
+
+
+def from_headstart(command: str, place: Place) -> str:
+    """A command that headstart printed, for a build of vLLM whose connector is another one."""
+    return command.replace(
+        '"kv_connector": "ExampleHiddenStatesConnector"', f'"kv_connector": {place.words["connector"]}'
+    )
+
+
+def installed() -> Engines:
+    """The engines that `benchmarks/engine_setup.py` has put where `HOW_TO_INSTALL` says, or that are on the PATH."""
+    python, built = VLLM / "bin/python", LLAMA_SERVER / "build/bin/llama-server"
+    vllm: tuple[str, ...] | None = None
+    if python.is_file():
+        vllm = (str(python), "-m", "vllm.entrypoints.openai.api_server")
+    elif (program := shutil.which("vllm")) is not None:
+        python = Path(program).with_name("python")
+        vllm = (str(python), "-m", "vllm.entrypoints.openai.api_server")
+    llama = str(built) if built.is_file() else shutil.which("llama-server")
+    return Engines(vllm, (llama,) if llama else None)
+
+
+def versions(engines: Engines) -> dict[str, str]:
+    """Of everything that took part."""
+    from importlib.metadata import version
+
+    known = {name: version(name) for name in ("headstart", "torch", "transformers", "accelerate")}
+    known["python"] = platform.python_version()
+    known["vllm"] = known["llama-server"] = "stood in for"
+    if engines.vllm:
+        asked = "from importlib.metadata import packages_distributions as p, version; print(version(p()['vllm'][0]))"
+        known["vllm"] = subprocess.run([engines.vllm[0], "-c", asked], capture_output=True, text=True).stdout.strip()
+    if engines.llama_server:
+        told = subprocess.run([*engines.llama_server, "--version"], capture_output=True, text=True)
+        known["llama-server"] = (told.stderr + told.stdout).strip().splitlines()[0]
+    return known
+
+
+def summed_up(place: Place, failed: Sequence[tuple[str, str]], minutes: float) -> str:
+    """The log in Markdown: what was run, how long each command took, versions."""
+    rows = [f"| {part} | `{command.replace('|', chr(92) + '|')}` | {took:.1f} |" for part, command, took in place.done]
+    lines = ["| part | command | seconds |", "| --- | --- | --- |", *rows, ""]
+    lines += [f"{name} {version}" for name, version in versions(place.engines).items()]
+    lines += ["", f"{len(place.done)} commands in {minutes:.1f} minutes; {len(failed)} parts failed."]
+    lines += [f"\nFAILED {name}: {why}" for name, why in failed]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stand-in", action="store_true", help="small servers in place of engines, installed or not")
+    parser.add_argument("--short", action="store_true", help="leave out README's steps, which tests take too")
+    parser.add_argument("--only", nargs="+", default=[], help="functions of these names alone")
+    parser.add_argument("--out", type=Path, help="keep everything in this folder, which is new")
+    options = parser.parse_args()
+    engines = Engines() if options.stand_in else installed()
+    if not options.stand_in and None in (engines.vllm, engines.llama_server):
+        print(HOW_TO_INSTALL)
+    commands, began = printed(), time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
+        place = set_up((options.out or Path(scratch) / "place").resolve(), engines)
+        failed: list[tuple[str, str]] = []
+        for each in PARTS:
+            name = each.play.__name__
+            if (options.only and name not in options.only) or (options.short and not each.short):
+                continue
+            print(f"{name} ({time.monotonic() - began:.0f} s)", flush=True)
+            place.part = each.folder
+            try:
+                each.play(place, *(named(begins, commands) for begins in each.begins))
+            except (Failed, OSError, ValueError, KeyError) as problem:
+                print(f"FAILED {problem}", flush=True)
+                failed.append((name, f"{problem}"))
+        text = summed_up(place, failed, (time.monotonic() - began) / 60)
+        (place.folder / "summary.md").write_text(text)
+    print(text)
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""A small server in place of vLLM or llama-server: it answers from a tiny model, with exported heads if there are any.
+
+    python -m rehearsal.stand_in vllm serve TARGET [--port N] [--speculative-config JSON] ...
+    python -m rehearsal.stand_in llama-server -m TARGET [-md HEADS.gguf --spec-draft-n-max N] ...
+
+It decodes with headstart's own loop, so it says nothing of an engine's speed or rounding. Heads are read from the
+exported files. With `extract_hidden_states` it writes states as vLLM's connector does. Options that it does not know
+are passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: its links are called train, data, eval ...
+
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.heads import HeadDrafter
+from headstart.hub.engines.importing import import_heads
+from headstart.target.loading import load_target
+from headstart.target.model import Target
+from headstart.tree.tree import TreeShape
+from rehearsal.engine_http import StandIn, serve
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    kind = {"vllm": "vllm", "llama-server": "llama.cpp"}[words.pop(0)]
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    if kind == "vllm":
+        parser.add_argument("serve")
+        parser.add_argument("target")
+    else:
+        parser.add_argument("-m", dest="target", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000 if kind == "vllm" else 8080)
+    parser.add_argument("--served-model-name")
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--speculative-config", type=json.loads, default={})
+    parser.add_argument("--kv-transfer-config", type=json.loads, default={})
+    parser.add_argument("-md", dest="heads", type=Path)
+    parser.add_argument("--spec-draft-n-max", type=int, default=0)
+    options, _ = parser.parse_known_args(words)
+
+    target = load_target(options.target, options.dtype, "cpu")
+    config = options.speculative_config
+    states = config.get("method") == "extract_hidden_states"
+    drafts = 0 if states else int(config.get("num_speculative_tokens", options.spec_draft_n_max))
+    writer = Writer(target, options.heads or Path(config.get("model", "")), drafts)
+    stand_in = StandIn(
+        kind,
+        writer.answer,
+        drafts=drafts,
+        model=options.served_model_name or options.target,
+        window=options.max_model_len or target.max_length,
+        tokenize=lambda text: target.tokenizer(text, add_special_tokens=False)["input_ids"],
+        render=(writer.chat, lambda tokens: str(target.tokenizer.decode(tokens, skip_special_tokens=True))),
+        accepted=[0] * drafts,
+    )
+    writer.stand_in = stand_in
+    if states:
+        place = Path(options.kv_transfer_config["kv_connector_extra_config"]["shared_storage_path"])
+        layers = config["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
+        stand_in.answer = States(target, layers, place).answer
+    serve(stand_in, options.host, options.port)
+
+
+class Writer:
+    """Continues prompts, one at a time, with a chain of drafts from exported heads where there are any."""
+
+    stand_in: StandIn
+
+    def __init__(self, target: Target, exported: Path, drafts: int) -> None:
+        self._target, self._drafts, self._lock = target, drafts, Lock()
+        self._pause = float(os.environ.get("REHEARSAL_PAUSE", 0))
+        drafter = None
+        if drafts:
+            with TemporaryDirectory() as place:
+                drafter = HeadDrafter(import_heads(exported, target, Path(place) / "heads"), TreeShape.chain(drafts))
+        self._engine = Engine(target, *([drafter] if drafter else []))
+
+    def answer(self, prompt: list[int], most: int, body: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        time.sleep(self._pause)
+        asked = DecodeOptions(
+            most,
+            temperature=body["temperature"],
+            top_k=max(0, body.get("top_k", 0)),
+            top_p=body.get("top_p", 1.0),
+            seed=body.get("seed"),
+            draft="on",
+            ignore_end=body.get("ignore_eos", False),
+            stop_token_ids=body.get("stop_token_ids", ()),
+        )
+        with self._lock:
+            (written,) = self._engine.generate([prompt], asked)
+            for done in written.rounds if self._drafts else ():
+                if done.nodes > 1:
+                    self.stand_in.rounds += 1
+                    for place in range(done.emitted - 1):
+                        self.stand_in.accepted[place] += 1
+        tokens = list(written.tokens)
+        return tokens, {"stop_type": "eos" if tokens and tokens[-1] in self._target.end_tokens else "limit"}
+
+    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+        rendered = self._target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        return list(rendered)
+
+
+class States:
+    """Writes the target's hidden states of every prompt that it reads, as vLLM's connector does."""
+
+    def __init__(self, target: Target, layers: Sequence[int], folder: Path) -> None:
+        self._target, self._layers, self._folder = target, layers, folder
+        self._lock, self._numbers = Lock(), count()
+
+    def answer(self, prompt: list[int], most: int, body: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
+        with self._lock:
+            (states,) = self._target.hidden_states([prompt], self._layers)
+            tensors = {
+                "hidden_states": torch.stack([states[layer] for layer in self._layers], dim=1).contiguous(),
+                "token_ids": torch.tensor(prompt, dtype=torch.int64),
+            }
+            self._folder.mkdir(parents=True, exist_ok=True)
+            file = self._folder / f"cmpl-{next(self._numbers)}-0-{os.getpid():x}.safetensors"
+            save_file(tensors, file)
+        return [0], {"kv_transfer_params": {"hidden_states_path": str(file)}}
+
+
+if __name__ == "__main__":
+    main()
