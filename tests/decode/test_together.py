@@ -17,7 +17,7 @@ from headstart.decode import verify
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import warp
-from headstart.decode.verify import SamplingVerifier, next_tokens, streams
+from headstart.decode.verify import SamplingVerifier, accept_or_draw, streams
 from headstart.drafters.ngram import NgramDrafter
 from headstart.support.rng import Numbers, draw_at
 from headstart.target.model import Target, TargetOutput
@@ -156,7 +156,7 @@ MISTAKES: dict[str, Wrong] = {
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_proof_notices(mistake: str) -> None:
-    with patch.object(verify, "next_tokens", lambda *seen: next_tokens(*MISTAKES[mistake](*seen))):
+    with patch.object(verify, "accept_or_draw", lambda *seen: accept_or_draw(*MISTAKES[mistake](*seen))):
         counts = first_two("top and drawn", "chain of 3")
     assert chi_square_p(counts, exact_joint((), 2)) < 1e-6
 
@@ -166,7 +166,10 @@ def test_a_rejection_by_rounding_stays_within_the_target() -> None:
     p_target_MV = torch.tensor([[0.5, 0.5, 0.0, 0.0]] * 2)
     accept_M, residual_M = torch.full((2,), 1 - 2**-53).double(), torch.tensor([0.2, 0.7]).double()
     drawn_M = torch.tensor([1, 1])
-    assert next_tokens(p_target_MV.clone(), accept_M, residual_M, drawn_M, p_target_MV * 1.0000002).tolist() == [0, 1]
+    assert accept_or_draw(p_target_MV.clone(), accept_M, residual_M, drawn_M, p_target_MV * 1.0000002).tolist() == [
+        0,
+        1,
+    ]
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headstart.api import Decoder
 from headstart.decode import verify
-from headstart.decode.verify import RULES, SamplingVerifier, next_tokens
+from headstart.decode.verify import RULES, SamplingVerifier, accept_or_draw
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit import RANDOM, WRONG, run_audit
@@ -112,9 +112,9 @@ def sharp(monkeypatch: pytest.MonkeyPatch) -> None:
     """Likely tokens are drawn more often than they should be."""
 
     def sharper(p_target_MV: Tensor, *rest: Any) -> Tensor:
-        return next_tokens(p_target_MV**2 if rest[2] is None else p_target_MV, *rest)
+        return accept_or_draw(p_target_MV**2 if rest[2] is None else p_target_MV, *rest)
 
-    monkeypatch.setattr(verify, "next_tokens", sharper)
+    monkeypatch.setattr(verify, "accept_or_draw", sharper)
 
 
 def outside(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +122,9 @@ def outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def anything(p_target_MV: Tensor, accept_M: Tensor, *rest: Any) -> Tensor:
         now_and_then_M = (accept_M < 0.02) & torch.tensor(rest[1] is None)
-        return torch.where(now_and_then_M, p_target_MV.argmin(-1), next_tokens(p_target_MV, accept_M, *rest))
+        return torch.where(now_and_then_M, p_target_MV.argmin(-1), accept_or_draw(p_target_MV, accept_M, *rest))
 
-    monkeypatch.setattr(verify, "next_tokens", anything)
+    monkeypatch.setattr(verify, "accept_or_draw", anything)
 
 
 @pytest.mark.parametrize(

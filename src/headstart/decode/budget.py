@@ -6,8 +6,9 @@ the rate (tokens per millisecond) is that of the decoding as a whole: a node pay
 time of its verification would bring otherwise. Plain decoding, chains and static trees are special cases of this.
 Nothing is cut where some tree has drawn nodes, or none of the probabilities.
 
-Pauses ("auto"). Amounts are tokens a row. A drafted round is worth what it emitted less the plain rounds that take its
-time. What is left is what the row with the most of it may still emit, of `max_new_tokens`.
+Pauses ("auto"). Amounts are tokens a row; nodes include the root, so that 4 nodes are 3 drafts. A drafted round is
+worth what it emitted less the plain rounds that take its time. What is left is what the row with the most of it may
+still emit, of `max_new_tokens`.
 
 1. The account starts with a stake of 2 (`STAKE`); when sampling, with a twelfth of `max_new_tokens` if that is less.
 2. A drafted round adds its worth, or takes it; the account is not raised above 8 (`_MOST_HELD`). Every plain round adds
@@ -209,8 +210,8 @@ class Budget:
 
     @property
     def threshold(self) -> float:
-        """What the acceptance probability of a node must be to pay for its verification, by what one takes in trees of
-        4 to 16 nodes; `prune` decides exactly, afterwards."""
+        """What the acceptance probability of a node must be to pay for its verification, by the mean time of one more
+        node in trees of 4 to 16; `prune` decides exactly, afterwards."""
         if self._now is None or self._mode == "off" or self._costs_unknown:
             return 0.0
         few, many = 4 * self.rows, 16 * self.rows

@@ -1,4 +1,5 @@
-"""Verification when sampling: from drafted trees and the target's logits to the tokens that are drawn.
+"""Verification when sampling, and where processors must see the text: from drafted trees and the target's logits to the
+tokens that are drawn. `follow`, the walk down trees on a device, serves greedy verification too.
 
 On a CPU, and where processors must see the text, it goes down the trees, all rows together, one depth after the other:
 the target's distribution is computed only at the nodes that rows come to. Elsewhere launches cost more than numbers:
@@ -108,7 +109,7 @@ class SamplingVerifier:
         tokens_BN = batch.tokens_BN.gather(1, child_BN.clamp(min=0)).masked_fill(child_BN < 0, -1)
         logits_XV, drawn_X = logits_BNV.flatten(0, 1), tokens_BN.flatten()
         chosen = [
-            next_tokens(
+            accept_or_draw(
                 warp(self._sampling, logits_XV[part]),
                 accept_X[part],
                 residual_X[part],
@@ -143,7 +144,7 @@ class SamplingVerifier:
                     drawn_M = batch.tokens_BN[rows_M, child_M.clamp(min=0)].masked_fill(child_M < 0, -1)
                     q_draft_MV = drawn.q_draft(index_BN[rows_M, nodes_M])
                 accept_M, residual_M = accept_BK[rows_M, depth], residual_BK[rows_M, depth]
-                chosen.append(next_tokens(p_target_MV, accept_M, residual_M, drawn_M, q_draft_MV))
+                chosen.append(accept_or_draw(p_target_MV, accept_M, residual_M, drawn_M, q_draft_MV))
             next_M = torch.cat(chosen)
             holds_MN = (parents_BN[row_M] == node_M[:, None]) & (batch.tokens_BN[row_M] == next_M[:, None])
             child_M, goes_M = holds_MN.int().argmax(1), holds_MN.any(1)
@@ -203,14 +204,15 @@ def streams(seed: int) -> tuple[torch.Generator, torch.Generator, torch.Generato
     return accept, residual, draft
 
 
-def next_tokens(
+def accept_or_draw(
     p_target_MV: Tensor,
     accept_M: Tensor,
     residual_M: Tensor,
     drawn_M: Tensor | None = None,
     q_draft_MV: Tensor | None = None,
 ) -> Tensor:
-    """The token after one node of each row, int64 [M]; see `SamplingVerifier`.
+    """The token after one node of each row, int64 [M]: its drawn child with probability min(1, p / q), else one drawn
+    from what p has above q; without a drawn child one drawn from p. See `SamplingVerifier`.
 
     Numbers for accepting and drawing are float64 from [0, 1). `drawn_M` is the token of the node's drawn child, -1
     where none was drawn, and `q_draft_MV` what it was drawn from. The target's distribution is overwritten.

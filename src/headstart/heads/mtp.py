@@ -1,13 +1,13 @@
 """Multi-token prediction: a module that reads a state and the embedding of the token after it (DeepSeek-V3, arXiv
-2412.19437).
+2412.19437). These are trained here; `drafters/mtp.py` drafts with the modules that a target brings along.
 
 The module norms the embedding of the next token and the state of this one, joins them by a linear map (`eh_proj`), runs
 a decoder layer and norms what comes out, which the target's own frozen LM head reads. It takes all draft steps, as
 engines use a module that a target ships: its output stands for the next final state and is fed back, see `recurrent`.
 On tokens a b c d e (positions 0-4), the draft from the state after `b`:
 
-    step 0   state(b), emb(c) -> d               sees the text up to b
-    step 1   own output of step 0, emb(d) -> e   sees the text up to b and step 0
+    step 0   state(b), emb(c) -> d               sees the entries of a, b
+    step 1   own output of step 0, emb(d) -> e   sees the entries of a, b, and its own of step 0
 
 Shape suffixes: E hidden size, M predictions.
 """

@@ -204,7 +204,8 @@ class TreeShape(Tree):
 class TreeBatch:
     """The trees of a batch on the device, ready to be read by the target.
 
-    A row with fewer nodes than others is padded with copies of its root, which follow the root and are never accepted.
+    A row with fewer nodes than others is padded with copies of its root, which stand one below it but have
+    parent -1, so that no walk reaches them.
 
     Attributes:
         trees: on the host; empty for texts, see `text`.
@@ -308,8 +309,9 @@ class Request:
         warp: draft logits [..., D] to the distribution to draw from, float [..., D], temperature included.
         streams: one random generator per row, for drawing children; used for nothing else.
         temperature: of the decoding, 0 when greedy; drafts are accepted more seldom above.
-        calibration: how far the probabilities of trained heads can be believed; None believes them.
-        shape: the static tree that trained heads fill; None lets them choose.
+        calibration: how far the probabilities of trained heads can be believed; None believes them. This and the shape
+            are filled in by the drafter of trained heads.
+        shape: the static tree that they fill; None lets them choose.
     """
 
     max_nodes: int

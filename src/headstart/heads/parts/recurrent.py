@@ -5,8 +5,8 @@ t + 2. The state is the final one (EAGLE-1, MTP) or what the heads make of sever
 stands in for the next one: together with the drafted token's embedding it is the entry of the next step. On tokens
 a b c d e (positions 0-4), the draft that starts from the state after `b` (origin 1):
 
-    step 0   state(b), emb(c) -> d      sees the entries of a, b
-    step 1   own(0),   emb(d) -> e      sees the entries of a, b, and its own of step 0
+    step 0   state(b), emb(c) -> d                      sees the entries of a, b
+    step 1   its own output of step 0, emb(d) -> e      sees the entries of a, b, and its own of step 0
 
 Where the target wrote c d e, these are the origins that step 0 and step 1 learn from. Origin 0 is not among them: its
 root, `b`, was not written by the target, as every root is in decoding:
