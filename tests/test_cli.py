@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from headstart.cli.app import app
 from headstart.heads.io import write_weights
+from headstart.pipeline.inventory import run_states
 from headstart.target.model import Target
 from tests.hub.helpers import make_heads
 from tests.test_pipeline import recipe_text, tiny_recipe
@@ -109,6 +110,7 @@ def test_the_module_is_the_command() -> None:
 def test_run_ends_with_the_table_and_the_paths(finished: Path, recipe: Path) -> None:
     again = works("run", recipe, "--run-dir", finished).stdout
     assert again.count("done, ") == 7
+    assert "Nothing was left to do: the stages took " in again and "This took" not in again
     for text in ("tokens/s", "plain loop", "transformers generate", "prompt lookup", "τ ", "predicted"):
         assert text in again
     assert str(finished / "report" / "report.html") in again
@@ -273,7 +275,12 @@ def test_runs_are_listed_and_only_the_unused_is_freed(recipe: Path, finished: Pa
     listed = works("runs", "--runs", tmp_path / "runs").stdout
     assert "done" in listed and "medusa" in listed
     assert "Nothing to delete" in works("gc", "--runs", tmp_path / "runs").stdout
+    (before,) = run_states(tmp_path / "runs")
+    assert before.state == "done" and None not in (before.tau, before.predicted_tau, before.speedup)
     works("train", recipe, "train.steps=5", "--run-dir", tmp_path / "runs" / finished.name)
+    (after,) = run_states(tmp_path / "runs")
+    assert (after.state, after.tau, after.speedup) == ("train done", None, None), "the report is of the heads before"
+    assert after.predicted_tau is not None
     dry = works("gc", "--runs", tmp_path / "runs", "--dry-run").stdout
     assert "heads that no run refers to" in dry
     assert dry == works("gc", "--runs", tmp_path / "runs", "--dry-run").stdout, "nothing was deleted"

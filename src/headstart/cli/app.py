@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -66,10 +67,15 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
             f"headstart run is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
             "Train with several as `-m headstart.train RECIPE` (written with a dot) after headstart data build.",
         )
+    began = perf_counter()
     work = _run(recipe, overrides, run_dir)
-    _execute(work, STAGES)
-    took = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
-    tell(work.console, f"All stages together took {format_seconds(took)}.\n")
+    worked, now = _execute(work, STAGES), perf_counter() - began
+    every = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
+    if not worked:
+        tell(work.console, f"Nothing was left to do: the stages took {format_seconds(every)} when they were done.\n")
+    else:
+        earlier = f", with earlier commands {format_seconds(every)}" if every > 1.1 * now else ""
+        tell(work.console, f"This took {format_seconds(now)}{earlier}.\n")
     show_results(read_json(work.folder / REPORT / "results.json"), f"{work.recipe.name}: measured", work.console)
     say(
         work.console,
@@ -403,12 +409,12 @@ def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:
     return Run(loaded, run_dir or Path("runs") / loaded.name, Console())
 
 
-def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> None:
+def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:
     from headstart.pipeline.run import execute
     from headstart.pipeline.stages import check_inputs
 
     check_inputs(work.recipe, stages)
-    execute(work, stages, again)
+    return execute(work, stages, again)
 
 
 def main() -> None:

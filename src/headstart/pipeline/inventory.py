@@ -26,7 +26,8 @@ from headstart.support.lock import Busy, locked
 @dataclass(frozen=True)
 class RunState:
     """One run, as `headstart runs` shows it. `bytes` are those of its folder and of every artifact that it refers to,
-    shared ones included; `tau` and `speedup` over plain decoding are the report's, `predicted_tau` is training's."""
+    shared ones included; `tau` and `speedup` over plain decoding are the report's, `predicted_tau` is training's: None
+    where these are of other heads than those that the run now has, or is about to have."""
 
     folder: Path
     state: str
@@ -64,10 +65,10 @@ def run_states(folder: Path) -> list[RunState]:
 
 def _state(folder: Path) -> RunState:
     records = _records(folder)
-    done = [name for name, record in records.items() if record.get("whole")]
+    done = _up_to_date(records)
     begun = [name for name, record in records.items() if record and not record.get("whole")]
-    summary = _json(folder / REPORT / "results.json").get("summary") or {}
-    trained = (_json(folder / TRAIN / "result.json").get("best") or {}).get("tau")
+    summary = (_json(folder / REPORT / "results.json").get("summary") if "eval" in done else None) or {}
+    trained = ((_json(folder / TRAIN / "result.json").get("best") if "train" in done else None) or {}).get("tau")
     if len(done) == len(STAGES):
         state = "done"
     else:
@@ -91,6 +92,17 @@ def _state(folder: Path) -> RunState:
 
 def _records(folder: Path) -> dict[str, dict[str, Any]]:
     return {stage.name: _json(folder / "stages" / f"{stage.name}.json") for stage in STAGES}
+
+
+def _up_to_date(records: dict[str, dict[str, Any]]) -> list[str]:
+    """The stages that are finished, and that read what those before them have made last."""
+    done: list[str] = []
+    for stage in STAGES:
+        read = records[stage.name].get("before") or {}
+        same = all(name in done and read.get(name) == records[name].get("identity") for name in stage.after)
+        if records[stage.name].get("whole") and same:
+            done.append(stage.name)
+    return done
 
 
 def _artifacts_of(run: Path) -> list[Path]:
