@@ -545,6 +545,27 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     assert any("5384 tokens" in problem for problem in make_plan(quiet(tmp_path / "none", long)).problems)
 
 
+def test_a_plan_knows_a_target_that_is_the_same_in_other_files(
+    copied: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a package with the target was installed again. `run` finds out, too, and works no further."""
+    folder = copied[1]
+    recipe = tiny_recipe(tmp_path, tiny_target_folder)
+    execute(quiet(folder, recipe), STAGES)
+    again = tmp_path / "again"
+    shutil.copytree(tiny_target_folder, again, copy_function=shutil.copyfile)
+    moved = recipe.model_copy(update={"target": recipe.target.model_copy(update={"spec": str(again)})})
+    with monkeypatch.context() as patched:
+        patched.setattr("headstart.pipeline.plan.measure", lambda *_: pytest.fail("forwards were timed"))
+        plan = make_plan(run := Run(moved, folder, Console(file=io.StringIO(), width=200)))
+    assert list(plan.left) == ["target"] and plan.facts == []
+    show_plan(run, plan)
+    assert "Nothing is left to do: the target is looked at again, and is the same." in said(run)
+    assert "train" in make_plan(quiet(folder, changed(moved, train={"steps": 6}))).left
+    other = moved.model_copy(update={"target": moved.target.model_copy(update={"dtype": "bfloat16"})})
+    assert set(make_plan(quiet(folder, other)).left) == {stage.name for stage in STAGES}, "it is planned, not refused"
+
+
 def test_inputs_are_checked_before_any_work(tmp_path: Path, tiny_target_folder: Path) -> None:
     missing = tiny_recipe(tmp_path, tiny_target_folder, eval={"questions": str(tmp_path / "none.jsonl")})
     with pytest.raises(UserError, match=r"none\.jsonl"):

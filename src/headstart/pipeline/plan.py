@@ -24,7 +24,7 @@ from headstart.heads.base import DraftHead, family, make_config
 from headstart.pipeline.data_stages import check_formats, conversations
 from headstart.pipeline.inventory import size
 from headstart.pipeline.lengths import Lengths, assumed_lengths, counted_lengths, prompts_of, written_lengths
-from headstart.pipeline.run import Run, left_to_do
+from headstart.pipeline.run import Run, left_to_do, target_identity
 from headstart.pipeline.speeds import Speeds, measure
 from headstart.pipeline.stage_costs import (
     COSTS,
@@ -91,7 +91,13 @@ def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) ->
     """
     if processes < 1:
         raise UserError(f"A plan for {processes} processes.", "Give --processes 1 or more.")
-    left = left_to_do(run, STAGES)
+    section = run.recipe.target
+    left, here = left_to_do(run, STAGES), weights_are_here(section.spec, section.revision)
+    if "target" in left and here and (record := run.whole_record("target")):
+        # Its files or settings are others than they were; the model may be the same.
+        vars(run)["target"] = loaded = run.load(section.adapter)
+        if target_identity(loaded) == record.identity:
+            left = left_to_do(run, STAGES, unchanged={"target"})
     records = {stage.name: run.record(stage.name) for stage in STAGES if stage.name not in left}
     done = {name: record for name, record in records.items() if record is not None}
     folders = {name: referred(run.folder, name) for name in done}
@@ -101,10 +107,9 @@ def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) ->
         seconds={name: record.seconds for name, record in done.items()},
         disk={name: size(folder) for name, folder in folders.items() if folder is not None},
     )
-    if not left:
+    if not left.keys() - {"target"}:
         return plan
-    section = run.recipe.target
-    if weights_are_here(section.spec, section.revision):
+    if here:
         return _timed(run, plan, processes, prompt_tokens)
     return _sized(run, plan, processes, prompt_tokens)
 
@@ -284,7 +289,7 @@ def show_plan(run: Run, plan: Plan) -> None:
     for what, much in plan.facts:
         facts.add_row(what, escape(much))
     console.print(facts)
-    if plan.left:
+    if plan.how:
         console.print(f"\n{plan.how}", style="italic", highlight=False, soft_wrap=True)
     stages = Table(box=None)
     stages.add_column("stage")
@@ -299,8 +304,9 @@ def show_plan(run: Run, plan: Plan) -> None:
     if plan.left and plan.left.keys() <= plan.seconds.keys():
         stages.add_row("left", format_seconds(sum(plan.seconds[name] for name in plan.left)), style="bold")
     console.print(stages)
-    if not plan.left:
-        console.print("Nothing is left to do: every stage is done.", style="bold")
+    if not plan.left.keys() - {"target"}:
+        again = "every stage is done" if not plan.left else "the target is looked at again, and is the same"
+        console.print(f"Nothing is left to do: {again}.", style="bold")
 
 
 def _resident() -> int:

@@ -238,15 +238,16 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
     return worked
 
 
-def left_to_do(run: Run, stages: Sequence[Stage]) -> dict[str, str]:
+def left_to_do(run: Run, stages: Sequence[Stage], unchanged: Collection[str] = ()) -> dict[str, str]:
     """The stages that `execute` would work on now, each with why: "" for one that has not begun. Builds nothing.
 
     A stage that reads from one of these is among them: only the work itself can tell that nothing has changed for it.
+    Stages that are `unchanged` are known to come to the same as before.
     """
     left: dict[str, str] = {}
     for stage in stages:
         record = run.record(stage.name)
-        earlier = [name for name in stage.after if name in left]
+        earlier = [name for name in stage.after if name in left and name not in unchanged]
         if record is None:
             left[stage.name] = ""
         elif earlier:
