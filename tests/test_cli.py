@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from headstart.cli.app import app
@@ -82,11 +84,19 @@ def questions(tmp_path: Path) -> Path:
 # -- help and speed --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_an_example(command: str) -> None:
-    text = works(*command.split(), "--help").stdout
-    assert "Example" in text
-    assert "headstart" in text
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_every_command_has_help_with_an_example_and_nothing_cut_short(command: str) -> None:
+    words = command.split()
+    text = CliRunner().invoke(app, [*words, "--help"], env={"COLUMNS": "80"}).stdout
+    assert "Example: headstart " in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert not re.search(r"…|\w\.\.\.$|<[^>]*\|[^>]*$", text, re.MULTILINE), "no name, no type and no sentence"
+    asked: Any = get_command(app)
+    for word in words:
+        asked = asked.commands[word]
+    assert all(option in text for parameter in asked.params for option in parameter.opts if option.startswith("-"))
+    first = [other.help.partition("\n")[0].partition(". ")[0] for other in getattr(asked, "commands", {}).values()]
+    assert all(sentence in " ".join(text.split()) for sentence in first)
 
 
 def test_help_loads_no_room() -> None:

@@ -19,7 +19,7 @@ from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
 from headstart.servers.names import ENGINES
-from headstart.support.terminal import Commands, DataCommands, format_seconds, program, say, tell
+from headstart.support.terminal import Commands, DataCommands, Group, format_seconds, program, say, tell
 
 if TYPE_CHECKING:
     from headstart.pipeline.run import Run, Stage
@@ -29,7 +29,7 @@ app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
+    rich_markup_mode=None,  # its panels cut names and types short where a terminal has 80 columns
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train draft heads for a frozen language model, and decode losslessly with them.\n\n"
     "Example: headstart run quickstart",
@@ -40,7 +40,8 @@ data_app = typer.Typer(
     help="Write conversations and hidden states, and look at them.\n\nExample: headstart data build quickstart",
 )
 recipes_app = typer.Typer(
-    help="List the packaged recipes, show one, or explain settings.\n\nExample: headstart recipes show quickstart"
+    cls=Group,
+    help="List the packaged recipes, show one, or explain settings.\n\nExample: headstart recipes show quickstart",
 )
 app.add_typer(data_app, name="data")
 app.add_typer(recipes_app, name="recipes")

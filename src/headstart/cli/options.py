@@ -22,7 +22,7 @@ RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A packaged recipe (see `headstart recipes`) or a YAML file.")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe, such as train.lr=3e-4.")
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, such as train.lr=3e-4.")
 ]
 RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/<name of the recipe>")]
 

@@ -18,7 +18,7 @@ def import_states(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="[FOLDER|ADDRESS]",
+            metavar="FOLDER|ADDRESS",
             help="Folder of vLLM's files, or address of the server (several with commas). Without: how to start one.",
         ),
     ] = None,

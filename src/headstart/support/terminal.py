@@ -41,7 +41,16 @@ _NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS}
 _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
-class Commands(TyperGroup):
+class Group(TyperGroup):
+    """Commands whose first sentences are all listed whole."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+class Commands(Group):
     """Commands whose errors are sentences: bad input ends with exit code 2, Ctrl-C with 130, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -65,7 +74,7 @@ class Commands(TyperGroup):
             raise SystemExit(2) from None
 
 
-class DataCommands(TyperGroup):
+class DataCommands(Group):
     """`headstart data RECIPE` is short for `headstart data build RECIPE`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
