@@ -245,7 +245,17 @@ def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
     rewrite_heads(run, **{name: weight.detach() for name, weight in heads.named_parameters() if "block" not in name})
     zero = {name: torch.zeros_like(weight) for name, weight in heads.named_parameters() if "block" in name}
     rewrite_heads(run, **zero)
-    planted(run, "weights", "those of the warm start")
+    assert planted(run, "weights", "those of the warm start").stage == "training"
+
+
+def test_heads_that_had_nothing_left_to_learn(run: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target whose next states are known from the start, such as one that says the same again and again."""
+    test_heads_that_never_learned(run, tiny_target)
+    steps = find_subject(str(run)).heads.draft_steps
+    monkeypatch.setattr(drafting_checks, "decoded", lambda *_: drafting_checks.Decoded(steps, steps, 1.0))
+    assert problems(run) == []
+    found = {finding.check: finding for finding in examine(find_subject(str(run), quick=True))}
+    assert f"{steps:.2f} of {steps} drafts a round are accepted without any training" in found["weights"].sentence
 
 
 # -- decoding --------------------------------------------------------------------------------------------------------
@@ -328,7 +338,7 @@ def test_training_itself_is_low(run: Path) -> None:
     torch.manual_seed(0)
     rewrite_heads(run, lm_head_KDE=torch.randn_like(weights["lm_head_KDE"]))
     (only,) = problems(run)
-    assert only.check == "acceptance"
+    assert (only.check, only.stage) == ("acceptance", "training")
     assert "Training accuracy itself is low" in only.sentence
     assert "data.conversations" in only.remedy
 

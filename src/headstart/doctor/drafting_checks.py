@@ -41,6 +41,9 @@ _ROUNDS = (1, 2, 3, 1, 4)
 _LOW = 0.2
 """Acceptance of the first draft below which drafting is hardly worth its cost."""
 
+_FULL = 0.95
+"""Of the drafts, the share that is as good as all: near-ties may go the other way."""
+
 Steps = dict[int, list[Tensor]]
 """Logits [D] of each draft step, by origin: the position of the last token read."""
 
@@ -92,10 +95,18 @@ def weights(subject: Subject) -> Finding:
         )
     start = dict(untrained(heads.config, heads.draft_to_target_D, subject.target).named_parameters())
     if all(torch.equal(weight, start[name].to(weight)) for name, weight in heads.named_parameters()):
-        return bad(
+        real = decoded(subject, prompts_before(subject.heldout))
+        if real.accepted >= _FULL * heads.draft_steps:
+            return good(
+                f"All weights are finite, and those of the warm start: {real.accepted:.2f} of {heads.draft_steps} "
+                "drafts a round are accepted without any training.",
+                accepted=real.accepted,
+            )
+        untaught = bad(
             "The heads are those of the warm start: training never made them better.",
             "Look at train/metrics.jsonl: raise train.minutes or train.steps, lower train.lr if the loss rose.",
         )
+        return replace(untaught, stage="training")
     return good("All weights are finite, and training has moved them.")
 
 
@@ -223,7 +234,7 @@ def _drafted(target: Target, heads: DraftHead, item: Conversation, states: dict[
 def acceptance(subject: Subject) -> Finding:
     """Whether decoding accepts what training reached; and which of the two is low."""
     heads = subject.finite_heads
-    real = decoded(subject, [item.tokens[: item.supervised.index(True)] for item in subject.heldout])
+    real = decoded(subject, prompts_before(subject.heldout))
     figures = {"first_draft": real.first, "accepted": real.accepted, "accepted_as_predicted": real.predicted}
     drafts = f"{heads.draft_steps} drafts a round"
     if real.accepted < 0.75 * real.predicted - 0.05:
@@ -234,7 +245,7 @@ def acceptance(subject: Subject) -> Finding:
             **figures,
         )
     if real.first < _LOW:
-        return bad(
+        low = bad(
             f"Training accuracy itself is low: on answers to held-out prompts the first draft is right in "
             f"{real.first:.0%} of cases, {real.predicted:.2f} of {drafts} would be accepted; decoding accepts "
             f"{real.accepted:.2f}, so it does what training taught.",
@@ -242,20 +253,27 @@ def acceptance(subject: Subject) -> Finding:
             "conversations (data.conversations), or another family or depth.",
             **figures,
         )
+        return replace(low, stage="training")
     if subject.question_prompts:
         asked = decoded(subject, subject.question_prompts)
         figures["accepted_on_questions"] = asked.accepted
         if asked.accepted < 0.6 * real.accepted - 0.05:
-            return bad(
+            narrow = bad(
                 f"The data are too narrow for these questions: {asked.accepted:.2f} of {drafts} are accepted on them, "
                 f"{real.accepted:.2f} on prompts like those of the training.",
                 "Train on prompts like these: data.prompts=FILE, data.seed_prompts=broad, or more data.conversations.",
                 **figures,
             )
+            return replace(narrow, stage="data")
     return good(
         f"Decoding accepts {real.accepted:.2f} of {drafts}; the training forward predicts {real.predicted:.2f}.",
         **figures,
     )
+
+
+def prompts_before(items: Sequence[Conversation]) -> list[list[int]]:
+    """Conversations up to their first answers."""
+    return [item.tokens[: item.supervised.index(True)] for item in items]
 
 
 @dataclass(frozen=True)

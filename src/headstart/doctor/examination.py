@@ -49,7 +49,8 @@ def examine(
     for stage, check in checks:
         name = getattr(check, "__name__", "")
         begin(stage, name)
-        finding = replace(_outcome(check, subject, reported), check=name, stage=stage)
+        finding = _outcome(check, subject, reported)
+        finding = replace(finding, check=name, stage=finding.stage or stage)
         if finding.ok is False:
             reported.append(finding.sentence)
         yield finding

@@ -18,7 +18,8 @@ _MARKS = {True: Text("✓", "green"), False: Text("✗", "bold red"), None: Text
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check reports. The examination fills in the check's name and its stage.
+    """What one check reports. The examination fills in the check's name and its stage, unless the check has found that
+    another one is at fault.
 
     Attributes:
         ok: true when all is well, false when something is wrong, None when there was nothing to look at.
