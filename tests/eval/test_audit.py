@@ -82,12 +82,30 @@ def test_the_evidence_is_written_and_shown(results: dict[str, Any], tmp_path: Pa
     assert json.loads((tmp_path / "out" / "audit.json").read_text())["clean"] is True
     text = (tmp_path / "out" / "audit.md").read_text()
     assert "**Clean: 240 greedy tokens and 4000 samples" in text
+    largest = max(row["least_seen"] for row in results["sampling"])
+    could = f"a drafter that gets one token in 10 wrong, and samples whose distribution is off by {largest:.2f} or more"
+    assert f"In 95 % of cases this finds {could}." in text, "of 30 tokens each drafter and batch size"
     assert "Bonferroni" in text
     console = Console(record=True, width=120)
     show_audit(results, console)
     shown = console.export_text()
     for words in ("greedy, static, batch 3", "greedy_draft, temperature 0.7", "clean", "noise"):
         assert words in shown
+
+
+def test_texts_without_a_doubt_prove_nothing_about_sampling(tmp_path: Path) -> None:
+    model = tiny_model("llama", vocab_size=24)
+    model.lm_head.weight.data *= 1000
+    target = Target(model, None, "tiny")
+    decoder = Decoder(target, make_heads(target), TreeShape.from_paths(TUNING["paths"]), TUNING)
+    found = run_audit(decoder, PROMPTS, replace(QUICK, drafters=("static",), samples=40, verifier=("top_k",)))
+    assert [row["least_seen"] for row in found["sampling"]] == [None]
+    assert sentence(found).endswith("In 1 of 1 checks of sampling the text is all but certain, so nothing shows.")
+    write_audit(found, tmp_path)
+    assert "| nothing to see |" in (tmp_path / "audit.md").read_text()
+    console = Console(record=True, width=120)
+    show_audit(found, console)
+    assert "seen from –" in (shown := console.export_text()) and "nothing to see" in shown
 
 
 def raw_bonus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,14 @@ import torch
 
 from headstart.decode.options import SamplingOptions
 from headstart.decode.sampling import process, warp
-from headstart.eval.enumeration import Distribution, chi_square_p, enumerate_texts, expected_variation, fit
+from headstart.eval.enumeration import (
+    Distribution,
+    chi_square_p,
+    enumerate_texts,
+    expected_variation,
+    fit,
+    least_seen,
+)
 from headstart.target.model import Target
 from tests.tiny import tiny_model
 
@@ -55,6 +62,19 @@ def test_what_is_not_read_on_stays_in_the_rest(target: Target) -> None:
     assert part.rest + sum(part.probs.values()) == pytest.approx(1, abs=1e-5)
     assert all(whole.probs[text] == pytest.approx(prob, abs=1e-6) for text, prob in part.probs.items())
     assert all(part.possible(text) for text in whole.probs)
+
+
+def test_what_is_said_to_be_seen_is_seen() -> None:
+    """The hardest to see: every share is off by the same part of itself."""
+    samples, level = 2000, 0.001
+    exact = {(token,): 0.25 for token in range(4)}
+    off = least_seen(4, samples, level)
+    assert off is not None
+    shifted = {text: prob + (off / 2 if text[0] < 2 else -off / 2) for text, prob in exact.items()}
+    found = [not fit(draw(shifted, samples, seed), Distribution(1, exact)).clean(level) for seed in range(400)]
+    assert 0.91 < sum(found) / len(found) < 0.985, "0.95, within four standard deviations"
+    assert least_seen(1, samples, level) is None
+    assert least_seen(4, 4 * samples, level) == pytest.approx(off / 2)
 
 
 def draw(probs: dict[tuple[int, ...], float], samples: int, seed: int) -> Counter[tuple[int, ...]]:

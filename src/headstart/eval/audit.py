@@ -35,7 +35,7 @@ from headstart.decode.verify import RULES
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge
-from headstart.eval.enumeration import MIN_EXPECTED, Distribution, enumerate_texts, fit
+from headstart.eval.enumeration import MIN_EXPECTED, Distribution, enumerate_texts, fit, least_seen
 from headstart.eval.environment import environment
 from headstart.eval.methods import Source, named
 from headstart.eval.options import AuditOptions
@@ -381,6 +381,7 @@ def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, l
         "verifier": verifier,
         **asdict(result),
         "level": level,
+        "least_seen": least_seen(result.cells, result.samples, level),
         "enumerated": 1.0 - exact.rest,
         "drafts_accepted": sum(done.emitted - 1 for output in outputs for done in output.rounds),
         "rounds": sum(len(output.rounds) for output in outputs),

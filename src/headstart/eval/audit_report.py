@@ -9,7 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from headstart.eval.report import template
+from headstart.eval.enumeration import SEEN
+from headstart.eval.report import number, template
 from headstart.support.files import write_json, write_text
 from headstart.support.terminal import tell
 
@@ -26,10 +27,24 @@ def sentence(results: Mapping[str, Any]) -> str:
     tokens = sum(row["tokens"] for row in results["greedy"])
     samples = sum(row["samples"] for row in results["sampling"])
     if results["clean"]:
-        return f"Clean: {tokens} greedy tokens and {samples} samples compared, and nothing differs from plain decoding."
+        compared = f"{tokens} greedy tokens and {samples} samples compared, and nothing differs from plain decoding"
+        return f"Clean: {compared}. {_could_have_been_seen(results)}"
     return (
         f"Not clean: {len(results['problems'])} of {len(results['greedy']) + len(results['sampling'])} checks failed."
     )
+
+
+def _could_have_been_seen(results: Mapping[str, Any]) -> str:
+    """How small a fault would have shown, in a sentence or two."""
+    parts, sampled = list[str](), results["sampling"]
+    if tokens := min((row["tokens"] for row in results["greedy"]), default=0):
+        parts.append(f"a drafter that gets one token in {max(1, int(1 / (1 - (1 - SEEN) ** (1 / tokens))))} wrong")
+    if seen := [row["least_seen"] for row in sampled if row["least_seen"] is not None]:
+        parts.append(f"samples whose distribution is off by {max(seen):.2f} or more")
+    text = f"In {100 * SEEN:.0f} % of cases this finds {', and '.join(parts)}." if parts else ""
+    if certain := len(sampled) - len(seen):
+        text += f" In {certain} of {len(sampled)} checks of sampling the text is all but certain, so nothing shows."
+    return text
 
 
 def show_audit(results: Mapping[str, Any], console: Console) -> None:
@@ -64,8 +79,9 @@ def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
         yield (
             f"{row['verifier']}, temperature {row['temperature']:g}, prompt {row['prompt']}",
             f"{row['samples']} samples",
-            f"p {row['p_value']:.2g}, off by {row['total_variation']:.3f} (noise {row['expected_variation']:.3f})",
-            _mark(row["problem"] is None),
+            f"p {row['p_value']:.2g}, off by {row['total_variation']:.3f} (noise {row['expected_variation']:.3f}), "
+            f"seen from {number(row['least_seen'], 3)}",
+            _mark(row["problem"] is None) if row["problem"] or row["cells"] > 1 else "[dim]nothing to see[/]",
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +31,8 @@ from headstart.target.model import Target
 
 MIN_EXPECTED = 5.0
 """Cells expected fewer times than this are pooled into one: the chi-square approximation wants no rarer ones."""
+SEEN = 0.95
+"""How often an audit finds what it is said to be able to see."""
 _ROWS = 32
 """Texts read in one forward while enumerating."""
 
@@ -187,6 +189,43 @@ def chi_square_p(statistic: float, freedom: int) -> float:
         return 1.0
     half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def least_seen(cells: int, samples: int, level: float) -> float | None:
+    """The total variation from which on a deviation fails the test in at least `SEEN` of cases; None where there is one
+    cell, in which nothing shows.
+
+    Where shares deviate, the statistic is a noncentral chi-square variable, a Poisson mixture of central ones. Its
+    noncentrality is `samples` times the sum of squared deviations over probabilities, which is never less than the
+    square of their summed absolute values (Cauchy-Schwarz), twice the total variation.
+
+    >>> round(least_seen(2, 100, 0.05) or 0, 4)  # of one normal variable: (1.9600 + 1.6449) / sqrt(100) / 2
+    0.1802
+    """
+    freedom = cells - 1
+    if freedom == 0:
+        return None
+    critical = _reached(lambda statistic: -chi_square_p(statistic, freedom), -level)
+    counts_J = torch.arange(4096, dtype=torch.float64)
+    failing_J = torch.special.gammaincc(freedom / 2 + counts_J, torch.full_like(counts_J, critical / 2))
+
+    def power(noncentrality: float) -> float:
+        mean = noncentrality / 2
+        weights_J = torch.exp(counts_J * math.log(mean) - mean - torch.lgamma(counts_J + 1))
+        return float((weights_J * failing_J).sum())
+
+    return min(1.0, math.sqrt(_reached(power, SEEN) / samples) / 2)
+
+
+def _reached(rising: Callable[[float], float], value: float) -> float:
+    """The positive number at which a rising function comes to a value."""
+    low, high = 0.0, 1.0
+    while rising(high) < value:
+        low, high = high, 2 * high
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if rising(middle) < value else (low, middle)
+    return high
 
 
 def expected_variation(probs_C: Tensor, samples: int) -> float:
