@@ -55,8 +55,9 @@ def test_every_drafter_in_one_table(decoder: Decoder) -> None:
         assert row["divergences"]["count"] == 0, name
         assert row["divergences"]["tokens_compared"] == rows["plain"]["divergences"]["tokens_compared"]
         for key in ("speedup_vs_plain", "speedup_vs_transformers"):
-            assert 0 < row[key]["low"] <= row[key]["mean"] <= row[key]["high"], (name, key)
-    assert rows["plain"]["speedup_vs_plain"]["mean"] == 1
+            of_itself = name == key.removeprefix("speedup_vs_")
+            assert (row[key] is None) == of_itself, (name, key)
+            assert of_itself or (row[key]["mean"] > 0 and row[key]["low"] is row[key]["high"] is None), (name, key)
     assert rows["plain"]["tokens_per_round"] == 1
     assert rows["transformers"]["tokens_per_round"] is None
     assert rows["chain"]["nodes_per_round"] <= 3
@@ -200,4 +201,4 @@ def test_a_report_says_for_how_many_prompts_nothing_was_drafted() -> None:
     assert (figures[HEADS]["undrafted_prompts"], figures[PLAIN]["undrafted_prompts"]) == (2, None)
     compared = [{"name": name, **figures[name]} for name in runs]
     (sentence,) = undrafted({"compare": compared, "per_prompt": prompts})
-    assert sentence == "heads: nothing was drafted for 2 of 4 prompts, where plain decoding was faster."
+    assert sentence == "heads: nothing was drafted for 2 of 4 prompts, where plain decoding was expected to be faster."

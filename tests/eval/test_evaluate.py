@@ -52,8 +52,7 @@ def test_schema(results: dict[str, Any]) -> None:
     summary = results["summary"]
     assert set(summary["tokens_per_second"]) == set(METHODS)
     for key in SPEEDUPS:
-        ratio = summary[key]
-        assert 0 < ratio["low"] <= ratio["mean"] <= ratio["high"], key
+        assert summary[key]["mean"] > 0 and summary[key]["low"] is None, "three prompts have no interval"
     assert 1 <= summary["tokens_per_round"] <= 3
     assert all(0 <= share <= 1 for share in summary["acceptance_by_position"])
     assert 1 <= len(summary["acceptance_by_position"]) <= 2
@@ -145,7 +144,6 @@ def test_sampling_compares_no_tokens(tiny_target: Target, drafter: HeadDrafter) 
 def test_without_baselines(tiny_target: Target, drafter: HeadDrafter) -> None:
     results = evaluate(Drafts(tiny_target, drafter), QUESTIONS, EvalOptions(max_new_tokens=4, limit=1, baselines=False))
     assert results["summary"]["speedup_vs_transformers"] is None
-    assert results["summary"]["speedup_vs_plain"]["low"] is None, "one prompt has no interval"
 
 
 def test_later_turns_read_the_plain_answers(tiny_target: Target, drafter: HeadDrafter) -> None:

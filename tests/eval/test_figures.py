@@ -102,5 +102,7 @@ def test_turns_of_one_question_are_drawn_together() -> None:
     ratio = summarise(turns, seed=0)["speedup_vs_plain"]
     assert ratio == {"mean": 3.0, "low": None, "high": None}, "one group, nothing to draw"
     assert summarise(turns, seed=0)["tokens_per_second_interval"]["heads"]["low"] is None
-    two = summarise([*turns, unit(1, "a", [4], (1.0, 4.0))], seed=0)["speedup_vs_plain"]
-    assert two["low"] < two["mean"] < two["high"]
+    others = [unit(number, "a", [4], (1.0, 4.0)) for number in range(1, 5)]
+    assert summarise([*turns, *others[:-1]], seed=0)["speedup_vs_plain"]["low"] is None, "four are too few"
+    five = summarise([*turns, *others], seed=0)["speedup_vs_plain"]
+    assert five["low"] < five["mean"] < five["high"]

@@ -13,18 +13,24 @@ import pytest
 from rich.console import Console
 
 from headstart.eval.divergence import Difference, Judgement
-from headstart.eval.figures import categories, compare_rows, per_prompt, summarise
+from headstart.eval.figures import Unit, categories, compare_rows, per_prompt, summarise
 from headstart.eval.labels import BASELINES, OTHER
 from headstart.eval.report import divergence_sentence, show_results, verdicts, write_report
 from tests.eval.test_figures import unit
 
 
+def five_units(category: str = "code") -> list[Unit]:
+    """As many prompts as an interval needs."""
+    writing = [unit(number, "writing", [1, 3, 2], (1.0, 1.5 + 0.1 * number)) for number in range(4)]
+    return [*writing, unit(4, category, [4, 1], (1.0, 1.4))]
+
+
 @pytest.fixture
 def results() -> dict[str, Any]:
-    units = [unit(0, "writing", [1, 3, 2], (1.0, 1.5)), unit(1, "<b>|code", [4, 1], (1.0, 1.4))]
-    units[0].runs["transformers"] = units[0].runs["plain"]
-    units[1].runs["transformers"] = units[1].runs["plain"]
-    same = Judgement(2, 13, None, [])
+    units = five_units("<b>|code")
+    for each in units:
+        each.runs["transformers"] = each.runs["plain"]
+    same = Judgement(5, 34, None, [])
     return {
         "schema_version": 1,
         "summary": {
@@ -86,8 +92,8 @@ def test_what_was_not_measured_renders(results: dict[str, Any], tmp_path: Path) 
         assert "–" in text and "None" not in text
 
 
-def test_one_prompt_has_no_interval(results: dict[str, Any], tmp_path: Path) -> None:
-    assert "interval 1" in "".join(pages(copy.deepcopy(results), tmp_path / "two"))
+def test_a_few_prompts_have_no_interval(results: dict[str, Any], tmp_path: Path) -> None:
+    assert "interval 1" in "".join(pages(copy.deepcopy(results), tmp_path / "five"))
     units = [unit(0, "writing", [1, 3, 2], (1.0, 1.5))]
     results["summary"] |= summarise(units, 0)
     results["categories"], results["per_prompt"] = categories(units, 0), per_prompt(units)
@@ -97,7 +103,7 @@ def test_one_prompt_has_no_interval(results: dict[str, Any], tmp_path: Path) -> 
     results["compare"] = compare_rows(units, judged, 0, "heads")
     html, markdown = pages(results, tmp_path / "one")
     for text in (html, markdown):
-        assert "1.50x the speed of the plain loop on one prompt" in text
+        assert "1.50x the speed of the plain loop, on too few prompts for an interval." in text
         assert "1.50–1.50" not in text and "interval 1.50" not in text and "Whiskers" not in text
         assert "None" not in text
     written = io.StringIO()
@@ -110,7 +116,8 @@ def test_verdicts_are_honest() -> None:
     unmeasured = dict.fromkeys(figure for figure in BASELINES)
 
     def verdict(low: float, mean: float, high: float) -> str:
-        return verdicts({"summary": {**unmeasured, "speedup_vs_plain": {"low": low, "mean": mean, "high": high}}})[0]
+        ratio = {"low": low, "mean": mean, "high": high}
+        return verdicts({"summary": {**unmeasured, "speedup_vs_plain": ratio}, "per_prompt": [1]})[0]
 
     assert verdict(1.2, 1.3, 1.4) == "Faster than the plain loop: 1.30x (95 % interval 1.20 to 1.40)."
     assert verdict(0.7, 0.8, 0.9).startswith("Slower than the plain loop")
@@ -143,7 +150,7 @@ def test_divergence_sentence(judged: Judgement, words: str) -> None:
 
 def compared(results: dict[str, Any]) -> dict[str, Any]:
     """The same report with two more drafters; one of them failed."""
-    units = [unit(0, "writing", [1, 3, 2], (1.0, 1.5)), unit(1, "code", [4, 1], (1.0, 1.4))]
+    units = five_units()
     for number, one in enumerate(units):
         runs = one.runs
         runs["transformers"] = runs["plain"]
@@ -151,7 +158,7 @@ def compared(results: dict[str, Any]) -> dict[str, Any]:
         runs[OTHER + "ngram"] = unit(number, "", [2, 2], (0.5, 1.0)).runs["heads"]
         runs[OTHER + "a|b"] = unit(number, "", [1, 1], (2.0, 1.0)).runs["heads"]
         runs[OTHER + "a|b"].drafter_error = "ValueError: no | drafts"
-    same = Judgement(2, 13, None, [])
+    same = Judgement(5, 34, None, [])
     rows = compare_rows(units, dict.fromkeys(units[0].runs, same), 0, "dynamic")
     summary = {**results["summary"], "drafter": "dynamic"}
     return {**results, "summary": summary, "compare": rows}
@@ -175,6 +182,21 @@ def test_compared_drafters_share_a_table_and_a_plot(results: dict[str, Any], tmp
     ]  # fmt: skip
 
 
+def test_a_drafter_that_never_drafted_is_not_called_faster(results: dict[str, Any], tmp_path: Path) -> None:
+    results = compared(results)
+    for figures in (results["summary"], results["compare"][4]):
+        figures["undrafted_prompts"] = 5
+    assert verdicts(results)[0].startswith("Nothing was drafted, because the plain loop was expected to be faster: 1.")
+    html, markdown = pages(results, tmp_path)
+    assert "Faster than the plain loop" not in html + markdown and "speed over the plain loop" not in html
+    console = Console(file=io.StringIO(), width=80)
+    show_results(results, "compared", console)
+    assert isinstance(console.file, io.StringIO)
+    for text in (html, markdown, console.file.getvalue()):
+        (row,) = [line for line in text.splitlines() if "nothing drafted" in line]
+        assert "ngram" in row
+
+
 def test_the_table_of_a_terminal_cuts_nothing_short(results: dict[str, Any]) -> None:
     results = compared(results)
     for row in results["compare"]:
@@ -191,6 +213,7 @@ def test_the_table_of_a_terminal_cuts_nothing_short(results: dict[str, Any]) -> 
         speedup = row["speedup_vs_plain"]
         line = next(line for line in lines if line.strip("│ ").split(" ")[0] == row["name"])
         assert f"{row['tokens_per_second']:.1f}" in line
-        assert f"{speedup['mean']:.2f}x ({speedup['low']:.2f}–{speedup['high']:.2f})" in line
+        interval = speedup and f"{speedup['mean']:.2f}x ({speedup['low']:.2f}–{speedup['high']:.2f})"
+        assert (interval or " – ") in line, "over itself nothing is faster"
         assert "12 of 80" in line
     assert "with/a/" in table

@@ -20,10 +20,12 @@ from headstart.eval.methods import Run
 
 RESAMPLES = 10_000
 """Bootstrap resamples for each interval."""
+LEAST_UNITS = 5
+"""Units that an interval needs: resamples of fewer are much the same, and it would be too narrow."""
 
 
 class Interval(TypedDict):
-    """A point estimate ("mean") with its 95 % interval; without one where there is a single unit to draw from."""
+    """A point estimate ("mean") with its 95 % interval; without one below `LEAST_UNITS` units to draw from."""
 
     mean: float
     low: float | None
@@ -120,16 +122,16 @@ class Totals(NamedTuple):
 
 
 def rate_interval(totals: Totals, seed: int) -> Interval:
-    """Total tokens over total seconds, with its 95 % bootstrap interval over units; one unit has none."""
+    """Total tokens over total seconds, with its 95 % bootstrap interval over units, see `Interval`."""
     return _interval(*totals.rates(seed), len(totals.tokens_N))
 
 
 def ratio_interval(totals: Totals, base: Totals, seed: int) -> Interval:
     """Speed-up: the ratio of two throughputs (total tokens over total seconds), with its 95 % interval.
 
-    Paired bootstrap: a resample draws units, and takes both methods' runs of each unit drawn. One unit has none.
+    Paired bootstrap: a resample draws units, and takes both methods' runs of each unit drawn.
 
-    >>> ratio_interval(Totals([10, 20], [1, 2]), Totals([10, 20], [2, 4]), seed=0)
+    >>> ratio_interval(Totals([10] * 5, [1] * 5), Totals([10] * 5, [2] * 5), seed=0)
     {'mean': 2.0, 'low': 2.0, 'high': 2.0}
     """
     (rate, rate_R), (base_rate, base_rate_R) = totals.rates(seed), base.rates(seed)
@@ -137,7 +139,7 @@ def ratio_interval(totals: Totals, base: Totals, seed: int) -> Interval:
 
 
 def _interval(point: float, resampled_R: NDArray[np.float64], units: int) -> Interval:
-    if units < 2:
+    if units < LEAST_UNITS:
         return {"mean": float(point), "low": None, "high": None}
     low, high = np.percentile(resampled_R, [2.5, 97.5])
     return {"mean": float(point), "low": float(low), "high": float(high)}
@@ -162,7 +164,9 @@ def rate(units: Sequence[Unit], method: str, seed: int) -> Interval | None:
 
 
 def speedup(units: Sequence[Unit], base: str, seed: int, method: str = HEADS) -> Interval | None:
-    """A method's tokens per second over another's; None when one of them did not run."""
+    """A method's tokens per second over another's; None when one of them did not run, or both are the same."""
+    if method == base:
+        return None
     totals, base_totals = _totals(units, method), _totals(units, base)
     return ratio_interval(totals, base_totals, seed) if totals and base_totals else None
 

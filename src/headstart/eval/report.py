@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("words", max_width=14)  # "5 of 6 differ," and "by rounding" below it
     for row in results["compare"]:
-        speed, speedup = number(row["tokens_per_second"], 1), times(row["speedup_vs_plain"])
+        speed, speedup = number(row["tokens_per_second"], 1), over_plain(row, results)
         table.add_row(row["name"], speed, speedup, number(row["tokens_per_round"]), words(row))
     console.print(table)
     predicted = results["summary"]["predicted_speedup"]
@@ -97,6 +98,8 @@ def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str,
         target_remarks=target_remarks(results["settings"]),
         failed=failed(results),
         undrafted=undrafted(results),
+        plainly=drafted_nothing(results["summary"], results),
+        over_plain=partial(over_plain, results=results),
         baselines=BASELINES,
         definitions=DEFINITIONS,
         plots=[{**plot, "svg": Markup(plot["svg"])} for plot in figures],
@@ -122,14 +125,24 @@ def undrafted(results: Mapping[str, Any]) -> list[str]:
     """For how many prompts a method drafted nothing, a sentence each.
 
     >>> undrafted({"compare": [{"name": "heads", "undrafted_prompts": 2}], "per_prompt": [1, 2, 3]})
-    ['heads: nothing was drafted for 2 of 3 prompts, where plain decoding was faster.']
+    ['heads: nothing was drafted for 2 of 3 prompts, where plain decoding was expected to be faster.']
     """
     return [
         f"{row['name']}: nothing was drafted for {row['undrafted_prompts']} of {len(results['per_prompt'])} prompts, "
-        "where plain decoding was faster."
+        "where plain decoding was expected to be faster."
         for row in results["compare"]
         if row.get("undrafted_prompts")
     ]
+
+
+def drafted_nothing(figures: Mapping[str, Any], results: Mapping[str, Any]) -> bool:
+    """Whether a method, by its figures, decoded every prompt plainly."""
+    return figures.get("undrafted_prompts") == len(results["per_prompt"])
+
+
+def over_plain(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    """The speed-up of a compared method over the plain loop, in a cell."""
+    return "nothing drafted" if drafted_nothing(row, results) else times(row["speedup_vs_plain"])
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
@@ -140,8 +153,11 @@ def verdicts(results: Mapping[str, Any]) -> list[str]:
         if not ratio:
             continue
         interval = f"{ratio['mean']:.2f}x (95 % interval {ratio['low'] or 0:.2f} to {ratio['high'] or 0:.2f})"
-        if ratio["low"] is None:
-            sentences.append(f"{ratio['mean']:.2f}x the speed of {name} on one prompt, which is too few to tell more.")
+        if key == LABELS[PLAIN].speedup and drafted_nothing(results["summary"], results):
+            chance = f"{ratio['mean']:.2f}x its speed is chance"
+            sentences.append(f"Nothing was drafted, because {name} was expected to be faster: {chance}.")
+        elif ratio["low"] is None:
+            sentences.append(f"{ratio['mean']:.2f}x the speed of {name}, on too few prompts for an interval.")
         elif ratio["low"] > 1:
             sentences.append(f"Faster than {name}: {interval}.")
         elif ratio["high"] < 1:
@@ -243,7 +259,7 @@ def words(row: Mapping[str, Any]) -> str:
 
 
 def times(ratio: Mapping[str, float | None] | None, interval: bool = True) -> str:
-    """A speed-up, with its interval when asked for; one prompt has none.
+    """A speed-up, with its interval when asked for; a few prompts have none.
 
     >>> times({"mean": 1.5, "low": 1.4, "high": 1.6}), times({"mean": 1.5, "low": None, "high": None}), times(None)
     ('1.50x (1.40–1.60)', '1.50x', '–')

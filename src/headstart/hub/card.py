@@ -205,7 +205,7 @@ def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _interval(ratio: Mapping[str, float | None]) -> str:
-    """A speed-up with its interval; one prompt has none."""
+    """A speed-up with its interval; a few prompts have none."""
     interval = "" if ratio["low"] is None else f" (95 % interval {ratio['low']:.2f} to {ratio['high']:.2f})"
     return f"{ratio['mean']:.2f}x{interval}"
 
