@@ -14,7 +14,7 @@ from rich.console import Console
 
 from headstart.eval.divergence import Difference, Judgement
 from headstart.eval.figures import Unit, categories, compare_rows, per_prompt, summarise
-from headstart.eval.labels import BASELINES, OTHER
+from headstart.eval.labels import BASELINES, OTHER, label_of
 from headstart.eval.report import divergence_sentence, show_results, verdicts, write_report
 from tests.eval.test_figures import unit
 
@@ -62,6 +62,20 @@ def test_three_files(results: dict[str, Any], tmp_path: Path) -> None:
         assert "1.60" in text, "the prediction stands beside the measurement"
         assert "Tokens per round (τ)" in text
     assert html.count("<svg") == 2
+
+
+def test_no_name_of_a_program_and_no_stamp_is_shown(results: dict[str, Any], tmp_path: Path) -> None:
+    results = compared(results)
+    results["environment"]["date"] = "2026-11-04T09:07:31+00:00"
+    console = Console(file=io.StringIO(), width=80)
+    show_results(results, "compared", console)
+    assert isinstance(console.file, io.StringIO)
+    html, markdown = pages(results, tmp_path)
+    for text in (html, markdown):
+        assert "4 November 2026, 09:07 UTC" in text and "2026-11-04T" not in text
+        assert "8 new tokens" in text and "greedy" in text and "temperature 0.0" not in text
+    for text in (html, markdown, console.file.getvalue()):
+        assert "prompt lookup" in text and "prompt_lookup" not in text
 
 
 def test_html_stands_alone(results: dict[str, Any], tmp_path: Path) -> None:
@@ -168,6 +182,7 @@ def test_compared_drafters_share_a_table_and_a_plot(results: dict[str, Any], tmp
     results = compared(results)
     names = [row["name"] for row in results["compare"]]
     assert names == ["dynamic", "plain", "transformers", "transformers_prompt_lookup", "ngram", "a|b"]
+    results["settings"]["compare"] = ("ngram",)
     html, markdown = pages(results, tmp_path)
     assert html.count("<svg") == 2
     assert "<!-- tokens per second -->" in html
@@ -178,7 +193,7 @@ def test_compared_drafters_share_a_table_and_a_plot(results: dict[str, Any], tmp
     lines = table.splitlines()
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1
     assert [line.split(" | ")[0] for line in lines[2:]] == [
-        "| dynamic", "| plain", "| transformers", "| transformers_prompt_lookup", "| ngram", r"| a\|b",
+        "| dynamic", "| plain", "| transformers", "| prompt lookup", "| n-gram", r"| a\|b",
     ]  # fmt: skip
 
 
@@ -194,7 +209,7 @@ def test_a_drafter_that_never_drafted_is_not_called_faster(results: dict[str, An
     assert isinstance(console.file, io.StringIO)
     for text in (html, markdown, console.file.getvalue()):
         (row,) = [line for line in text.splitlines() if "nothing drafted" in line]
-        assert "ngram" in row
+        assert "n-gram" in row
 
 
 def test_the_table_of_a_terminal_cuts_nothing_short(results: dict[str, Any]) -> None:
@@ -211,7 +226,7 @@ def test_the_table_of_a_terminal_cuts_nothing_short(results: dict[str, Any]) -> 
     assert all(len(line) <= 80 for line in table.splitlines())
     for row in results["compare"][:-1]:
         speedup = row["speedup_vs_plain"]
-        line = next(line for line in lines if line.strip("│ ").split(" ")[0] == row["name"])
+        line = next(line for line in lines if line.strip("│ ").startswith(f"{label_of(row['name'])} "))
         assert f"{row['tokens_per_second']:.1f}" in line
         interval = speedup and f"{speedup['mean']:.2f}x ({speedup['low']:.2f}–{speedup['high']:.2f})"
         assert (interval or " – ") in line, "over itself nothing is faster"

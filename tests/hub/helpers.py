@@ -37,7 +37,14 @@ RESULTS: dict[str, Any] = {
         "predicted_speedup": 1.4567,
     },
     "settings": {"questions": 48, "max_new_tokens": 128, "temperature": 0.0, "batch_size": 1},
-    "environment": {"cpu": "A Fast | CPU", "threads": 2, "dtype": "bfloat16", "gpu": None, "torch": "2.13"},
+    "environment": {
+        "cpu": "A Fast | CPU",
+        "threads": 2,
+        "dtype": "bfloat16",
+        "gpu": None,
+        "torch": "2.13",
+        "date": "2026-11-04T09:07:31+00:00",
+    },
 }
 
 

@@ -30,7 +30,8 @@ def test_figures_and_settings(tmp_path: Path, tiny_target: Target) -> None:
     card = (tmp_path / "h" / "README.md").read_text()
     for text in (
         "Held-out prompts",
-        "48 prompts, at most 128 new tokens each, temperature 0.0, batch size 1, bfloat16, 2 threads",
+        "48 prompts, at most 128 new tokens each, greedy, batch size 1, bfloat16, 2 threads, on A Fast",
+        "4 November 2026, 09:07 UTC",
         "| tokens/s, the heads | 71.2 |",
         "1.42x (95 % interval 1.37 to 1.47)",
         "| draft 2 accepted, when those before it were | 45 % |",

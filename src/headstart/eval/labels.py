@@ -46,5 +46,25 @@ LABELS = {
         "speedup_vs_prompt_lookup",
     ),
 }
+
+
+def label_of(name: str) -> str:
+    """What a compared method is called where there is little room.
+
+    >>> label_of("transformers_prompt_lookup"), label_of("ngram"), label_of("early-exit:4")
+    ('prompt lookup', 'n-gram', 'early-exit:4')
+    """
+    return LABELS[name].short if name in LABELS else name.replace("ngram", "n-gram").replace("+", " + ")
+
+
+def temperature_of(value: float) -> str:
+    """A temperature in words.
+
+    >>> temperature_of(0.0), temperature_of(0.7)
+    ('greedy', 'temperature 0.7')
+    """
+    return f"temperature {value:g}" if value else "greedy"
+
+
 BASELINES = {label.speedup: label for label in LABELS.values() if label.speedup}
 """What the drafter is compared with, by the figure of results.json that does."""

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from headstart.eval.labels import HEADS, HEADS_NGRAM, LABELS
+from headstart.eval.labels import HEADS, HEADS_NGRAM, LABELS, label_of
 
 _STYLE = {
     "font.size": 10,
@@ -45,7 +45,7 @@ def _speeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             [max(0.0, speed["mean"] - speed["low"]) for speed in speeds],
             [max(0.0, speed["high"] - speed["mean"]) for speed in speeds],
         ]
-    names = [LABELS[row["name"]].short if row["name"] in LABELS else row["name"] for row in rows]
+    names = [label_of(row["name"]) for row in rows]
     drawn = axes.barh(names, means, height=0.62, xerr=whiskers, capsize=3, color=colours)
     axes.bar_label(drawn, fmt="%.1f", padding=3)
     axes.invert_yaxis()

@@ -12,10 +12,10 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
-from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN
+from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN, label_of, temperature_of
 from headstart.eval.plots import plots
 from headstart.support.files import write_json, write_text
-from headstart.support.terminal import tell
+from headstart.support.terminal import format_moment, tell
 
 DEFINITIONS = {
     "Tokens per round (τ)": "The mean number of tokens that one forward of the target yields: accepted drafts plus the "
@@ -51,7 +51,7 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
     table.add_column("words", max_width=14)  # "5 of 6 differ," and "by rounding" below it
     for row in results["compare"]:
         speed, speedup = number(row["tokens_per_second"], 1), over_plain(row, results)
-        table.add_row(row["name"], speed, speedup, number(row["tokens_per_round"]), words(row))
+        table.add_row(label_of(row["name"]), speed, speedup, number(row["tokens_per_round"]), words(row))
     console.print(table)
     predicted = results["summary"]["predicted_speedup"]
     expected = [f"Tuning predicted {predicted:.2f}x over {LABELS[PLAIN].name}."] if predicted else []
@@ -74,7 +74,7 @@ def template(name: str) -> Template:
         lstrip_blocks=True,
     )
     environment.filters.update(number=number, times=times, percent=percent, cell=cell)
-    environment.filters.update(span=span, shares=shares, words=words)
+    environment.filters.update(span=span, shares=shares, words=words, label=label_of, temperature=temperature_of)
     return environment.get_template(name)
 
 
@@ -84,7 +84,7 @@ def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str,
     return template(name).render(
         summary=results["summary"],
         settings=results["settings"],
-        machine=results["environment"],
+        machine=_machine(results["environment"]),
         categories=results["categories"],
         prompts=len(results["per_prompt"]),
         verdicts=verdicts(results),
@@ -106,19 +106,24 @@ def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str,
     )
 
 
+def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
+    """The machine, and when, as people write it."""
+    return {name: format_moment(value) if name == "date" else value for name, value in environment.items()}
+
+
 def tested(results: Mapping[str, Any]) -> str:
     """What the report is about, in words.
 
     >>> tested({"summary": {"drafter": "ngram"}})
-    'ngram'
+    'n-gram'
     """
     drafter: str = results["summary"]["drafter"]
-    return LABELS[HEADS].name if drafter == HEADS else drafter
+    return LABELS[HEADS].name if drafter == HEADS else label_of(drafter)
 
 
 def failed(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Drafters that failed, each with its error."""
-    return [(row["name"], row["drafter_error"]) for row in results["compare"] if row["drafter_error"]]
+    return [(label_of(row["name"]), row["drafter_error"]) for row in results["compare"] if row["drafter_error"]]
 
 
 def undrafted(results: Mapping[str, Any]) -> list[str]:
@@ -128,8 +133,8 @@ def undrafted(results: Mapping[str, Any]) -> list[str]:
     ['heads: nothing was drafted for 2 of 3 prompts, where plain decoding was expected to be faster.']
     """
     return [
-        f"{row['name']}: nothing was drafted for {row['undrafted_prompts']} of {len(results['per_prompt'])} prompts, "
-        "where plain decoding was expected to be faster."
+        f"{label_of(row['name'])}: nothing was drafted for {row['undrafted_prompts']} of {len(results['per_prompt'])} "
+        "prompts, where plain decoding was expected to be faster."
         for row in results["compare"]
         if row.get("undrafted_prompts")
     ]
@@ -280,6 +285,13 @@ def span(speed: Mapping[str, float | None] | None) -> str:
 
 
 def cell(value: Any) -> str:
-    """Any setting, on one line of a table."""
+    """Any setting, on one line of a table.
+
+    >>> cell(0.0), cell([1, "a|b"]), cell(None), cell(True)
+    ('0', '1, a\\\\|b', '–', 'yes')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    text = f"{value:.12g}" if isinstance(value, float) else text
     return "–" if value is None else text.replace("|", "\\|").replace("\n", " ")

@@ -11,11 +11,12 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from headstart.eval.labels import BASELINES, HEADS_NGRAM, LABELS, PLAIN
+from headstart.eval.labels import BASELINES, HEADS_NGRAM, LABELS, PLAIN, temperature_of
 from headstart.heads.exchange.published import Published
 from headstart.hub.engine_tuning import EngineTuning, engine_rows, read_engine_tunings, setting_of
 from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.support.files import format_bytes, read_json, write_text
+from headstart.support.terminal import format_moment
 from headstart.target.loading import PACKAGED
 from headstart.tree.tree import TreeShape
 
@@ -156,21 +157,22 @@ def is_hub_id(spec: str) -> bool:
 def _setting(results: Mapping[str, Any]) -> str:
     """One sentence with everything a figure depends on; what was not recorded is left out."""
     settings, machine = results.get("settings", {}), results.get("environment", {})
-    parts = {
-        "{} prompts": settings.get("questions"),
-        "at most {} new tokens each": settings.get("max_new_tokens"),
-        "temperature {}": settings.get("temperature"),
-        "batch size {}": settings.get("batch_size"),
-        "{}": machine.get("dtype"),
-        "{} threads": machine.get("threads"),
-        "on one {}": machine.get("gpu"),
-        "on {}": machine.get("cpu") if machine.get("gpu") is None else None,
-        "torch {}": machine.get("torch"),
-        "transformers {}": machine.get("transformers"),
-        "headstart {}": machine.get("headstart"),
-    }
-    sentence = [text.format(value) for text, value in parts.items() if value is not None]
-    return ", ".join([*sentence, *([machine["date"]] if machine.get("date") else [])])
+    heat, date = settings.get("temperature"), machine.get("date")
+    parts = [
+        ("{} prompts", settings.get("questions")),
+        ("at most {} new tokens each", settings.get("max_new_tokens")),
+        ("{}", None if heat is None else temperature_of(heat)),
+        ("batch size {}", settings.get("batch_size")),
+        ("{}", machine.get("dtype")),
+        ("{} threads", machine.get("threads")),
+        ("on one {}", machine.get("gpu")),
+        ("on {}", machine.get("cpu") if machine.get("gpu") is None else None),
+        ("torch {}", machine.get("torch")),
+        ("transformers {}", machine.get("transformers")),
+        ("headstart {}", machine.get("headstart")),
+        ("{}", format_moment(date) if date else None),
+    ]
+    return ", ".join(text.format(value) for text, value in parts if value is not None)
 
 
 def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
@@ -150,6 +151,20 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_moment(stamp: str) -> str:
+    """A time as people write it, from ISO 8601; what is none stays as it is.
+
+    >>> format_moment("2026-11-04T09:07:31+00:00"), format_moment("2026-11-04"), format_moment("today")
+    ('4 November 2026, 09:07 UTC', '4 November 2026', 'today')
+    """
+    try:
+        moment = datetime.fromisoformat(stamp)
+    except ValueError:
+        return stamp
+    clock = f", {moment:%H:%M} {moment:%Z}".rstrip() if "T" in stamp else ""
+    return f"{moment.day} {moment:%B %Y}{clock}"
 
 
 class Bar:
