@@ -24,11 +24,14 @@ from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers
 from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
+from headstart.pipeline.run import Run, execute
+from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import load_recipe
 from headstart.recipes.sections import DataSection
 from headstart.servers import client
 from headstart.servers.client import Stopped
 from headstart.target.model import Target
+from tests.test_pipeline import tiny_recipe
 
 ENDS = frozenset({2})
 Answer = Callable[[list[int], int], list[int]]
@@ -629,6 +632,29 @@ class TestConversations:
         fake = serve(answer)
         assert build_conversations(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there") == here
         assert in_time == [True], "the next part is asked for meanwhile"
+
+    def test_the_target_is_not_loaded_meanwhile(
+        self,
+        tiny_target_folder: Path,
+        serve: Callable[..., Fake],
+        truth: Answer,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        def run(**data: Any) -> Run:
+            changes = {"server": serve(truth).url, **data}
+            recipe = tiny_recipe(tmp_path, tiny_target_folder, data=changes)
+            return Run(recipe, tmp_path / "run", Console(file=StringIO()))
+
+        with monkeypatch.context() as patch:
+            patch.setattr("headstart.target.loading.load_target", lambda *_, **__: pytest.fail("loaded"))
+            execute(run(states="online"), stages_until("states"))
+        written = (tmp_path / "run" / "data" / "conversations" / "train.jsonl").read_text()
+        stored = run()
+        assert stored.target.model.device.type == "cpu"
+        execute(stored, stages_until("states"))
+        assert (tmp_path / "run" / "data" / "conversations" / "train.jsonl").read_text() == written
+        assert len(list(tmp_path.glob("artifacts/conversations/*"))) == 1, "the same, with the target loaded"
 
     def test_self_prompts_are_written_there_too(
         self, tiny_target: Target, serve: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -45,12 +45,12 @@ def is_online(run: Run) -> bool:
 def _token_bytes(run: Run) -> int:
     from headstart.data.states.store import estimate_bytes
 
-    target = run.target
+    target = run.described
     return estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype, run.recipe.data.states_dtype)
 
 
 def states_artifact(run: Run) -> Artifact:
-    target = run.target
+    target = run.described
     identity = {
         "version": _STATES_VERSION,
         "target": target.identity().fingerprint,
@@ -96,7 +96,7 @@ def check_formats(run: Run, target: FrozenModel) -> list[str]:
 def _target(run: Run) -> Outcome:
     from headstart.data.prompts.chat import check_prompts
 
-    target = run.target
+    target = run.target if run.recipe.export.formats else run.described
     check_prompts(target.tokenizer, run.recipe.data.prompts)
     aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
     for remark in check_formats(run, target):
@@ -105,8 +105,9 @@ def _target(run: Run) -> Outcome:
         _need_room_for_states(run)
     target.tokenizer.save_pretrained(run.folder / TARGET / "tokenizer")
     kind = str(target.dtype).removeprefix("torch.")
+    where = "not loaded while servers write" if target.device.type == "meta" else f"{kind} on {target.device}"
     return Outcome(
-        f"{target.name}, {target.parameters / 1e6:.1f} M parameters, {kind} on {target.device}",
+        f"{target.name}, {target.parameters / 1e6:.1f} M parameters, {where}",
         identity=target_identity(target),
     )
 
@@ -115,7 +116,7 @@ def _need_room_for_states(run: Run) -> None:
     """Refuse a run whose hidden states the disk cannot hold, as far as the recipe lets them grow."""
     from headstart.pipeline.lengths import counted_lengths, prompts_of
 
-    data, target = run.recipe.data, run.target
+    data, target = run.recipe.data, run.described
     lengths = counted_lengths(data, target.tokenizer, target.max_length, prompts_of(data, target.tokenizer))
     size = int((data.conversations + data.validation) * lengths.tokens) * _token_bytes(run)
     kept = sum(file.stat().st_size for file in states_artifact(run).folder.glob("shard-*.safetensors"))
@@ -133,7 +134,7 @@ def aux_layers(run: Run) -> list[int]:
     from headstart.heads.base import family, make_config
     from headstart.target.fitting import FINAL
 
-    target = run.frozen()
+    target = run.described if record is None else run.frozen()
     config = make_config(run.recipe.heads, target)
     with torch.device("meta"):
         needed = sorted({*family(config.family)(config).aux_layers, FINAL})
@@ -169,7 +170,7 @@ def _conversations(run: Run) -> Outcome:
     from headstart.data.conversations.depends_on import begun_at, identity, pinned
     from headstart.data.states.shards import Capture
 
-    data, target = run.recipe.data, run.target
+    data, target = run.recipe.data, run.described
     slug = "self" if data.prompts == "self" else "-".join(Path(source.source).stem for source in data.sources[:3])
     settings = data.model_dump(mode="json")
     if (known := referred(run.folder, "conversations")) is not None:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.markup import escape
@@ -68,7 +68,26 @@ class Run:
     @cached_property
     def target(self) -> Target:
         """The frozen model, loaded when first asked for; a UserError where it is no longer the run's."""
-        target = self.load(self.recipe.target.adapter)
+        return self._checked(self.load(self.recipe.target.adapter))
+
+    @cached_property
+    def described(self) -> Target:
+        """The target as far as texts need it. While servers write, its weights are not loaded: tokenizer, sizes and
+        identity are those of its files."""
+        from headstart.data.prompts.chat import with_template_kwargs
+        from headstart.target.outline import unloaded
+
+        section = self.recipe.target
+        if "target" in vars(self) or not self.recipe.data.server or section.adapter or section.quantization != "none":
+            return self.target
+        device = self.device or section.device
+        known = unloaded(section.spec, section.dtype, device, section.revision, section.trust_remote_code)
+        if known is None:
+            return self.target
+        templated = known.with_tokenizer(with_template_kwargs(known.tokenizer, self.recipe.data.chat_template_kwargs))
+        return self._checked(cast("Target", templated))  # nothing runs through it
+
+    def _checked(self, target: Target) -> Target:
         record = self.whole_record("target")
         if record is not None and record.identity != target_identity(target):
             raise UserError(

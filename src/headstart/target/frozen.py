@@ -141,21 +141,22 @@ class FrozenModel:
     def identity(self) -> Identity:
         if self.origin is not None:
             return Identity(self.spec, self.name, self.origin.changed_fingerprint)
-        return Identity(self.spec, self.name, fingerprint(self.model, self._architecture))
+        return Identity(self.spec, self.name, fingerprint(self.model, self.architecture))
 
     def sketch(self) -> dict[str, Any]:
         """What tells this model, in any rounding, from others; for JSON. See `differs_from`."""
-        sketched = sketch(self.model, self.tokenizer, self._architecture, self.origin)
+        sketched = sketch(self.model, self.tokenizer, self.architecture, self.origin)
         return {**sketched, "rounded": True} if self.rounded else sketched
 
     def differs_from(self, sketched: Mapping[str, Any]) -> str | None:
         """In what this model differs from one that was sketched, but for rounding; None in nothing that shows."""
         return differs(
-            sketched, self.model, self.tokenizer, self._architecture, origin=self.origin, rounded=self.rounded
+            sketched, self.model, self.tokenizer, self.architecture, origin=self.origin, rounded=self.rounded
         )
 
     @property
-    def _architecture(self) -> str:
+    def architecture(self) -> str:
+        """Kind and sizes, as one line."""
         return f"{self.config.model_type} {self.num_layers} {self.hidden_size} {self.vocab_size}"
 
     @cached_property

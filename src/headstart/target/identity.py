@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from headstart.target.lm_head import is_packed, plain_weight
 
 BUNDLED = "adapter"
 """Folder of an adapter that lies with the heads for it."""
+_PRINTED = 64
+"""Numbers of each parameter in a fingerprint."""
 _PARAMETERS, _NUMBERS = 32, 16
 """Of a sketch: parameters, spread over the model, and numbers of each."""
 _NEAR, _TINY = 2**-7, 1e-6
@@ -80,15 +82,25 @@ def whole(weight: Tensor) -> Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def fingerprint(model: nn.Module, architecture: str) -> str:
-    """Of a sharded model every process asks for it."""
+def places(count: int) -> range:
+    """Which of so many numbers of a parameter go into the fingerprint."""
+    return range(0, count, max(1, count // _PRINTED))[:_PRINTED]
+
+
+def _at_places(_: str, parameter: Tensor) -> Tensor:
+    numbers = whole(parameter).detach().reshape(-1)
+    chosen = places(numbers.numel())
+    return numbers[chosen.start : chosen.stop : chosen.step]
+
+
+def fingerprint(model: nn.Module, architecture: str, sample: Callable[[str, Tensor], Tensor] = _at_places) -> str:
+    """Of a sharded model every process asks for it. `sample` has the numbers of a parameter at its `places`."""
     digest = hashlib.sha256()
     digest.update(architecture.encode())
     for name, parameter in sorted(model.named_parameters()):
-        flat = whole(parameter).detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // 64)][:64].to("cpu", torch.bfloat16)
+        numbers = sample(name, parameter).to("cpu", torch.bfloat16)
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        digest.update(sample.view(torch.int16).numpy().tobytes())
+        digest.update(numbers.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 

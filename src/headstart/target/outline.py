@@ -1,19 +1,41 @@
-"""A target known by its config alone: sizes without weights, to plan for models that fit no machine at hand."""
+"""A target without its weights: known by its config alone, to plan for models that fit no machine at hand, or by its
+files, where only its texts are read and written."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import try_to_load_from_cache
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 
 from headstart.errors import UserError
 from headstart.target.frozen import FrozenModel, refuse_layers, spare_token
-from headstart.target.loading import DTYPES, known_folder, loadable_folder, refuse_code
+from headstart.target.identity import Identity, fingerprint, places
+from headstart.target.loading import (
+    DTYPES,
+    known_folder,
+    loadable_folder,
+    pick_device,
+    pick_dtype,
+    refuse_code,
+    tensor_files,
+)
+
+_KINDS = {"BF16", "F16", "F32"}
+"""Of numbers in files that a fingerprint is read from."""
 
 
 class Outline(FrozenModel):
@@ -88,3 +110,56 @@ def outline(spec: str, dtype: str = "auto", revision: str | None = None, trust_r
     except Exception:  # a config that came alone; lengths are then counted otherwise
         tokenizer = None
     return Outline(model, tokenizer, spec, kind)
+
+
+class Unloaded(Outline):
+    """A target whose weights lie here, unread but for the numbers that its identity follows from."""
+
+    def __init__(self, outline: Outline, known: str) -> None:
+        super().__init__(outline.model, outline.tokenizer, outline.spec, outline.dtype)
+        self._known = known
+
+    def identity(self) -> Identity:
+        return Identity(self.spec, self.name, self._known)
+
+
+def unloaded(
+    spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None, trust_remote_code: bool = False
+) -> Unloaded | None:
+    """The target that `load_target` would load, without its weights; None where its files do not say which they are:
+    where they are quantised, or have tensors of other names or shapes than the model.
+
+    Raises as `outline`.
+    """
+    kind = str(pick_dtype(dtype, pick_device(device))).removeprefix("torch.")
+    drawn = outline(spec, kind, revision, trust_remote_code)
+    folder, options = known_folder(loadable_folder(spec), revision)
+    known = None if drawn.tokenizer is None else _fingerprint_of_files(drawn, folder, options.get("revision"))
+    if known is None:
+        return None
+    with suppress(OSError):  # without one the config has the end tokens
+        drawn.model.generation_config = GenerationConfig.from_pretrained(folder, **options)
+    return Unloaded(drawn, known)
+
+
+def _fingerprint_of_files(drawn: Outline, folder: str, revision: str | None) -> str | None:
+    file_of, files = tensor_files(folder, revision), dict[str, Any]()
+
+    def sample(name: str, parameter: Tensor) -> Tensor:
+        file = file_of[name]
+        if file not in files:
+            files[file] = opened.enter_context(safe_open(str(cached_file(folder, file, revision=revision)), "pt"))
+        saved, shape = files[file].get_slice(name), tuple(parameter.shape)
+        if tuple(saved.get_shape()) != shape or saved.get_dtype() not in _KINDS:
+            raise KeyError(name)
+        numbers = []
+        for place in places(parameter.numel()):
+            index = [int(number) for number in torch.unravel_index(torch.tensor(place), shape)]
+            numbers.append(saved[tuple(slice(at, at + 1) for at in index)].reshape(1))
+        return torch.cat(numbers)
+
+    with ExitStack() as opened:
+        try:
+            return fingerprint(drawn.model, drawn.architecture, sample)
+        except (KeyError, OSError, SafetensorError):
+            return None
