@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import threading
 import time
@@ -17,9 +18,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.building import _Writing, build_conversations
 from headstart.data.conversations.depends_on import identity
+from headstart.data.conversations.jobs import Board
+from headstart.data.conversations.part_writer import PartWriter
 from headstart.data.conversations.parts import Part
+from headstart.data.conversations.records import Conversation
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers
 from headstart.data.writing.writer import Continuation
@@ -632,6 +636,29 @@ class TestConversations:
         fake = serve(answer)
         assert build_conversations(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there") == here
         assert in_time == [True], "the next part is asked for meanwhile"
+
+    def test_no_part_counts_again_what_is_kept(
+        self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
+    ) -> None:
+        """With a million conversations there are thousands of parts."""
+
+        class Counted(list[Conversation]):
+            looked_at = 0
+
+            def __iter__(self) -> Iterator[Conversation]:
+                self.looked_at += len(self)
+                return super().__iter__()
+
+            def __getitem__(self, at: Any) -> Any:
+                self.looked_at += len(super().__getitem__(at)) if isinstance(at, slice) else 1
+                return super().__getitem__(at)
+
+        section, kept = self.section(tmp_path, server=serve(brief).url, batch_size=1), Counted()
+        build_conversations(tiny_target, section, tmp_path / "data")
+        parts = _Writing(PartWriter(tiny_target, section), tmp_path / "data" / "parts", Board(tmp_path / "jobs"))
+        for part, _ in parts.parts("train", kept, 6, math.inf):
+            kept.extend(part.fresh)
+        assert len(kept) == 6 and kept.looked_at <= 6
 
     def test_the_target_is_not_loaded_meanwhile(
         self,

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from headstart.data.conversations.records import read_conversations
+from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.states.online import OnlineStates
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
@@ -55,6 +57,24 @@ def test_online_states_are_the_stored_ones(train_store: StateStore, online: list
             assert state_TE.dtype == other.states[layer].dtype
             torch.testing.assert_close(state_TE, other.states[layer], **SUMS)
     assert torch.equal(computed.get(3).tokens_T, train_store.get(3).tokens_T)
+
+
+def test_conversations_are_not_kept(tiny_target: Target, states: Path) -> None:
+    """As Python's lists, a million of them would fill the memory of a rank."""
+    alive: list[weakref.ref[Conversation]] = []
+
+    def each() -> Iterator[Conversation]:
+        for item in conversations(24, 0, tiny_target.vocab_size):
+            alive.append(weakref.ref(item))
+            yield item
+
+    online = OnlineStates(states, each(), tiny_target, [FINAL])
+    gc.collect()
+    assert len(online) == 24 and not any(item() for item in alive)
+    wanted = conversations(24, 0, tiny_target.vocab_size)
+    for item, sample in zip(wanted, online.samples(range(24)), strict=True):
+        assert sample.tokens_T.tolist() == item.tokens and sample.supervised_T.tolist() == item.supervised
+    assert len(OnlineStates(states, [], tiny_target, [FINAL])) == 0
 
 
 @pytest.mark.parametrize("name", HEADS)

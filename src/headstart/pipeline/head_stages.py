@@ -78,7 +78,7 @@ def _train(run: Run) -> Outcome:
 
 def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
     """What training reads of the target, and conversations to learn from and to judge by."""
-    from headstart.data.conversations.records import read_conversations
+    from headstart.data.conversations.records import each_conversation
     from headstart.data.states.online import OnlineStates
     from headstart.heads.base import make_config
     from headstart.target.teacher import TeacherModel, teach
@@ -96,7 +96,7 @@ def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
     sharded = section.shard_target and count_processes() > 1
     reads = run.load(None, sharded=True) if sharded else run.target
     files, layers = conversation_files(run).values(), aux_layers(run)
-    learnt, judged = (OnlineStates(file, read_conversations(file), reads, layers) for file in files)
+    learnt, judged = (OnlineStates(file, each_conversation(file), reads, layers) for file in files)
     return teach(reads, make_config(heads, reads).start_layers) if sharded else reads, (learnt, judged)
 
 

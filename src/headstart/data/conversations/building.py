@@ -132,8 +132,13 @@ class _Writing:
     ) -> Iterator[tuple[Part, bool]]:
         """The parts of a split, each with whether it is new, until the caller has kept enough of them."""
 
+        counted = tokens = 0
+
         def missing() -> int:
-            return 0 if sum(len(item.tokens) for item in kept) >= max_tokens else count - len(kept)
+            nonlocal counted, tokens
+            tokens += sum(len(item.tokens) for item in kept[counted:])
+            counted = len(kept)
+            return 0 if tokens >= max_tokens else count - counted
 
         clock = TimeBudget(self._writer.settings.minutes if split == "train" else None, self._folder / CLOCKS)
         for part in [part for part in self._parts if part.split == split]:

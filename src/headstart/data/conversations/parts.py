@@ -78,7 +78,7 @@ class TimeBudget:
         self._file, self._key = file, str(minutes)
         self._budget = math.inf if minutes is None else 60 * minutes
         self._ends: dict[str, int] = read_json(file) if file.is_file() else {}
-        self._taken, self._spent, self._new = 0, 0.0, list[float]()
+        self._taken, self._spent, self._new, self._new_seconds = 0, 0.0, 0, 0.0
         self.ended = False
 
     def takes(self, seconds: float) -> bool:
@@ -95,7 +95,7 @@ class TimeBudget:
     def note(self, seconds: float) -> None:
         """A further part is written."""
         self._taken, self._spent = self._taken + 1, self._spent + seconds
-        self._new.append(seconds)
+        self._new, self._new_seconds = self._new + 1, self._new_seconds + seconds
 
     def over(self, workers: int, since: float) -> bool:
         """Whether another part would end further after the budget than its worker would stop before it without one.
@@ -105,7 +105,7 @@ class TimeBudget:
         if self._key in self._ends:
             self.ended = self._taken >= self._ends[self._key]
         else:
-            part = workers * sum(self._new) / len(self._new) if self._new else 0.0
+            part = workers * self._new_seconds / self._new if self._new else 0.0
             self.ended = self._spent + since + part / 2 >= self._budget
         return self.ended
 

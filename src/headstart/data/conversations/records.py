@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -75,17 +75,20 @@ class Conversation:
 
 def read_conversations(path: Path) -> list[Conversation]:
     """Read what `write_conversations` wrote; a UserError names the line that is not a conversation."""
-    conversations: list[Conversation] = []
+    return list(each_conversation(path))
+
+
+def each_conversation(path: Path) -> Iterator[Conversation]:
+    """As `read_conversations`, one after the other."""
     for number, row in read_jsonl(path):
         try:
-            conversations.append(Conversation.from_json(row))
+            yield Conversation.from_json(row)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise UserError(
                 f"{path}, line {number}: not a tokenised conversation ({reason}).",
                 "Delete the file and run the command again, or pass a file of prompts as data.prompts.",
             ) from None
-    return conversations
 
 
 def write_conversations(path: Path, conversations: Sequence[Conversation]) -> None:

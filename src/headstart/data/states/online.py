@@ -1,13 +1,14 @@
 """Hidden states that are computed when training reads them: the target's forward in the loop, nothing on disk.
 
-Shape suffixes: T tokens of one conversation.
+Shape suffixes: T tokens of one conversation, S tokens of all of them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from headstart.target.model import Target
 class OnlineStates(States):
     """Conversations whose states are computed, on the target's device, whenever they are read.
 
+    Of the conversations five bytes a token are kept, and nothing else: a million of them have half a billion tokens.
     They are what `build_store` keeps but for the order of sums: there the rows of a forward are as long as each other,
     here those of a training batch.
     """
@@ -30,18 +32,24 @@ class OnlineStates(States):
     stored = False
 
     def __init__(
-        self, folder: Path, conversations: Sequence[Conversation], target: Target, aux_layers: Sequence[int]
+        self, folder: Path, conversations: Iterable[Conversation], target: Target, aux_layers: Sequence[int]
     ) -> None:
-        self.folder, self._conversations, self._target = folder, conversations, target
+        self.folder, self._target = folder, target
         self.aux_layers = tuple(dict.fromkeys(aux_layers))
         self.hidden_size = target.hidden_size
         self.target_fingerprint = target.identity().fingerprint
-        self.lengths = [len(conversation.tokens) for conversation in conversations]
+        self.lengths, self._starts = list[int](), list[int]()
+        tokens, supervised = array("i"), bytearray()
         of = [self.target_fingerprint, target.settings, str(target.dtype).removeprefix("torch.")]
         digest = hashlib.sha256(json.dumps(["online", *of]).encode())
         for conversation in conversations:
+            self._starts.append(len(tokens))
+            self.lengths.append(len(conversation.tokens))
+            tokens.extend(conversation.tokens)
+            supervised.extend(conversation.supervised)
             digest.update(json.dumps([conversation.tokens, conversation.supervised_spans]).encode())
         self.fingerprint = digest.hexdigest()[:32]
+        self._tokens_S, self._supervised_S = _tensor(tokens, torch.int32), _tensor(supervised, torch.bool)
 
     def samples(self, indices: Sequence[int]) -> list[Sample]:
         return [
@@ -57,14 +65,22 @@ class OnlineStates(States):
             dist.all_gather_object(batches, indices)
         of_indices: list[dict[int, Tensor]] = []
         for batch in dict.fromkeys(filter(None, batches)):
-            rows = [self._conversations[index].tokens for index in batch]
+            rows = [self._tokens(index).tolist() for index in batch]
             states = self._target.hidden_states(rows, self.aux_layers)
             if batch == indices:
                 of_indices = states
         return of_indices
 
     def _tokens(self, index: int) -> Tensor:
-        return torch.tensor(self._conversations[index].tokens)
+        return self._tokens_S[self._of(index)].long()
 
     def _supervised(self, index: int) -> Tensor:
-        return torch.tensor(self._conversations[index].supervised)
+        return self._supervised_S[self._of(index)]
+
+    def _of(self, index: int) -> slice:
+        return slice(self._starts[index], self._starts[index] + self.lengths[index])
+
+
+def _tensor(numbers: array[int] | bytearray, dtype: torch.dtype) -> Tensor:
+    """The same memory as a tensor."""
+    return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.zeros(0, dtype=dtype)
