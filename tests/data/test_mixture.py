@@ -146,7 +146,7 @@ def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: l
         before = {key: now[key] for key in now.keys() - {"prefix_tokens", "chat_template_kwargs", "exclude"}}
         known = identity(tiny_target, before)
         assert identity(tiny_target, now) == known
-        own = {"seed_prompts"} if prompts == "self" else {"split", "regenerate"}
+        own = {"seed_prompts"} if prompts == "self" else {"split", "regenerate", "tools"}
         assert known.keys() - own == {
             *("version", "target", "settings", "dtype", "vocabulary", "ends", "template", "prompts", "configuration"),
             *("revision", "max_prompt_tokens", "max_new_tokens", "temperature", "sampled_fraction", "seed"),

@@ -67,9 +67,31 @@ def write(path: Path, *rows: Any) -> str:
         ),
         (
             {"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, user("b")]},
-            [user("a"), user("b")],
+            [user("a"), {**assistant(""), "tool_calls": [{"id": "1"}]}, user("b")],
         ),
-        ({"messages": [user("a"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, [user("a")]),
+        (
+            {
+                "messages": [
+                    user("a"),
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}, "id": None}],
+                    },
+                    {"role": "tool", "content": "2", "tool_call_id": "1"},
+                    {**assistant("b"), "tool_calls": None},
+                ]
+            },
+            [
+                user("a"),
+                {**assistant(""), "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
+                {"role": "tool", "content": "2", "tool_call_id": "1"},
+                assistant("b"),
+            ],
+        ),
+        (
+            {"messages": [user("a"), {"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
+            [user("a"), {**assistant(""), "tool_calls": [{"function": {"name": "f"}}]}],
+        ),
         ({"messages": [SYSTEM, user("a"), assistant("b")]}, [SYSTEM, user("a"), assistant("b")]),
         (
             {
@@ -92,8 +114,7 @@ def write(path: Path, *rows: Any) -> str:
     ],
 )
 def test_shapes(tmp_path: Path, row: dict[str, Any], messages: list[dict[str, str]]) -> None:
-    calls_tools = any(turn.get("tool_calls") for turn in row.get("messages") or ())
-    expected = [Prompt(messages, "", "p-1", calls_tools=calls_tools)]
+    expected = [Prompt(messages, "", "p-1")]
     assert load(write(tmp_path / "p.jsonl", row), "train").prompts == expected
     (tmp_path / "p.json").write_text(json.dumps([row]))
     assert load(str(tmp_path / "p.json"), "train").prompts == expected
@@ -128,6 +149,13 @@ def test_a_record_of_another_shape_is_counted_and_named(tmp_path: Path, row: dic
 
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "1 with a message of the role 'tool'"),
+    (
+        {"messages": [user("a"), {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}]},
+        "1 with a call of a tool whose arguments are no JSON",
+    ),
+    ({"messages": [user("a"), {"role": "assistant", "tool_calls": "f"}]}, "1 with calls of tools that are no list"),
+    ({"prompt": "a", "tools": "f()"}, "1 with tools that are no list of definitions"),
+    ({"prompt": "a", "tools": ["f"]}, "1 with tools that are no list of definitions"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "1 with a message of the role 'wizard'"),
     ({"messages": [{"role": "user", "content": None}]}, "1 with a message without a text"),
     ({"messages": [user("a"), {"role": "user"}]}, "1 with a message without a text"),
@@ -147,6 +175,14 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"turns": []}, "1 in which the user says nothing"),
     ({"messages": [assistant("a")]}, "1 in which the user says nothing"),
 ]
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_definitions_of_tools(tmp_path: Path, written: bool) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"x": None, "y": [{"z": 1, "n": None}]}}}]
+    row = {"prompt": "a", "tools": json.dumps(tools) if written else tools}
+    (prompt,) = load(write(tmp_path / "p.jsonl", row), "train").prompts
+    assert prompt.tools == [{"type": "function", "function": {"name": "f", "parameters": {"y": [{"z": 1}]}}}]
 
 
 @pytest.mark.parametrize(("row", "reason"), UNUSABLE)

@@ -421,7 +421,7 @@ def test_a_machine_that_is_gone_shows(serve: Callable[..., Fake]) -> None:
 
 
 def test_threads_share_the_requests(tiny_target: Target, serve: Callable[..., Fake]) -> None:
-    fake = serve(counting, pause=0.01)
+    fake = serve(together(4))
     servers = Servers([fake.url], tiny_target, 4)
     with ThreadPoolExecutor(5) as threads:
         assert list(threads.map(lambda _: asked(servers, ROWS), range(5))) == [WANTED] * 5

@@ -130,11 +130,84 @@ def test_reasoning_that_the_template_drops_is_left_out_and_counted(tiny_target: 
     assert "Left out: 3 in which the chat template rewrites an answer." in told
 
 
-def test_given_answers_that_call_tools_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
-    rows = [*chats(12), *chats(15, tool_calls=[{"id": "1"}])[12:]]
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}"
+    "{% if m['role'] == 'tool' %}{{ '<|im_start|>user\n<result>' + m['content'] + '</result><|im_end|>\n' }}"
+    "{% else %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '<|im_start|>' + call['function'] | tojson }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""A call begins with a special token, as those of Llama and Mistral do."""
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = {"function": {"name": "weather", "arguments": {"city": "Bonn"}}}
+
+
+def agents(count: int) -> list[dict[str, Any]]:
+    """Conversations in which a tool is called, with its result and the answer after it."""
+    return [
+        {
+            "tools": [WEATHER],
+            "messages": [
+                {"role": "user", "content": f"Rain {i}?"},
+                {"role": "assistant", "content": "Hm", "tool_calls": [CALL]},
+                {"role": "tool", "content": "dry"},
+                {"role": "assistant", "content": "No"},
+            ],
+        }
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_given_calls_of_tools_are_learned_and_their_results_read(
+    tiny_target: Target, tmp_path: Path, thinks: bool
+) -> None:
+    """Some templates put an empty thinking block before the last answer, and before no other."""
+    block = "{% if loop.last and m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
+    template = TOOLS.replace("'\n' + m['content'] }}", "'\n' }}" + block) if thinks else TOOLS
+    assert (template != TOOLS) == thinks
+    target = Target(tiny_target.model, tiny_tokenizer(template), "calls")
+    found, told = given(target, agents(9), tmp_path, heldout=0)
+    assert len(found) == 9 and "Left out" not in told
+    for item in found:
+        text = target.tokenizer.decode(item.tokens)
+        assert text.startswith('<|im_start|>system\n{"type": "function"') and "<result>dry</result>" in text
+        learned = [target.tokenizer.decode(item.tokens[first:stop]) for first, stop in item.supervised_spans]
+        call = '<|im_start|>{"name": "weather", "arguments": {"city": "Bonn"}}'
+        assert learned == [f"Hm{call}<|im_end|>", "<think></think>" * thinks + "No<|im_end|>"]
+        assert item.tools == [WEATHER]
+        assert Conversation.from_json(json.loads(json.dumps(item.to_json()))) == item
+
+
+def test_the_target_answers_with_tools_up_to_its_first_call(tiny_target: Target, tmp_path: Path) -> None:
+    """A given result belongs to a given call."""
+    target = Target(tiny_target.model, tiny_tokenizer(TOOLS), "calls")
+    found, told = given(target, agents(9), tmp_path, heldout=0, regenerate=True)
+    assert len(found) == 9 and "Left out" not in told
+    for item in found:
+        assert target.tokenizer.decode(item.tokens).startswith('<|im_start|>system\n{"type": "function"')
+        assert len(item.supervised_spans) == 1 and "dry" not in target.tokenizer.decode(item.tokens)
+        assert [message["role"] for message in item.messages] == ["user", "assistant"]
+
+
+def test_tools_that_the_template_does_not_render_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
+    _, told = given(tiny_target, [*chats(12), *agents(3)], tmp_path, heldout=0)
+    assert "Left out: 3 with tools that the chat template does not render." in told
+    no_results = TOOLS.replace("'<|im_start|>user\n<result>' + m['content'] + '</result><|im_end|>\n'", "''")
+    target = Target(tiny_target.model, tiny_tokenizer(no_results), "calls")
+    (tmp_path / "results").mkdir()
+    _, told = given(target, [*chats(12), *agents(3)], tmp_path / "results", heldout=0)
+    assert "Left out: 3 with results of tools that the chat template does not render." in told
+
+
+def test_calls_that_the_template_does_not_render_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
+    rows = [*chats(12), *chats(15, tool_calls=[CALL])[12:]]
     found, told = given(tiny_target, rows, tmp_path, heldout=0)
     assert len(found) == 12
-    assert "Left out: 3 with given answers that call tools." in told
+    assert "Left out: 3 with calls of tools that the chat template does not render." in told
     (tmp_path / "own").mkdir()
     found, told = given(tiny_target, rows, tmp_path / "own", heldout=0, regenerate=True)
     assert len(found) == 15 and "Left out" not in told, "the target's own answers call none"

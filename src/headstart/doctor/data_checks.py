@@ -12,7 +12,7 @@ import torch
 
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
-from headstart.data.prompts.chat import added_tokens, prompt_tokens, render
+from headstart.data.prompts.chat import added_tokens, prompt_tokens, render, with_tools
 from headstart.data.states.codes import AUTO
 from headstart.data.states.identify import called, every_layer, identify
 from headstart.data.writing.in_process import common_beginning
@@ -74,7 +74,7 @@ def _has_answer(item: Conversation) -> bool:
 def _rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[bool]]:
     """Tokens and mask of a conversation as the target's template gives them now. Answers that the target wrote are
     taken over as they are stored: they are not what its tokenizer makes of the same text."""
-    tokenizer, ends = subject.target.tokenizer, subject.target.end_tokens
+    tokenizer, ends = with_tools(subject.target.tokenizer, item.tools), subject.target.end_tokens
     if _written(item) == "given":
         return encode(item.messages, tokenizer, strict=False, max_tokens=len(item.tokens))
     tokens: list[int] = []

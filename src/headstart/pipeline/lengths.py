@@ -102,13 +102,13 @@ def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
 
 
 def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int) -> Lengths:
-    from headstart.data.prompts.chat import Unfit, prompt_tokens
+    from headstart.data.prompts.chat import Unfit, prompt_tokens, with_tools
 
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     try:
-        opening = len(prompt_tokens(prompt.opening, tokenizer))
+        opening = len(prompt_tokens(prompt.opening, with_tools(tokenizer, prompt.tools)))
         template = _turn_tokens(tokenizer) if len(prompt.messages) > len(prompt.opening) else 0
     except Unfit:
         return Lengths(0, 0, 0, 0)
@@ -118,8 +118,8 @@ def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int) 
         asked = sum(count(message["content"]) + template for message in later if message["role"] != "assistant")
         return Lengths(min(opening + answer + asked, longest), answer, 0, 0)
     asked, turns, usual = opening, 1, answer_tokens(data.max_new_tokens)
-    for text in prompt.turns[1:]:
-        further = count(text) + template
+    for message in prompt.asked[len(prompt.opening) :]:
+        further = count(message["content"]) + template
         room = longest - data.max_new_tokens - asked - turns * usual
         if further > min(room, data.max_prompt_tokens):
             break

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
-from headstart.data.prompts.chat import Message, Unfit, added_tokens, prompt_tokens, render
+from headstart.data.prompts.chat import Message, Unfit, added_tokens, prompt_tokens, render, with_tools
 from headstart.data.prompts.reading import REFUSED, LeftOut
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
@@ -56,7 +56,7 @@ class Answers:
         """
         settings, target = self._settings, self._target
         given = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
-        running = [_Running(prompt) for prompt in prompts if prompt not in given]
+        running = [_Running(prompt, target.tokenizer) for prompt in prompts if prompt not in given]
         sampled = round(sampled_fraction * len(running))
         for index, row in enumerate(running):
             row.temperature = 1.0 if index < sampled else settings.temperature
@@ -83,7 +83,7 @@ class Answers:
         """Ask each conversation's next user turn, if it has one, and answer; false when none could be asked."""
         target, settings = self._target, self._settings
         limits = settings.max_prompt_tokens, settings.max_new_tokens, self._writer.window
-        asking = [row for row in running if row.remaining and row.ask(target.tokenizer, *limits)]
+        asking = [row for row in running if row.remaining and row.ask(*limits)]
         asking.sort(key=lambda row: len(row.tokens))
         if not asking:
             return False
@@ -103,7 +103,7 @@ class Answers:
             if number in continuation.refused:
                 row.refuse(continuation.refused[number])
                 continue
-            row.answer(answer, target.tokenizer, target.end_tokens)
+            row.answer(answer, target.end_tokens)
             row.states = states.get(number, {})
         return True
 
@@ -129,9 +129,9 @@ class _Running:
     `LeftOut`, and `why` has the server's.
     """
 
-    def __init__(self, prompt: Prompt) -> None:
-        self.prompt = prompt
-        self.remaining = [message for message in prompt.messages if message["role"] != "assistant"]
+    def __init__(self, prompt: Prompt, tokenizer: Any) -> None:
+        self.prompt, self._tokenizer = prompt, with_tools(tokenizer, prompt.tools)
+        self.remaining = prompt.asked
         self.messages: list[Message] = []
         self.tokens: list[int] = []
         self.supervised: list[bool] = []
@@ -139,7 +139,7 @@ class _Running:
         self.states: dict[int, Tensor] = {}
         self.cut = self.why = ""
 
-    def ask(self, tokenizer: Any, longest: int, answer: int, window: int) -> bool:
+    def ask(self, longest: int, answer: int, window: int) -> bool:
         """Append the next user turn (with a system turn before it) and the generation prompt; whether there is one.
 
         The conversation ends before a turn that is too long (of more than `longest` tokens, or of more than `window`
@@ -152,7 +152,7 @@ class _Running:
             turn.append(self.remaining.pop(0))
             if turn[-1]["role"] == "user":
                 break
-        tokens = self._rendered(turn, tokenizer)
+        tokens = self._rendered(turn)
         if tokens is None or len(tokens) > longest:
             self.remaining = []
             return False
@@ -164,8 +164,9 @@ class _Running:
         self.supervised = [*self.supervised, *[False] * len(tokens)]
         return True
 
-    def _rendered(self, turn: list[Message], tokenizer: Any) -> list[int] | None:
+    def _rendered(self, turn: list[Message]) -> list[int] | None:
         """Tokens that these messages add; None when the template refuses them or rewrites what came before."""
+        tokenizer = self._tokenizer
         try:
             if not self.tokens:
                 return prompt_tokens(turn, tokenizer)
@@ -175,11 +176,11 @@ class _Running:
             return None
         return added_tokens(before, after, self.tokens[-1], tokenizer) if after.startswith(before) else None
 
-    def answer(self, tokens: list[int], tokenizer: Any, ends: frozenset[int]) -> None:
+    def answer(self, tokens: list[int], ends: frozenset[int]) -> None:
         """Append the target's answer; one that was cut ends the conversation."""
         self.tokens = [*self.tokens, *tokens]
         self.supervised = [*self.supervised, *[True] * len(tokens)]
-        self.messages.append({"role": "assistant", "content": tokenizer.decode(tokens, skip_special_tokens=True)})
+        self.messages.append({"role": "assistant", "content": self._tokenizer.decode(tokens, skip_special_tokens=True)})
         if tokens[-1] not in ends:
             self.remaining = []
 
@@ -192,25 +193,23 @@ class _Running:
         self.remaining, self.cut, self.why = [], REFUSED, why
 
     def conversation(self, sampling: dict[str, Any]) -> Conversation:
-        how = {**sampling, "temperature": self.temperature}
+        how, prompt = {**sampling, "temperature": self.temperature}, self.prompt
         return Conversation(
-            self.prompt.id, self.tokens, self.supervised, self.messages, category=self.prompt.category, sampling=how
+            prompt.id, self.tokens, self.supervised, self.messages, prompt.category, sampling=how, tools=prompt.tools
         )
 
 
 def _given(prompt: Prompt, target: Target) -> Conversation:
-    if prompt.calls_tools:
-        raise Unfit(
-            "Calls of tools are not rendered.",
-            "Let the target write the answers (data.regenerate=true).",
-            "with given answers that call tools",
-        )
-    tokens, supervised = encode(prompt.messages, target.tokenizer, max_tokens=target.max_length)
+    tokenizer = with_tools(target.tokenizer, prompt.tools)
+    tokens, supervised = encode(prompt.messages, tokenizer, max_tokens=target.max_length)
     how = {"source": "given"}
-    return Conversation(prompt.id, tokens, supervised, prompt.messages, category=prompt.category, sampling=how)
+    return Conversation(
+        prompt.id, tokens, supervised, prompt.messages, prompt.category, sampling=how, tools=prompt.tools
+    )
 
 
 def _unanswered(prompt: Prompt, tokenizer: Any) -> Conversation:
-    messages = [message for message in prompt.messages if message["role"] != "assistant"]
-    tokens = prompt_tokens(prompt.opening, tokenizer)
-    return Conversation(prompt.id, tokens, [False] * len(tokens), messages, category=prompt.category)
+    tokens = prompt_tokens(prompt.opening, with_tools(tokenizer, prompt.tools))
+    return Conversation(
+        prompt.id, tokens, [False] * len(tokens), prompt.asked, category=prompt.category, tools=prompt.tools
+    )

@@ -57,7 +57,7 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_some(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
     """What only some conversations depend on."""
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {} if settings["prompts"] == "self" else {"tools": True}  # prompts with tools are taken
     if not has_template(target.tokenizer):
         known["prefix_tokens"] = settings["prefix_tokens"]
     if values := settings.get("chat_template_kwargs"):

@@ -8,7 +8,9 @@ Where the assistant's text lies is found by rendering the chat template, never b
 
 The prefix is the rendering of the messages before the answer with the generation prompt: what the target reads just
 before it writes. It has to be the beginning of the whole rendering. The span ends with the first special token after
-the answer's text: the one the target writes to end its turn. What the template adds after it is not supervised.
+the answer's text: the one the target writes to end its turn. What the template adds after it is not supervised. An
+answer that calls tools ends with the last special token of its turn: some stand around the calls. Where it is not known
+where the turn ends, since a template renders the last answer in another way, it ends with the first after the calls.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ def encode(
     ends = _special_ids(tokenizer)
     supervised = [False] * len(tokens)
     for index, message in enumerate(messages):
+        if message["role"] == "tool":
+            _check_result(messages, index, tokenizer)
         if message["role"] != "assistant":
             continue
         span = _answer_span(messages, index, whole, tokenizer)
@@ -56,8 +60,10 @@ def encode(
         start, text_stop, turn_stop = span
         first = bisect_left(starts, start)
         following = range(bisect_left(starts, text_stop, first), bisect_left(starts, turn_stop, first))
-        end_of_turn = next((i for i in following if tokens[i] in ends), None)
-        stop = bisect_right(stops, text_stop, first) if end_of_turn is None else end_of_turn + 1
+        special = [i for i in following if tokens[i] in ends]
+        if message.get("tool_calls") and (turn_stop < len(whole) or message is messages[-1]):
+            special, text_stop = special[-1:], len(whole[:turn_stop].rstrip())
+        stop = special[0] + 1 if special else bisect_right(stops, text_stop, first)
         supervised[first:stop] = [True] * (stop - first)
     if max_tokens is not None and any(supervised) and not any(supervised[:max_tokens]):
         raise Unfit(
@@ -110,7 +116,35 @@ def _answer_span(messages: Sequence[Message], index: int, whole: str, tokenizer:
         lead = len(whole[start:]) - len(whole[start:].lstrip())
         text_start = start + lead if whole.startswith(text, start + lead) else -1
         turn_stop = len(whole)
-    return None if text_start < 0 else (start, text_start + len(text), turn_stop)
+    if text_start < 0:
+        return None
+    return start, _after_calls(messages[index], whole[:turn_stop], text_start + len(text)), turn_stop
+
+
+def _after_calls(answer: Message, rendered: str, text_stop: int) -> int:
+    """Where the name of the last tool that an answer calls ends in the rendering; where its text does, without any."""
+    stop = text_stop
+    for call in answer.get("tool_calls", ()):
+        function = call.get("function", call) if isinstance(call, dict) else {}
+        name = str(function.get("name") or "") if isinstance(function, dict) else ""
+        place = rendered.find(name, stop)
+        if not name or place < 0:
+            raise _not_rendered("calls of tools")
+        stop = place + len(name)
+    return stop
+
+
+def _check_result(messages: Sequence[Message], index: int, tokenizer: Any) -> None:
+    if render(messages[: index + 1], tokenizer, answer=False) == render(messages[:index], tokenizer, answer=False):
+        raise _not_rendered("results of tools")
+
+
+def _not_rendered(what: str) -> Unfit:
+    return Unfit(
+        f"The chat template does not render {what}.",
+        "Let the target write the answers (data.regenerate=true), or use a target that was trained to call tools.",
+        f"with {what} that the chat template does not render",
+    )
 
 
 def _places(offsets: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:

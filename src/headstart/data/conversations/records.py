@@ -21,6 +21,7 @@ class Conversation:
         id: unique within its file.
         supervised: for each token, whether the assistant wrote it; its end-of-turn token counts, the template's text
             after that does not.
+        tools: definitions that the tokens begin with.
         sampling: how the answers were drawn (temperature, seed, ...); empty when they were given.
     """
 
@@ -30,6 +31,7 @@ class Conversation:
     messages: list[Message]
     category: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.supervised), "one mask entry per token"
@@ -54,6 +56,7 @@ class Conversation:
             "id": self.id,
             "category": self.category,
             "messages": self.messages,
+            **({"tools": self.tools} if self.tools else {}),
             "sampling": self.sampling,
             "tokens": self.tokens,
             "supervised": [list(span) for span in self.supervised_spans],
@@ -68,9 +71,12 @@ class Conversation:
             if not 0 <= start < stop <= len(tokens):
                 raise ValueError(f"supervised run [{start}, {stop}) of {len(tokens)} tokens")
             supervised[start:stop] = [True] * (stop - start)
-        messages = [{name: str(text) for name, text in message.items()} for message in row["messages"]]
-        category, sampling = str(row.get("category", "")), dict(row.get("sampling", {}))
-        return cls(str(row["id"]), tokens, supervised, messages, category=category, sampling=sampling)
+        messages: list[Message] = [
+            {name: value if name == "tool_calls" else str(value) for name, value in message.items()}
+            for message in row["messages"]
+        ]
+        category, sampling, tools = str(row.get("category", "")), dict(row.get("sampling", {})), row.get("tools", [])
+        return cls(str(row["id"]), tokens, supervised, messages, category, sampling=sampling, tools=list(tools))
 
 
 def read_conversations(path: Path) -> list[Conversation]:

@@ -12,8 +12,9 @@ from jinja2 import TemplateError
 
 from headstart.errors import UserError
 
-Message = dict[str, str]
-"""{"role": "system" | "user" | "assistant", "content": text}; of a given answer also "reasoning_content"."""
+Message = dict[str, Any]
+"""{"role": "system" | "user" | "assistant" | "tool", "content": text}; of a given answer also "reasoning_content" and
+"tool_calls", which is a list of {"function": {"name", "arguments"}}."""
 
 
 class Unfit(UserError):
@@ -81,6 +82,18 @@ def with_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> Any:
     bound = copy(tokenizer)
     bound.apply_chat_template = partial(tokenizer.apply_chat_template, **values)
     return bound
+
+
+def with_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
+    """A copy of a tokenizer whose chat template renders definitions of tools; itself without any, and `Unfit` where the
+    template has no place for them."""
+    if tools and not has_variable(tokenizer, "tools"):
+        raise Unfit(
+            "The target's chat template has no place for definitions of tools.",
+            "Use a target that was trained to call tools, or leave the definitions out.",
+            "with tools that the chat template does not render",
+        )
+    return with_template_kwargs(tokenizer, {"tools": list(tools)} if tools else {})
 
 
 def template_kwargs(tokenizer: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headstart.data.prompts.chat import Unfit, check_offsets, has_template, prompt_tokens
+from headstart.data.prompts.chat import Unfit, check_offsets, has_template, prompt_tokens, with_tools
 from headstart.data.prompts.overlap import Excluded, normalise
 from headstart.data.prompts.shapes import SHAPES, Prompt, Unusable, parse_prompt
 from headstart.data.prompts.sources import find_origin, read_records
@@ -141,7 +141,7 @@ class _Rule:
             raise Unusable("repeated")
         if self._tokenizer is not None:
             try:
-                length = len(prompt_tokens(prompt.opening, self._tokenizer))
+                length = len(prompt_tokens(prompt.opening, with_tools(self._tokenizer, prompt.tools)))
             except Unfit as refusal:
                 raise Unusable(refusal.reason) from None
             if length > self._max_tokens:

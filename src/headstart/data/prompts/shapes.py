@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.data.prompts.chat import Message
 
 SHAPES = (
     '{"turns": [text, ...]}',
-    '{"messages": [{"role", "content"}, ...]}',
+    '{"messages": [{"role", "content"}, ...]}, with "tools" and calls of them',
     '{"conversations": [{"from", "value"}, ...]} (ShareGPT)',
     '{"instruction", "input", "output"} (Alpaca)',
     '{"prompt": text}',
@@ -30,6 +31,8 @@ _ROLES = {
     "chatgpt": "assistant",
     "bing": "assistant",
     "bard": "assistant",
+    "tool": "tool",
+    "function": "tool",
 }
 """By role or speaker, in small letters."""
 
@@ -48,20 +51,26 @@ class Prompt:
             given, two user messages follow one another.
         id: the record's own, or its file and line.
         plain: the one message is a text to go on with, not a request.
-        calls_tools: an answer that was given calls tools, which the messages do not show.
+        tools: definitions of those that an answer may call.
     """
 
     messages: list[Message]
     category: str = ""
     id: str = ""
     plain: bool = False
-    calls_tools: bool = False
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def opening(self) -> list[Message]:
         """The messages before the first answer: system message and first user message."""
         first = next(i for i, message in enumerate(self.messages) if message["role"] == "user")
         return self.messages[: first + 1]
+
+    @property
+    def asked(self) -> list[Message]:
+        """The messages that are not the assistant's, up to the first result of a tool: it belongs to a given call."""
+        results = (i for i, message in enumerate(self.messages) if message["role"] == "tool")
+        return [message for message in self.messages[: next(results, None)] if message["role"] != "assistant"]
 
     @property
     def turns(self) -> list[str]:
@@ -75,7 +84,7 @@ class Unusable(Exception):
 def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
     """A prompt from one record of any of `SHAPES`; `name` is its id when it has none of its own.
 
-    Messages of the assistant without a text (calls of tools, say) are answers that were not given. The parts of a
+    Messages of the assistant with neither a text nor calls of tools are answers that were not given. The parts of a
     content that is a list are put together when all of them are text.
 
     Raises:
@@ -102,7 +111,7 @@ def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
         str(row.get("category") or ""),
         str(own_id),
         plain=column == "text",
-        calls_tools=column in ("messages", "prompt") and _calls_tools(row[column]),
+        tools=_tools(row.get("tools")),
     )
 
 
@@ -128,7 +137,7 @@ def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
 def _turns(value: Any, field: str) -> list[Message]:
     if not isinstance(value, list):
         raise ValueError(f"{field!r} is a {type(value).__name__}, not a list of messages")
-    messages = []
+    messages: list[Message] = []
     for number, turn in enumerate(value, start=1):
         if not isinstance(turn, Mapping):
             raise ValueError(f"message {number} of {field!r} is a {type(turn).__name__}, not an object")
@@ -138,19 +147,52 @@ def _turns(value: Any, field: str) -> list[Message]:
         speaker = turn.get(role_key, turn.get(other_role))
         text = turn.get(text_key, turn.get(other_text))
         role = _ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
-        if role is None:
+        if role is None or (role == "tool" and not any("tool_calls" in message for message in messages)):
             raise Unusable(f"with a message of the role {speaker!r}")
-        if text is None and role == "assistant":
+        calls = _calls(turn) if role == "assistant" else []
+        if text is None and role == "assistant" and not calls:
             continue
-        message = {"role": role, "content": _text(text)}
+        message: Message = {"role": role, "content": "" if text is None and calls else _text(text)}
+        message |= {"tool_calls": calls} if calls else {}
+        message |= {key: turn[key] for key in ("name", "tool_call_id") if role == "tool" and turn.get(key)}
         if role == "assistant" and isinstance(reasoning := turn.get("reasoning_content"), str) and reasoning.strip():
             message["reasoning_content"] = reasoning
         messages.append(message)
     return messages
 
 
-def _calls_tools(turns: Any) -> bool:
-    return isinstance(turns, list) and any(turn.get("tool_calls") or turn.get("function_call") for turn in turns)
+def _calls(turn: Mapping[str, Any]) -> list[Any]:
+    """Calls of tools in an answer, with arguments as objects, which is how chat templates take them."""
+    called = turn.get("tool_calls") or ([{"function": turn["function_call"]}] if turn.get("function_call") else [])
+    if not isinstance(called, list):
+        raise Unusable("with calls of tools that are no list")
+    calls = _without_nulls(called)
+    for call in calls:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"] or "{}")
+            except ValueError:
+                raise Unusable("with a call of a tool whose arguments are no JSON") from None
+    return list(calls)
+
+
+def _tools(value: Any) -> list[dict[str, Any]]:
+    """Definitions of tools: a list, or its JSON."""
+    try:
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value or []
+    except ValueError:
+        tools = None
+    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise Unusable("with tools that are no list of definitions")
+    return list(_without_nulls(tools))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables give every object the keys of all others, and null to those that it does not have."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _text(value: Any) -> str:
