@@ -15,6 +15,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
-from headstart.train import batches, processes, trainer
+from headstart.train import batches, checkpoint, processes, trainer, training_artifact
 from headstart.train.joint import Joint
 from headstart.train.processes import join_processes, leave_processes
 from tests.train.conftest import conversations
@@ -229,13 +230,42 @@ def train_until_one_is_killed(*arguments: str) -> None:
 
 
 def train_until_ctrl_c(*arguments: str) -> None:
-    """As in a terminal: once from there, and once more from the launcher."""
+    """As in a terminal, once from there and once more from the launcher; a scheduler signals the other process."""
 
-    def twice(rank: int) -> None:
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
+    def ask(rank: int) -> None:
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT if rank == 0 else signal.SIGUSR1)
 
-    at(3, twice)
+    at(3, ask)
+    train(*arguments)
+
+
+def train_with_an_old_view(*arguments: str) -> None:
+    """One process sees the folder of runs as it was before anything was trained, and its checkpoint a moment later."""
+    if os.environ["RANK"] == "1":
+        manifest, looked = checkpoint._manifest, []
+
+        def later(path: Path) -> Any:
+            looked.append(path)
+            return manifest(path) if len(looked) > 1 else None
+
+        checkpoint._manifest = later
+        checkpoint._newest_first = lambda folder: []
+        trainer.read_jsonl = lambda file: iter(())
+        training_artifact.finished = lambda folder: False
+    train(*arguments)
+
+
+def train_by_two_clocks(*arguments: str) -> None:
+    """The clock of the main process jumps past the end of the training while a step is taken, that of the other one
+    goes on."""
+    late, ticks = [0.0], count()
+
+    def jump(rank: int) -> None:
+        late[0] = 1000.0 if rank == 0 else 0.0
+
+    trainer.monotonic = lambda: late[0] + 1e-3 * next(ticks)
+    at(3, jump)
     train(*arguments)
 
 
@@ -252,7 +282,7 @@ def train_with_one_refusing(*arguments: str) -> None:
 
 
 def main() -> None:
-    rank, count = sys.argv[1:]
+    rank, ranks_in_all = sys.argv[1:]
     torch.set_num_threads(1)
     for line in sys.stdin:
         task = json.loads(line)
@@ -262,7 +292,7 @@ def main() -> None:
             out = os.open(task["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(out, 1)
             os.dup2(out, 2)
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks_in_all, "LOCAL_WORLD_SIZE": ranks_in_all}
             os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task["port"]))
             globals()[task["do"]](*task["arguments"])
             return

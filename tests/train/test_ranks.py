@@ -284,7 +284,7 @@ def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
     ended = together(ranks.train_until_one_is_killed, file, "--run-dir", run)
     assert_codes(ended, 1, -9)
     assert_one_voice(ended, "Another process of this training has ended", "goes on from the last checkpoint")
-    resumed = together(ranks.train, file, "--run-dir", run)
+    resumed = together(ranks.train_with_an_old_view, file, "--run-dir", run)
     assert_codes(resumed, 0, 0)
     assert "Going on from step 3" in resumed[0].text and "Training on 2 processes" in resumed[0].text
     assert not resumed[1].text, "only the main process speaks"
@@ -326,6 +326,16 @@ def test_two_processes_go_on_where_one_was_stopped(
     assert one.keys() == start.keys()
     assert_moved_alike(start, one, other)
     assert last_row(tmp_path / "whole")["tokens"] == last_row(tmp_path / "cut")["tokens"]
+
+
+def test_the_clock_of_the_main_process_ends_both(together: Ranks, workplace: Callable[..., tuple[Path, Path]]) -> None:
+    """Also where it does so while the last step is taken, and its checkpoint is written."""
+    file, run = workplace(steps=None, minutes=1, save_every=1, eval_every=100)
+    assert_codes(together(ranks.train_by_two_clocks, file, "--run-dir", run), 0, 0)
+    assert last_row(run / "train")["step"] == 4
+    (run / "stages" / "train.json").unlink()  # as if the run had been killed just then
+    assert_codes(together(ranks.train_with_an_old_view, file, "--run-dir", run), 0, 0)
+    assert last_row(run / "train")["step"] == 4, "it is over, whatever one of them sees"
 
 
 def test_ctrl_c_keeps_the_step_and_ends_both(together: Ranks, workplace: Callable[..., tuple[Path, Path]]) -> None:

@@ -124,7 +124,9 @@ def test_a_finished_run_that_was_best_at_its_very_end_stays_the_same(
 ) -> None:
     """The checkpoint of the last step is written before that step is judged, and once more after it."""
     rising, result = itertools.count(1.5, 0.1), trainer.Tally.result
-    monkeypatch.setattr(trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), tau=next(rising)))
+    monkeypatch.setattr(
+        trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), chain=[next(rising) - 1])
+    )
     settings: dict[str, Any] = {"steps": 8, "save_every": 4, "eval_every": 6}
     first = run(tmp_path, **settings)
     assert first.metrics["step"] == 8
@@ -137,7 +139,9 @@ def test_the_best_heads_are_never_of_a_lost_future(
 ) -> None:
     """Killed after a validation that no checkpoint knows of, and gone on with towards another end."""
     taus, result = iter([1.5, 1.4, 1.5, 1.9, 1.4]), trainer.Tally.result
-    monkeypatch.setattr(trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), tau=next(taus)))
+    monkeypatch.setattr(
+        trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), chain=[next(taus) - 1])
+    )
     start = run(tmp_path / "start", steps=1).heads_folder
     kill_after(6)
     with pytest.raises(Killed):

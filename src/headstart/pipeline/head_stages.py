@@ -55,7 +55,7 @@ def _train_settings(run: Run) -> dict[str, Any]:
 def _train(run: Run) -> Outcome:
     # Every process of a training calls it; the main process writes.
     from headstart.heads.base import make_config
-    from headstart.train.processes import count_processes, is_main, on_main, together
+    from headstart.train.processes import count_processes, is_main, on_main, tell_all, together
     from headstart.train.trainer import train
     from headstart.train.training_artifact import RESULT, finished, go_on_from_shorter, training
 
@@ -70,9 +70,9 @@ def _train(run: Run) -> Outcome:
                 go_on_from_shorter(made, count_processes(), partial(run.console.print, highlight=False, soft_wrap=True))
             if is_main():
                 run.refer("train", made, TRAIN)
-        if not finished(made.folder):
+        if not tell_all(finished(made.folder)):
             train(run.recipe, target, *stores, made.folder, run.console)
-    result = read_json(made.folder / RESULT)
+    result = tell_all(read_json(made.folder / RESULT) if is_main() else None)
     return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=made.name)
 
 

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 from accelerate import Accelerator
@@ -31,6 +32,8 @@ PROCESSES = "number of processes"
 ACCUMULATION = "train.gradient_accumulation_steps"
 """Keys of a checkpoint's settings. A step reads as many batches as both make together."""
 _WEIGHTS = "model.safetensors"
+_SEEN_WITHIN = 90.0
+"""Seconds; clients of NFS look for what was not there a moment ago after one minute at the latest."""
 _OF_SEVERAL = "module."
 """How the names of weights begin where several processes trained them."""
 
@@ -155,6 +158,18 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
         _check_same_settings(folder.parent, manifest["settings"], settings)
         return path, TrainerState(**manifest["standing"])
     return None
+
+
+def wait_for(path: Path) -> None:
+    """Wait until this process sees a whole checkpoint, as another one does: a network disk may show it later here."""
+    end = monotonic() + _SEEN_WITHIN
+    while _manifest(path) is None:
+        if monotonic() > end:
+            raise UserError(
+                f"The checkpoint {path} is there for the main process of this training, and not on this machine.",
+                "Let all processes see the same folder of runs.",
+            )
+        sleep(0.5)
 
 
 def _check_same_settings(run: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -31,10 +31,12 @@ def keep_freed_memory() -> bool:
 
 
 class Interrupt:
-    """A context in which the first SIGINT or SIGTERM only sets `asked`; a later one raises KeyboardInterrupt.
+    """A context in which the first SIGINT, SIGTERM or SIGUSR1 only sets `asked`; a later one raises KeyboardInterrupt.
 
-    Ctrl-C in a terminal reaches the launcher of several processes as well, which passes it on: what follows at once is
-    the same request. Outside the main thread, where Python delivers no signals, this does nothing.
+    SIGUSR1 is for schedulers: a launcher that gets SIGTERM kills its processes half a minute later, done or not, and
+    one that ignores SIGUSR1 lets them write their checkpoint. Ctrl-C in a terminal reaches the launcher of several
+    processes as well, which passes it on: what follows at once is the same request. Outside the main thread, where
+    Python delivers no signals, this does nothing.
     """
 
     def __init__(self) -> None:
@@ -44,7 +46,7 @@ class Interrupt:
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 self._before[number] = signal.signal(number, self._note)
         return self
 

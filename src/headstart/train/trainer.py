@@ -25,6 +25,7 @@ from accelerate.utils import set_seed
 from rich.console import Console
 from torch import Tensor
 
+from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.io import save_heads
 from headstart.recipes.recipe import Recipe
@@ -52,7 +53,14 @@ from headstart.train.joint import Drift, Joint
 from headstart.train.losses import LOSSES
 from headstart.train.machine import Interrupt, keep_freed_memory
 from headstart.train.optimizers import learning_rate_now, make_optimizers
-from headstart.train.processes import describe_processes, make_accelerator, on_device, together
+from headstart.train.processes import (
+    describe_processes,
+    is_main,
+    make_accelerator,
+    on_device,
+    tell_all,
+    together,
+)
 from headstart.train.starting_heads import build_heads, check_store
 from headstart.train.summing import Teacher, weighted
 from headstart.train.tracking import finish_trackers, memory, start_tracker
@@ -136,7 +144,13 @@ class _Trainer:
             copies = 4 * (self.section.keep_checkpoints + 1)
             need_disk(self.folder, 4 * copies * sum(p.numel() for p in self.heads.parameters()), "Training")
             self.settings = self._settings()
-            self.newest = checkpoint.find(self.folder / "checkpoints", self.settings, log.say)
+            # What the others see of a shared disk may be old: the main process chooses for all.
+            newest = checkpoint.find(self.folder / "checkpoints", self.settings, log.say) if is_main() else None
+        self.newest, settings = tell_all((newest, self.settings))
+        with together():
+            self._check_same(settings)
+            if self.newest is not None:
+                checkpoint.wait_for(self.newest[0])
         self.aux_layers = sorted({*self.heads.aux_layers, FINAL})
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
@@ -176,6 +190,15 @@ class _Trainer:
             "data fingerprint": self.store.fingerprint,
             checkpoint.PROCESSES: self.ranks,
         }
+
+    def _check_same(self, of_main: dict[str, Any]) -> None:
+        """Refuse what this process sees otherwise than the main one: it would train on other batches."""
+        if differing := [key for key, value in self.settings.items() if of_main[key] != value]:
+            raise UserError(
+                f"Process {self.rank} of this training has another {differing[0]} than process 0.",
+                "Let all processes see the same folder of runs, and give all of them the same command; where the data "
+                "has just been written, start again in a minute.",
+            )
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -461,7 +484,8 @@ class _Trainer:
 
     def _save(self) -> None:
         state, keep = self.trainer_state, self.section.keep_checkpoints
-        state.elapsed, state.budget = self._elapsed(), self._budget
+        # Whether another checkpoint is due at the end follows from the clock: all processes go by the same one.
+        state.elapsed, state.budget = self._agree(0, False)[1], self._budget
         folder, best = self.folder / "checkpoints", self.folder / "best"
         checkpoint.save(self.accelerator, folder, state, self.settings, best, keep=keep)
 
@@ -474,8 +498,8 @@ class _Trainer:
         self.seconds_before = state.elapsed
         if state.budget and state.budget != self._budget:
             state.onward, state.onward_lr = self._fraction(state.elapsed), state.lr
-        rows = [row for _, row in read_jsonl(self.folder / "metrics.jsonl")]
-        self.records = [row for row in rows if row["step"] <= state.step]
+        rows = read_jsonl(self.folder / "metrics.jsonl") if self.accelerator.is_main_process else ()
+        self.records = tell_all([row for _, row in rows if row["step"] <= state.step])
         if self.accelerator.is_main_process:  # what came after the checkpoint never happened to this run
             checkpoint.restore_best(path, self.folder / "best")
             write_jsonl(self.folder / "metrics.jsonl", self.records)
