@@ -8,12 +8,16 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from headstart.errors import UserError
+from headstart.support.artifacts import Artifact, held
 from headstart.support.lock import locked
 
 
@@ -51,11 +55,11 @@ def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_any_locks_a_file_names_who_works_there(tmp_path: Path, without_locks: None) -> None:
-    mine = f"process {os.getpid()} on {socket.gethostname()}"
+    mine = rf"process {os.getpid()}\)"
     with locked(tmp_path):
         with pytest.raises(UserError, match=mine) as refused, locked(tmp_path):
             pytest.fail("held twice")
-        assert f"delete {tmp_path}/lock.held" in refused.value.remedy
+        assert refused.value.remedy == "Wait for it, or choose another --run-dir."
     with locked(tmp_path):
         pass
     assert not (tmp_path / "lock.held").exists()
@@ -68,10 +72,11 @@ def test_what_a_killed_process_left_is_taken_over_on_its_machine_only(
     mark.write_text(f"{gone} on {socket.gethostname()}")
     with locked(tmp_path):
         assert mark.read_text().startswith(f"{os.getpid()} on ")
-    for held in (f"{gone} on elsewhere", "", "half a wo"):
-        mark.write_text(held)
-        with pytest.raises(UserError, match="Another run"), locked(tmp_path):
+    for words in (f"{gone} on elsewhere", "", "half a wo"):
+        mark.write_text(words)
+        with pytest.raises(UserError, match="Another run") as refused, locked(tmp_path):
             pytest.fail("nobody knows whether that process still runs")
+        assert f"rm {mark}" in refused.value.remedy
 
 
 def test_another_fault_of_the_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,3 +89,26 @@ def test_a_place_that_cannot_be_written_is_one_sentence() -> None:
     with pytest.raises(UserError, match="Cannot write in /proc/x") as refused, locked(Path("/proc/x")):
         pytest.fail("not there")
     assert "--run-dir" in refused.value.remedy
+
+
+@pytest.mark.parametrize("where", ["elsewhere", "here"])
+def test_a_lock_is_named_after_a_minute_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    now, made = [0.0], Artifact(tmp_path / "states" / "x", {})
+    console = Console(file=StringIO(), width=500)
+
+    def sleep(seconds: float) -> None:
+        now[0] += 100 * seconds
+        if now[0] > 200:
+            raise TimeoutError
+
+    monkeypatch.setattr("headstart.support.artifacts.time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with locked(made.folder):
+        holder = f"17 on {where}" if where == "elsewhere" else "17"
+        (made.folder / "lock").write_text(holder)
+        with pytest.raises(TimeoutError), held(made, console):
+            pytest.fail("held twice")
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count(f"waiting: Another run (process {holder}) is working in {made.folder}") == 2
+    assert text.count(f"rm {made.folder}/lock") == 1

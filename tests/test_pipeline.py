@@ -21,11 +21,13 @@ from safetensors.torch import load_file, save_file
 import headstart.target
 from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
+from headstart.pipeline.data_stages import states_artifact
 from headstart.pipeline.inventory import free, run_states, unreferenced
 from headstart.pipeline.plan import make_plan, show_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
 from headstart.recipes.recipe import Recipe, parse_heads, parse_recipe, recipe_text
+from headstart.support.artifacts import referred
 from headstart.support.lock import locked
 from headstart.target.fitting import FINAL
 from headstart.target.teacher import teacher_problem
@@ -564,6 +566,18 @@ def test_a_plan_knows_a_target_that_is_the_same_in_other_files(
     assert "train" in make_plan(quiet(folder, changed(moved, train={"steps": 6}))).left
     other = moved.model_copy(update={"target": moved.target.model_copy(update={"dtype": "bfloat16"})})
     assert set(make_plan(quiet(folder, other)).left) == {stage.name for stage in STAGES}, "it is planned, not refused"
+
+
+def test_writing_waits_for_no_states_of_another_run(
+    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = quiet(tmp_path / "runs" / "run", tiny_recipe(tmp_path, tiny_target_folder))
+    execute(run, stages_until("target"))
+    monkeypatch.setattr("headstart.support.artifacts.time.sleep", lambda _: pytest.fail("it waits"))
+    states = states_artifact(run).folder
+    with locked(states):
+        execute(run, stages_until("conversations"))
+    assert list(states.glob("shard-*.safetensors")) and referred(run.folder, "states") == states
 
 
 def test_inputs_are_checked_before_any_work(tmp_path: Path, tiny_target_folder: Path) -> None:

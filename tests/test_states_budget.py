@@ -11,6 +11,7 @@ import pytest
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
 from headstart.pipeline.inventory import free, over_budget, unreferenced
+from headstart.support.lock import locked
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.data.test_store import conversations
@@ -63,6 +64,15 @@ def test_what_a_training_has_yet_to_read_stays(tmp_path: Path) -> None:
     run(tmp_path, "two", "bd", trained=False)
     assert names(tmp_path, 0) == "ca"
     assert names(tmp_path, 3999) == "c", "what stays counts too"
+
+
+def test_what_a_working_run_may_read_stays(tmp_path: Path) -> None:
+    """Its record of an earlier training says that this one is finished, until it has come to its stage."""
+    states(tmp_path)
+    run(tmp_path, "one", "abcd")
+    with locked(tmp_path / "one"):
+        assert names(tmp_path, 0) == ""
+    assert names(tmp_path, 0) == "dcba"
 
 
 def test_nothing_goes_while_a_run_adds_to_them(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from headstart.pipeline.run import (
 )
 from headstart.support.artifacts import Artifact, artifact, forget, held, read_note, referred
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
+from headstart.support.lock import Busy
 from headstart.support.terminal import progress_bar, tell
 
 if TYPE_CHECKING:
@@ -181,9 +182,14 @@ def _conversations(run: Run) -> Outcome:
         # More text than there is room for states of would be written for nothing.
         maximum = 1e9 * data.cache_gigabytes / _token_bytes(run)
         states = states_artifact(run)
-        with held(states, run.console) as shards:  # shards are added whole, by whoever has them
+        try:
+            with held(states, wait=False):
+                run.refer("states", states)
+        except (
+            Busy
+        ):  # another run computes states there, for hours perhaps: shards are added whole, by whoever has them
             run.refer("states", states)
-        capture = Capture(shards, target, aux_layers(run), data.states_dtype)
+        capture = Capture(states.folder, target, aux_layers(run), data.states_dtype)
     with held(made, run.console) as path:
         run.refer("conversations", made)
         fixed = pinned(data, made.identity)

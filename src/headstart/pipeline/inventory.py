@@ -192,10 +192,11 @@ def _read_shards(path: Path, runs: Sequence[Path]) -> dict[str, bool] | None:
         records = _records(run)
         if not records["states"].get("whole"):
             return None
+        is_read = not records["train"].get("whole") or not _idle(run)  # by a training, however it was started
         for manifest in (run / STATES).glob("*/manifest.json"):
             for file in _json(manifest).get("files", ()):
                 name = str(file["file"])
-                read[name] = read.get(name, False) or not records["train"].get("whole")
+                read[name] = read.get(name, False) or is_read
     return read
 
 

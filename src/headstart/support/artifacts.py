@@ -33,6 +33,8 @@ FOLDER = "artifacts"
 """Beside the folders of the runs that share it."""
 NOTE = "artifact.json"
 """In every artifact: its identity."""
+_LONG = 60.0
+"""Seconds of waiting after which the other process may be dead."""
 REFERENCES = "references.json"
 """In every run: the artifact of each stage, relative to the run's folder."""
 
@@ -78,12 +80,12 @@ def root_of(run_folder: Path) -> Path:
 @contextmanager
 def held(artifact: Artifact, console: Console | None = None, wait: bool = True) -> Iterator[Path]:
     """Work in an artifact's folder, made if need be, while no other process does; the console says when one is waited
-    for.
+    for, and after a minute what to type if it is dead.
 
     Raises:
         Busy: another process works there, without `wait`.
     """
-    waiting = False
+    waiting, is_told = None, False
     with ExitStack() as stack:
         while True:
             try:
@@ -92,9 +94,12 @@ def held(artifact: Artifact, console: Console | None = None, wait: bool = True) 
             except Busy as error:
                 if not wait:
                     raise
-                if not waiting and console is not None:
+                if waiting is None and console is not None:
                     tell(console, f"    waiting: {error.problem}")
-                waiting = True
+                waiting = waiting or time.monotonic()
+                if not is_told and console is not None and time.monotonic() > waiting + _LONG:
+                    tell(console, f"    still waiting: {error.problem} {error.way_out}")
+                    is_told = True
                 time.sleep(0.5)
         if not (artifact.folder / NOTE).is_file():
             made = datetime.now(UTC).isoformat(timespec="seconds")

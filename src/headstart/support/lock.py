@@ -19,12 +19,16 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 
 class Busy(UserError):
-    """Another process works in a folder."""
+    """Another process works in a folder, or did on a machine that is gone: `way_out` says what to type then."""
 
-    def __init__(self, holder: str, folder: Path, otherwise: str = "") -> None:
+    def __init__(self, holder: str, folder: Path, mark: Path) -> None:
+        process, _, machine = holder.partition(" on ")
+        named = process if machine == socket.gethostname() else holder
+        self.way_out = f"If no process works there any more, since its machine has died, say: rm {mark}"
         super().__init__(
-            f"Another run (process {holder or 'unknown'}) is working in {folder}.",
-            f"Wait for it, or choose another --run-dir{otherwise}.",
+            f"Another run (process {named or 'unknown'}) is working in {folder}.",
+            "Wait for it, or choose another --run-dir."
+            + (f" {self.way_out}" if machine != socket.gethostname() else ""),
         )
 
 
@@ -48,7 +52,7 @@ def locked(folder: Path) -> Iterator[None]:
     with handle:
         if _lock(handle, folder):
             handle.truncate(0)
-            print(os.getpid(), file=handle, flush=True)
+            print(_here(), file=handle, flush=True)
             yield
             handle.truncate(0)
             return
@@ -69,7 +73,7 @@ def _lock(handle: TextIO, folder: Path) -> bool:
         except OSError as error:
             if error.errno in _HELD:
                 handle.seek(0)
-                raise Busy(handle.read().strip(), folder) from None
+                raise Busy(handle.read().strip(), folder, Path(handle.name)) from None
             if error.errno not in _NO_LOCKS:
                 problem = f"Cannot lock {handle.name}: {error.strerror}."
                 raise UserError(problem, "Choose a folder on another disk with --run-dir.") from None
@@ -81,15 +85,19 @@ def _claim(mark: Path, folder: Path) -> None:
     for _ in range(2):
         try:
             with mark.open("x", encoding="utf-8") as file:
-                file.write(f"{os.getpid()} on {socket.gethostname()}")
+                file.write(_here())
             return
         except FileExistsError:
             holder = mark.read_text(encoding="utf-8").strip()
             process, _, machine = holder.partition(" on ")
             if machine != socket.gethostname() or not process.isdecimal() or _runs(int(process)):
-                raise Busy(holder, folder, f", or delete {mark} if no process works there") from None
+                raise Busy(holder, folder, mark) from None
             mark.unlink(missing_ok=True)
-    raise Busy("", folder)
+    raise Busy("", folder, mark)
+
+
+def _here() -> str:
+    return f"{os.getpid()} on {socket.gethostname()}"
 
 
 def _runs(process: int) -> bool:
