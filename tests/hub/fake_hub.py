@@ -26,11 +26,12 @@ class Repo:
     gated: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
+    messages: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, files: dict[str, bytes]) -> str:
+    def commit(self, files: dict[str, bytes], branch: str = "main", message: str = "") -> str:
         oid = hashlib.sha1(repr((sorted(files), len(self.commits))).encode()).hexdigest()
         self.commits[oid] = files
-        self.refs["main"] = oid
+        self.refs[branch], self.messages[oid] = oid, message
         return oid
 
     def find(self, revision: str) -> str | None:
@@ -125,8 +126,13 @@ class _Handler(BaseHTTPRequestHandler):
                     for entry in json.loads(self.body)["objects"]
                 ]
                 self._json({"transfer": "basic", "objects": objects})
-            case ["commit", _]:
-                self._commit(repo_id, repo)
+            case ["commit", branch]:
+                self._commit(repo_id, repo, branch)
+            case ["branch", branch]:
+                if branch in repo.refs:
+                    return self._error(409, "", f"Reference already exists: {branch}")
+                repo.refs[branch] = repo.refs["main"]
+                self._json({})
             case ["revision", revision]:
                 self._info(repo_id, repo, revision)
             case []:
@@ -159,8 +165,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.repos[repo_id].commit({})
         self._json({"url": f"{self.hub.url}/{repo_id}", "name": repo_id, "id": repo_id})
 
-    def _commit(self, repo_id: str, repo: Repo) -> None:
-        files = dict(repo.commits[repo.refs["main"]])
+    def _commit(self, repo_id: str, repo: Repo, branch: str) -> None:
+        files, message = dict(repo.commits[repo.refs[branch]]), ""
         for line in self.body.splitlines():
             entry = json.loads(line)
             value = entry["value"]
@@ -170,7 +176,9 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.hub.large[value["oid"]]
             elif entry["key"] == "deletedFile":
                 del files[value["path"]]
-        oid = repo.commit(files)
+            elif entry["key"] == "header":
+                message = value["summary"]
+        oid = repo.commit(files, branch, message)
         self._json({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{repo_id}/commit/{oid}"})
 
     def _info(self, repo_id: str, repo: Repo, revision: str) -> None:

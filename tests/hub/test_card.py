@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import yaml
+from transformers.dynamic_module_utils import get_imports
 
 from headstart.hub.card import _metadata, write_card
 from headstart.hub.format import export_heads
@@ -85,3 +91,56 @@ def test_metadata_of_a_packaged_target_and_of_a_hub_model(tmp_path: Path, tiny_t
     config = {"target": {"spec": "org/model-1.5"}, "heads": {"family": "medusa"}}
     values = _metadata(config)
     assert (values["base_model"], values["license"]) == ("org/model-1.5", "other")
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "requirement"),
+    [
+        (
+            {"url": "https://host/us/headstart.git", "vcs_info": {"vcs": "git", "commit_id": COMMIT}},
+            f"headstart @ git+https://host/us/headstart.git@{COMMIT}",
+        ),
+        (
+            {"url": "https://host/headstart.whl", "archive_info": {"hashes": {"sha256": "abc"}}},
+            "headstart @ https://host/headstart.whl#sha256=abc",
+        ),
+        ({"url": "file:///home/me/headstart", "dir_info": {"editable": True}}, None),
+        ({"url": "https://host/headstart.whl", "archive_info": {}}, None),
+        (None, None),
+    ],
+)
+def test_a_card_names_no_package_that_may_be_anyones(
+    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, recorded: Any, requirement: str | None
+) -> None:
+    """It says where this installation is from, pinned, or that headstart has to be installed."""
+    text = None if recorded is None else json.dumps(recorded)
+    installed = SimpleNamespace(read_text=lambda name: text if name == "direct_url.json" else None)
+    monkeypatch.setattr("headstart.support.provenance.metadata.distribution", lambda _: installed)
+    export_heads(tmp_path / "h", make_heads(tiny_target), tiny_target, TUNING, {})
+    files = [file.read_text() for file in (tmp_path / "h").rglob("*") if file.suffix in (".md", ".py", ".txt")]
+    commands = [line for file in files for line in file.splitlines() if "pip install" in line]
+    assert commands == ([] if requirement is None else [f"pip install '{requirement}'"])
+    assert ("has to be installed" in files[0] + files[1]) == (requirement is None)
+
+
+def test_transformers_says_that_headstart_is_missing_and_names_no_package(tmp_path: Path, tiny_target: Target) -> None:
+    """As transformers loads the file: it looks for what the file imports, and suggests to install it by that name."""
+    export_heads(tmp_path / "h", make_heads(tiny_target), tiny_target, TUNING, {})
+    file = tmp_path / "h" / "custom_generate" / "generate.py"
+    assert get_imports(file) == []
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", file], capture_output=True, text=True
+    )  # the standard library alone
+    assert "README.md beside them says where it is from" in done.stderr and "pip" not in done.stderr
+
+
+def test_the_packaged_target_is_named_for_what_it_is(tmp_path: Path, tiny_target: Target) -> None:
+    packaged = Target(tiny_target.model, tiny_target.tokenizer, "smollm2-135m")
+    export_heads(tmp_path / "h", make_heads(packaged), packaged, TUNING, {})
+    card = (tmp_path / "h" / "README.md").read_text()
+    assert "# Draft heads for SmolLM2-135M-Instruct dequantised from Q4_1" in card
+    assert 'target.save("MODEL")' in card
+    assert "without changing its words" not in card and "near-ties" in card

@@ -21,7 +21,6 @@ FILES = [
     "calibration.json",
     "config.json",
     "custom_generate/generate.py",
-    "custom_generate/requirements.txt",
     "heads.safetensors",
     "tree.json",
 ]
@@ -110,6 +109,12 @@ def test_revisions(hub: FakeHub, client: Client, folder: Path, tmp_path: Path, t
     ):
         fetched = client.call("fetch", repo_id="user/versions", revision=revision)
         assert (Path(fetched["folder"]) / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    before = dict(hub.repos["user/versions"].refs)
+    for _ in range(2):  # the branch may be there already
+        options = {"revision": "longer", "message": "Trained for a day"}
+        third = client.call("push", folder=str(folder), repo_id="user/versions", **options)["commit"]
+        assert hub.repos["user/versions"].refs == {**before, "longer": third}
+        assert hub.repos["user/versions"].messages[third] == "Trained for a day"
     assert "no revision 'v9'" in client.refusal("fetch", repo_id="user/versions", revision="v9")
 
 

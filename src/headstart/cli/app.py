@@ -301,16 +301,23 @@ def push(
     repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub.")],
     private: Annotated[bool, typer.Option(help="Create it for its owner's eyes only.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Only say what would be uploaded.")] = False,
+    revision: Annotated[
+        str | None, typer.Option(help="Upload to this branch, made if need be.", show_default="main")
+    ] = None,
+    message: Annotated[
+        str | None, typer.Option(help="Of the commit.", show_default="Upload draft heads with headstart")
+    ] = None,
 ) -> None:
     """Upload heads to the Hub.
 
     Example: headstart push runs/quickstart user/name --private
     """
+    from headstart.hub.push import MESSAGE
     from headstart.hub.push import push as upload
     from headstart.support.files import format_bytes
 
     console = Console()
-    done = upload(heads, repo_id, private=private, dry_run=dry_run)
+    done = upload(heads, repo_id, private=private, dry_run=dry_run, revision=revision, message=message or MESSAGE)
     for name, size in done.files:
         tell(console, f"  {name}  {format_bytes(size)}")
     for name in done.left_out:

@@ -93,7 +93,7 @@ def build_heads(
     try:
         config = parse_heads(settings)
     except UserError as error:
-        newer = "If a newer headstart wrote the heads: pip install --upgrade headstart"
+        newer = "If a newer headstart wrote the heads, upgrade it from where you have it."
         raise UserError(f"{folder / CONFIG}: {error.problem}", f"{error.remedy} {newer}") from None
     assert isinstance(config, HeadConfig), "a family's settings are its config"
     if target is not None and (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):

@@ -16,6 +16,7 @@ from headstart.heads.exchange.published import Published
 from headstart.hub.engine_tuning import EngineTuning, engine_rows, read_engine_tunings, setting_of
 from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.support.files import format_bytes, read_json, write_text
+from headstart.support.provenance import origin
 from headstart.support.terminal import format_moment
 from headstart.target.loading import PACKAGED
 from headstart.tree.tree import TreeShape
@@ -47,8 +48,10 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
             target=config["target"],
             hub_id=spec if is_hub_id(spec) else None,
             loadable=spec in PACKAGED or is_hub_id(spec),
+            packaged=spec in PACKAGED,
             heads=config["heads"],
             version=config["headstart_version"],
+            origin=origin(),
             tree=TreeShape.from_paths(read_json(folder / "tree.json")["paths"]),
             untuned=is_untuned(folder),
             weight_bytes=format_bytes((folder / "heads.safetensors").stat().st_size),

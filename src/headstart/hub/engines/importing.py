@@ -40,7 +40,7 @@ def import_heads(source: str | Path, target: Target, out: Path, revision: str | 
         raise UserError(
             f"Heads of headstart cannot hold {'.'.join(map(str, first['loc']))} of this checkpoint: "
             f"{first['msg'].lower()}.",
-            "Take another checkpoint, or upgrade: pip install --upgrade headstart",
+            "Take another checkpoint, or upgrade headstart from where you have it.",
         ) from None
     name = source if isinstance(source, str) and HUB_ID.fullmatch(source) else folder.name
     facts = {"training": {"imported from": str(name), "arrangement": kind_of(published)}}
