@@ -171,12 +171,20 @@ def test_bad_input_is_refused(made: Made, target: Target, tmp_path: Path, monkey
     assert "No folder at" in refused("export", "--check", tmp_path / "none")
     works("export", heads, "--out", tmp_path / "vllm", "--format", "vllm")
     assert "Did you mean 'sglang'" in refused("export", "--check", tmp_path / "vllm", "--engine", "slang")
-    said = refused("export", "--check", tmp_path / "vllm", "--engine", "llama.cpp")
-    assert "llama.cpp does not read the format vllm" in said and "--format gguf" in said
+    result = call("export", "--check", tmp_path / "vllm", "--engine", "llama.cpp,vllm")
+    said = " ".join(result.stdout.split())
+    assert result.exit_code == 1 and "llama.cpp: It does not read the format vllm" in said and "--format gguf" in said
+    assert "is whole, and all of it is read by vllm." in said, "the others are checked all the same"
+    weights = tmp_path / "vllm" / "model.safetensors"
+    assert f"{weights} is a file, not a folder" in refused("export", "--check", weights)
+    assert f"{weights} is a file, not a folder" in refused("export", weights, "--out", tmp_path / "x")
+    (tmp_path / "vllm" / "config.json").write_text("{")
+    result = call("export", "--check", tmp_path / "vllm")
+    assert "Delete it" not in result.output and "Fetch the checkpoint again" in " ".join(result.output.split())
     nothing = call("export", "--check", target.spec)
     assert nothing.exit_code == 1 and "holds no draft heads" in nothing.output
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "pip install 'headstart[gguf]'" in refused("export", heads, "--out", tmp_path / "g", "--format", "gguf")
+    assert "pip install gguf" in refused("export", heads, "--out", tmp_path / "g", "--format", "gguf")
     assert not (tmp_path / "g").exists()
 
 

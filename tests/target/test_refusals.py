@@ -87,6 +87,17 @@ def test_stop_strings_need_a_tokenizer() -> None:
         Engine(Target(tiny_model("llama"))).generate([[1, 2]], DecodeOptions(stop=("the",)))
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_what_moves_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "cache").write_text("in its way")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="cannot be kept in") as caught:
+        load_target(str(tmp_path / "model.gguf"), device="cpu")
+    assert "set XDG_CACHE_HOME" in caught.value.remedy and "--run-dir" not in caught.value.remedy
+
+
 def test_gguf_files_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("headstart.target.loading.importlib.util.find_spec", lambda name: None)

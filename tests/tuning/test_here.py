@@ -218,9 +218,8 @@ def test_imported_heads_say_once_that_nobody_tuned_them(
     for _ in range(2):
         imported.generate([5, 6, 7], max_new_tokens=4)
     (sentence,) = capsys.readouterr().err.splitlines()
-    assert (
-        "never tuned (better: headstart tune HEADS); measuring what drafting costs with dtype=float32 ..." in sentence
-    )
+    assert "never tuned (better: headstart tune HEADS, outside of a run with --conversations FILE.jsonl)" in sentence
+    assert "measuring what drafting costs with dtype=float32 ..." in sentence
 
 
 # -- trees at other costs --------------------------------------------------------------------------------------------

@@ -159,8 +159,10 @@ def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target:
     console = Console()
     for finding in findings:
         tell(console, f"{finding.engine}: {finding.problem} {finding.remedy}")
+    at_fault = {finding.engine for finding in findings}
+    if sound := [engine for engine in readers_of(folder, engines) if engine not in at_fault]:
+        tell(console, f"{folder} is whole, and all of it is read by {' and '.join(sound)}.")
     if findings:
         raise typer.Exit(1)
-    tell(console, f"{folder} is whole, and all of it is read by {' and '.join(readers_of(folder, engines))}.")
     for remark in export_remarks(folder, engines):
         tell(console, remark)

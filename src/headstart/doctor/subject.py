@@ -22,7 +22,7 @@ from headstart.hub.format import heads_target, read_heads
 from headstart.hub.pull import locate
 from headstart.pipeline.run import ADAPTER, CONVERSATIONS, HEADS, STATES, TRAIN
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
-from headstart.support.files import read_json
+from headstart.support.files import no_folder, read_json
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.tuning.acceptance import Text
@@ -153,7 +153,7 @@ def find_subject(
     """
     asked = read_questions(questions) if questions else []
     if run_dir is not None and not run_dir.is_dir():
-        raise UserError(f"No folder at {run_dir}.", "Give the folder of a run, such as runs/quickstart.")
+        raise no_folder(run_dir, "Give the folder of a run, such as runs/quickstart.")
     recipe, run, heads_folder = _located(path, run_dir)
     if recipe is None:
         assert heads_folder is not None, "what is no recipe and no run is heads"

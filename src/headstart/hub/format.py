@@ -30,7 +30,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, WEIGHTS, build_heads, settings_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
-from headstart.support.files import read_json, refuse_others, write_atomic, write_json
+from headstart.support.files import no_folder, read_json, refuse_others, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
 from headstart.target.adapter import find_adapter
@@ -48,6 +48,7 @@ TREE = "tree.json"
 CALIBRATION = "calibration.json"
 CARD = "README.md"
 CUSTOM_GENERATE = "custom_generate"
+_AGAIN = "Export or fetch the heads again."
 _NEEDED = (CONFIG, WEIGHTS, TREE, CALIBRATION)
 _TEMPLATES = Path(__file__).parent / "templates"
 FILES = (
@@ -149,9 +150,9 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
     if not any_target:
         _check_target(folder, HeadsTarget.model_validate(config["target"]), target)
     heads = build_heads(config["heads"], folder / WEIGHTS, target, dtype=target.dtype)
-    tree = read_json(folder / TREE)
+    tree = read_json(folder / TREE, _AGAIN)
     shape = _shape(tree, heads, folder)
-    calibration = read_json(folder / CALIBRATION)
+    calibration = read_json(folder / CALIBRATION, _AGAIN)
     if not isinstance(calibration, dict):
         raise _not_ours(folder / CALIBRATION)
     return heads.eval().requires_grad_(False), shape, {**calibration, "paths": [list(path) for path in shape.paths]}
@@ -184,28 +185,24 @@ def check_folder(folder: Path) -> None:
     bundled = [f"{BUNDLED}/{name}" for name in ADAPTER_FILES] if adapter is not None and not adapter.spec else []
     for name in (*_NEEDED, *bundled):
         if not (folder / name).is_file():
-            raise UserError(f"{folder} has no {name}.", "Export or fetch the heads again.")
+            raise UserError(f"{folder} has no {name}.", _AGAIN)
     for name in (TREE, CALIBRATION):
-        read_json(folder / name)
+        read_json(folder / name, _AGAIN)
     try:
         with safe_open(folder / WEIGHTS, framework="pt"):
             pass
     except SafetensorError as error:
-        raise UserError(
-            f"{folder / WEIGHTS} is cut short or damaged ({error}).", "Export or fetch the heads again."
-        ) from None
+        raise UserError(f"{folder / WEIGHTS} is cut short or damaged ({error}).", _AGAIN) from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of an exported folder; a UserError where it is not ours, or of a newer headstart."""
     if not folder.is_dir():
-        raise UserError(
-            f"No folder at {folder}.", "Give a folder that headstart export wrote, or a Hub id (user/name)."
-        )
+        raise no_folder(folder, "Give a folder that headstart export wrote, or a Hub id (user/name).")
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{folder} has no {CONFIG}.", "Give a folder that headstart export wrote.")
-    config = read_json(path)
+    config = read_json(path, _AGAIN)
     version = config.get("format_version") if isinstance(config, dict) and config.get("format") == FORMAT else None
     if not isinstance(version, int) or version < 1:
         raise _not_ours(path)
@@ -227,7 +224,7 @@ def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
     try:
         shape = TreeShape.from_paths(_PATHS.validate_python(tree["paths"]))
     except (ValidationError, TypeError, KeyError):
-        raise UserError(f"{folder / TREE} holds no rank paths.", "Export or fetch the heads again.") from None
+        raise UserError(f"{folder / TREE} holds no rank paths.", _AGAIN) from None
     heads.check_tree(shape)
     return shape
 

@@ -10,6 +10,7 @@ from huggingface_hub import snapshot_download
 from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS, heads_folder
 from headstart.hub.format import CARD, CUSTOM_GENERATE
+from headstart.support.files import no_folder
 from headstart.support.hub_errors import explained
 from headstart.target.identity import BUNDLED
 
@@ -45,7 +46,7 @@ def locate(heads: str | Path, revision: str | None = None, token: str | bool | N
             )
         return heads_folder(folder)
     if isinstance(heads, Path) or not HUB_ID.fullmatch(heads):
-        raise UserError(f"No folder at {heads}.", "Give a folder that headstart export wrote, or a Hub id (user/name).")
+        raise no_folder(heads, "Give a folder that headstart export wrote, or a Hub id (user/name).")
     try:
         return fetch(heads, revision, token)
     except UserError as error:

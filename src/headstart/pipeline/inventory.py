@@ -19,7 +19,7 @@ from headstart.pipeline.run import REPORT, STATES, TRAIN
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import read_values
 from headstart.support.artifacts import FOLDER, NOTE, references, referred
-from headstart.support.files import DAMAGED, PARTIAL, format_bytes, read_json, remove
+from headstart.support.files import DAMAGED, PARTIAL, format_bytes, no_folder, read_json, remove
 from headstart.support.lock import Busy, locked
 
 
@@ -54,7 +54,7 @@ class Free:
 def runs_in(folder: Path) -> list[Path]:
     """The folders of runs in a folder, by name; a UserError where there is no such folder."""
     if not folder.is_dir():
-        raise UserError(f"No folder at {folder}.", "Runs lie in runs/ by default; name their folder with --runs.")
+        raise no_folder(folder, "Runs lie in runs/ by default; name their folder with --runs.")
     return sorted(path for path in folder.iterdir() if (path / "recipe.yaml").is_file())
 
 

@@ -108,14 +108,21 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file; a UserError names one that is missing or cut short."""
+def no_folder(path: Path | str, remedy: str) -> UserError:
+    """What to say of a path where a folder should be, and there is none."""
+    if Path(path).expanduser().is_file():
+        return UserError(f"{path} is a file, not a folder.", remedy)
+    return UserError(f"No folder at {path}.", remedy)
+
+
+def read_json(path: Path, again: str = "Delete it and run the command again.") -> Any:
+    """Read a JSON file; a UserError names one that is missing, or cut short: then `again` says what brings it back."""
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors mark UTF-8
     except FileNotFoundError:
         raise UserError(f"{path} does not exist.", "Check the path.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not whole JSON ({error}).", "Delete it and run the command again.") from None
+        raise UserError(f"{path} is not whole JSON ({error}).", again) from None
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -149,12 +156,15 @@ def _existing(folder: Path) -> Path:
     return next(path for path in [folder, *folder.parents] if path.exists())
 
 
+_IN_A_RUN = "choose another --run-dir, or lower the byte or token budget in the recipe"
+
+
 def free_disk(folder: Path) -> int:
     """Bytes that are free at a folder or its nearest existing parent."""
     return shutil.disk_usage(_existing(folder)).free
 
 
-def need_disk(folder: Path, needed_bytes: int, what: str) -> None:
+def need_disk(folder: Path, needed_bytes: int, what: str, remedy: str = _IN_A_RUN) -> None:
     """Refuse to start work that the disk cannot hold.
 
     Raises:
@@ -164,7 +174,7 @@ def need_disk(folder: Path, needed_bytes: int, what: str) -> None:
     if free < needed_bytes * 1.05:
         raise UserError(
             f"{what} needs {format_bytes(needed_bytes)} at {folder}, and {format_bytes(free)} are free.",
-            "Free some space, choose another --run-dir, or lower the byte or token budget in the recipe.",
+            f"Free some space, {remedy}.",
         )
 
 

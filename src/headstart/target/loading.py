@@ -272,9 +272,17 @@ def _dequantised(folder: Path, gguf: str) -> Path:
         model.save_pretrained(partial)
 
     if not path.is_dir():
-        need_disk(cache, 8 * file.stat().st_size, f"Converting {gguf}")
-        cache.mkdir(parents=True, exist_ok=True)
-        with (cache / f"{path.name}.lock").open("w") as lock:  # the processes of one training all come here at once
+        elsewhere = "set XDG_CACHE_HOME to a folder of yours on another disk"
+        need_disk(cache, 8 * file.stat().st_size, f"Converting {gguf}", f"or {elsewhere}")
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            handle = (cache / f"{path.name}.lock").open("w")
+        except OSError as error:
+            raise UserError(
+                f"{gguf} is converted once, and cannot be kept in {cache} ({error.strerror}).",
+                f"Make room for it there, or {elsewhere}.",
+            ) from None
+        with handle as lock:  # the processes of one training all come here at once
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not path.is_dir():
                 write_atomic(path, convert)

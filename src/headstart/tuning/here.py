@@ -24,7 +24,7 @@ from headstart.support.files import read_json, write_json
 from headstart.support.terminal import format_seconds
 from headstart.target.model import Target
 from headstart.tuning.stopwatch import measure_costs
-from headstart.tuning.tune import Tuning
+from headstart.tuning.tune import TUNE, Tuning
 
 _VERSION = 1
 """Raised when what is measured changes its meaning: older files are then measured anew."""
@@ -58,7 +58,7 @@ def tuned_there(tuning: Tuning, conditions: Conditions) -> Tuning:
 
 def _when(tuning: Tuning, conditions: Conditions) -> str:
     before = tuning.conditions
-    return f"tuned with {before.beside(conditions)}" if before else "never tuned (better: headstart tune HEADS)"
+    return f"tuned with {before.beside(conditions)}" if before else f"never tuned (better: {TUNE})"
 
 
 def _measured(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Measured | None:

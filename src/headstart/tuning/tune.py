@@ -37,6 +37,8 @@ from headstart.tuning.acceptance import Supervised, measure_drafts, sampled_answ
 from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.stopwatch import Timing, measure_costs
 
+TUNE = "headstart tune HEADS, outside of a run with --conversations FILE.jsonl"
+
 
 @dataclass
 class Tuning:
@@ -136,7 +138,7 @@ class Tuning:
         """
         tree = tree or self.tree
         if tree == "dynamic" and not self.calibration:
-            raise UserError("These heads have no calibration for dynamic trees.", "Tune them: headstart tune HEADS.")
+            raise UserError("These heads have no calibration for dynamic trees.", f"Tune them: {TUNE}.")
         if (tree == "chain" and not self.chain) or self.shape.size == 1:
             return None
         self.pack(heads)

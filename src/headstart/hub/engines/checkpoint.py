@@ -21,7 +21,7 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.exchange.published import LM_HEAD
 from headstart.hub.engines.base import NOTE, Written
-from headstart.support.files import read_json
+from headstart.support.files import no_folder, read_json
 
 CONFIG = "config.json"
 WRITE, CORRECT = f"Write it into {CONFIG}.", f"Correct it in {CONFIG}."
@@ -33,6 +33,8 @@ _PREFIXES = ("model.", "medusa_head.", "medusa_heads.")
 _RENAMED = {"midlayer.": "layers.0.", "fusion_fc.": "fc.", "embed_in.": "embed_tokens."}
 _FIRST_LM_HEAD = "lm_heads.0.weight"
 _OLD_MEDUSA = re.compile(r"(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
+
+_AGAIN = "Fetch the checkpoint again."
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,10 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     A UserError where there is none, where weights are pickled, and where files are damaged or point elsewhere.
     """
     if not folder.is_dir():
-        raise UserError(f"No folder at {folder}.", "Give a folder with config.json and safetensors files.")
-    config = read_json(folder / CONFIG)
+        raise no_folder(folder, "Give a folder with config.json and safetensors files.")
+    config = read_json(folder / CONFIG, _AGAIN)
     if not isinstance(config, dict):
-        raise UserError(f"{folder / CONFIG} holds no settings.", "Fetch the checkpoint again.")
+        raise UserError(f"{folder / CONFIG} holds no settings.", _AGAIN)
     tensors: dict[str, StoredTensor] = {}
     for file in _files(folder):
         with _opened(file) as handle:
@@ -157,10 +159,10 @@ def _files(folder: Path) -> list[Path]:
     """The safetensors files of a folder: those of its index, or all."""
     indices = sorted(folder.glob(_INDEX))
     if indices:
-        index = read_json(indices[0])
+        index = read_json(indices[0], _AGAIN)
         named = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(named, dict) or not named:
-            raise UserError(f"{indices[0]} names no files.", "Fetch the checkpoint again.")
+            raise UserError(f"{indices[0]} names no files.", _AGAIN)
         files = []
         for name in sorted({str(value) for value in named.values()}):
             if Path(name).name != name or not name.endswith(".safetensors"):
@@ -169,7 +171,7 @@ def _files(folder: Path) -> list[Path]:
                     "Do not use this checkpoint: its index reaches outside of its folder.",
                 )
             if not (folder / name).is_file():
-                raise UserError(f"{folder} lacks {name}, which its index names.", "Fetch the checkpoint again.")
+                raise UserError(f"{folder} lacks {name}, which its index names.", _AGAIN)
             files.append(folder / name)
         return files
     files = sorted(folder.glob("*.safetensors"))

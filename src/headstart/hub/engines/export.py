@@ -23,7 +23,7 @@ from headstart.hub.engines.serving import serve_commands
 from headstart.hub.format import check_folder, read_config
 from headstart.hub.pull import has_heads
 from headstart.hub.target_facts import TargetFacts
-from headstart.support.files import refuse_others, write_atomic
+from headstart.support.files import no_folder, refuse_others, write_atomic
 from headstart.support.terminal import program
 from headstart.target.frozen import FrozenModel
 from headstart.target.loading import load_target, read_embeddings
@@ -214,27 +214,34 @@ def formats_of(folder: Path) -> list[Format]:
         )
     formats = [format for format in FORMATS.values() if format.holds(folder)]
     if not formats and not folder.is_dir():
-        raise UserError(f"No folder at {folder}.", "Give a folder of draft heads, or a GGUF file.")
+        raise no_folder(folder, "Give a folder of draft heads, or a GGUF file.")
     if not formats:
         raise UserError(f"{folder} holds no draft heads.", "Give a folder with config.json, or a GGUF file.")
     return formats
 
 
 def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
-    """For each engine the format by which it reads a folder; by default the engines that its formats are mainly for."""
+    """For each engine that reads a folder the format by which it does; by default the engines that its formats are
+    mainly for."""
     formats = formats_of(folder)
-    readers = {engine: name for name, format in reversed(FORMATS.items()) for engine in format.readers}
     read_by = {engine: format for format in reversed(formats) for engine in format.readers}
+    asked = engines or [format.engines[0] for format in formats]
+    return {engine: read_by[engine] for engine in asked if engine in read_by}
+
+
+def _unread(folder: Path, engines: Sequence[str], readers: Mapping[str, Format]) -> Iterator[Finding]:
+    """Those of the engines that do not read a folder at all; a UserError where there is no such engine."""
+    format_for = {engine: name for name, format in reversed(FORMATS.items()) for engine in format.readers}
     for engine in engines:
+        if engine not in format_for:
+            raise UserError(f"Unknown engine {engine!r}.", nearest(engine, format_for))
         if engine not in readers:
-            raise UserError(f"Unknown engine {engine!r}.", nearest(engine, readers))
-        if engine not in read_by:
-            raise UserError(
-                f"{engine} does not read the format {' or '.join(format.name for format in formats)}, which {folder} "
-                "has.",
-                f"Export with --format {readers[engine]}.",
+            held = " or ".join(format.name for format in formats_of(folder))
+            yield Finding(
+                engine,
+                f"It does not read the format {held}, which {folder} has.",
+                f"Export with --format {format_for[engine]}.",
             )
-    return {engine: read_by[engine] for engine in engines or [format.engines[0] for format in formats]}
 
 
 def check_export(
@@ -251,7 +258,8 @@ def check_export(
     """
     readers = readers_of(folder, engines)
     held, facts = (None, None) if against is None else publish(against, target, trust_remote_code)
-    findings = [finding for engine, format in readers.items() for finding in format.check(folder, engine, facts)]
+    findings = [*_unread(folder, engines, readers)]
+    findings += [finding for engine, format in readers.items() for finding in format.check(folder, engine, facts)]
     if held is not None and not findings:
         for format in dict.fromkeys(readers.values()):
             findings += _differences(format, folder, format.as_held(held))

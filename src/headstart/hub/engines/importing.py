@@ -20,6 +20,7 @@ from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.format import export_heads, refuse_other_files
 from headstart.hub.pull import HUB_ID
 from headstart.hub.target_facts import kind_of
+from headstart.support.files import no_folder
 from headstart.support.hub_errors import explained
 from headstart.target.model import Target
 
@@ -88,6 +89,6 @@ def _folder(source: str | Path, revision: str | None) -> Path:
     if folder.exists():
         return folder
     if not isinstance(source, str) or not HUB_ID.fullmatch(source):
-        raise UserError(f"No folder at {source}.", "Give a folder of draft heads, or a Hub id (user/name).")
+        raise no_folder(source, "Give a folder of draft heads, or a Hub id (user/name).")
     with explained("Cannot fetch", source, revision):
         return Path(snapshot_download(source, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
