@@ -75,10 +75,9 @@ def llama_cpp(folder: Path, jobs: int) -> Path:
     """The folder of llama.cpp's programs, built from source."""
     folder.mkdir(parents=True, exist_ok=True)
     if not (sources := sorted(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))):
-        run(
-            *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"),
-            *("--dest", folder, LLAMA_CPP),
-        )
+        name = LLAMA_CPP.partition("==")[0]  # what it is built with may be wheels
+        words = ("download", "--quiet", "--no-deps", "--no-binary", name, "--dest", folder, LLAMA_CPP)
+        run(sys.executable, "-m", "pip", *words)
         with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as packed:
             packed.extractall(folder, filter="data")
         sources = sorted(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))

@@ -239,22 +239,23 @@ def set_up(folder: Path, engines: Engines) -> Place:
     (folder / "docs").symlink_to(ROOT / "docs")
     _prompts(folder)
     save_toy_target(folder / "models" / "toy")
-    real = engines.llama_server is not None
-    target, gguf = ("smollm2-135m", packaged_gguf()) if real else (str(folder / "models" / "toy"),) * 2
+    toy_target = str(folder / "models" / "toy")
+    target, gguf = toy_target, toy_target
+    if engines.llama_server is not None:  # which loads no target but a GGUF file
+        target, gguf = "smollm2-135m", bfloat16_gguf(folder / "models", engines.llama_server[0])
     for recipe in RECIPES:
-        of_target = target if recipe in ("quickstart", "hydra") else str(folder / "models" / "toy")
         sizes = {name: dict(section) for name, section in TOY_SIZES.items()}
         sizes["data"]["prompts"] = str(folder / "prompts.jsonl")
-        values = {"extends": recipe, "name": recipe, "target": of_target, **sizes}
+        values = {"extends": recipe, "name": recipe, "target": toy_target, **sizes}
         (folder / "recipes" / f"{recipe}.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     tuning = "--engine-drafts 3 --engine-prompts 2 --engine-tokens 24"
     connector = '"ExampleHiddenStatesConnector"'
     if engines.vllm is not None:
         connector = '"CpuHiddenStates", "kv_connector_module_path": "states_connector"'
     words = {
-        "place": str(folder), "recipes": str(folder / "recipes"), "toy": str(folder / "models" / "toy"),
+        "place": str(folder), "recipes": str(folder / "recipes"), "toy": toy_target,
         "target": target, "gguf": gguf, "tuning": tuning, "connector": connector,
-        "tuning_llama": "--engine-command llama-server" + ("" if real else f" --engine-target {gguf}"),
+        "tuning_llama": "--engine-command llama-server" + f" --engine-target {gguf}",
     }  # fmt: skip
     _programs(folder / "bin", engines)
     return Place(folder, words, engines)
@@ -286,12 +287,17 @@ def save_toy_target(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def packaged_gguf() -> str:
-    """The GGUF file of the packaged target."""
+def bfloat16_gguf(folder: Path, llama_server: str) -> str:
+    """The packaged target as a GGUF file without quantisation, whose rounding would not be ours."""
     from headstart.target.loading import gguf_file
 
-    file = gguf_file("smollm2-135m")
-    assert file is not None
+    packaged = gguf_file("smollm2-135m")
+    assert packaged is not None
+    file = folder / "target.gguf"
+    quantize = Path(llama_server).with_name("llama-quantize")
+    if not quantize.is_file():
+        return str(packaged)
+    subprocess.run([quantize, "--allow-requantize", packaged, file, "BF16"], check=True, capture_output=True)
     return str(file)
 
 
@@ -301,7 +307,10 @@ def _programs(folder: Path, engines: Engines) -> None:
     stand_in = shlex.join([sys.executable, str(ROOT / "rehearsal" / "stand_in.py")])
     vllm, llama = f'{stand_in} vllm serve "$2" {node} "${{@:3}}"', f'{stand_in} llama-server "$@"'
     if engines.vllm is not None:
-        small = f"--max-model-len 512 --enforce-eager --no-enable-prefix-caching {node}"
+        from headstart.target.loading import pick_device, pick_dtype
+
+        dtype = str(pick_dtype("auto", pick_device("cpu"))).removeprefix("torch.")  # that of our own decoder
+        small = f"--max-model-len 512 --enforce-eager --no-enable-prefix-caching --dtype {dtype} {node}"
         variables = f"VLLM_CPU_KVCACHE_SPACE=1 PYTHONPATH={ROOT}/benchmarks/vllm_cpu"
         vllm = f'env {variables} {shlex.join(engines.vllm)} --model "$2" {small} "${{@:3}}"'
     if engines.llama_server is not None:

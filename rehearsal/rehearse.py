@@ -103,6 +103,31 @@ def quickstart(place: Place, run: Command, chat: Command, drafted: Command, plai
 
 @part(
     "readme",
+    "headstart data show PATH",
+    "headstart tune RUN",
+    "headstart eval HEADS --questions FILE.jsonl --out DIR",
+    "headstart eval HEADS --questions FILE.jsonl --out DIR --compare all",
+    "headstart audit HEADS",
+    "headstart doctor RUN",
+    "headstart export HEADS --out DIR",
+    "headstart generate HEADS --prompt TEXT",
+    "headstart chat HEADS",
+    "headstart recipes",
+    "headstart recipes show quickstart --all",
+    short=False,
+)
+def what_one_does_with_heads(place: Place, *commands: Command) -> None:
+    show, tune, measure, compare, audit, doctor, export, generate, chat, recipes, shown = commands
+    for command in (show, tune, measure, compare, export, generate, recipes, shown):
+        place.run(command)
+        shutil.rmtree(place.here / "out", ignore_errors=True)
+    place.run(chat, stdin="hello\n\n")
+    place.run(audit, codes=(0, 1))
+    place.run(doctor, codes=(0, 1))
+
+
+@part(
+    "readme",
     "headstart plan RECIPE",
     "headstart data build RECIPE",
     "headstart train RECIPE",
@@ -127,31 +152,6 @@ def steps_one_at_a_time(place: Place, *commands: Command) -> None:
     place.run(hydra)
     place.check("eagle3-8b" in place.run(runs), "the run is listed")
     place.run(gc, stdin="n\n")
-
-
-@part(
-    "own",
-    "headstart data show PATH",
-    "headstart tune RUN",
-    "headstart eval HEADS --questions FILE.jsonl --out DIR",
-    "headstart eval HEADS --questions FILE.jsonl --out DIR --compare all",
-    "headstart audit HEADS",
-    "headstart doctor RUN",
-    "headstart export HEADS --out DIR",
-    "headstart generate HEADS --prompt TEXT",
-    "headstart chat HEADS",
-    "headstart recipes",
-    "headstart recipes show quickstart --all",
-    short=False,
-)
-def what_one_does_with_heads(place: Place, *commands: Command) -> None:
-    (place.here / "runs/quickstart").symlink_to("mine")
-    show, tune, measure, compare, audit, doctor, export, generate, chat, recipes, shown = commands
-    for command in (show, tune, measure, compare, export, generate, recipes, shown):
-        place.run(command)
-    place.run(chat, stdin="hello\n\n")
-    place.run(audit, codes=(0, 1))
-    place.run(doctor, codes=(0, 1))
 
 
 # -- docs/scaling.md ---------------------------------------------------------------------------------------------------
@@ -197,6 +197,7 @@ def two_nodes(place: Place, script: Command) -> None:
     "cluster",
     "accelerate launch --multi_gpu --num_machines 2 --num_processes 16 --machine_rank 0",
     "accelerate launch --multi_gpu --num_machines 2 --num_processes 16 --machine_rank 1",
+    short=False,
 )
 def two_machines_by_hand(place: Place, first: Command, second: Command) -> None:
     forget_training(place.folder / "shared/runs/heads")
@@ -216,6 +217,7 @@ def measured_where_it_is_served(place: Place, export: Command, tune: Command) ->
     "vllm serve meta-llama/Llama-3.1-8B-Instruct --port 8000",
     "headstart data build eagle3-8b data.server=",
     "headstart train eagle3-8b data.server=",
+    short=False,
 )
 def written_by_a_server(place: Place, serve: Command, build: Command, train: Command) -> None:
     with place.serving(serve, 8000):
@@ -229,6 +231,7 @@ def written_by_a_server(place: Place, serve: Command, build: Command, train: Com
     "accelerate launch --num_processes 8 -m headstart data build eagle3-8b",
     "srun --ntasks-per-node 8 headstart data build eagle3-8b",
     "headstart data build eagle3-8b",
+    short=False,
 )
 def written_by_several_processes(
     place: Place, torchrun: Command, launch: Command, srun: Command, build: Command
@@ -257,15 +260,22 @@ def written_by_several_processes(
 def states_written_by_vllm(place: Place, show: Command, take: Command, train: Command) -> None:
     text = place.run(show)
     command = text[text.index("vllm serve") :].splitlines()[0]
+    # Conversations are there, as a plain server leaves them: those that are written here have states already.
+    place.run(f"headstart data build {place.words['recipes']}/eagle3-8b.yaml")
+    for shard in place.here.glob("runs/artifacts/states/*/shard-*"):
+        shard.unlink()
     with place.serving(from_headstart(command, place), 8000):
         text = place.run(take)
-    place.check(
-        re.search(r"States of [1-9]\d* conversations taken over", text) is not None, f"states are taken: {text}"
-    )
+    taken = re.search(r"States of [1-9]\d* conversations taken over", text)
+    place.check(taken is not None, f"states are taken: {text}")
     place.run(train)
 
 
-@part("states", "headstart data import-states eagle3-8b /shared/vllm-states")
+@part(
+    "states",
+    "headstart data import-states eagle3-8b /shared/vllm-states",
+    short=False,
+)
 def states_of_a_folder(place: Place, take: Command) -> None:
     """The files are those that the server of the part before would leave for another client."""
     text = place.run(f"headstart data import-states {place.words['recipes']}/eagle3-8b.yaml heads.aux_layers=[1,3,6]")
@@ -302,6 +312,7 @@ def a_node_without_the_target(place: Place, build: Command, copy: Command, train
     "headstart run eagle3-8b data.states=online",
     "accelerate launch -m headstart.train eagle3-8b data.states=online",
     "torchrun --nproc-per-node 8 -m headstart.train eagle3-8b data.states=online train.shard_target=true",
+    short=False,
 )
 def states_online(place: Place, run: Command, launch: Command, sharded: Command) -> None:
     place.run(run)
@@ -337,6 +348,7 @@ def served_by_vllm(place: Place, export: Command, serve: Command, chat: Command,
     "headstart export --check served",
     "headstart export --check served --engine vllm,sglang",
     "headstart export --check served --against runs/mine",
+    short=False,
 )
 def folders_are_checked(place: Place, *commands: Command) -> None:
     for command in commands:
@@ -351,6 +363,7 @@ def folders_are_checked(place: Place, *commands: Command) -> None:
     "headstart tune heads --conversations validation.jsonl",
     "headstart run eagle3-8b target=TARGET train.start_from=heads",
     "headstart import FOLDER --target TARGET --out DIR",
+    short=False,
 )
 def published_heads(
     place: Place, take: Command, generate: Command, tune: Command, run: Command, again: Command
@@ -366,6 +379,7 @@ def published_heads(
     "headstart export runs/mine --format gguf",
     "llama-server -m TARGET.gguf -md served/heads.gguf",
     "curl http://localhost:8080/v1/chat/completions",
+    short=False,
 )
 def served_by_llama_cpp(place: Place, export: Command, serve: Command, chat: Command) -> None:
     place.run(export)

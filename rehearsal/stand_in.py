@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: its links are called train, data, eval ...
 
+import headstart
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
@@ -91,7 +92,10 @@ class Writer:
         drafter = None
         if drafts:
             with TemporaryDirectory() as place:
-                drafter = HeadDrafter(import_heads(exported, target, Path(place) / "heads"), TreeShape.chain(drafts))
+                import_heads(exported, target, Path(place) / "heads")
+                heads = headstart.load(Path(place) / "heads", target).heads
+                assert heads is not None
+                drafter = HeadDrafter(heads, TreeShape.chain(drafts))
         self._engine = Engine(target, *([drafter] if drafter else []))
 
     def answer(self, prompt: list[int], most: int, body: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
@@ -108,6 +112,7 @@ class Writer:
         )
         with self._lock:
             (written,) = self._engine.generate([prompt], asked)
+            assert written.drafter_error is None, written.drafter_error
             for done in written.rounds if self._drafts else ():
                 if done.nodes > 1:
                     self.stand_in.rounds += 1

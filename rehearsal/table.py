@@ -18,7 +18,7 @@ TOY_SIZES: dict[str, dict[str, Any]] = {
         "batch_size": 8, "cache_gigabytes": 1,
     },
     "heads": {"draft_vocab_size": 128},
-    "train": {"steps": 120, "log_every": 5, "batch_tokens": 512, "eval_every": 1000, "save_every": 1000},
+    "train": {"steps": 80, "epochs": 1000, "batch_tokens": 512, "eval_every": 10, "save_every": 1000},
     "tune": {"widths": [1, 4], "context": 64, "max_nodes": 4, "max_rank": 2},
     "eval": {"limit": 2, "max_new_tokens": 16},
 }  # fmt: skip
