@@ -157,8 +157,12 @@ def steps_one_at_a_time(place: Place, *commands: Command) -> None:
 # -- docs/scaling.md ---------------------------------------------------------------------------------------------------
 
 
-@part("cluster", "#!/bin/bash\n#SBATCH --job-name=heads")
-def two_nodes(place: Place, script: Command) -> None:
+@part(
+    "cluster",
+    "#!/bin/bash\n#SBATCH --job-name=heads",
+    "srun --ntasks-per-node=8 --gpus-per-task=1 headstart data build",
+)
+def two_nodes(place: Place, script: Command, stored: Command) -> None:
     """The job is submitted twice: a server is killed while it writes, and the time is up while heads are trained."""
     grace = re.search(r"--signal=TERM@(\d+)", script.text)
     place.check(grace is not None, "the job asks for a signal before its end")
@@ -191,6 +195,11 @@ def two_nodes(place: Place, script: Command) -> None:
     place.check("Training on 4 processes" in text, "all processes of both nodes train")
     place.check("oing on from step" in text, "the second job goes on from the checkpoint")
     place.check((heads / "report/report.html").is_file(), "the job ends with a report")
+
+    variables = re.findall(r"^(?:RUNS|NODES|MAIN|ADDRESSES|WRITTEN)=.*$", script.text, re.MULTILINE)
+    shared = Command(stored.page, stored.line, "\n".join([*variables, stored.text]))
+    text = place.run(shared, job=job)
+    place.check("Helping it" in text or "no data left" in text, "the processes of both nodes share the states")
 
 
 @part(
@@ -253,15 +262,15 @@ def written_by_several_processes(
 
 @part(
     "states",
-    "headstart data import-states eagle3-8b",
+    "headstart data import-states eagle3-8b data.states=stored",
     "headstart data import-states eagle3-8b http://localhost:8000",
-    "headstart train eagle3-8b",
+    "headstart train eagle3-8b data.states=stored",
 )
 def states_written_by_vllm(place: Place, show: Command, take: Command, train: Command) -> None:
     text = place.run(show)
     command = text[text.index("vllm serve") :].splitlines()[0]
     # Conversations are there, as a plain server leaves them: those that are written here have states already.
-    place.run(f"headstart data build {place.words['recipes']}/eagle3-8b.yaml")
+    place.run(f"headstart data build {place.words['recipes']}/eagle3-8b.yaml data.states=stored")
     for shard in place.here.glob("runs/artifacts/states/*/shard-*"):
         shard.unlink()
     with place.serving(from_headstart(command, place), 8000):
@@ -278,7 +287,8 @@ def states_written_by_vllm(place: Place, show: Command, take: Command, train: Co
 )
 def states_of_a_folder(place: Place, take: Command) -> None:
     """The files are those that the server of the part before would leave for another client."""
-    text = place.run(f"headstart data import-states {place.words['recipes']}/eagle3-8b.yaml heads.aux_layers=[1,3,6]")
+    recipe = f"{place.words['recipes']}/eagle3-8b.yaml data.states=stored heads.aux_layers=[1,3,6]"
+    text = place.run(f"headstart data import-states {recipe}")
     command = text[text.index("vllm serve") :].splitlines()[0]
     files = place.folder / "shared/vllm-states"
     command = re.sub(r'"shared_storage_path": "[^"]*"', f'"shared_storage_path": "{files}"', command)
@@ -297,21 +307,24 @@ def states_of_a_folder(place: Place, take: Command) -> None:
     "headstart data build eagle3-70b",
     "rsync -a runs/ node:runs/",
     "accelerate launch -m headstart.train eagle3-70b",
+    "headstart export RUN --format vllm --out FOLDER",
 )
-def a_node_without_the_target(place: Place, build: Command, copy: Command, train: Command) -> None:
+def a_node_without_the_target(place: Place, build: Command, copy: Command, train: Command, export: Command) -> None:
     place.run(build)
     place.run(copy)
     place.part += "/node"
     with without_target(place):
         text = place.run(train)
+        place.run(export)
     place.check("teacher" in text, "training says that it has the teacher")
+    place.check((place.here / "served/model.safetensors").is_file(), "heads are exported where the target is not")
 
 
 @part(
     "online",
-    "headstart run eagle3-8b data.states=online",
-    "accelerate launch -m headstart.train eagle3-8b data.states=online",
-    "torchrun --nproc-per-node 8 -m headstart.train eagle3-8b data.states=online train.shard_target=true",
+    "headstart run eagle3-8b",
+    "accelerate launch -m headstart.train eagle3-8b",
+    "torchrun --nproc-per-node 8 -m headstart.train eagle3-8b train.shard_target=true",
     short=False,
 )
 def states_online(place: Place, run: Command, launch: Command, sharded: Command) -> None:

@@ -44,12 +44,13 @@ SUBSTITUTIONS = (
     ("--tensor-parallel-size 4", "--tensor-parallel-size 1"),
     ("--nproc-per-node 8", "--nproc-per-node 2"),
     ("--ntasks-per-node 8", "--ntasks-per-node 2"),
+    ("--ntasks-per-node=8", "--ntasks-per-node=2"),
     ("--num_processes 8", "--num_processes 2"),
     ("--num_processes 16", "--num_processes 4"),
     ("$((8 *", "$((2 *"),
     # sizes
     ("sleep 10", "sleep 1"),
-    ("--max-model-len 8192", "--max-model-len 512"),
+    ("--max-model-len 8192", "--max-model-len 128"),
     ("data.batch_size=4096", "data.batch_size=8"),
     ("data.conversations=4000", "data.conversations=16"),
     # engines
@@ -57,6 +58,7 @@ SUBSTITUTIONS = (
     ("--engine-command ~/llama.cpp/build/bin/llama-server", "{tuning} {tuning_llama}"),
     ('"kv_connector": "ExampleHiddenStatesConnector"', '"kv_connector": {connector}'),
     # what a reader is to name
+    ("export RUN --format vllm --out FOLDER", "export runs/eagle3-70b --format vllm --out served"),
     ("RUNS/heads", "{place}/shared/runs/heads"),
     ("RUN", "runs/quickstart"),
     ("HEADS", "runs/quickstart"),
@@ -95,11 +97,8 @@ NOT_RUN = {
     "headstart tune runs/mine --engine vllm": "with an engine's arguments it is printed in docs/serving.md, and run",
     "srun --gpus-per-task 1": "an option of srun, named",
     "accelerate launch": "the name of a launcher",
-    **dict.fromkeys(
-        ("vllm serve", "headstart plan", "headstart tune", "headstart audit", "headstart export", "headstart import"),
-        _NAME,
-    ),
-    **dict.fromkeys(("headstart data build", "headstart tune --engine", "headstart export --check"), _NAME),
+    **{f"headstart {name}": _NAME for name in ("plan", "tune", "audit", "export", "import", "eval", "data build")},
+    **dict.fromkeys(("vllm serve", "headstart tune --engine", "headstart export --check"), _NAME),
     "headstart audit --questions FILE.jsonl": "`headstart audit HEADS` is run; its heads are left out in the sentence",
 }  # fmt: skip
 """Commands that are neither run nor tested, and why."""
