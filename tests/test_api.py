@@ -19,7 +19,7 @@ from headstart.decode.loop import Engine, Generation, Round
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.hub.format import export_heads
-from headstart.streaming import IncrementalDetokenizer
+from headstart.support.detokenizer import IncrementalDetokenizer
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape

@@ -17,7 +17,7 @@ from headstart.cli.options import Loading
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.heads.medusa import MedusaHead
-from headstart.streaming import decode_text
+from headstart.support.detokenizer import decode_text
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from tests.decode.drafters import broken_trees
@@ -180,7 +180,7 @@ def test_in_a_pipe_chat_writes_its_answers_alone(heads: Path) -> None:
     answer = works("generate", heads, "--prompt", "hello", *asked).stdout
     result = works("chat", heads, *asked, stdin="/help\nhello\n\n")
     assert result.stdout == answer
-    assert result.stderr.count("/new forgets what was said, /help says this") == 2, "at the start, and asked for"
+    assert result.stderr.count("/new forgets what was said, /drafts shows") == 2, "at the start, and asked for"
     assert result.stderr.count("tokens/s, τ") == 1
 
 

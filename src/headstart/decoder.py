@@ -18,7 +18,8 @@ from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, pa
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, check_text, nearest
 from headstart.heads.base import DraftHead
-from headstart.streaming import Answer, IncrementalDetokenizer, Stream, decode_text, warn_of_failures
+from headstart.streaming import Answer, Stream, warn_of_failures
+from headstart.support.detokenizer import IncrementalDetokenizer, decode_text
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning.here import tuned_here, tuned_there

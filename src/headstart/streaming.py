@@ -1,4 +1,4 @@
-"""Text that appears as it is decided: a stream of pieces, and token ids to text without breaking a character."""
+"""Text that appears as it is decided: a stream of pieces."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import queue
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from headstart.decode.loop import Check, OnTokens
+from headstart.support.detokenizer import IncrementalDetokenizer
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Answer:
 
 Run = Callable[[OnTokens, Check], Answer]
 """Decodes one prompt."""
+_Tokens = tuple[list[int], int]
+"""What a round decided, and how much of it was drafted."""
 
 
 def warn_of_failures(answers: Iterable[Answer]) -> None:
@@ -64,6 +66,7 @@ class Stream(Iterator[str]):
 
     def __init__(self, run: Run, pieces: IncrementalDetokenizer) -> None:
         self._answer: Answer | None = None
+        self._drafted = 0
         self._pieces = pieces
         self._decoding = _Decoding(run)
         # Nothing of the decoding refers to this object, so that it ends when nobody else does; at the latest with the
@@ -85,6 +88,11 @@ class Stream(Iterator[str]):
         """The whole answer once the last piece was read, None before."""
         return self._answer
 
+    @property
+    def drafted(self) -> int:
+        """How many characters of the newest piece, from the first on, are drafts that were accepted."""
+        return self._drafted
+
     def close(self) -> None:
         """End the decoding early, from any thread: at the latest when the forward that runs is over, in a long prompt
         that of a piece. Happens by itself when the stream is no longer used."""
@@ -92,8 +100,12 @@ class Stream(Iterator[str]):
 
     def _next(self) -> str:
         while (message := self._decoding.next()) is not None:
-            if isinstance(message, list):
-                piece = self._pieces.push(message)
+            self._drafted = 0
+            if isinstance(message, tuple):
+                tokens, drafted = message
+                piece = self._pieces.push(tokens[:drafted])
+                self._drafted = len(piece)
+                piece += self._pieces.push(tokens[drafted:])
             else:
                 self._answer = message
                 warn_of_failures([message])
@@ -108,12 +120,12 @@ class _Decoding:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._inbox: queue.SimpleQueue[list[int] | Answer | BaseException | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Tokens | Answer | BaseException | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
-    def next(self) -> list[int] | Answer | None:
+    def next(self) -> _Tokens | Answer | None:
         """The next tokens, or the answer after the last; None at the end. What the thread raised is raised again."""
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
@@ -136,7 +148,7 @@ class _Decoding:
 
     def _work(self) -> None:
         try:
-            self._inbox.put(self._run(lambda _row, tokens: self._inbox.put(tokens), self._check))
+            self._inbox.put(self._run(lambda _row, tokens, drafted: self._inbox.put((tokens, drafted)), self._check))
         except _Stopped:
             pass
         except BaseException as error:  # raised again in the reader's thread
@@ -148,43 +160,5 @@ class _Decoding:
             raise _Stopped
 
 
-class IncrementalDetokenizer:
-    """Token ids to text, a few at a time, without breaking a character; the tokens `ends` are not text.
-
-    Bytes of a character that is not complete yet decode to U+FFFD; text that ends with it is held back. Only the last
-    piece and the new tokens are decoded again, so that the work does not grow with the text.
-    """
-
-    def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset()) -> None:
-        self._tokenizer = tokenizer
-        self._ends = ends
-        self._tokens: list[int] = []
-        self._start = 0  # the context that decides on spaces starts here
-        self._shown = 0  # tokens whose text has been given out
-
-    def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete; may be empty."""
-        self._tokens.extend(token for token in tokens if token not in self._ends)
-        text = self._pending()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._start, self._shown = self._shown, len(self._tokens)
-        return text
-
-    def rest(self) -> str:
-        """What was held back, at the end of the text."""
-        text = self._pending()
-        self._start = self._shown = len(self._tokens)
-        return text
-
-    def _pending(self) -> str:
-        known = decode_text(self._tokenizer, self._tokens[self._start : self._shown])
-        return decode_text(self._tokenizer, self._tokens[self._start :])[len(known) :]
-
-
 class _Stopped(Exception):
     """The reader of a stream has gone."""
-
-
-def decode_text(tokenizer: Any, tokens: list[int]) -> str:
-    return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))

@@ -152,11 +152,19 @@ def test_streaming_gives_every_token_once_in_order() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     texts = prompts(61)
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    drafts = [0, 0, 0]
+
+    def on_tokens(row: int, tokens: list[int], drafted: int) -> None:
+        seen[row] += tokens
+        drafts[row] += drafted
+
     known = plain(target, texts)
-    rows = Engine(target, ReplayDrafter(known, 61, 0.7)).generate(
-        texts, OPTIONS, on_tokens=lambda row, tokens: seen[row].extend(tokens)
-    )
+    rows = Engine(target, ReplayDrafter(known, 61, 0.7)).generate(texts, OPTIONS, on_tokens)
     assert [seen[row] for row in range(3)] == [row.tokens for row in rows] == known
+    for row, drafted in zip(rows, drafts, strict=True):
+        assert drafted > 0
+        cut = 1 + sum(r.emitted for r in row.rounds) - len(row.tokens)
+        assert drafted == sum(r.emitted - 1 for r in row.rounds) - max(0, cut - 1), "the target's own are not drafts"
 
 
 def test_rounds_account_for_every_token() -> None:

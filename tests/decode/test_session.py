@@ -180,7 +180,7 @@ class Reading:
 
         monkeypatch.setattr(Target, "new_cache", new_cache)
 
-    def on_tokens(self, row: int, tokens: list[int]) -> None:
+    def on_tokens(self, row: int, tokens: list[int], _drafted: int) -> None:
         self.tokens.setdefault(row, []).extend(tokens)
 
 

@@ -43,7 +43,7 @@ class Round:
     Nodes are those of the verified tree, root included, and `depth` is its depth. Emitted tokens include the target's
     own, before any cut at the end of the text. `draft_ms` is proposing, and choosing which nodes to verify; `verify_ms`
     the tree forward and reading the target's choices; `host_ms` everything else. `paused` says that nothing was
-    drafted because it would not have paid.
+    drafted because it would not have paid. `drafts` are the tokens of the tree's likeliest path.
     """
 
     nodes: int
@@ -53,6 +53,7 @@ class Round:
     host_ms: float
     depth: int = 0
     paused: bool = False
+    drafts: Sequence[int] = ()
 
 
 @dataclass
@@ -106,8 +107,8 @@ class Generation:
                 return
 
 
-OnTokens = Callable[[int, list[int]], None]
-"""Called with (row, new tokens) as soon as they are decided."""
+OnTokens = Callable[[int, list[int], int], None]
+"""Called with (row, new tokens, how many of them, from the first on, were drafts) as soon as they are decided."""
 Check = Callable[[], None]
 """Called before each forward, those that read a piece of a long prompt among them; what it raises ends the decoding."""
 
@@ -268,7 +269,7 @@ class Engine:
                 added = text.tokens[before:]
                 text.token_ms += [now_ms] * len(added)
                 if on_tokens is not None and added:
-                    on_tokens(row, added)
+                    on_tokens(row, added, min(len(added), len(tokens) - 1))
             return [index for index, row in enumerate(rows) if not texts[row].finish_reason]
 
         most_nodes = 1 + sum(self.drafters[number].max_nodes - 1 for number in sessions)
@@ -339,7 +340,7 @@ class Engine:
                 sessions.clear()  # nothing more will be drafted: plain rounds cost what they do without drafters
             ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
             for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
-                texts[row].rounds.append(Round(tree.size, len(tokens), *ms, depth=tree.depth, paused=paused))
+                texts[row].rounds.append(Round(tree.size, len(tokens), *ms, tree.depth, paused, tree.likeliest))
         if call.reading is not None:
             call.reading.keep(cache)
         return True

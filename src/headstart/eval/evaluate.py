@@ -32,6 +32,7 @@ from headstart.eval.figures import Prompt, Unit, categories, compare_rows, per_p
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
 from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted
 from headstart.eval.options import EvalOptions
+from headstart.eval.replay import races
 from headstart.support.terminal import progress_bar
 from headstart.target.model import Target
 
@@ -58,8 +59,9 @@ def evaluate(
 
     A target without a chat template goes on with the text of each question as it is.
 
-    Returns the content of results.json: schema_version, summary, compare, categories, settings, environment and
-    per_prompt. What cannot be measured is a UserError before anything runs.
+    Returns the content of results.json: schema_version, summary, compare, categories, settings, environment,
+    per_prompt and replays (of a few prompts, see `headstart.eval.replay`). What cannot be measured is a UserError
+    before anything runs.
     """
     options = options or EvalOptions()
     target = source.target
@@ -102,6 +104,7 @@ def evaluate(
         "settings": settings,
         "environment": environment(target),
         "per_prompt": rows,
+        "replays": races(units, target.tokenizer, tested),
     }
 
 
@@ -167,10 +170,11 @@ def _conversations(tokenizer: Any, questions: Sequence[Question], units: list[Un
     for turn in range(max(len(question.turns) for question in questions)):
         prompts, numbers = [], [number for number, question in enumerate(questions) if turn < len(question.turns)]
         for number in numbers:
-            messages[number].append({"role": "user", "content": questions[number].turns[turn]})
+            question = questions[number].turns[turn]
+            messages[number].append({"role": "user", "content": question})
             name = str(questions[number].question_id) + (f"/{turn + 1}" if turn else "")
             tokens = prompt_tokens(messages[number], tokenizer)
-            prompts.append(Prompt(name, questions[number].category, tokens))
+            prompts.append(Prompt(name, questions[number].category, tokens, question))
         yield prompts
         for number, answer in zip(numbers, units[-1].runs[PLAIN].tokens, strict=True):
             text = tokenizer.decode(answer, skip_special_tokens=True)

@@ -34,11 +34,13 @@ class Interval(TypedDict):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One measured prompt: the tokens of a conversation up to the answer. The second turn of question 81 is "81/2"."""
+    """One measured prompt: the tokens of a conversation up to the answer. The second turn of question 81 is "81/2".
+    `question` is what the user said last."""
 
     id: str
     category: str
     tokens: list[int]
+    question: str = ""
 
 
 @dataclass(frozen=True)

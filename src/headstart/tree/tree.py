@@ -163,6 +163,26 @@ class Tree:
         return tuple(paths[1:])
 
     @property
+    def likeliest(self) -> list[int]:
+        """Tokens of the path that is most likely accepted, root left out: from each node on to its likeliest child, the
+        first one where probabilities are unknown.
+
+        >>> Tree([5, 6, 7, 8], [-1, 0, 0, 2], [1.0, 0.3, 0.6, 0.2]).likeliest
+        [7, 8]
+        """
+        probs = self.accept_probs or [0.0] * self.size
+        best: dict[int, int] = {}
+        for node in range(1, self.size):
+            known = best.get(self.parents[node])
+            if known is None or probs[node] > probs[known]:
+                best[self.parents[node]] = node
+        path, node = list[int](), 0
+        while (child := best.get(node)) is not None:
+            path.append(self.tokens[child])
+            node = child
+        return path
+
+    @property
     def index(self) -> dict[tuple[int, int], int]:
         """The node that follows a node with a token: the first, where several hold the same."""
         return {(self.parents[node], self.tokens[node]): node for node in range(self.size - 1, 0, -1)}
