@@ -15,6 +15,7 @@ from rich.console import Console
 from headstart.eval.divergence import Difference, Judgement
 from headstart.eval.figures import Unit, categories, compare_rows, per_prompt, summarise
 from headstart.eval.labels import BASELINES, OTHER, label_of
+from headstart.eval.replay import races
 from headstart.eval.report import divergence_sentence, show_results, verdicts, write_report
 from tests.eval.test_figures import unit
 
@@ -44,6 +45,7 @@ def results() -> dict[str, Any]:
         "settings": {"heads_name": "tiny <heads>", "target": "tiny", "max_new_tokens": 8, "temperature": 0.0},
         "environment": {"cpu": "some | processor", "threads": 2, "dtype": "float32", "date": "today"},
         "per_prompt": per_prompt(units),
+        "replays": races(units, None, "heads"),
     }
 
 
@@ -80,7 +82,8 @@ def test_no_name_of_a_program_and_no_stamp_is_shown(results: dict[str, Any], tmp
 
 def test_html_stands_alone(results: dict[str, Any], tmp_path: Path) -> None:
     html, _ = pages(results, tmp_path)
-    assert not re.search(r"<(script|link|img)\b|@import|url\((?!#)", html), "nothing is fetched"
+    fetching = r"<script[^>]|<(link|img|iframe)\b|@import|url\((?!#)|fetch\(|XMLHttpRequest|import\("
+    assert not re.search(fetching, html), "nothing is fetched"
     assert "tiny &lt;heads&gt;" in html
     assert "<b>|code" not in html, "text from questions is escaped"
     for unit_name in ("tokens per second", "position (tokens drafted ahead)"):
