@@ -15,6 +15,7 @@ from headstart.cli.doctor import doctor
 from headstart.cli.engines import engine_table, export, import_checkpoint
 from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder
 from headstart.cli.options import JsonFile, Loading, Overrides, RecipeName, RunDir, TrustOption, with_options
+from headstart.cli.race import race
 from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
@@ -337,6 +338,7 @@ app.command()(audit)
 app.command()(doctor)
 app.command()(generate)
 app.command()(chat)
+app.command()(race)
 
 
 @recipes_app.callback(invoke_without_command=True)

@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
+from rich.color import ColorSystem
 from rich.console import Console
+from rich.style import Style
 
 from headstart.cli.options import Heads, Loading, Overwrite, listed, with_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions
 from headstart.errors import UserError, check_text
 from headstart.eval.options import AuditOptions, EvalOptions
 from headstart.support.files import check_writable
-from headstart.support.terminal import ask, complain, say, tell
+from headstart.support.terminal import ACCEPTED, ask, complain, say, tell
 
 if TYPE_CHECKING:
     from headstart.api import Decoder, Stream
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 REPORT_FILES = ("results.json", "report.md", "report.html")
 AUDIT_FILES = ("audit.json", "audit.md")
 _OF_ONE_ANSWER = ("stop", "raw")
-_CHAT_HELP = "/new forgets what was said, /help says this, an empty line or Ctrl-D ends."
+_CHAT_HELP = (
+    "/new forgets what was said, /drafts shows which words were drafted, /help says this, an empty line or Ctrl-D ends."
+)
 
 
 @with_options(without=_OF_ONE_ANSWER)
@@ -110,11 +114,7 @@ def generate(
 
     Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
     """
-    if prompt == "-":
-        prompt = _from_stdin(sys.stdin.read).removesuffix("\n")
-    check_text(prompt, "The prompt")
-    if not (prompt if options.raw else prompt.strip()):
-        raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
+    prompt = read_prompt(prompt, options.raw)
     decoder = load_decoder(heads, loading, options)
     _pour(decoder.stream(prompt, **_keywords(options)))
 
@@ -138,17 +138,21 @@ def chat(
 
     reading = Reading()
     opening = [{"role": "system", "content": system}] if system else []
-    messages = list(opening)
+    messages, shows_drafts = list(opening), False
     while text := _from_stdin(partial(ask, console)):
         if text == "/help":
             tell(console, _CHAT_HELP, style="dim")
+            continue
+        if text == "/drafts":
+            shows_drafts = not shows_drafts
+            tell(console, f"Accepted drafts are {'coloured' if shows_drafts else 'no longer coloured'}.", style="dim")
             continue
         if text == "/new":
             messages = list(opening)
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
-            answer = _pour(decoder.stream(asked, reading, **_keywords(options)))
+            answer = _pour(decoder.stream(asked, reading, **_keywords(options)), shows_drafts)
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new begins anew.")
             continue
@@ -156,6 +160,16 @@ def chat(
             console.print("\nStopped this answer.", style="dim")
             continue
         messages = [*asked, {"role": "assistant", "content": answer}]
+
+
+def read_prompt(prompt: str, raw: bool) -> str:
+    """The prompt that was typed, or standard input for "-"; a UserError where it is empty or no text."""
+    if prompt == "-":
+        prompt = _from_stdin(sys.stdin.read).removesuffix("\n")
+    check_text(prompt, "The prompt")
+    if not (prompt if raw else prompt.strip()):
+        raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
+    return prompt
 
 
 def _keywords(options: DecodeOptions) -> DecodeKeywords:
@@ -199,13 +213,16 @@ def load_decoder(heads: str, loading: Loading, options: DecodeOptions = DecodeOp
         return load(heads, **vars(loading))
 
 
-def _pour(stream: Stream) -> str:
-    """Write a stream's text to stdout as it comes, then its figures to stderr; returns the text."""
+def _pour(stream: Stream, shows_drafts: bool = False) -> str:
+    """Write a stream's text to stdout as it comes, then its figures to stderr; returns the text. A terminal may show
+    which of it was drafted."""
+    colours = ColorSystem.STANDARD if shows_drafts and Console().color_system else None
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "A drafter failed")  # said below, beside the figures
             for piece in stream:
-                sys.stdout.write(piece)
+                sys.stdout.write(Style.parse(ACCEPTED).render(piece[: stream.drafted], color_system=colours))
+                sys.stdout.write(piece[stream.drafted :])
                 sys.stdout.flush()
     finally:
         stream.close()

@@ -34,6 +34,9 @@ T = TypeVar("T")
 RESUMABLE = {"run", "train", "data", "tune"}
 """Commands that go on where they were when they are given again."""
 
+ACCEPTED = "bold cyan"
+"""The style of drafts that were accepted."""
+
 LINE_SECONDS = 60.0
 """Between lines of progress, where there is no terminal."""
 

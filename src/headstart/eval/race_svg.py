@@ -1,0 +1,249 @@
+"""A race as a picture that moves by itself: an SVG with CSS animation and no script, for pages and model cards.
+
+Everything in it is from a replay: each token appears when it was there, in real time. After a few turns it stays at the
+end, which is all that readers who want less motion see.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from textwrap import wrap
+
+from markupsafe import escape
+from rich.cells import cell_len
+
+from headstart.eval.replay import (
+    Race,
+    Replay,
+    Step,
+    answer_name,
+    beginning,
+    by_step,
+    closing,
+    contestants,
+    end_ms,
+    figures,
+)
+
+MOST_TOKENS = 160
+"""Of an answer; of a longer one the beginning is shown, and the picture says so."""
+PAUSE_MS = 3000.0
+"""At the end, before it begins again."""
+LINGER_MS = 150.0
+"""How long rejected drafts stay, struck out, unless the next are drafted before."""
+
+_COLUMNS = 54
+_CELL, _LINE = 8.1, 19  # pixels; a monospaced character of 13.5 px is about 0.6 of it wide
+_LEFT, _WIDTH = 20, 478
+_COUNTS = 60  # how often a counter changes at most
+_SEEN, _HIDDEN = "opacity:1", "opacity:0"
+_DRAFTED = f"{_SEEN};fill:var(--draft);text-decoration:none"
+_KEPT = f"{_SEEN};fill:var(--kept);text-decoration:underline"
+_REJECTED = f"{_SEEN};fill:var(--gone);text-decoration:line-through"
+_STYLE = """
+:root{color-scheme:light dark}
+svg{--page:#fff;--edge:#d5dbe5;--ink:#1c2430;--soft:#5a6475;--draft:#657082;--kept:#0a4b9c;--gone:#a23b00;--bar:#2f7de1}
+@media(prefers-color-scheme:dark){
+svg{--page:#10151d;--edge:#2c3543;--ink:#e4e9f1;--soft:#a3adbd;--draft:#929dae;--kept:#a9cdff;--gone:#ffa871;--bar:#5aa2ff}}
+text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink);white-space:pre}
+.m{font:13.5px ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono","Liberation Mono",monospace}
+.q{font-weight:600;font-size:14px}.n{font-weight:600}.f{fill:var(--soft);font-variant-numeric:tabular-nums}.e{text-anchor:end}
+.k{fill:var(--kept);text-decoration:underline}.d{fill:var(--draft);font-style:italic}
+.r{fill:var(--gone);text-decoration:line-through}.h{opacity:0}
+.t{animation:SECONDSs step-end TURNS}.b{transform-box:fill-box}
+@media(prefers-reduced-motion:reduce){.t{animation:none}}
+"""
+_TURNS = 3  # then it stays at the end: not every reader of a picture can stop it
+
+Times = Sequence[tuple[float, str]]
+"""From which millisecond on which style holds."""
+Cell = tuple[int, int]
+"""Row and column of a character."""
+
+
+def race_svg(race: Race, conditions: str) -> str:
+    """The picture of a race: plain decoding above, what drafts below. `conditions` say where it was measured."""
+    answers = [beginning(answer, MOST_TOKENS) for answer in contestants(race)]
+    cut = any(
+        len(answer["tokens"]) < len(whole["tokens"]) for answer, whole in zip(answers, contestants(race), strict=True)
+    )
+    scene = _Scene(max(map(end_ms, answers)) + PAUSE_MS)
+    y = 30.0
+    scene.text(_short(race["question"], 52), _LEFT, y, "q")
+    for answer in answers:
+        y = _lane(scene, answer, y + 32)
+    y += 30
+    x = float(_LEFT)
+    for words, kind in (("drafted", "d"), ("accepted draft", "k"), ("rejected draft", "r")):
+        scene.text(words, x, y, f"m {kind}")
+        x += _CELL * (len(words) + 2)
+    last = closing(*answers)
+    scene.text(last, _LEFT, y + 26, "n", [(0, _HIDDEN), (max(map(end_ms, answers)), _SEEN)])
+    note = "Measured, in real time" + (f", the first {len(answers[0]['tokens'])} tokens" if cut else "")
+    for number, line in enumerate(wrap(f"{note}: {conditions}", 66)):
+        scene.text(line, _LEFT, y + 46 + 17 * number, "f")
+        bottom = y + 46 + 17 * number
+    return scene.svg(f"{last} {note}: {conditions}", bottom + 18)
+
+
+def _lane(scene: _Scene, answer: Replay, y: float) -> float:
+    """Draw an answer from a height on; returns the height of its last line."""
+    end = end_ms(answer)
+    scene.text(answer_name(answer), _LEFT, y, "n")
+    _counters(scene, answer, y)
+    grown = [(step["ms"], share) for step, share in zip(answer["steps"], _shares(answer), strict=True)]
+    scene.bar(y + 8, [(0, "transform:scaleX(0)"), *((ms, f"transform:scaleX({share:.3g})") for ms, share in grown)])
+    cells, last = _cells("".join(answer["pieces"]))
+    top, place = y + 34, 0
+    until = [*(step["drafted_ms"] for step in answer["steps"][1:]), end + PAUSE_MS]
+    for (pieces, step), next_ms in zip(by_step(answer), until, strict=True):
+        kept, accepted = step["kept"], step["accepted"]
+        drafted = [(0.0, _HIDDEN), (step["drafted_ms"], _DRAFTED)]
+        decided = [(0.0, _HIDDEN), (step["ms"], _SEEN)]
+        begun = place
+        for part, kind, times in (
+            (pieces[:kept], "m k", [*drafted, (step["ms"], _KEPT)]),
+            (pieces[kept:accepted], "m k", decided),
+            (pieces[accepted:], "m", decided),
+        ):
+            text = "".join(part)
+            for (row, column), words in _segments(text, cells[place : place + len(text)]):
+                scene.text(words, _LEFT + _CELL * column, top + _LINE * row, kind, times)
+            place += len(text)
+        begun += len("".join(pieces[:kept]))
+        start = next((cell for cell in cells[begun:] if cell is not None), last)
+        times = [*drafted, (step["ms"], _REJECTED), (min(step["ms"] + LINGER_MS, next_ms), _HIDDEN)]
+        for (row, column), words in _tail(step, "".join(pieces[kept:]), start):
+            if row <= last[0]:
+                scene.text(words, _LEFT + _CELL * column, top + _LINE * row, "m r h", times)
+    return top + _LINE * last[0]
+
+
+def _shares(answer: Replay) -> Iterator[float]:
+    """How much of the answer is there after each step."""
+    done = 0
+    for step in answer["steps"]:
+        done += step["tokens"]
+        yield done / len(answer["tokens"])
+
+
+def _counters(scene: _Scene, answer: Replay, y: float) -> None:
+    """The figures of an answer, each time that they change."""
+    end = end_ms(answer)
+    gap = max(100.0, end / _COUNTS)
+    times = [gap * number for number in range(int(end / gap) + 1) if gap * number < end]
+    for ms, until in zip(times, [*times[1:], end], strict=True):
+        shown = [(0.0, _HIDDEN), (ms, _SEEN), (until, _HIDDEN)]
+        scene.text(figures(answer, ms), _LEFT + _COLUMNS * _CELL, y, "f e h", shown)
+    scene.text(figures(answer, end), _LEFT + _COLUMNS * _CELL, y, "f e", [(0.0, _HIDDEN), (end, _SEEN)])
+
+
+# -- layout ----------------------------------------------------------------------------------------------------------
+
+
+def _cells(text: str, start: Cell = (0, 0)) -> tuple[list[Cell | None], Cell]:
+    """Where each character stands from a cell on, and where the text ends. Lines break between words; white space at a
+    break stands nowhere, and empty lines take no room.
+
+    >>> _cells("a b\\n\\nc")
+    ([(0, 0), (0, 1), (0, 2), None, None, (1, 0)], (1, 1))
+    """
+    cells: list[Cell | None] = []
+    row, column = start
+    for word in re.findall(r"\n|[^\S\n]|\S+", text):
+        if word == "\n":
+            row, column = (row + 1, 0) if column else (row, 0)
+            cells.append(None)
+            continue
+        if column and column + cell_len(word) > _COLUMNS:
+            row, column = row + 1, 0
+        for character in word:
+            if column + cell_len(character) > _COLUMNS:
+                row, column = row + 1, 0
+            if not column and character.isspace():
+                cells.append(None)
+                continue
+            cells.append((row, column))
+            column += cell_len(character)
+    return cells, (row, column)
+
+
+def _segments(text: str, cells: Sequence[Cell | None]) -> list[tuple[Cell, str]]:
+    """Characters that stand side by side, with the place of the first; without spaces at the ends."""
+    lines: dict[int, tuple[Cell, str]] = {}
+    for character, cell in zip(text, cells, strict=True):
+        if cell is None or (character.isspace() and cell[0] not in lines):
+            continue
+        start, before = lines.get(cell[0], (cell, ""))
+        lines[cell[0]] = start, before + character
+    return [(start, words.rstrip()) for start, words in lines.values()]
+
+
+def _tail(step: Step, following: str, start: Cell) -> list[tuple[Cell, str]]:
+    """Where the rejected drafts of a step stand: in place of the text that came instead."""
+    text = "".join(step["drafts"][step["kept"] :])
+    row, column = start
+    if following[:1].isspace() != text[:1].isspace() and column:  # a word of its own, or the end of the one before
+        column += 1 if text[:1].isspace() else -1
+    text = text.lstrip(" ")
+    return _segments(text, _cells(text, (row, column))[0])
+
+
+def _short(text: str, length: int) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= length else text[: length - 1].rstrip() + "…"
+
+
+# -- drawing ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Scene:
+    """Elements of the picture and their keyframes; it begins again after `turn_ms`."""
+
+    turn_ms: float
+    names: dict[str, str] = field(default_factory=dict)
+    elements: list[str] = field(default_factory=list)
+
+    def text(self, shown: str, x: float, y: float, kind: str, times: Times = ()) -> None:
+        moved = f't" style="animation-name:{self._name(times)}' if times else ""
+        kinds = " ".join(filter(None, [kind, moved]))
+        self.elements.append(f'<text x="{x:.5g}" y="{y:g}" class="{kinds}">{escape(shown)}</text>')
+
+    def bar(self, y: float, times: Times) -> None:
+        shape = f'x="{_LEFT}" y="{y:g}" width="{_COLUMNS * _CELL:g}" height="5" rx="2.5"'
+        self.elements.append(f'<rect {shape} fill="var(--edge)"/>')
+        self.elements.append(
+            f'<rect {shape} fill="var(--bar)" class="b t" style="animation-name:{self._name(times)}"/>'
+        )
+
+    def _name(self, times: Times) -> str:
+        frames = "".join(f"{percent(ms, self.turn_ms)}{{{style}}}" for ms, style in times)
+        return self.names.setdefault(frames, f"a{len(self.names)}")
+
+    def svg(self, description: str, height: float) -> str:
+        frames = "\n".join(f"@keyframes {name}{{{frames}}}" for frames, name in self.names.items())
+        style = _STYLE.replace("SECONDS", f"{self.turn_ms / 1e3:g}").replace("TURNS", str(_TURNS))
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:g}" '
+                f'viewBox="0 0 {_WIDTH} {height:g}" role="img">',
+                f"<title>{escape(description)}</title>",
+                f"<style>{style}{frames}</style>",
+                f'<rect x=".5" y=".5" width="{_WIDTH - 1}" height="{height - 1:g}" rx="10" '
+                'fill="var(--page)" stroke="var(--edge)"/>',
+                *self.elements,
+                "</svg>\n",
+            ]
+        )
+
+
+def percent(ms: float, turn_ms: float) -> str:
+    """A time as the place of a keyframe.
+
+    >>> percent(250, 1000), percent(0, 1000)
+    ('25%', '0%')
+    """
+    return f"{100 * ms / turn_ms:.3f}".rstrip("0").rstrip(".") + "%"

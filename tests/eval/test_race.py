@@ -1,0 +1,252 @@
+"""Races as page, picture and terminal show them: their tokens and clocks are those of the replay."""
+
+from __future__ import annotations
+
+import io
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from headstart.errors import UserError
+from headstart.eval.race import answer_text, conditions, frame, read_race, show_race
+from headstart.eval.race_svg import MOST_TOKENS, PAUSE_MS, race_svg
+from headstart.eval.replay import Race, contestants, end_ms, figures
+from headstart.eval.report import template
+from headstart.support.files import write_json
+from tests.eval.test_replay import planted
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def spelled(pieces: list[str], times: int = 1) -> Race:
+    """The planted race, whose tokens are spelled as given; its rounds stand several times after one another."""
+    (race,) = planted()
+    for answer in race["answers"]:
+        answer["pieces"] = pieces * times
+        answer["tokens"] = answer["tokens"] * times
+        end = end_ms(answer)
+        answer["steps"] = [
+            {**step, "ms": step["ms"] + turn * end, "drafted_ms": step["drafted_ms"] + turn * end}
+            for turn in range(times)
+            for step in answer["steps"]
+        ]
+    return race
+
+
+@pytest.fixture
+def race() -> Race:
+    return spelled(["It", " is", " a", " <b>", "\n\n", "wood", "en", " é"])
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+class Lanes(HTMLParser):
+    """The text of each lane without rejected drafts, and the times of its steps."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.times: list[list[list[float]]] = []
+        self.rejected: list[str] = []
+        self._within = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        known = dict(attrs)
+        if known.get("class") == "race-text":
+            self._within = "p"
+            self.texts.append("")
+            self.times.append([])
+        elif self._within and tag == "span":
+            self.times[-1].append([float(number) for number in (known["data-t"] or "").split()])
+        elif self._within and tag == "s":
+            self._within = "s"
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("p", "s"):
+            self._within = "p" if tag == "s" and self._within else ""
+
+    def handle_data(self, data: str) -> None:
+        if self._within == "s":
+            self.rejected.append(data)
+        elif self._within:
+            self.texts[-1] += data
+
+
+def test_the_page_holds_what_was_measured(race: Race) -> None:
+    page = template("race.html.j2").render(races=[race], shown=race)
+    lanes = Lanes(page)
+    assert lanes.texts == ["".join(answer["pieces"]) for answer in race["answers"]]
+    for times, answer in zip(lanes.times, race["answers"], strict=True):
+        assert [step[1] for step in times] == [step["ms"] for step in answer["steps"]]
+        assert [step[0] for step in times] == [step["drafted_ms"] for step in answer["steps"]]
+        assert sum(step[2] for step in times) == len(answer["tokens"])
+    assert lanes.rejected == [" 9 9"]
+
+
+def test_the_page_is_whole_without_its_script(race: Race) -> None:
+    page = template("race.html.j2").render(races=[race], shown=race)
+    still = page[: page.index("<script>")]
+    assert "<details open>" in still and still.count(" hidden>") == 2
+    for answer in race["answers"]:
+        assert f'<b data-figure="seconds">{end_ms(answer) / 1e3:.2f}</b>' in still
+    assert "prefers-reduced-motion" in page[page.index("<script>") :]
+    assert "prefers-color-scheme: dark" in still
+
+
+# -- the picture -----------------------------------------------------------------------------------------------------
+
+
+def drawn(race: Race) -> tuple[ElementTree.Element, dict[str, list[tuple[float, str]]], str]:
+    """The picture, each animation as (milliseconds, style), and its style sheet."""
+    root = ElementTree.fromstring(race_svg(race, "somewhere"))
+    style = root.findtext(f"{SVG}style") or ""
+    turn_ms = 1e3 * float(re.findall(r"animation:([\d.]+)s", style)[0])
+    frames = {
+        name: [(float(at) * turn_ms / 100, rule) for at, rule in re.findall(r"([\d.]+)%\{([^}]*)\}", body)]
+        for name, body in re.findall(r"@keyframes (\w+)\{((?:[^{}]*\{[^}]*\})*)\}", style)
+    }
+    return root, frames, style
+
+
+def seen_at(root: ElementTree.Element, frames: dict[str, list[tuple[float, str]]], ms: float) -> list[str]:
+    """The words in fixed width that the picture shows at a time, but for its key."""
+    shown = []
+    for element in root.iter(f"{SVG}text"):
+        name = re.search(r"animation-name:(\w+)", element.get("style") or "")
+        if name and "m" in (element.get("class") or "").split():
+            holds = [rule for at, rule in frames[name[1]] if at <= ms + 0.01]
+            if "opacity:1" in holds[-1]:
+                shown.append(element.text or "")
+    return shown
+
+
+def test_the_picture_shows_each_token_when_it_was_there(race: Race) -> None:
+    root, frames, _ = drawn(race)
+    slowest = max(end_ms(answer) for answer in race["answers"])
+    for ms in (5, 25, 45, 75, 95, slowest):
+        shown = "".join(seen_at(root, frames, ms))
+        for answer in contestants(race):
+            done = [step for step in answer["steps"] if step["ms"] <= ms]
+            text = "".join(answer["pieces"][: sum(step["tokens"] for step in done)])
+            assert all(word in shown for word in text.split()), ms
+    final = "".join(seen_at(root, frames, slowest + PAUSE_MS / 2))
+    whole = "".join("".join(answer["pieces"]) for answer in contestants(race))
+    assert sorted("".join(final.split())) == sorted("".join(whole.split())), "nothing more, and nothing rejected"
+    assert "9 9" in seen_at(root, frames, 55) and "9 9" in seen_at(root, frames, 75)
+    assert "9 9" not in seen_at(root, frames, 81), "gone when the next drafts are there"
+
+
+def test_drafts_of_the_picture_are_grey_until_they_are_decided(race: Race) -> None:
+    root, frames, _ = drawn(race)
+    styles = {}
+    for element in root.iter(f"{SVG}text"):
+        if name := re.search(r"animation-name:(\w+)", element.get("style") or ""):
+            styles[element.text] = frames[name[1]]
+    for words, colours in (("is a", ["draft", "kept"]), ("9 9", ["draft", "gone"])):
+        assert re.findall(r"fill:var\(--(\w+)\)", " ".join(rule for _, rule in styles[words])) == colours
+
+
+def test_the_clock_of_the_picture_is_the_measured_one(race: Race) -> None:
+    root, frames, style = drawn(race)
+    for answer in contestants(race):
+        (last,) = (element for element in root.iter(f"{SVG}text") if element.text == figures(answer, end_ms(answer)))
+        name = re.search(r"animation-name:(\w+)", last.get("style") or "")
+        assert name
+        (appears,) = (at for at, rule in frames[name[1]] if rule == "opacity:1")
+        assert appears == pytest.approx(end_ms(answer), rel=0.02)
+    assert "prefers-color-scheme:dark" in style and "prefers-reduced-motion:reduce" in style
+
+
+def test_what_moves_no_more_is_the_end(race: Race) -> None:
+    root, _, style = drawn(race)
+    assert ".h{opacity:0}" in style
+    still = [element for element in root.iter(f"{SVG}text") if "h" not in (element.get("class") or "").split()]
+    words = "".join(element.text or "" for element in still if "m" in (element.get("class") or "").split())
+    assert "wooden" in words.replace(" ", "") and "9 9" not in words
+
+
+def test_a_long_answer_is_cut_and_the_picture_says_so() -> None:
+    long = spelled([" some", " words", " to", " read", " in", " a", " long", " answer"], 60)
+    picture = race_svg(long, "somewhere")
+    assert len(picture.encode()) < 150_000
+    assert f"the first {MOST_TOKENS} tokens" in picture
+    assert "<script" not in picture and "href" not in picture
+
+
+@pytest.mark.parametrize("pieces", [["漢字", "と", "仮名"], ["x" * 200, "", " "]])
+def test_wide_and_endless_words_stay_inside(pieces: list[str]) -> None:
+    root, _, _ = drawn(spelled((pieces * 3)[:8]))
+    for element in root.iter(f"{SVG}text"):
+        if "m" in (element.get("class") or "").split():
+            assert float(element.get("x") or 0) + 8.1 * len(element.text or "") <= 478
+
+
+# -- the terminal ----------------------------------------------------------------------------------------------------
+
+
+def test_a_terminal_shows_the_drafts_of_the_moment(race: Race) -> None:
+    answer = race["answers"][1]
+    assert answer_text(answer, 25).plain == "It 5 6", "drafted, and not decided yet"
+    assert answer_text(answer, 45).plain == "It is a <b>"
+    assert answer_text(answer, 75).plain == "It is a <b>\n\nwood 9 9", "rejected, until the next are drafted"
+    assert answer_text(answer, end_ms(answer)).plain == "".join(answer["pieces"])
+    accepted = [span for span in answer_text(answer, 45).spans if "cyan" in str(span.style)]
+    assert [(span.start, span.end) for span in accepted] == [(2, 7)]
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_a_frame_fits_into_the_terminal(race: Race, width: int) -> None:
+    console = Console(width=width, height=12, file=io.StringIO(), force_terminal=True)
+    lines = console.render_lines(frame(contestants(race), 75, console))
+    assert len(lines) < 12
+    assert all(sum(segment.cell_length for segment in line) <= width for line in lines)
+
+
+def test_without_a_terminal_the_figures_alone_are_said(race: Race) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    show_race(race, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert lines[0].startswith("plain: 50.0 tokens/s") and lines[0].endswith("8 tokens · 0.16 s")
+    assert lines[1].startswith("heads: 80.8 tokens/s · τ 2.33")
+    assert lines[2] == "heads: 1.62x the speed of plain, the same text."
+    assert len(lines) == 3
+
+
+def test_a_terminal_replays_in_the_time_that_it_took(race: Race, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    shown: list[float] = []
+
+    def counted(answers: Any, ms: float, console: Console) -> Any:
+        shown.append(ms)
+        return frame(answers, ms, console)
+
+    monkeypatch.setattr("headstart.eval.race.monotonic", lambda: clock[0])
+    monkeypatch.setattr("headstart.eval.race.sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds + 0.001))
+    monkeypatch.setattr("headstart.eval.race.frame", counted)
+    show_race(race, Console(file=io.StringIO(), force_terminal=True, width=80, height=24))
+    assert shown == sorted(shown) and shown[-1] == max(end_ms(answer) for answer in race["answers"])
+    assert clock[0] == pytest.approx(shown[-1] / 1e3, rel=0.02)
+
+
+# -- from a report ---------------------------------------------------------------------------------------------------
+
+
+def test_races_of_a_report_are_read(tmp_path: Path) -> None:
+    environment = {"gpu": None, "cpu": "a processor", "threads": 2, "dtype": "float32"}
+    results = {"settings": {"target": "tiny"}, "environment": environment, "replays": planted(12)}
+    write_json(tmp_path / "results.json", results)
+    race, where = read_race(tmp_path)
+    assert (race["rank"], where) == (planted(12)[2]["rank"], conditions("tiny", environment))
+    assert read_race(tmp_path / "results.json", "0")[0]["rank"] == 12
+    with pytest.raises(UserError, match="no replay of prompt 77"):
+        read_race(tmp_path, "77")
+    write_json(tmp_path / "results.json", {"settings": {}})
+    with pytest.raises(UserError, match="holds no replays"):
+        read_race(tmp_path)
