@@ -136,7 +136,7 @@ class CustomGenerate:
                 **chain.settings,
             )
             rows = [prompts.rows[row] for row in group]
-            return engine.generate(rows, options, lambda index, tokens: text.add(group[index], tokens))
+            return engine.generate(rows, options, lambda index, tokens, _: text.add(group[index], tokens))
 
         with decoder_for(model, self.heads, self.revision) as decoder:
             engine = decoder.engine(drafter, tree, draft != "off", deterministic)
