@@ -89,7 +89,9 @@ def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
             return DraftModelDrafter(load_target(argument, dtype, str(target.device), exact="tokens"), target)
         case "heads":
             if heads is None:
-                raise UserError(f"The drafter {name!r} needs trained heads, and none are given.", "Name a heads folder.")
+                raise UserError(
+                    f"The drafter {name!r} needs trained heads, and none are given.", "Name a heads folder."
+                )
             return heads
     raise AssertionError(f"no case for {name}")
 
