@@ -125,7 +125,7 @@ def once(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
 
 PLACES = (
-    ("target", "headstart.pipeline.data_stages.target_identity", 1),
+    ("target", "headstart.pipeline.data_stages.Outcome", 0),
     ("conversations", "headstart.data.conversations.building.write_conversations", 2),
     ("states", "headstart.data.states.shards._manifest", 1),
     ("train", "headstart.train.checkpoint.save", 1),

@@ -21,6 +21,7 @@ from headstart.hub.options import LoadKeywords, LoadOptions
 from headstart.hub.pull import locate
 from headstart.streaming import Answer as Answer
 from headstart.streaming import Stream as Stream
+from headstart.target.identity import dtype_name
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 
@@ -105,7 +106,7 @@ def _loaded(target: Target | str, asked: LoadOptions, quantization: str, **origi
 def _dtype_name(dtype: Any) -> Any:
     """A dtype by its name, or torch's own, as a name; `UserError` for anything else."""
     if isinstance(dtype, torch.dtype):
-        return str(dtype).removeprefix("torch.")
+        return dtype_name(dtype)
     if not isinstance(dtype, str):
         raise UserError(f"dtype is {dtype!r}.", "Give a name such as 'bfloat16', or torch.bfloat16.")
     return dtype

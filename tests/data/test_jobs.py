@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from headstart.data.conversations.answers import Answers
 from headstart.data.conversations.building import Splits, build_conversations
-from headstart.data.conversations.jobs import JOB, JOBS, Board, Job, Taker, help_others, owner_of, share
+from headstart.data.conversations.jobs import JOB, JOBS, Board, Job, Taker, help_others, share
 from headstart.data.conversations.part_writer import PART, PartWriter, help_writing
 from headstart.data.conversations.workers import Workers
 from headstart.data.states import shards
@@ -311,7 +311,7 @@ def test_parts_that_others_write_are_those_of_one(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     some_unfit(monkeypatch)
-    data, turns, owner = section(tmp_path), Turns(), owner_of(tiny_target)
+    data, turns, owner = section(tmp_path), Turns(), tiny_target.whole_identity
     alone = written(tiny_target, tmp_path / "alone", data, None, tmp_path / "a")
     own = PartWriter.write
 

@@ -104,7 +104,7 @@ class Conditions:
     @classmethod
     def of(cls, target: Target) -> Conditions:
         """Those of decoding with this target, here and now."""
-        device, dtype = target.device, str(target.dtype).removeprefix("torch.")
+        device, dtype = target.device, target.dtype_name
         on_gpu = device.type == "cuda"
         machine = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_model()}, {os.cpu_count()} cores"
         threads = 0 if on_gpu else torch.get_num_threads()

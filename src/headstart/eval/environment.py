@@ -20,7 +20,7 @@ def environment(target: Target) -> dict[str, Any]:
     return {
         "threads": torch.get_num_threads(),
         "device": str(device),
-        "dtype": dtype_name(target),
+        "dtype": target.dtype_name,
         "exact": target.exact,
         "prepacked": target.prepacked,
         "forward": target.forwards,
@@ -42,8 +42,3 @@ def machine() -> dict[str, Any]:
         "headstart": headstart.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
-
-
-def dtype_name(target: Target) -> str:
-    """The target's dtype as it is typed, such as "bfloat16"."""
-    return str(target.dtype).removeprefix("torch.")

@@ -27,7 +27,7 @@ from headstart.data.prompts.questions import Question
 from headstart.decode.loop import Drafter, check
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge, Judgement
-from headstart.eval.environment import dtype_name, environment
+from headstart.eval.environment import environment
 from headstart.eval.figures import Prompt, Unit, categories, compare_rows, per_prompt, summarise
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
 from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted
@@ -113,7 +113,7 @@ def _predicted(source: Source, options: EvalOptions) -> float | None:
     dtype it ran in."""
     tuned_dtype = source.calibration.get("settings", {}).get("dtype")
     comparable = options.drafter == "heads" and options.temperature == 0 and options.batch_size == 1
-    if not comparable or tuned_dtype != dtype_name(source.target):
+    if not comparable or tuned_dtype != source.target.dtype_name:
         return None
     speedup: float | None = source.calibration.get("predicted", {}).get("speedup")
     return speedup

@@ -18,7 +18,6 @@ from headstart.pipeline.run import (
     before,
     content,
     flat,
-    target_identity,
 )
 from headstart.support.artifacts import Artifact, artifact, forget, held, read_note, referred
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
@@ -38,11 +37,6 @@ _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
 
 
-def is_online(run: Run) -> bool:
-    """Whether the run's hidden states are computed in training, and none stored."""
-    return run.recipe.data.states == "online"
-
-
 def _token_bytes(run: Run) -> int:
     from headstart.data.states.store import estimate_bytes
 
@@ -56,7 +50,7 @@ def states_artifact(run: Run) -> Artifact:
         "version": _STATES_VERSION,
         "target": target.identity().fingerprint,
         "settings": target.settings,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.dtype_name,
     }
     return artifact(run.folder, "states", Path(target.name).name, identity)
 
@@ -102,14 +96,14 @@ def _target(run: Run) -> Outcome:
     aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
     for remark in check_formats(run, target):
         tell(run.console, remark)
-    if run.recipe.data.minutes is None and not is_online(run):
+    if run.recipe.data.minutes is None and not run.recipe.data.online:
         _need_room_for_states(run)
     target.tokenizer.save_pretrained(run.folder / TARGET / "tokenizer")
-    kind = str(target.dtype).removeprefix("torch.")
+    kind = target.dtype_name
     where = "not loaded while servers write" if target.device.type == "meta" else f"{kind} on {target.device}"
     return Outcome(
         f"{target.name}, {target.parameters / 1e6:.1f} M parameters, {where}",
-        identity=target_identity(target),
+        identity=target.whole_identity,
     )
 
 
@@ -139,7 +133,7 @@ def aux_layers(run: Run) -> list[int]:
     config = make_config(run.recipe.heads, target)
     with torch.device("meta"):
         needed = sorted({*family(config.family)(config).aux_layers, FINAL})
-    write_json(file, {**key, "target": target_identity(target), "taps": needed})
+    write_json(file, {**key, "target": target.whole_identity, "taps": needed})
     return needed
 
 
@@ -178,7 +172,7 @@ def _conversations(run: Run) -> Outcome:
         settings = begun_at(settings, read_note(known))
     made = artifact(run.folder, "conversations", slug, identity(target, settings))
     folder, maximum, capture = run.folder / CONVERSATIONS, math.inf, None
-    if not is_online(run):
+    if not run.recipe.data.online:
         # More text than there is room for states of would be written for nothing.
         maximum = 1e9 * data.cache_gigabytes / _token_bytes(run)
         states = states_artifact(run)
@@ -227,14 +221,14 @@ def conversations(run: Run, split: str) -> list[Conversation]:
 
 def _state_settings(run: Run) -> dict[str, Any]:
     data = run.recipe.data
-    if is_online(run):
+    if run.recipe.data.online:
         return {"data.states": "online", "taps of the heads": aux_layers(run)}
     how = {} if data.states_dtype == "auto" else {"data.states_dtype": data.states_dtype}
     return {"data.cache_gigabytes": data.cache_gigabytes, "taps of the heads": aux_layers(run), **how}
 
 
 def _states(run: Run) -> Outcome:
-    if is_online(run):
+    if run.recipe.data.online:
         (run.folder / STATES).mkdir(parents=True, exist_ok=True)
         forget(run.folder, "states")
         parts = ["online", before(run, "target"), before(run, "conversations"), *map(str, aux_layers(run))]
@@ -249,7 +243,7 @@ def _states(run: Run) -> Outcome:
 
 
 def _broken_states(run: Run) -> str | None:
-    if is_online(run):
+    if run.recipe.data.online:
         return None
     from headstart.target.teacher import teacher_folder, teacher_problem
 

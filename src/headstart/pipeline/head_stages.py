@@ -11,7 +11,6 @@ from headstart.pipeline.data_stages import (
     check_formats,
     conversation_files,
     conversations,
-    is_online,
     kept_stores,
 )
 from headstart.pipeline.run import (
@@ -85,7 +84,7 @@ def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
     from headstart.train.processes import count_processes
 
     section, heads = run.recipe.train, run.recipe.heads
-    if not is_online(run):
+    if not run.recipe.data.online:
         stores = kept_stores(run)
         target = run.frozen()
         if isinstance(target, TeacherModel) and (

@@ -24,7 +24,7 @@ from headstart.heads.base import DraftHead, family, make_config
 from headstart.pipeline.data_stages import check_formats, conversations
 from headstart.pipeline.inventory import size
 from headstart.pipeline.lengths import Lengths, assumed_lengths, counted_lengths, prompts_of, written_lengths
-from headstart.pipeline.run import Run, left_to_do, target_identity
+from headstart.pipeline.run import Run, left_to_do
 from headstart.pipeline.speeds import Speeds, measure
 from headstart.pipeline.stage_costs import (
     COSTS,
@@ -96,7 +96,7 @@ def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) ->
     if "target" in left and here and (record := run.whole_record("target")):
         # Its files or settings are others than they were; the model may be the same.
         vars(run)["target"] = loaded = run.load(section.adapter)
-        if target_identity(loaded) == record.identity:
+        if loaded.whole_identity == record.identity:
             left = left_to_do(run, STAGES, unchanged={"target"})
     records = {stage.name: run.record(stage.name) for stage in STAGES if stage.name not in left}
     done = {name: record for name, record in records.items() if record is not None}
@@ -254,7 +254,7 @@ def _facts(planned: Planned, plan: Plan) -> list[tuple[str, str]]:
         if data.server:
             servers = ", ".join(data.server)
             facts.append(("Written by", f"{servers}; time and memory below are as if these devices wrote"))
-    if planned.online and plan.left.keys() & {"states", "train"}:
+    if planned.recipe.data.online and plan.left.keys() & {"states", "train"}:
         facts.append(
             ("Hidden states", f"none on disk: training computes {len(planned.needed)} of each token, each epoch")
         )

@@ -110,10 +110,10 @@ def _sources(data: DataSection) -> str:
 def _training_facts(run: Run) -> dict[str, str]:
     """Rows of the model card."""
     from headstart.data.states.store import StateStore
-    from headstart.pipeline.data_stages import conversations, is_online
+    from headstart.pipeline.data_stages import conversations
 
     result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
-    learnt = conversations(run, "train") if is_online(run) else StateStore(run.folder / STATES / "train")
+    learnt = conversations(run, "train") if run.recipe.data.online else StateStore(run.folder / STATES / "train")
     source = "written by the target itself" if data.prompts == "self" else _sources(data)
     return {
         "recipe": run.recipe.name,

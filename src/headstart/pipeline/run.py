@@ -89,7 +89,7 @@ class Run:
 
     def _checked(self, target: Target) -> Target:
         record = self.whole_record("target")
-        if record is not None and record.identity != target_identity(target):
+        if record is not None and record.identity != target.whole_identity:
             raise UserError(
                 f"{self.recipe.target.spec} is not the model (or not in the dtype) that the run in {self.folder} began "
                 "with.",
@@ -154,7 +154,7 @@ class Run:
             teacher = load_teacher(folder, pick_device(self.device or self.recipe.target.device))
         except UserError:  # the stage of the states finds it broken, and writes it again
             return None
-        return teacher if target_identity(teacher) == record.identity else None
+        return teacher if teacher.whole_identity == record.identity else None
 
     def refer(self, stage: str, artifact: Artifact, link: str | None = None) -> None:
         """See `headstart.support.artifacts.refer`."""
@@ -353,11 +353,6 @@ def _short(value: Any) -> str:
 
 def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def target_identity(target: FrozenModel) -> str:
-    """What stages depend on when they depend on the target: its weights, its settings and the dtype they run in."""
-    return f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"
 
 
 # -- what stages depend on, in the words of their records --------------------------------------------------------------

@@ -104,7 +104,7 @@ class Planned:
     @property
     def wanted_states(self) -> int:
         """Bytes of hidden states on disk, if there were no budget."""
-        return 0 if self.online else self.tokens * self.state_bytes
+        return 0 if self.recipe.data.online else self.tokens * self.state_bytes
 
     @property
     def states(self) -> int:
@@ -114,7 +114,7 @@ class Planned:
     @property
     def trained_tokens(self) -> int:
         """Of the training conversations, those whose states fit the byte budget."""
-        if self.online:
+        if self.recipe.data.online:
             return self.train_tokens
         return max(0, self.states // self.state_bytes - self.validation_tokens)
 
@@ -123,14 +123,9 @@ class Planned:
         return self.target.device.type == "cpu"
 
     @property
-    def online(self) -> bool:
-        """Whether training computes hidden states itself and nothing is stored."""
-        return self.recipe.data.states == "online"
-
-    @property
     def captured(self) -> bool:
         """Whether hidden states are kept as conversations are written: on a CPU, in this process."""
-        return self.on_cpu and not self.recipe.data.server and not self.online
+        return self.on_cpu and not self.recipe.data.server and not self.recipe.data.online
 
 
 def teacher_bytes(planned: Planned) -> int:
@@ -181,7 +176,7 @@ def conversations_cost(planned: Planned) -> Cost:
 
 def states_cost(planned: Planned) -> Cost:
     target = planned.target
-    if planned.online:
+    if planned.recipe.data.online:
         return Cost(0.1, 0, 0)
     tokens = 0 if planned.captured else planned.states / planned.state_bytes
     seconds = 0.1 + tokens * planned.speeds.token / planned.at_once
@@ -223,7 +218,7 @@ def training(planned: Planned) -> tuple[float, float]:
     group = planned.processes * section.gradient_accumulation_steps
     most = section.epochs * max(1.0, whole // group)
     steps = float(min(most, section.steps or most))
-    batch = speeds.train_step + (section.batch_tokens * speeds.token if planned.online else 0.0)
+    batch = speeds.train_step + (section.batch_tokens * speeds.token if planned.recipe.data.online else 0.0)
     full = batches / whole  # few batches are not full ones
     each = group * full * batch / planned.at_once
     judging = planned.validation_tokens / section.batch_tokens * _FORWARD * speeds.train_step / planned.at_once
@@ -244,7 +239,7 @@ def train_cost(planned: Planned) -> Cost:
     weights = 4 * planned.weights
     saves = max(1, min(section.keep_checkpoints, math.ceil(steps / section.save_every)))
     disk = saves * checkpoint_bytes(planned) + (saves + 1) * weights  # each with the best heads of then, and the last
-    needs_target = planned.online or section.needs_target
+    needs_target = planned.recipe.data.online or section.needs_target
     memory = planned.held if needs_target else planned.bare + teacher_bytes(planned)
     memory += checkpoint_bytes(planned) + 4 * planned.learning + section.batch_tokens * batch_token_bytes(planned)
     if heads.config.draft_width < target.vocab_size:  # the teacher's LM head, cut to the draft vocabulary
@@ -262,7 +257,7 @@ def batch_token_bytes(planned: Planned) -> int:
     """Of a token of a batch: its states and the teacher's logits, and on a CPU the states of batches read ahead."""
     target, heads = planned.target, planned.heads
     # On a GPU, batches that are read ahead wait outside of it.
-    batches = 1 + planned.recipe.train.prefetch if planned.on_cpu and not planned.online else 1
+    batches = 1 + planned.recipe.train.prefetch if planned.on_cpu and not planned.recipe.data.online else 1
     numbers = batches * len(planned.needed) * target.hidden_size + heads.config.draft_width
     return numbers * (4 if target.dtype == torch.float32 else target.dtype.itemsize)
 

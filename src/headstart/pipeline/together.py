@@ -50,11 +50,10 @@ class _Helper:
     """Takes jobs of a run that another process works on."""
 
     def __init__(self, run: Run) -> None:
-        from headstart.data.conversations.jobs import owner_of
         from headstart.data.writing.in_process import InProcess
 
         self._run, self._most = run, 2 if InProcess(run.target).shareable else 1
-        self._owner = owner_of(run.target)
+        self._owner = run.target.whole_identity
         self._refused: set[str] = set()  # jobs that cannot be done here
 
     def help(self) -> int:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headstart.errors import UserError
-from headstart.pipeline.data_stages import aux_layers, conversations, is_online, states_artifact
+from headstart.pipeline.data_stages import aux_layers, conversations, states_artifact
 from headstart.pipeline.run import Run
 from headstart.support.artifacts import held
 from headstart.support.terminal import progress_bar
@@ -20,7 +20,7 @@ FILES = "vllm-states"
 
 def refuse_online(run: Run) -> None:
     """Refuse a recipe that stores no states."""
-    if is_online(run):
+    if run.recipe.data.online:
         raise UserError(
             "The recipe lets training compute the hidden states (data.states=online): there are none to take over.",
             "Add data.states=stored, here and in the commands that follow.",

@@ -195,6 +195,11 @@ class DataSection(Section):
         return tuple(addresses) or None
 
     @property
+    def online(self) -> bool:
+        """Whether training computes hidden states itself, and none are stored."""
+        return self.states == "online"
+
+    @property
     def sources(self) -> tuple[PromptSource, ...]:
         """Where prompts are read, each with its split; empty when the target writes its own."""
         if self.prompts == "self":

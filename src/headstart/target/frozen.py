@@ -24,6 +24,7 @@ from headstart.target.identity import (
     Identity,
     Origin,
     differs,
+    dtype_name,
     fingerprint,
     settings_hash,
     sketch,
@@ -142,6 +143,16 @@ class FrozenModel:
         if self.origin is not None:
             return Identity(self.spec, self.name, self.origin.changed_fingerprint)
         return Identity(self.spec, self.name, fingerprint(self.model, self.architecture))
+
+    @property
+    def whole_identity(self) -> str:
+        """What all that is computed with it depends on: its weights, its settings and the dtype it runs in."""
+        return f"{self.identity().fingerprint} {self.settings} {self.dtype_name}"
+
+    @property
+    def dtype_name(self) -> str:
+        """Its dtype as it is typed, such as "bfloat16"."""
+        return dtype_name(self.dtype)
 
     def sketch(self) -> dict[str, Any]:
         """What tells this model, in any rounding, from others; for JSON. See `differs_from`."""

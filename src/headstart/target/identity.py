@@ -267,3 +267,8 @@ def vocabulary_hash(tokenizer: Any) -> str | None:
     if tokenizer is None:
         return None
     return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:32]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As it is typed, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

@@ -23,7 +23,7 @@ from transformers.utils import (
 
 from headstart.errors import UserError
 from headstart.target.frozen import FrozenModel, refuse_layers, spare_token
-from headstart.target.identity import Identity, fingerprint, places
+from headstart.target.identity import Identity, dtype_name, fingerprint, places
 from headstart.target.loading import (
     DTYPES,
     known_folder,
@@ -131,7 +131,7 @@ def unloaded(
 
     Raises as `outline`.
     """
-    kind = str(pick_dtype(dtype, pick_device(device))).removeprefix("torch.")
+    kind = dtype_name(pick_dtype(dtype, pick_device(device)))
     drawn = outline(spec, kind, revision, trust_remote_code)
     folder, options = known_folder(loadable_folder(spec), revision)
     known = None if drawn.tokenizer is None else _fingerprint_of_files(drawn, folder, options.get("revision"))

@@ -96,7 +96,7 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     """
     if not _can_teach(target):
         return None
-    folder = teacher_folder(states, target.identity().fingerprint, _name_of(target.dtype))
+    folder = teacher_folder(states, target.identity().fingerprint, target.dtype_name)
     is_whole = folder.is_dir() and teacher_problem(folder, thorough=True) is None
     files = _note(folder)["files"] if is_whole else {}
     missing = {file: tensors for file, tensors in _kept(target, layers).items() if file not in files}
@@ -205,7 +205,7 @@ def _facts(target: Target, revision: str | None) -> dict[str, Any]:
         "fingerprint": target.identity().fingerprint,
         "settings": target.settings,
         "vocabulary": target.vocabulary,
-        "dtype": _name_of(target.dtype),
+        "dtype": target.dtype_name,
         "end_tokens": sorted(target.end_tokens),
         "spare_token": target.spare_token,
         "kv_shapes": target.kv_shapes,
@@ -280,7 +280,3 @@ def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
 def _hash(file: Path) -> str:
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -16,7 +16,7 @@ from headstart.train.tracking import check_tracker
 def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
     """Refuse settings of training that cannot work; without a target, whether earlier heads fit it is left open."""
     section, of_target = recipe.train, recipe.target
-    online, fp16 = recipe.data.states == "online", section.mixed_precision == "fp16"
+    online, fp16 = recipe.data.online, section.mixed_precision == "fp16"
     joint, sharded, low_rank = section.joint.rank > 0, section.shard_target, section.lora_rank > 0
     features = bool(section.feature_weight) and not family(recipe.heads.family).drafts_features
     refusals = (

@@ -210,7 +210,7 @@ def tune(
         curve=curve,
         settings={
             "target": target.name,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": target.dtype_name,
             "device": str(target.device),
             "threads": torch.get_num_threads(),
             "context": timing.context,

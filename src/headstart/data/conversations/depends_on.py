@@ -42,7 +42,7 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
         "version": VERSION,
         "target": target.identity().fingerprint,
         "settings": target.settings,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.dtype_name,
         "vocabulary": target.vocabulary,
         "ends": sorted(target.end_tokens),
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],

@@ -28,18 +28,12 @@ from typing import Any
 from headstart.data.conversations.workers import Workers
 from headstart.support.files import read_json, write_json
 from headstart.support.lock import Busy, locked
-from headstart.target.model import Target
 
 JOBS = "jobs"
 """Folder of jobs, beside what they make."""
 JOB, RESULT = "job.json", "result.json"
 LOOK = 0.2
 """Seconds after which a process looks again what the others have done."""
-
-
-def owner_of(target: Target) -> str:
-    """Whose conversations or hidden states a job asks for."""
-    return f"{target.identity().fingerprint} {target.settings} {str(target.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from headstart.data.conversations.answers import Answers, KeepsStates
-from headstart.data.conversations.jobs import owner_of
 from headstart.data.conversations.workers import Workers
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.overlap import Excluded
@@ -55,7 +54,7 @@ class PartWriter:
             **part,
             "kind": PART,
             # The one process that sends requests to servers bounds them: nobody helps.
-            "target": "" if self.settings.server else owner_of(self.target),
+            "target": "" if self.settings.server else self.target.whole_identity,
             "settings": self.settings.model_dump(mode="json", exclude=_OF_PLANNING),
             "prompts": None if given is None else [asdict(prompt) for prompt in given],
             "states": None if self._capture is None else list(self._capture.aux_layers),

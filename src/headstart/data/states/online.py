@@ -40,7 +40,7 @@ class OnlineStates(States):
         self.target_fingerprint = target.identity().fingerprint
         self.lengths, self._starts = list[int](), list[int]()
         tokens, supervised = array("i"), bytearray()
-        of = [self.target_fingerprint, target.settings, str(target.dtype).removeprefix("torch.")]
+        of = [self.target_fingerprint, target.settings, target.dtype_name]
         digest = hashlib.sha256(json.dumps(["online", *of]).encode())
         for conversation in conversations:
             self._starts.append(len(tokens))

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.data.conversations.jobs import JOBS, Board, Job, owner_of, share
+from headstart.data.conversations.jobs import JOBS, Board, Job, share
 from headstart.data.conversations.records import Conversation
 from headstart.data.conversations.workers import Workers
 from headstart.data.states.checksums import KEY, checksums
@@ -48,7 +48,7 @@ class StateKind:
     @property
     def owner(self) -> str:
         """Whose states a shard holds, and how they are stored."""
-        owner = owner_of(self.target)
+        owner = self.target.whole_identity
         return owner if self.states_dtype == AUTO else f"{owner} {self.states_dtype}"
 
     def bytes(self, tokens: int) -> int:
@@ -167,7 +167,7 @@ def _planned(kind: StateKind, kept: Sequence[Conversation], index: ShardIndex, w
         for numbers in _split(missing, lengths, per_token[layers], work.shard_bytes or shard_size(needed)):
             what = {
                 "kind": STATES,
-                "target": owner_of(kind.target),
+                "target": kind.target.whole_identity,
                 "layers": list(layers),
                 "rows": [kept[i].tokens for i in numbers],
                 "batch_tokens": work.batch_tokens,
@@ -216,7 +216,7 @@ def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[C
         "fingerprint": digest.hexdigest()[:32],
         "target": target.name,
         "target_fingerprint": target.identity().fingerprint,
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": target.dtype_name,
         "taps": list(kind.aux_layers),
         "hidden_size": target.hidden_size,
         "shards": os.path.relpath(index.folder.resolve(), folder.resolve()),

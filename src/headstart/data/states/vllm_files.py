@@ -30,6 +30,7 @@ from headstart.data.states.shards import Capture, ShardIndex, StateKind, shard_s
 from headstart.errors import UserError
 from headstart.support.files import need_disk
 from headstart.target.fitting import FINAL
+from headstart.target.identity import dtype_name
 from headstart.target.model import Target
 
 _COMPARED = 128
@@ -52,7 +53,7 @@ def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder:
     connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
     extra = {"shared_storage_path": str(folder)}
     words = [
-        *("vllm", "serve", model, "--dtype", _name(target.dtype), "--no-enable-prefix-caching"),
+        *("vllm", "serve", model, "--dtype", target.dtype_name, "--no-enable-prefix-caching"),
         *("--speculative-config", json.dumps({**method, "draft_model_config": {"hf_config": layers}})),
         *("--kv-transfer-config", json.dumps({**connector, "kv_connector_extra_config": extra})),
     ]
@@ -157,8 +158,8 @@ class Import:
             )
         if states_TLE.dtype != self.target.dtype:
             raise Unusable(
-                f"its states are {_name(states_TLE.dtype)} and those of the run {_name(self.target.dtype)}: start "
-                f"vLLM with --dtype {_name(self.target.dtype)}"
+                f"its states are {dtype_name(states_TLE.dtype)} and those of the run {self.target.dtype_name}: start "
+                f"vLLM with --dtype {self.target.dtype_name}"
             )
         if not (states_TLE.isfinite().all() and states_TLE.any(dim=-1).all()):
             raise Unusable("it has states that are not finite or that were never written")
@@ -204,7 +205,3 @@ def final_norm(target: Target) -> nn.Module:
         f"{target.name} has no norm of its own after the last layer.",
         "Compute the states here: headstart data build RECIPE.",
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
