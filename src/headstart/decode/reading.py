@@ -9,7 +9,6 @@ Shape suffixes: B rows (one), T tokens, E hidden size.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -69,7 +68,18 @@ class Reading:
         same = target is self._target and set(aux_layers) <= self._states.keys()
         if kept is None or not same or not target.reads_alike(max(len(prompt), len(self._tokens))):
             return 0, {}
-        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(self._tokens, prompt, strict=False)))
+        alike = common_beginning([self._tokens, prompt])
         cache.go_on_with(0, kept.kept(0, min(alike, len(prompt) - 1)))
         before = cache.lengths[0]
         return before, {layer: torch.cat(self._states[layer], dim=1)[:, :before] for layer in aux_layers}
+
+
+def common_beginning(texts: Sequence[Sequence[int]]) -> int:
+    """How many tokens several texts begin with alike.
+
+    >>> common_beginning([[1, 2, 3], [1, 2, 4, 3], [1, 2]])
+    2
+    """
+    lists = sorted(map(list, texts))
+    pairs = enumerate(zip(lists[0], lists[-1], strict=False))  # in order, the first and last differ most
+    return next((index for index, (first, last) in pairs if first != last), min(map(len, texts)))

@@ -26,7 +26,7 @@ from headstart.errors import UserError
 from headstart.recipes.recipe import Recipe, recipe_text
 from headstart.recipes.sections import Section
 from headstart.support.artifacts import Artifact, refer, references, referred
-from headstart.support.files import read_json, write_json, write_text
+from headstart.support.files import file_hash, read_json, write_json, write_text
 from headstart.support.lock import locked
 from headstart.support.provenance import note_provenance
 from headstart.support.terminal import format_seconds
@@ -367,10 +367,7 @@ def flat(prefix: str, section: Section, leave_out: set[str] | None = None) -> di
 def content(source: str | Path) -> str | None:
     """Hash of a file's content; None when `source` is not a file."""
     path = Path(source).expanduser()
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return file_hash(path)[:16] if path.is_file() else None
 
 
 def where(run: Run) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -210,3 +211,9 @@ def refuse_others(folder: Path, known: Collection[str]) -> None:
             f"{folder} holds something else, which would be lost: {', '.join(other[:3])}.",
             "Move that away, or choose another folder.",
         )
+
+
+def file_hash(file: Path) -> str:
+    """SHA-256 of a file's content, in hex."""
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -13,7 +13,6 @@ Layers are added as heads ask for them, so that all stores of a folder share one
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -26,7 +25,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.support.files import need_disk, read_json, write_atomic, write_json, write_tensors
+from headstart.support.files import file_hash, need_disk, read_json, write_atomic, write_json, write_tensors
 from headstart.target.frozen import FrozenModel
 from headstart.target.identity import Identity, whole
 from headstart.target.model import Target
@@ -106,7 +105,7 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     need_disk(states, size, "Keeping the teacher")
     for file, tensors in missing.items():
         _write(folder / file, tensors)
-        files[file] = {"bytes": (folder / file).stat().st_size, "sha256": _hash(folder / file)}
+        files[file] = {"bytes": (folder / file).stat().st_size, "sha256": file_hash(folder / file)}
     write_json(folder / NOTE, {**_facts(target, revision), "sketch": target.sketch(), "files": files})
     return folder
 
@@ -176,7 +175,7 @@ def teacher_problem(folder: Path, thorough: bool = False) -> str | None:
     for file, known in note["files"].items():
         path = folder / file
         sized = path.is_file() and path.stat().st_size == known["bytes"]
-        if not sized or (thorough and _hash(path) != known["sha256"]):
+        if not sized or (thorough and file_hash(path) != known["sha256"]):
             return f"{path} is missing, cut short or damaged."
     return None
 
@@ -275,8 +274,3 @@ def _layer_file(number: int) -> str:
 
 def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
     write_atomic(file, lambda partial: write_tensors(partial, tensors))
-
-
-def _hash(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()

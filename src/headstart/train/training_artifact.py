@@ -6,7 +6,6 @@ a shorter one, which keeps its own heads.
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,7 @@ from headstart.heads.io import WEIGHTS, heads_folder
 from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import FREE_TO_CHANGE
 from headstart.support.artifacts import Artifact, artifact, link_or_copy, relatives
-from headstart.support.files import PARTIAL, read_json
+from headstart.support.files import PARTIAL, file_hash, read_json
 from headstart.train import checkpoint
 
 if TYPE_CHECKING:
@@ -114,7 +113,6 @@ def weights_hash(folder: str | None) -> str | None:
         return None
     file = heads_folder(Path(folder).expanduser()) / WEIGHTS
     try:
-        with file.open("rb") as handle:
-            return hashlib.file_digest(handle, "sha256").hexdigest()[:16]
+        return file_hash(file)[:16]
     except OSError as error:
         raise UserError(f"Cannot read {file} ({error.strerror}).", "Check train.start_from.") from None

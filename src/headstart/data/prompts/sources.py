@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.support.files import read_json, read_jsonl
+from headstart.support.files import file_hash, read_json, read_jsonl
 
 _WHOLE_BYTES = 8_000_000_000
 """Datasets of the hub up to this size are downloaded and drawn from as a whole."""
@@ -98,8 +98,7 @@ def _local(source: str) -> Path | None:
 def _hash(path: Path) -> str:
     """Of a file's content, or of the names and contents of a folder's files."""
     if path.is_file():
-        with path.open("rb") as handle:
-            return hashlib.file_digest(handle, "sha256").hexdigest()[:32]
+        return file_hash(path)[:32]
     if not path.is_dir():
         raise UserError(f"{path} does not exist.", "Check the path.")
     digest = hashlib.sha256()

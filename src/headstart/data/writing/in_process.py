@@ -20,6 +20,7 @@ from torch import Tensor
 from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.decode.memory import by_halves
 from headstart.decode.options import SamplingOptions
+from headstart.decode.reading import common_beginning
 from headstart.decode.sampling import argmax, warp
 from headstart.errors import UserError
 from headstart.support.rng import draw_at
@@ -283,14 +284,3 @@ def _shared(rows: Sequence[Sequence[int]]) -> int:
     (1, 0)
     """
     return min(common_beginning(rows), min(map(len, rows)) - 1) if len(rows) > 1 else 0
-
-
-def common_beginning(texts: Sequence[Sequence[int]]) -> int:
-    """How many tokens several texts begin with alike.
-
-    >>> common_beginning([[1, 2, 3], [1, 2, 4, 3], [1, 2]])
-    2
-    """
-    lists = sorted(map(list, texts))
-    pairs = enumerate(zip(lists[0], lists[-1], strict=False))  # in order, the first and last differ most
-    return next((index for index, (first, last) in pairs if first != last), min(map(len, texts)))
