@@ -32,9 +32,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.decode.options import TreeKind
+from headstart.drafters.captured import DraftGraphs, best_drafts
 from headstart.heads.base import DraftHead, OneForwardHead
+from headstart.heads.parts.graphed import GraphedHead
 from headstart.support.rng import fall_on, in_parts
 from headstart.support.uploads import upload
+from headstart.target.graphs import WIDTHS
 from headstart.target.prepacked import refresh
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch, TreeShape
@@ -74,6 +77,8 @@ class HeadDrafter:
         self.calibration = calibration or Calibration()
         self._sampled = sampled
         self._warm: dict[float, Calibration] = {}
+        on_gpu = heads.draft_to_target_D.device.type == "cuda"
+        self._graphs = DraftGraphs(heads) if on_gpu and isinstance(heads, GraphedHead) else None
         self.aux_layers = heads.aux_layers
         self.bytes_per_token = heads.bytes_per_token
         self.max_nodes = max_nodes if self.shape is None else self.shape.size
@@ -90,7 +95,19 @@ class HeadDrafter:
         calibration = self._calibration_at(request.temperature)
         request = replace(request, max_nodes=nodes, calibration=calibration, shape=shape)
         depth_logits = self.heads.depth_logits if isinstance(self.heads, OneForwardHead) else None
-        return grow(self.heads, session, roots, request, depth_logits=depth_logits)
+        graphs = self._graphs if self._graphs and self._graphs.ready(session, len(roots.trees), nodes) else None
+        return grow(self.heads, session, roots, request, depth_logits=depth_logits, graphs=graphs)
+
+    @property
+    def forwards(self) -> str:
+        """How its drafts run, for reports."""
+        if self._graphs is None:
+            family = self.heads.family
+            on_gpu = self.heads.draft_to_target_D.device.type == "cuda"
+            return f"eager: {family} heads are not captured" if on_gpu else "eager"
+        if self.max_nodes > WIDTHS[-1]:
+            return f"eager: a tree has up to {self.max_nodes} nodes, and graphs are for {WIDTHS[-1]} at most"
+        return "CUDA graphs" if self._graphs.refused is None else f"eager, no CUDA graphs: {self._graphs.refused}"
 
     def _calibration_at(self, temperature: float) -> Calibration:
         share = min(1.0, temperature)
@@ -174,9 +191,11 @@ def grow(
     request: Request,
     max_rank: int = MAX_RANK,
     depth_logits: DepthLogits | None = None,
+    graphs: DraftGraphs | None = None,
 ) -> list[Tree]:
     """Draft a tree after each row's root, level by level; `depth_logits` are of heads that draft all depths in one
-    forward. Fills the request's `shape` where there is one, else nodes have `max_rank` children at most.
+    forward, `graphs` of heads whose levels are captured. Fills the request's `shape` where there is one, else nodes
+    have `max_rank` children at most.
 
     The host waits for the device once a level, and once more where children are drawn; for heads that draft all depths
     in one forward, once in all, and once more.
@@ -191,18 +210,31 @@ def grow(
     table: _Table | None = None
     first = drafted = 0
     undrawn: list[_Undrawn] = []
+
+    def read(depths: range) -> _Table:
+        """The best drafts of the next level, or of these depths."""
+        nodes = _level(rows)
+        level = None if graphs is None else graphs.level(session, roots.root_B, nodes, depths, ranks)
+        asked = calibration.trust and not shape
+        if level is not None:
+            table = _Table.of(*level)
+            return table if asked else replace(table, confidence=None)
+        if depth_logits is not None:
+            return _Table.read(depth_logits(session, roots.root_B, depths), ranks, heads.draft_to_target_D)
+        tokens_BW, parents_BW = roots.tokens_BN, torch.zeros_like(roots.tokens_BN)
+        if depths.start:
+            tokens_BW, parents_BW = upload(nodes, roots.root_B.device).unbind()
+        logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depths.start)
+        confidence_BW = heads.confidence(session, tokens_BW, depths.start) if asked else None
+        return _Table.read(logits_BWD, ranks, heads.draft_to_target_D, confidence_BW)
+
     for depth in range(levels):
         if depth and shape is None and not _pays(rows, depth, calibration, request):
             break
-        if depth_logits is None:
-            tokens_BW, parents_BW = _level(rows, roots, depth)
-            logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depth)
-            confidence_BW = heads.confidence(session, tokens_BW, depth) if calibration.trust and not shape else None
-            table = _Table.read(logits_BWD, ranks, heads.draft_to_target_D, confidence_BW)
-        elif table is None or depth >= first + table.width:
+        if depth_logits is None or table is None or depth >= first + table.width:
             # Where reading is free, the next depth waits until it is known to be worth its LM head.
-            depths, first = range(depth, depth + 1 if reading_is_free else levels), depth
-            table = _Table.read(depth_logits(session, roots.root_B, depths), ranks, heads.draft_to_target_D)
+            last = depth + 1 if depth_logits is None or reading_is_free else levels
+            table, first = read(range(depth, last)), depth
         drafted += 1
         shared = depth - first if depth_logits else 0 if table.width == 1 else None  # column of all nodes of the level
         sides = [table.candidates(depth, shared, curve, request.draws) for curve in curves]
@@ -246,18 +278,15 @@ def _prob(tree: Tree, node: int) -> float:
     return tree.accept_probs[node]
 
 
-def _level(rows: Sequence[_Growing], roots: TreeBatch, depth: int) -> tuple[Tensor, Tensor]:
+def _level(rows: Sequence[_Growing]) -> tuple[list[list[int]], list[list[int]]]:
     """Tokens of the level's nodes and their parents' indices in the level before, [B, W], short rows padded."""
-    if depth == 0:
-        return roots.tokens_BN, torch.zeros_like(roots.tokens_BN)
     width = max(len(row.level) for row in rows)
     tokens, parents = [], []
     for row in rows:
         padding = width - len(row.level)
         tokens.append([*(row.tree.tokens[leaf.node] for leaf in row.level), *[row.tree.tokens[0]] * padding])
         parents.append([*(leaf.above for leaf in row.level), *[0] * padding])
-    tokens_BW, parents_BW = upload([tokens, parents], roots.root_B.device).unbind()
-    return tokens_BW, parents_BW
+    return tokens, parents
 
 
 @dataclass
@@ -276,15 +305,13 @@ class _Table:
     def read(
         cls, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor, confidence_BW: Tensor | None = None
     ) -> _Table:
-        """In one copy, since each waits for the device: the bits of the floats travel among the integers."""
         logits_BWD = logits_BWD.float()
-        top = logits_BWD.topk(ranks, dim=-1)
-        log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)
-        parts = [log_probs_BWR.view(torch.int32), top.indices.int(), draft_to_target_D[top.indices].int()]
-        if confidence_BW is not None:
-            confidence_BW1 = confidence_BW[:, : logits_BWD.shape[1], None].float()
-            parts.append(confidence_BW1.expand(*top.indices.shape).contiguous().view(torch.int32))
-        log_probs, indices, tokens, *more = torch.stack(parts).cpu().numpy()
+        return cls.of(logits_BWD, best_drafts(logits_BWD, ranks, draft_to_target_D, confidence_BW))
+
+    @classmethod
+    def of(cls, logits_BWD: Tensor, best: Tensor) -> _Table:
+        """From what `best_drafts` gives."""
+        log_probs, indices, tokens, *more = best.cpu().numpy()
         confidence = more[0].view(np.float32)[..., 0] if more else None
         return cls(logits_BWD, log_probs.view(np.float32), indices, tokens, confidence)
 

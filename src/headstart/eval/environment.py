@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,9 +15,10 @@ from headstart.decode.costs import core_count, cpu_model
 from headstart.target.model import Target
 
 
-def environment(target: Target) -> dict[str, Any]:
-    """The machine, the versions, and how the target computes."""
+def environment(target: Target, drafters: Sequence[Any] = ()) -> dict[str, Any]:
+    """The machine, the versions, and how the target computes, and trained heads, if any draft."""
     device = target.device
+    drafts = [drafter.forwards for drafter in drafters if hasattr(drafter, "forwards")]
     return {
         "threads": torch.get_num_threads(),
         "device": str(device),
@@ -24,6 +26,7 @@ def environment(target: Target) -> dict[str, Any]:
         "exact": target.exact,
         "prepacked": target.prepacked,
         "forward": target.forwards,
+        "drafts": "; ".join(dict.fromkeys(drafts)) or None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         **machine(),

@@ -102,7 +102,7 @@ def evaluate(
         "compare": compare_rows(units, judged, options.seed, tested),
         "categories": categories(units, options.seed),
         "settings": settings,
-        "environment": environment(target),
+        "environment": environment(target, drafters),
         "per_prompt": rows,
         "replays": races(units, target.tokenizer, tested),
     }

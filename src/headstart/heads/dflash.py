@@ -33,8 +33,9 @@ from torch import Tensor
 from headstart.heads.base import HeadConfig, OneForwardHead, register
 from headstart.heads.exchange.published import Layout
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.block import BlockConfig, BlockSession
+from headstart.heads.parts.block import BlockConfig, BlockMemory, BlockSession
 from headstart.heads.parts.block_start import SolvedBlockHead
+from headstart.heads.parts.graphed import Level, Numbers
 
 
 class DFlashConfig(BlockConfig):
@@ -59,5 +60,17 @@ class DFlashHead(SolvedBlockHead, OneForwardHead):
     def depth_logits(self, session: BlockSession, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:
             self.run_block(session, root_B)
-        hidden_BSE = session.hidden_BSE[:, depths.start : depths.stop]
+        return self._logits(session.hidden_BSE[:, depths.start : depths.stop])
+
+    def level(
+        self, session: BlockSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+    ) -> Level:
+        numbers_BX, seen = self.first_level(session, tokens_BW)
+        return Level(numbers_BX, len(depths), (depths.stop, seen))
+
+    def draft_level(self, memory: BlockMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        stop, seen = sizes
+        return self._logits(self.captured_block(memory, numbers_BX, seen)[:, :stop])
+
+    def _logits(self, hidden_BSE: Tensor) -> Tensor:
         return self.finished(linear(hidden_BSE, self.lm_head_DE, self.lm_bias_D))

@@ -37,6 +37,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -45,9 +46,11 @@ from torch import Tensor, nn
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
 from headstart.heads.exchange.published import MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.block import BlockConfig, BlockSession
+from headstart.heads.parts.block import BlockConfig, BlockMemory, BlockSession
 from headstart.heads.parts.block_start import SolvedBlockHead
+from headstart.heads.parts.graphed import Level, Numbers
 from headstart.heads.parts.residual import embed
+from headstart.target.graphs import power
 
 _BLOCK = 8192
 """Embeddings that are read at a time."""
@@ -157,15 +160,44 @@ class DSparkHead(SolvedBlockHead):
             self.run_block(session, tokens_BW[:, 0])
             session.logits_BSD = linear(session.hidden_BSE, self.lm_head_DE, self.lm_bias_D)
         assert session.logits_BSD is not None, "levels in order"
-        logits_B1D = session.logits_BSD[:, depth : depth + 1]
+        return self._followed(session.logits_BSD[:, depth : depth + 1], tokens_BW)
+
+    def _followed(self, logits_B1D: Tensor, tokens_BW: Tensor) -> Tensor:
+        """The logits of a slot, with what the tokens before it add."""
         following_BWR = self.follow(tokens_BW, logits_B1D)
         return self.finished(logits_B1D + linear(following_BWR, self.markov_lm_head_DR))
 
     def confidence(self, session: BlockSession, tokens_BW: Tensor, depth: int) -> Tensor | None:
+        return self._confidence(session.hidden_BSE[:, depth : depth + 1], tokens_BW) if self.confidence_head else None
+
+    def _confidence(self, hidden_B1E: Tensor, tokens_BW: Tensor) -> Tensor:
+        hidden_BWE = hidden_B1E.expand(-1, tokens_BW.shape[1], -1)
+        return self.trust(hidden_BWE, self.follow(tokens_BW, hidden_BWE)).sigmoid()
+
+    def level(
+        self, session: BlockSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+    ) -> Level:
+        if depths.start == 0:
+            numbers_BX, seen = self.first_level(session, tokens_BW)
+            return Level(numbers_BX, 1, (0, seen))
+        width = tokens_BW.shape[1]
+        numbers_BX = np.pad(tokens_BW, ((0, 0), (0, power(width) - width)))
+        return Level(numbers_BX, width, (depths.start, numbers_BX.shape[1]))
+
+    def draft_level(self, memory: BlockMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        (depth, seen), rows, tokens_BW = sizes, len(numbers_BX), numbers_BX
+        if depth == 0:
+            tokens_BW = numbers_BX[:, :1]
+            memory.hidden_BSE[:rows] = self.captured_block(memory, numbers_BX, seen)
+            memory.logits_BSD[:rows] = linear(memory.hidden_BSE[:rows], self.lm_head_DE, self.lm_bias_D)
+        return self._followed(memory.logits_BSD[:rows, depth : depth + 1], tokens_BW)
+
+    def level_confidence(self, memory: BlockMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
         if self.confidence_head is None:
             return None
-        hidden_BWE = session.hidden_BSE[:, depth : depth + 1].expand(-1, tokens_BW.shape[1], -1)
-        return self.trust(hidden_BWE, self.follow(tokens_BW, hidden_BWE)).sigmoid()
+        depth = sizes[0]
+        tokens_BW = numbers_BX if depth else numbers_BX[:, :1]
+        return self._confidence(memory.hidden_BSE[: len(numbers_BX), depth : depth + 1], tokens_BW)
 
     def by_published_name(self) -> dict[str, Tensor]:
         tensors = super().by_published_name()

@@ -18,7 +18,7 @@ While drafting, a node keeps what its head read, and its children append their o
 multiplications, but a level would then read the maps of all deeper heads, and reading weights is what takes the time.)
 
 Shape suffixes: B rows, W nodes of a level, E hidden size, F what a head reads, D draft vocabulary, M predictions, L
-blocks of a head, X = B * T flat positions.
+blocks of a head, X = B * T flat positions, K drafts down to a node.
 """
 
 from __future__ import annotations
@@ -26,15 +26,26 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, Literal, cast
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, origins, register, supervised_origins
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.residual import FinalSession, LinearStart, ResidualConfig, ResidualHead, embed, head_hidden
+from headstart.heads.parts.graphed import Level, Numbers
+from headstart.heads.parts.residual import (
+    FinalMemory,
+    FinalSession,
+    LinearStart,
+    ResidualConfig,
+    ResidualHead,
+    embed,
+    head_hidden,
+)
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
+from headstart.target.graphs import power
 
 
 class HydraConfig(ResidualConfig):
@@ -137,8 +148,33 @@ class HydraHead(ResidualHead):
             rows_B1 = torch.arange(len(tokens_BW), device=tokens_BW.device)[:, None]
             above_BWF = session.seen[rows_B1, parents_BW]
         session.seen = torch.cat([above_BWF, embed(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
+        return self._logits(session.seen, depth)
+
+    def level(
+        self, session: FinalSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+    ) -> Level:
+        memory, (rows, width), padded = session.memory, tokens_BW.shape, power(tokens_BW.shape[1])
+        assert memory is not None, "captured levels have memory"
+        if depths.start == 0:
+            memory.begin(session, root_B)
+            session.paths_BWK = np.zeros((rows, 1, 0), dtype=np.int64)
+        else:
+            above_BWK = session.paths_BWK[np.arange(rows)[:, None], parents_BW]
+            session.paths_BWK = np.concatenate([above_BWK, tokens_BW[:, :, None]], axis=2)
+        paths_BWK = np.pad(session.paths_BWK, ((0, 0), (0, padded - width), (0, 0)))
+        return Level(paths_BWK.reshape(rows, -1), width, (depths.start, padded))
+
+    def draft_level(self, memory: FinalMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        (depth, width), rows = sizes, len(numbers_BX)
+        root_BW1 = memory.root_B[:rows, None, None].expand(-1, width, -1)
+        paths_BWK = torch.cat([root_BW1, numbers_BX.view(rows, width, depth)], dim=2)
+        final_BWE = memory.final_BE[:rows, None].expand(-1, width, -1)
+        embedded_BWKE = embed(paths_BWK, self.target_embeddings, final_BWE)
+        return self._logits(torch.cat([final_BWE, embedded_BWKE.flatten(2)], dim=-1), depth)
+
+    def _logits(self, seen_BWF: Tensor, depth: int) -> Tensor:
         head = cast(HydraStep, self.heads[depth])
-        return self.finished(linear(head(session.seen), self._lm_head(head), self.lm_bias_D))
+        return self.finished(linear(head(seen_BWF), self._lm_head(head), self.lm_bias_D))
 
     def _heads(self) -> list[HydraStep]:
         return [cast(HydraStep, head) for head in self.heads]

@@ -36,7 +36,16 @@ from headstart.heads.base import (
 )
 from headstart.heads.exchange.published import LM_HEAD, Layout, Published
 from headstart.heads.int8_weights import linear, unstack
-from headstart.heads.parts.residual import FinalSession, LinearStart, ResidualConfig, ResidualHead, embed, head_hidden
+from headstart.heads.parts.graphed import Level, Numbers
+from headstart.heads.parts.residual import (
+    FinalMemory,
+    FinalSession,
+    LinearStart,
+    ResidualConfig,
+    ResidualHead,
+    embed,
+    head_hidden,
+)
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
@@ -193,8 +202,22 @@ class MedusaHead(ResidualHead, OneForwardHead):
     def depth_logits(self, session: FinalSession, root_B: Tensor, depths: range) -> Tensor:
         if depths.start == 0:
             session.seen = self.read(session.final_BE, root_B)
+        return self._logits(session.seen, depths)
+
+    def level(
+        self, session: FinalSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+    ) -> Level:
+        assert session.memory is not None, "captured levels have memory"
+        session.memory.begin(session, root_B)
+        return Level(tokens_BW[:, :0], len(depths), (depths.stop,))
+
+    def draft_level(self, memory: FinalMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        (stop,), rows = sizes, len(numbers_BX)
+        return self._logits(self.read(memory.final_BE[:rows], memory.root_B[:rows]), range(stop))
+
+    def _logits(self, seen_BF: Tensor, depths: range) -> Tensor:
         logits = []
         for input_EF, weight_LEE, bias_LE, lm_head_DE in self.parts()[depths.start : depths.stop]:
-            hidden_BE = head_hidden(session.seen, input_EF, weight_LEE, bias_LE)
+            hidden_BE = head_hidden(seen_BF, input_EF, weight_LEE, bias_LE)
             logits.append(linear(hidden_BE, lm_head_DE, self.lm_bias_D))
         return self.finished(torch.stack(logits, dim=1))

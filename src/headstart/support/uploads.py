@@ -16,7 +16,7 @@ def upload(numbers: Tensor | Sequence[Any], device: torch.device | str, dtype: t
     return on_host.to(device, non_blocking=pinned)
 
 
-def upload_into(buffer: Tensor, numbers: Sequence[Any]) -> None:
+def upload_into(buffer: Tensor, numbers: Tensor | Sequence[Any]) -> None:
     """Overwrite a buffer with these numbers, which have its shape; the host does not wait, as in `upload`."""
     on_host, pinned = _on_host(numbers, buffer.device, buffer.dtype)
     buffer.copy_(on_host, non_blocking=pinned)

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from headstart.support.uploads import upload
+from headstart.target.memory import Memory
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,25 @@ class LayerKeys:
         return sum(heads * size for heads, size in (self.keys, self.values)) * self.dtype.itemsize
 
 
-class KeyMemory:
-    """Memory for the keys and values of one cache after another, and what was captured with its addresses (see
-    `graphs`)."""
+class KeyMemory(Memory):
+    """Memory for the keys and values of one cache after another."""
 
     def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int) -> None:
+        super().__init__(rows, capacity)
         with torch.inference_mode(False):  # whoever has it next may work without inference mode
             self.stores, self.places = _allocate(layers, rows, capacity)
-        self.rows, self.capacity = rows, capacity
-        self.graphs: dict[Any, Any] = {}
-        self.pool: Any = None
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, [B, H, C, D]."""
+        keys, values = (self.stores[store][index] for store, index in self.places[number])
+        return keys, values
+
+    def write(self, number: int, rows_B1: Tensor, slots_BT: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor) -> None:
+        """Put a layer's new keys and values into these slots."""
+        for store, new_BHTD in zip(self.layer(number), (keys_BHTD, values_BHTD), strict=True):
+            store[rows_B1, :, slots_BT] = new_BHTD.transpose(1, 2)
 
     def clear(self) -> None:
-        """Forget all keys and values: numbers that are not finite would pass through masks."""
         for store in self.stores:
             store.zero_()
 

@@ -5,8 +5,9 @@ fixed shapes, so there is one for each bucket: rows and slots in sight in powers
 layers whose states are wanted. Tokens, depths, visibility and lengths are filled into its buffers; positions, masks and
 slots are computed from them inside of it. What fills a bucket up is read like a node, and never looked at.
 
-Keys and values stay where a graph found them: `Graphs.new_cache` gives a cache memory, which comes back with the graphs
-that know it, so that the next call captures nothing.
+Keys and values stay where a graph found them: a cache is lent memory, which comes back with the graphs that know it, so
+that the next call captures nothing. `Captures` is what this has in common with graphs of other forwards, such as those
+of draft heads (see `drafters.captured`).
 
 Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
 """
@@ -17,14 +18,15 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from headstart.support.uploads import upload_into
 from headstart.target.cache import KeyMemory, LayerKeys, TreeCache
-from headstart.target.memory import free_bytes, out_of_memory
+from headstart.target.memory import Memory, free_bytes, out_of_memory
 from headstart.tree.tree import TreeBatch
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
@@ -35,6 +37,10 @@ _ROOMY = 0.25
 """Share of the free memory up to which a cache may be larger than asked for, so that it serves the next call."""
 _TOO_LARGE = 4
 """How many times as large as asked for a memory may be that serves again."""
+
+M = TypeVar("M", bound=Memory)
+In = TypeVar("In")
+T = TypeVar("T")
 
 Outputs = tuple[Tensor, dict[int, Tensor]]
 """Logits [B, N, V] and states [B, N, E] by layer."""
@@ -75,29 +81,27 @@ Forward = Callable[[Inputs, TreeCache, int, frozenset[int]], Outputs]
 
 
 @dataclass
-class _Graph:
-    """A captured forward with its buffers."""
+class Graph(Generic[In, T]):
+    """A captured forward, the buffers that it reads, and what a replay gives."""
 
     graph: Any
-    inputs: Inputs
-    outputs: Outputs
+    inputs: In
+    outputs: T
 
 
-class Graphs:
-    """The CUDA graphs of one target.
+class Captures(Generic[M]):
+    """Forwards that are captured, and the memory that their graphs know.
 
     Args:
-        forward: what is captured; it must neither wait for the device nor send it anything.
-        layers: what the target's layers keep, all on one device.
+        slot_bytes: what one slot of a row takes.
 
     Attributes:
         refused: why nothing is captured any more; None while all went well.
     """
 
-    def __init__(self, forward: Forward, layers: Sequence[LayerKeys]) -> None:
-        self._forward, self._layers, self._device = forward, layers, layers[0].device
-        self._slot_bytes = sum(layer.bytes for layer in layers)
-        self._spare: KeyMemory | None = None  # of no cache
+    def __init__(self, slot_bytes: int, device: torch.device) -> None:
+        self._slot_bytes, self._device = slot_bytes, device
+        self._spare: M | None = None  # lent to nobody
         self._lock = threading.Lock()
         self.refused: str | None = None
 
@@ -107,72 +111,42 @@ class Graphs:
         self.forget()
 
     def forget(self) -> None:
-        """Let go of what is held for the next cache."""
+        """Let go of what is held for the next text."""
         self._spare = None
 
     @property
     def spare_bytes(self) -> int:
-        """Memory that is held for the next cache, and given up where that asks for another size."""
+        """Memory that is held for the next text, and given up where that asks for another size."""
         memory = self._spare
         return 0 if memory is None else memory.rows * memory.capacity * self._slot_bytes
 
-    def new_cache(self, rows: int, capacity: int) -> TreeCache:
-        """An empty cache in memory that graphs can know; there is room to fill up the widest bucket."""
-        capacity += WIDTHS[-1]
+    def lend(self, make: Callable[[int, int], M], rows: int, capacity: int) -> M:
+        """Memory for so many rows and slots at least, without what was in it; `make` makes what is not there."""
         with self._lock:
             memory, self._spare = self._spare, None
         if memory is not None:
-            too_large = memory.rows * memory.capacity > _TOO_LARGE * rows * _power(capacity)
+            too_large = memory.rows * memory.capacity > _TOO_LARGE * rows * power(capacity)
             if memory.rows < rows or memory.capacity < capacity or too_large:
                 memory = None  # given up before another is made
-        if memory is None:
-            roomy = _power(capacity)
-            if rows * roomy * self._slot_bytes > _ROOMY * free_bytes(self._device):
-                roomy = -(-capacity // _LEAST_SEEN) * _LEAST_SEEN
-            memory = KeyMemory(self._layers, rows, roomy)
-        else:
+        if memory is not None:
             memory.clear()
-        cache = TreeCache.of(memory, rows)
-        weakref.finalize(cache, self._keep, memory)
-        return cache
+            return memory
+        roomy = power(capacity)
+        if rows * roomy * self._slot_bytes > _ROOMY * free_bytes(self._device):
+            roomy = -(-capacity // _LEAST_SEEN) * _LEAST_SEEN
+        return make(rows, roomy)
 
-    def _keep(self, memory: KeyMemory) -> None:
+    def until_gone(self, user: object, memory: M) -> None:
+        """Have memory come back when its user is gone, unless its `lent` is detached before."""
+        memory.lent = weakref.finalize(user, self._keep, memory)
+
+    def _keep(self, memory: M) -> None:
         with self._lock:
             self._spare = memory if self.refused is None else None
 
-    def __call__(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int]) -> Outputs | None:
-        """Read a tree, as `Target.forward_tree` does; None where no graph can."""
-        memory, lengths = cache.memory, cache.lengths
-        width = next((width for width in WIDTHS if width >= batch.size), None)
-        if self.refused or memory is None or width is None or max(lengths) + width > memory.capacity:
-            return None
-        rows = min(_power(cache.rows), memory.rows)
-        seen = min(max(_LEAST_SEEN, _power(max(lengths) + width)), memory.capacity)
-        bucket = (rows, width, seen, frozenset(aux_layers))
-        cache.begin(batch.size)
-        graph = memory.graphs.get(bucket)
-        inputs = Inputs.of(rows, width, self._device) if graph is None else graph.inputs
-        inputs.fill(batch, lengths)
-        if graph is None:
-            graph = self._captured(memory, inputs, seen, frozenset(aux_layers))
-            if graph is None:
-                return None
-            memory.graphs[bucket] = graph
-        graph.graph.replay()
-        logits_BNV, states = graph.outputs
-        # The next replay of any graph of this memory writes over them.
-        part = slice(cache.rows), slice(batch.size)
-        return logits_BNV[part].clone(), {layer: state_BNE[part].clone() for layer, state_BNE in states.items()}
-
-    def _captured(self, memory: KeyMemory, inputs: Inputs, seen: int, aux_layers: frozenset[int]) -> _Graph | None:
-        """A new graph; its forward runs twice before, which writes to the slots that this forward is for."""
-        rows, width = inputs.tokens_BN.shape
-        keys = TreeCache.of(memory, rows)
-
-        def forward() -> Outputs:
-            keys.begin_at(inputs.lengths_B1, width, seen)
-            return self._forward(inputs, keys, seen, aux_layers)
-
+    def capture(self, memory: M, bucket: Any, inputs: In, forward: Callable[[], T]) -> Graph[In, T] | None:
+        """The graph of a forward over these inputs, which is in the memory from then on; None where there can be none.
+        The forward runs twice before, and must give the same again."""
         try:
             # Kernels and libraries set themselves up at their first calls, which no graph can hold.
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no types
@@ -192,9 +166,63 @@ class Graphs:
                 raise
             self.refuse(f"a forward could not be captured ({type(error).__name__}: {error})")
             return None
-        return _Graph(graph, inputs, outputs)
+        memory.graphs[bucket] = made = Graph(graph, inputs, outputs)
+        return made
 
 
-def _power(number: int) -> int:
+class Graphs(Captures[KeyMemory]):
+    """The CUDA graphs of one target.
+
+    Args:
+        forward: what is captured; it must neither wait for the device nor send it anything.
+        layers: what the target's layers keep, all on one device.
+    """
+
+    def __init__(self, forward: Forward, layers: Sequence[LayerKeys]) -> None:
+        super().__init__(sum(layer.bytes for layer in layers), layers[0].device)
+        self._forward, self._new_memory = forward, partial(KeyMemory, layers)
+
+    def new_cache(self, rows: int, capacity: int) -> TreeCache:
+        """An empty cache in memory that graphs can know; there is room to fill up the widest bucket."""
+        memory = self.lend(self._new_memory, rows, capacity + WIDTHS[-1])
+        cache = TreeCache.of(memory, rows)
+        self.until_gone(cache, memory)
+        return cache
+
+    def __call__(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int]) -> Outputs | None:
+        """Read a tree, as `Target.forward_tree` does; None where no graph can."""
+        memory, lengths = cache.memory, cache.lengths
+        width = next((width for width in WIDTHS if width >= batch.size), None)
+        if self.refused or memory is None or width is None or max(lengths) + width > memory.capacity:
+            return None
+        rows, seen = min(power(cache.rows), memory.rows), slots_in_sight(max(lengths) + width, memory)
+        bucket = (rows, width, seen, frozenset(aux_layers))
+        cache.begin(batch.size)
+        graph = memory.graphs.get(bucket)
+        inputs = Inputs.of(rows, width, self._device) if graph is None else graph.inputs
+        inputs.fill(batch, lengths)
+        if graph is None:
+            keys = TreeCache.of(memory, rows)
+
+            def forward() -> Outputs:
+                keys.begin_at(inputs.lengths_B1, width, seen)
+                return self._forward(inputs, keys, seen, frozenset(aux_layers))
+
+            graph = self.capture(memory, bucket, inputs, forward)
+            if graph is None:
+                return None
+        graph.graph.replay()
+        logits_BNV, states = graph.outputs
+        # The next replay of any graph of this memory writes over them.
+        part = slice(cache.rows), slice(batch.size)
+        return logits_BNV[part].clone(), {layer: state_BNE[part].clone() for layer, state_BNE in states.items()}
+
+
+def slots_in_sight(slots: int, memory: Memory) -> int:
+    """Of the bucket for so many."""
+    return min(max(_LEAST_SEEN, power(slots)), memory.capacity)
+
+
+def power(number: int) -> int:
     """The least power of two that is not less."""
     return 1 << (number - 1).bit_length()

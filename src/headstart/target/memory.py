@@ -4,9 +4,25 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+
+
+class Memory:
+    """Tensors for one text after another, so many rows and slots of each, and what was captured with their addresses
+    (see `graphs`)."""
+
+    def __init__(self, rows: int, capacity: int) -> None:
+        self.rows, self.capacity = rows, capacity
+        self.graphs: dict[Any, Any] = {}
+        self.pool: Any = None
+        self.lent: Any = None  # what ends a loan
+        self.weights: Any = None  # where those lay that graphs read
+
+    def clear(self) -> None:
+        """Forget what a text left: numbers that are not finite would pass through masks."""
 
 
 def free_bytes(device: torch.device) -> int:

@@ -16,24 +16,27 @@ D draft vocabulary, V vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
+from headstart.heads.base import HeadBatch, StepPrediction, origins
 from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, same_numbers
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.cache import LayerCache, cached_attention
+from headstart.heads.parts.graphed import GraphedHead, Numbers
 from headstart.heads.parts.layer import (
     DraftLayer,
     LayerConfig,
     Rotary,
+    angles,
     linear_of,
     norm_scale,
     normed,
@@ -44,7 +47,9 @@ from headstart.heads.parts.layer import (
 from headstart.heads.parts.text_attention import Sight, attend_blocks, by_row, positions_of
 from headstart.recipes.sections import FromTarget
 from headstart.support.uploads import upload
+from headstart.target.cache import KeyMemory
 from headstart.target.frozen import FrozenModel
+from headstart.target.graphs import slots_in_sight
 from headstart.target.model import Target
 from headstart.tree.tree import Committed
 
@@ -179,9 +184,21 @@ class BlockSession:
     cache: LayerCache
     hidden_BSE: Tensor
     logits_BSD: Tensor | None = None
+    memory: BlockMemory | None = None
 
 
-class BlockHead(DraftHead):
+class BlockMemory(KeyMemory):
+    """Keys and values of the context, the rotary positions, and what a block says, for the levels after the first."""
+
+    def __init__(self, heads: BlockHead, like: Tensor, rows: int, capacity: int) -> None:
+        super().__init__(LayerCache.layers_like(heads.config, len(heads.layers), like), rows, capacity)
+        self.rotary = heads.rotary_table(capacity, like)
+        with torch.inference_mode(False):
+            self.hidden_BSE = like.new_zeros(rows, heads.draft_steps, heads.config.hidden_size)
+            self.logits_BSD = like.new_zeros(rows, heads.draft_steps, heads.config.draft_width)
+
+
+class BlockHead(GraphedHead):
     """Fusion, layers and norm; families say which slots draft, and what is added to their logits."""
 
     config: BlockConfig
@@ -342,20 +359,75 @@ class BlockHead(DraftHead):
         cache.reserve(total)
         stream_BKE = self.block(root_B, cache.kv[0][0])
         rotary = self._rotary.at(self._positions(cache, slots, stream_BKE.device), stream_BKE.dtype, total)
-        allowed_BKX = None
+        allowed_BX = None
         if len(set(cache.lengths)) > 1:
             ends_B = upload(cache.lengths, stream_BKE.device) + slots
             allowed_BX = torch.arange(total, device=stream_BKE.device) < ends_B[:, None]
-            allowed_BKX = allowed_BX[:, None].expand(-1, slots, -1)
+
+        def put(number: int, keys: Tensor, values: Tensor) -> None:
+            cache.put(number, cache.lengths, keys, values)
+
+        def mix(number: int, queries: Tensor) -> Tensor:
+            allowed_BKX = None if allowed_BX is None else allowed_BX[:, None].expand(-1, queries.shape[3], -1)
+            return cached_attention(queries, cache.kv[number], total, allowed_BKX)
+
+        session.hidden_BSE = self._through(stream_BKE, rotary, put, mix)
+
+    def _through(
+        self,
+        stream_BKE: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        put: Callable[[int, Tensor, Tensor], None],
+        mix: Callable[[int, Tensor], Tensor],
+    ) -> Tensor:
+        """What the LM head reads of a block, [B, S, E]: `put` writes keys and values, `mix` is what queries find."""
         for number, layer in enumerate(self.stack):
             queries, keys, values = layer.read(stream_BKE, rotary)
-            cache.put(number, cache.lengths, keys, values)
+            put(number, keys, values)
             if number == len(self.layers) - 1:  # slots that draft nothing are only seen by the others
-                drop = self.first_slot
-                queries, stream_BKE = queries[:, :, :, drop:], stream_BKE[:, drop:]
-                allowed_BKX = None if allowed_BKX is None else allowed_BKX[:, drop:]
-            stream_BKE = layer.write(stream_BKE, cached_attention(queries, cache.kv[number], total, allowed_BKX))
-        session.hidden_BSE = normed(self.norm, stream_BKE)
+                queries, stream_BKE = queries[:, :, :, self.first_slot :], stream_BKE[:, self.first_slot :]
+            stream_BKE = layer.write(stream_BKE, mix(number, queries))
+        return normed(self.norm, stream_BKE)
+
+    # -- drafting as CUDA graphs ---------------------------------------------------------------------------------
+
+    def rotary_table(self, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rotary.table(stop, like.device, like.dtype)
+
+    def new_memory(self, session: BlockSession, rows: int, capacity: int) -> BlockMemory:
+        return BlockMemory(self, session.cache.kv[0][0], rows, capacity)
+
+    def slots(self, session: BlockSession) -> int:
+        return max(session.cache.lengths) + self.config.block_size
+
+    def move(self, session: BlockSession, memory: BlockMemory) -> None:
+        session.cache.move(memory)
+        session.memory = memory
+
+    def first_level(self, session: BlockSession, tokens_BW: Numbers) -> tuple[Numbers, int]:
+        """Numbers for `captured_block`, and the slots in sight."""
+        assert session.memory is not None, "captured levels have memory"
+        lengths = session.cache.lengths
+        seen = slots_in_sight(max(lengths) + self.config.block_size, session.memory)
+        return np.stack([tokens_BW[:, 0], lengths], axis=1), seen
+
+    def captured_block(self, memory: BlockMemory, numbers_BX: Tensor, seen: int) -> Tensor:
+        """What `run_block` puts into the session."""
+        root_B, length_B = numbers_BX.unbind(1)
+        device, slots = numbers_BX.device, self.config.block_size
+        rows_B1 = torch.arange(len(root_B), device=device)[:, None]
+        slots_BK = length_B[:, None] + torch.arange(slots, device=device)
+        allowed_B1S = (torch.arange(seen, device=device) < length_B[:, None] + slots)[:, None]
+
+        def put(number: int, keys: Tensor, values: Tensor) -> None:
+            memory.write(number, rows_B1, slots_BK, keys, values)
+
+        def mix(number: int, queries: Tensor) -> Tensor:
+            allowed_BKS = allowed_B1S.expand(-1, queries.shape[3], -1)
+            return cached_attention(queries, memory.layer(number), seen, allowed_BKS)
+
+        stream_BKE = self.block(root_B, memory.logits_BSD)
+        return self._through(stream_BKE, angles(memory.rotary, slots_BK), put, mix)
 
     @staticmethod
     def _positions(cache: LayerCache, width: int, device: torch.device) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from headstart.heads.parts.layer import LayerConfig
 from headstart.support.uploads import upload
 from headstart.target.attention import causal_attention
+from headstart.target.cache import KeyMemory, LayerKeys
 
 _SPARE = 256
 """Cache slots beyond the prompt that a session starts with."""
@@ -33,9 +34,23 @@ class LayerCache:
         self.lengths = [0] * rows
 
     @staticmethod
+    def layers_like(config: LayerConfig, layers: int, like: Tensor) -> list[LayerKeys]:
+        """What the layers keep, for memory that graphs know."""
+        kind = (config.num_key_value_heads, config.head_dim)
+        return [LayerKeys(kind, kind, like.dtype, like.device)] * layers
+
+    @staticmethod
     def bytes_per_token(config: LayerConfig, layers: int, item: int) -> int:
         """Of a row, in numbers of so many bytes; room that is made further may be twice what is needed."""
         return 2 * 2 * layers * config.num_key_value_heads * config.head_dim * item
+
+    def move(self, memory: KeyMemory) -> None:
+        """Go on in this memory, which is large enough."""
+        rows, longest = len(self.lengths), max(self.lengths)
+        moved = [tuple(store[:rows] for store in memory.layer(number)) for number in range(len(self.kv))]
+        for store, held in zip(chain.from_iterable(moved), chain.from_iterable(self.kv), strict=True):
+            store[:, :, :longest] = held[:, :, :longest]
+        self.kv = [(keys, values) for keys, values in moved]
 
     def reserve(self, slots: int) -> None:
         held = self.kv[0][0].shape[2]
@@ -69,8 +84,8 @@ class LayerCache:
 def cached_attention(
     queries_BNGWd: Tensor, kv: tuple[Tensor, Tensor], slots: int, allowed_BWS: Tensor | None
 ) -> Tensor:
-    """What each query finds in the first `slots` slots of a cache, [B, N, G, W, d]. The queries that share a key head
-    are rows of one attention, so that keys and values need no copy."""
+    """What each query finds in the first `slots` slots of a cache, [B, N, G, W, d], which may have further rows. The
+    queries that share a key head are rows of one attention, so that keys and values need no copy."""
     shape = queries_BNGWd.shape
     mask = None
     if allowed_BWS is not None:
@@ -79,7 +94,7 @@ def cached_attention(
             return torch.cat([cached_attention(queries, kv, slots, allowed) for queries, allowed in parts], dim=3)
         mask = torch.zeros(allowed_BWS.shape, dtype=queries_BNGWd.dtype, device=allowed_BWS.device)
         mask = mask.masked_fill_(~allowed_BWS, float("-inf"))[:, None].repeat(1, 1, shape[2], 1)
-    keys, values = (cached[:, :, :slots] for cached in kv)
+    keys, values = (cached[: shape[0], :, :slots] for cached in kv)
     mixed = F.scaled_dot_product_attention(queries_BNGWd.flatten(2, 3), keys, values, attn_mask=mask)
     return mixed.view(shape)
 

@@ -109,14 +109,16 @@ class Rotary:
 
     def at(self, positions_BT: Tensor, dtype: torch.dtype, stop: int) -> tuple[Tensor, Tensor]:
         """(cos, sin) [B, T, d] of these positions, all below `stop`; those after the longest context take its last."""
-        key = (positions_BT.device, dtype)
+        return angles(self.table(stop, positions_BT.device, dtype), positions_BT)
+
+    def table(self, stop: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(cos, sin) [P, d] of all positions below `stop` and perhaps more, up to the longest context."""
+        key = (device, dtype)
         needed = min(stop, self._config.max_position_embeddings)
         table = self._tables.get(key)
         if table is None or len(table[0]) < needed:
             table = self._tables[key] = self._table(needed, *key)
-        cos, sin = table  # not read again: drafts in other threads may have put a shorter one there
-        positions_BT = positions_BT.clamp(max=len(cos) - 1)
-        return cos[positions_BT], sin[positions_BT]
+        return table  # not read again: drafts in other threads may have put a shorter one there
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -133,6 +135,13 @@ class Rotary:
         index_1P = torch.arange(indices)[None]
         cos, sin = LlamaRotaryEmbedding(llama)(torch.zeros(1), index_1P)
         return cos[0].to(device, dtype), sin[0].to(device, dtype)
+
+
+def angles(table: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """(cos, sin) [B, T, d] of these positions; those after the end of the table take its last."""
+    cos, sin = table
+    positions_BT = positions_BT.clamp(max=len(cos) - 1)
+    return cos[positions_BT], sin[positions_BT]
 
 
 class DraftLayer(nn.Module):

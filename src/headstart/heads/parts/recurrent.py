@@ -21,28 +21,33 @@ origin sees the text's entries up to itself and its own earlier steps, never tho
 drafting (the "training-time test" of EAGLE-3, arXiv 2503.01840).
 
 Shape suffixes: B rows, T tokens, A origins of a row, M predictions, P pending entries, W nodes of a level, S cache
-slots, E hidden size, I width of what attention reads, X what a family reads of the target, D draft vocabulary.
+slots, K draft steps, E hidden size, I width of what attention reads, X what a family reads of the target, D draft
+vocabulary.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from headstart.heads.base import DraftHead, HeadBatch, StepPrediction, origins
+from headstart.heads.base import HeadBatch, StepPrediction, origins
 from headstart.heads.int8_weights import linear
 from headstart.heads.parts.cache import LayerCache, cached_attention, text_attention
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, with_own
+from headstart.heads.parts.graphed import GraphedHead, Level, Numbers
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, with_own
 from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of
 from headstart.support.uploads import upload
+from headstart.target.cache import KeyMemory
 from headstart.target.frozen import FrozenModel
+from headstart.target.graphs import WIDTHS, power, slots_in_sight
 from headstart.tree.tree import Committed
 
 _WORTH_A_COPY = 0.9
@@ -67,6 +72,9 @@ class RecurrentSession:
         base: cache slot of each row's root.
         feedback_BWE: what the nodes of the last level feed back.
         visible_BWS: nodes of this round that each node of the last level sees, by order of drafting.
+        memory: what graphs know, where drafts are captured.
+        paths_BWK: in captured levels, the cache slots that each node of the last level sees after the root's.
+        nodes: how many the captured levels after the first have had in this round.
     """
 
     cache: LayerCache
@@ -77,9 +85,31 @@ class RecurrentSession:
     feedback_BWE: Tensor
     visible_BWS: Tensor
     drafted: bool = False
+    memory: RecurrentMemory | None = None
+    paths_BWK: Numbers = field(default_factory=lambda: np.zeros((1, 1, 0), dtype=np.int64))
+    nodes: int = 0
 
 
-class RecurrentHead(DraftHead):
+class RecurrentMemory(KeyMemory):
+    """Keys and values, and what else graphs read: pending states with the tokens after them, what the last level feeds
+    back, and the rotary positions. `feedback_BWE` takes what the level itself gives."""
+
+    def __init__(self, heads: RecurrentHead, seen_BPX: Tensor, rows: int, capacity: int) -> None:
+        super().__init__(LayerCache.layers_like(heads.config, len(heads.layers), seen_BPX), rows, capacity)
+        size, widest, (_, _, read) = heads.config.hidden_size, WIDTHS[-1], seen_BPX.shape
+        with torch.inference_mode(False):
+            self.seen_BPX = torch.zeros(rows, widest, read, dtype=seen_BPX.dtype, device=seen_BPX.device)
+            self.tokens_BP = torch.zeros(rows, widest, dtype=torch.long, device=seen_BPX.device)
+            self.fed_BWE, self.feedback_BWE = self.seen_BPX.new_zeros(2, rows, widest, size).unbind()
+        self.rotary = heads.rotary_table(capacity, seen_BPX)
+
+    def clear(self) -> None:
+        super().clear()
+        for buffer in (self.seen_BPX, self.fed_BWE):
+            buffer.zero_()
+
+
+class RecurrentHead(GraphedHead):
     """A stack of decoder layers over (state, next token's embedding); families say what goes in and what comes out."""
 
     config: RecurrentConfig
@@ -227,7 +257,7 @@ class RecurrentHead(DraftHead):
     ) -> Tensor:
         """The last layer's stream [B, W, E] over new entries, written to each row's slots from `starts` on: nodes of a
         depth, of which each sees the drafted nodes in `visible_BWS`, or entries of the text, which see all before them.
-        `last_B` is the only entry of each row whose stream is wanted, so that W is 1."""
+        See `_through`."""
         cache, width, device = session.cache, tokens_BW.shape[1], tokens_BW.device
         slots = max(starts) + width
         cache.reserve(slots)
@@ -238,25 +268,130 @@ class RecurrentHead(DraftHead):
             positions_BW = (upload(first, device)[:, None] + (depth - 1)).expand(-1, width)
             chain = visible_BWS.shape[2] == depth  # every level so far had a single node
             allowed_BWS = _allowed(visible_BWS, first, slots, chain)
-        index_BW = positions_BW
-        attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embedded(tokens_BW, feedback_BWE))
+
+        def mix(number: int, queries: Tensor, rows_B: Tensor | None) -> Tensor:
+            if visible_BWS is not None:
+                return cached_attention(queries, cache.kv[number], slots, allowed_BWS)
+            index_BW = positions_BW if rows_B is None else positions_BW[rows_B, last_B][:, None]
+            return text_attention(queries, cache.kv[number], slots, index_BW, starts)
+
+        def put(number: int, keys: Tensor, values: Tensor) -> None:
+            cache.put(number, starts, keys, values)
+
         rotary = self._rotary.at(positions_BW, feedback_BWE.dtype, slots)
+        return self._through(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
+
+    def _through(
+        self,
+        feedback_BWE: Tensor,
+        tokens_BW: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        put: Callable[[int, Tensor, Tensor], None],
+        mix: Callable[[int, Tensor, Tensor | None], Tensor],
+        last_B: Tensor | None,
+    ) -> Tensor:
+        """The last layer's stream [B, W, E] over new entries, whose keys and values `put` writes; `mix` is what a
+        layer's queries find. `last_B` is the only entry of each row whose stream is wanted, so that W is 1."""
+        attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embedded(tokens_BW, feedback_BWE))
+        rows_B = None
         for number, layer in enumerate(self.stack):
             queries, keys, values = layer.read(attended_BWI, rotary)
-            cache.put(number, starts, keys, values)
+            put(number, keys, values)
             if last_B is not None and number == len(self.layers) - 1:
                 # Only the root's entry is drafted from: after the last keys and values the layer runs for it alone.
-                rows_B = torch.arange(len(last_B), device=device)
+                rows_B = torch.arange(len(last_B), device=last_B.device)
                 queries = queries[rows_B, :, :, last_B][:, :, :, None]
                 stream_BWE = stream_BWE[rows_B, last_B][:, None]
-                index_BW = positions_BW[rows_B, last_B][:, None]
-            if visible_BWS is None:
-                mixed = text_attention(queries, cache.kv[number], slots, index_BW, starts)
-            else:
-                mixed = cached_attention(queries, cache.kv[number], slots, allowed_BWS)
-            stream_BWE = layer.write(stream_BWE, mixed)
+            stream_BWE = layer.write(stream_BWE, mix(number, queries, rows_B))
             attended_BWI = stream_BWE
         return stream_BWE
+
+    # -- drafting as CUDA graphs ---------------------------------------------------------------------------------
+
+    def rotary_table(self, stop: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        return self._rotary.table(stop, like.device, like.dtype)
+
+    def new_memory(self, session: RecurrentSession, rows: int, capacity: int) -> RecurrentMemory:
+        return RecurrentMemory(self, session.seen_BPX, rows, capacity)
+
+    def slots(self, session: RecurrentSession) -> int:
+        counts = (max(count, WIDTHS[-1]) for count in session.counts)
+        return max(length + count for length, count in zip(session.cache.lengths, counts, strict=True))
+
+    def move(self, session: RecurrentSession, memory: RecurrentMemory) -> None:
+        session.cache.move(memory)
+        session.memory = memory
+
+    def level(
+        self, session: RecurrentSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
+    ) -> Level | None:
+        if depths.start == 0:
+            return self._first_level(session, tokens_BW)
+        memory, (rows, width), padded = session.memory, tokens_BW.shape, power(tokens_BW.shape[1])
+        assert memory is not None, "captured levels have memory"
+        base_B1 = np.array(session.base)[:, None]
+        if depths.start == 1:
+            session.paths_BWK, session.nodes = np.zeros((rows, 1, 0), dtype=np.int64), 0
+        starts_B1 = base_B1 + 1 + session.nodes
+        slots_BW1 = (starts_B1 + np.arange(width))[:, :, None]
+        above_BWK = session.paths_BWK[np.arange(rows)[:, None], parents_BW]
+        session.paths_BWK, session.nodes = np.concatenate([above_BWK, slots_BW1], axis=2), session.nodes + width
+        # Further nodes and further slots: the root's, which is seen anyway.
+        seen_BWK = np.broadcast_to(base_B1[:, :, None], (rows, padded, self.draft_steps)).copy()
+        seen_BWK[:, :width, : depths.start] = session.paths_BWK
+        nodes = [np.pad(part, ((0, 0), (0, padded - width))) for part in (tokens_BW, parents_BW)]
+        numbers_BX = np.concatenate([*nodes, seen_BWK.reshape(rows, -1), base_B1, starts_B1, base_B1 + depths.start], 1)
+        above = session.feedback_BWE.shape[1]
+        memory.fed_BWE[:rows, :above] = session.feedback_BWE
+        session.feedback_BWE = memory.feedback_BWE[:rows, :width]
+        return Level(numbers_BX, width, (1, padded, slots_in_sight(int(starts_B1.max()) + padded, memory)))
+
+    def _first_level(self, session: RecurrentSession, tokens_BW: Numbers) -> Level | None:
+        memory, lengths, counts = session.memory, session.cache.lengths, session.counts
+        assert memory is not None, "captured levels have memory"
+        rows, pending = len(counts), max(counts)
+        if pending > WIDTHS[-1]:
+            return None
+        memory.seen_BPX[:rows, :pending] = session.seen_BPX[:, :pending]
+        memory.tokens_BP[:rows, :pending] = session.tokens_BP[:, :pending]
+        session.base = [length + count - 1 for length, count in zip(lengths, counts, strict=True)]
+        session.feedback_BWE, session.drafted = memory.feedback_BWE[:rows, :1], True
+        padded = power(pending)
+        numbers_BX = np.stack([tokens_BW[:, 0], counts, lengths], axis=1)
+        return Level(numbers_BX, 1, (0, padded, slots_in_sight(max(lengths) + padded, memory)))
+
+    def draft_level(self, memory: RecurrentMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        after_first, width, seen = sizes
+        rows, device = len(numbers_BX), numbers_BX.device
+        rows_B1, index_W = torch.arange(rows, device=device)[:, None], torch.arange(width, device=device)
+        slots_S, last_B = torch.arange(seen, device=device), None
+        if after_first:
+            parts = [width, width, width * self.draft_steps, 1, 1, 1]
+            tokens_BW, parents_BW, seen_BX, base_B1, start_B1, position_B1 = torch.split(numbers_BX, parts, dim=1)
+            feedback_BWE = memory.fed_BWE[rows_B1, parents_BW]
+            slots_BW, positions_BW = start_B1 + index_W, position_B1.expand(-1, width)
+            allowed_BWS = (slots_S <= base_B1)[:, None].repeat(1, width, 1)
+            allowed_BWS.scatter_(2, seen_BX.view(rows, width, -1), True)
+        else:
+            root_B, count_B, length_B = numbers_BX.unbind(1)
+            last_B = count_B - 1
+            tokens_BW = memory.tokens_BP[:rows, :width].index_put((rows_B1[:, 0], last_B), root_B)
+            feedback_BWE = self.project(memory.seen_BPX[:rows, :width])
+            slots_BW = positions_BW = length_B[:, None] + index_W
+            allowed_BWS = slots_S <= slots_BW[:, :, None]
+
+        def put(number: int, keys: Tensor, values: Tensor) -> None:
+            memory.write(number, rows_B1, slots_BW, keys, values)
+
+        def mix(number: int, queries: Tensor, rows_B: Tensor | None) -> Tensor:
+            allowed = allowed_BWS if rows_B is None else allowed_BWS[rows_B, last_B][:, None]
+            return cached_attention(queries, memory.layer(number), seen, allowed)
+
+        rotary = angles(memory.rotary, positions_BW)
+        stream_BWE = self._through(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
+        hidden_BWE, feedback_BWE = self.layer_output(stream_BWE)
+        memory.feedback_BWE[:rows, : feedback_BWE.shape[1]] = feedback_BWE
+        return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
 
 def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool) -> Tensor | None:

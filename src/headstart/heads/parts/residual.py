@@ -7,17 +7,20 @@ K heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from headstart.heads.base import DraftHead, HeadBatch, HeadConfig
+from headstart.heads.base import HeadBatch, HeadConfig
 from headstart.heads.int8_weights import linear, unstack
+from headstart.heads.parts.graphed import GraphedHead, Numbers
 from headstart.support.uploads import upload
 from headstart.target.fitting import FINAL
+from headstart.target.memory import Memory
 from headstart.tree.tree import Committed
 
 _RIDGE = 1e-3
@@ -40,13 +43,32 @@ class ResidualConfig(HeadConfig):
 @dataclass
 class FinalSession:
     """The final state of the last token that each row has committed, and what was read last in this round: [B, F] by
-    every head, or [B, W, F] at the nodes of a level."""
+    every head, or [B, W, F] at the nodes of a level; in captured levels, the drafts down to each node."""
 
     final_BE: Tensor
     seen: Tensor
+    memory: FinalMemory | None = None
+    paths_BWK: Numbers = field(default_factory=lambda: np.zeros((1, 1, 0), dtype=np.int64))
 
 
-class ResidualHead(DraftHead):
+class FinalMemory(Memory):
+    """The final states of a session and its roots, where graphs read them."""
+
+    def __init__(self, like_BE: Tensor, rows: int, capacity: int) -> None:
+        super().__init__(rows, capacity)
+        with torch.inference_mode(False):
+            self.final_BE = torch.zeros(rows, like_BE.shape[1], dtype=like_BE.dtype, device=like_BE.device)
+            self.root_B = torch.zeros(rows, dtype=torch.long, device=like_BE.device)
+
+    def begin(self, session: FinalSession, root_B: Tensor) -> None:
+        """Take what a round drafts from."""
+        self.final_BE[: len(root_B)], self.root_B[: len(root_B)] = session.final_BE, root_B
+
+    def clear(self) -> None:
+        self.final_BE.zero_()
+
+
+class ResidualHead(GraphedHead):
     """Heads that read the final state of the last committed token."""
 
     config: ResidualConfig
@@ -59,6 +81,15 @@ class ResidualHead(DraftHead):
         counts_B = torch.tensor([len(prompt) for prompt in prompts], device=states[FINAL].device)
         final_BE = _last_states(states[FINAL], counts_B)
         return FinalSession(final_BE, final_BE)
+
+    def new_memory(self, session: FinalSession, rows: int, capacity: int) -> FinalMemory:
+        return FinalMemory(session.final_BE, rows, capacity)
+
+    def slots(self, session: FinalSession) -> int:
+        return 0
+
+    def move(self, session: FinalSession, memory: FinalMemory) -> None:
+        session.memory = memory
 
     def commit(self, session: FinalSession, committed: Committed) -> None:
         session.final_BE = _last_states(committed.states[FINAL], committed.counts_B)

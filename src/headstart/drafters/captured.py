@@ -1,0 +1,101 @@
+"""Drafts of heads on a GPU as CUDA graphs: a level of a tree is one upload, one launch and one read.
+
+What a family captures is `GraphedHead`'s; buckets, memory and pools are those of `target.graphs`. The graph holds what
+the host reads, too: the best drafts of each node with their log-probabilities.
+
+Shape suffixes: B rows, W nodes of a level, R ranks, D draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.heads.parts.graphed import GraphedHead
+from headstart.support.uploads import upload_into
+from headstart.target.graphs import WIDTHS, Captures, power
+from headstart.target.memory import Memory
+
+_SPARE = 256
+"""Slots beyond the prompt that a session starts with."""
+
+
+class DraftGraphs(Captures[Memory]):
+    """The CUDA graphs of one drafter's heads."""
+
+    def __init__(self, heads: GraphedHead) -> None:
+        super().__init__(heads.bytes_per_token, heads.draft_to_target_D.device)
+        self._heads = heads
+
+    def ready(self, session: Any, rows: int, nodes: int) -> bool:
+        """Whether the levels of this round, of so many nodes at most, are captured: then there is room for them."""
+        heads, memory = self._heads, session.memory
+        if self.refused is not None or nodes > WIDTHS[-1]:
+            return False
+        slots = heads.slots(session) + heads.draft_steps * power(nodes)
+        if memory is None or memory.capacity < slots:
+            if any(weight.device != self._device for weight in heads.weights()):
+                self.refuse("their weights lie on several devices")
+                return False
+            room = self.lend(partial(heads.new_memory, session), rows, slots + _SPARE)
+            if memory is not None:
+                memory.lent.detach()  # it is too small for the next text, too
+            self.until_gone(session, room)
+            weights = tuple(weight.data_ptr() for weight in heads.weights())
+            if room.weights != weights:
+                room.graphs.clear()
+            room.weights = weights
+            heads.move(session, room)
+        return True
+
+    def level(
+        self, session: Any, root_B: Tensor, nodes: tuple[list[list[int]], list[list[int]]], depths: range, ranks: int
+    ) -> tuple[Tensor, Tensor] | None:
+        """Logits [B, W, D] after the nodes of a level (or at these depths), until the next level, and `best_drafts` of
+        them; None where this level is to be drafted without a graph. Nodes are their tokens and their parents."""
+        heads, memory = self._heads, session.memory
+        tokens_BW, parents_BW = map(np.array, nodes)
+        level = heads.level(session, root_B, tokens_BW, parents_BW, depths)
+        if level is None:
+            return None
+        count = len(level.numbers_BX)
+        rows = min(power(count), memory.rows)
+        numbers_BX = np.pad(level.numbers_BX, ((0, rows - count), (0, 0)), mode="edge")
+        bucket = (rows, ranks, level.sizes)
+        graph = memory.graphs.get(bucket)
+        inputs = torch.empty(numbers_BX.shape, dtype=torch.long, device=self._device) if graph is None else graph.inputs
+        if inputs.numel():
+            upload_into(inputs, torch.from_numpy(numbers_BX))
+
+        def forward() -> tuple[Tensor, Tensor]:
+            logits_BWD = heads.draft_level(memory, inputs, level.sizes).float()
+            confidence_BW = heads.level_confidence(memory, inputs, level.sizes)
+            return logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D, confidence_BW)
+
+        if graph is None and self.refused is None:
+            graph = self.capture(memory, bucket, inputs, forward)
+        if graph is None:  # the session is in the middle of its round
+            logits_BWD, best = forward()
+        else:
+            graph.graph.replay()
+            logits_BWD, best = graph.outputs
+        return logits_BWD[:count, : level.width], best[:, :count, : level.width]
+
+
+def best_drafts(
+    logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor, confidence_BW: Tensor | None = None
+) -> Tensor:
+    """What the host reads of a level, int32 [3 or 4, B, W, R], best draft first: log-probabilities, indices in the
+    draft vocabulary, tokens of the target, and the confidence of each node, if there is any. In one tensor, since each
+    read waits for the device: the bits of the floats travel among the integers."""
+    top = logits_BWD.topk(ranks, dim=-1)
+    log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)
+    parts = [log_probs_BWR.view(torch.int32), top.indices.int(), draft_to_target_D[top.indices].int()]
+    if confidence_BW is not None:
+        confidence_BW1 = confidence_BW[:, : logits_BWD.shape[1], None].float()
+        parts.append(confidence_BW1.expand(*top.indices.shape).contiguous().view(torch.int32))
+    return torch.stack(parts)

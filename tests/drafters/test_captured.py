@@ -1,0 +1,235 @@
+"""Drafts as CUDA graphs, on the stand-in device: the very drafts that their operators give, and few launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.ngram import NgramDrafter
+from headstart.eval.environment import environment
+from headstart.target.graphs import Captures, Graph
+from headstart.target.memory import Memory
+from headstart.target.model import Target
+from headstart.tree.tree import Tree, TreeShape
+from tests.heads.test_contract import CASES, build, shake
+from tests.standin import CUDA, Counts, StandIn
+from tests.standin import Graph as StandInGraph
+from tests.tiny import tiny_model
+
+TEXTS = [[3, 9, 14, 3, 9, 14, 3, 9], [8, 40, 12], [7, 7, 3]]
+SHAPE = TreeShape.from_paths([(0, 0), (1, 0), (2,)])
+OPTIONS = DecodeOptions(max_new_tokens=5, ignore_end=True, seed=0)
+
+
+@pytest.fixture
+def device() -> Iterator[StandIn]:
+    with StandIn() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def host() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    with StandIn():
+        return Target(tiny_model("llama", vocab_size=61).to(CUDA))
+
+
+def drafter_of(name: str, host: Target, target: Target, **settings: Any) -> HeadDrafter:
+    heads = shake(build(name, host)).to(CUDA)
+    heads.bind(target)
+    return HeadDrafter(heads, SHAPE, **{"tree": "dynamic", "max_nodes": 8, **settings})
+
+
+@contextmanager
+def uncaptured() -> Iterator[None]:
+    """Each replay runs the operators anew."""
+
+    def capture(captures: Any, memory: Any, bucket: Any, inputs: Any, forward: Callable[[], Any]) -> Any:
+        made = Graph(None, inputs, forward())
+
+        def replay() -> None:
+            made.outputs = forward()
+
+        made.graph = type("Operators", (), {"replay": staticmethod(replay)})
+        memory.graphs[bucket] = made
+        return made
+
+    with patch.object(Captures, "capture", capture):
+        yield
+
+
+def drafted(
+    target: Target, drafter: HeadDrafter, options: DecodeOptions = OPTIONS, texts: list[list[int]] = TEXTS
+) -> tuple[list[list[int]], list[Tree]]:
+    """Texts, and the trees that were drafted on the way."""
+    trees: list[Tree] = []
+    propose = drafter.propose
+
+    def noting(*args: Any) -> list[Tree]:
+        proposed = propose(*args)
+        trees.extend(proposed)
+        return proposed
+
+    with patch.object(drafter, "propose", noting):
+        outputs = Engine(target, drafter).generate(texts, options)
+    assert [output.drafter_error for output in outputs] == [None] * len(texts)
+    return [output.tokens for output in outputs], trees
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [*((name, "dynamic") for name in CASES), ("medusa", "static"), ("eagle3", "chain"), ("dspark", "static")],
+)
+def test_captured_drafts_are_those_of_their_operators_bit_by_bit(
+    name: str, tree: Any, host: Target, target: Target, device: StandIn
+) -> None:
+    drafter = drafter_of(name, host, target, tree=tree)
+    texts, trees = drafted(target, drafter)
+    assert drafter.forwards == "CUDA graphs"
+    graphs = drafter._graphs
+    assert graphs is not None
+    graphs.forget()
+    with uncaptured():
+        assert (texts, trees) == drafted(target, drafter), "probabilities included"
+    drafter._graphs = None
+    eager_texts, eager_trees = drafted(target, drafter)
+    assert texts == eager_texts
+    # What fills a bucket up lies between others in the sums.
+    for tree_, eager in zip(trees, eager_trees, strict=True):
+        assert (tree_.tokens, tree_.parents) == (eager.tokens, eager.parents)
+        assert tree_.accept_probs == (eager.accept_probs and pytest.approx(eager.accept_probs, rel=1e-4))
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra-draft-vocabulary", "eagle3"])
+def test_drawn_drafts_are_those_of_their_operators(name: str, host: Target, target: Target, device: StandIn) -> None:
+    drafter = drafter_of(name, host, target)
+    options = DecodeOptions(max_new_tokens=5, ignore_end=True, temperature=1.0, seed=0)
+    captured, _ = drafted(target, drafter, options)
+    drafter._graphs = None
+    assert drafted(target, drafter, options)[0] == captured
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
+    """All graphs that are captured."""
+    made: list[StandInGraph] = []
+    begin = StandInGraph.__init__
+    monkeypatch.setattr(StandInGraph, "__init__", lambda self: (begin(self), made.append(self))[0])
+    return made
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark"])
+def test_a_second_text_captures_nothing(
+    name: str, host: Target, target: Target, device: StandIn, captures: list[StandInGraph]
+) -> None:
+    drafter = drafter_of(name, host, target)
+    first, count = drafted(target, drafter), len(captures)
+    assert count and drafted(target, drafter) == first and len(captures) == count
+
+
+@pytest.mark.parametrize(("name", "length"), [("eagle3", 40), ("dflash", 99)])
+def test_memory_grows_with_a_text_and_stays_for_the_next(
+    name: str, length: int, host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
+    monkeypatch.setattr("headstart.target.graphs._ROOMY", 0.0)
+    drafter = drafter_of(name, host, target)
+    memories: list[Memory] = []
+    new_memory = drafter.heads.new_memory  # type: ignore[operator]  # it is one whose drafts are captured
+
+    def noting(*args: Any) -> Memory:
+        memories.append(new_memory(*args))
+        return memories[-1]
+
+    monkeypatch.setattr(drafter.heads, "new_memory", noting)
+    texts = [[(5 * index + 2) % 60 for index in range(length)]]
+    captured, trees = drafted(target, drafter, texts=texts)
+    assert [memory.capacity for memory in memories] == [128, 256], "it has grown"
+    assert drafted(target, drafter, texts=texts) == (captured, trees) and len(memories) == 2
+    drafter._graphs = None
+    assert drafted(target, drafter, texts=texts)[0] == captured
+
+
+def test_levels_without_a_graph_go_before_levels_with_one(host: Target, target: Target, device: StandIn) -> None:
+    """A long prompt is read at the first level, and no graph is that wide."""
+    drafter = drafter_of("eagle3", host, target)
+    texts = [[(7 * index + 3) % 60 for index in range(90)], [5, 9]]
+    before = device.launched["cudaGraphLaunch"]
+    captured, trees = drafted(target, drafter, texts=texts)
+    assert device.launched["cudaGraphLaunch"] > before
+    drafter._graphs = None
+    eager, eager_trees = drafted(target, drafter, texts=texts)
+    assert captured == eager and [tree.tokens for tree in trees] == [tree.tokens for tree in eager_trees]
+
+
+def test_weights_elsewhere_are_captured_anew(host: Target, target: Target, device: StandIn) -> None:
+    drafter = drafter_of("eagle3", host, target)
+    drafted(target, drafter)
+    with torch.no_grad():
+        for module in drafter.heads.modules():
+            for name, weight in list(module._parameters.items()):
+                if weight is None:
+                    continue
+                module._parameters[name] = torch.nn.Parameter(-weight.data, requires_grad=False)
+    captured = drafted(target, drafter)
+    drafter._graphs = None
+    assert [tree.tokens for tree in captured[1]] == [tree.tokens for tree in drafted(target, drafter)[1]]
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark"])
+def test_what_cannot_be_captured_is_drafted_as_before(
+    name: str, host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+
+    drafter = drafter_of(name, host, target)
+    texts, trees = drafted(target, drafter)
+    assert drafter.forwards == "CUDA graphs"
+    drafter = drafter_of(name, host, target)
+    with monkeypatch.context() as patched:
+        patched.setattr(StandInGraph, "note", refuse)
+        eager_texts, eager_trees = drafted(target, drafter)
+    assert drafter.forwards.startswith("eager, no CUDA graphs: a forward could not be captured")
+    assert texts == eager_texts and [tree.tokens for tree in trees] == [tree.tokens for tree in eager_trees]
+
+
+def test_reports_say_how_drafts_run(host: Target, target: Target, device: StandIn) -> None:
+    assert drafter_of("eagle3", host, target).forwards == "CUDA graphs"
+    assert environment(host, [NgramDrafter()])["drafts"] is None
+    assert environment(host, [HeadDrafter(build("eagle3", host), SHAPE)])["drafts"] == "eager"
+
+
+@pytest.mark.parametrize(("name", "launches"), [("medusa", 3), ("eagle3", 9), ("dspark", 6)])
+def test_launches_of_a_draft(name: str, launches: int, host: Target, target: Target, device: StandIn) -> None:
+    """A graph for each level, and what is put where it reads: the root and states once, what is fed back before each
+    further level."""
+    drafter = drafter_of(name, host, target, tree="chain")
+    drafted(target, drafter)
+    counts: list[Counts] = []
+    propose = drafter.propose
+
+    def counting(*args: Any) -> list[Tree]:
+        before = device.counts
+        proposed = propose(*args)
+        counts.append(device.counts - before)
+        return proposed
+
+    with patch.object(drafter, "propose", counting):
+        drafted(target, drafter)
+    levels = 1 if name == "medusa" else drafter.max_nodes - 1
+    assert max(count.launches for count in counts[1:]) <= launches
+    assert all((count.waits, count.slow_uploads) == (levels, 0) for count in counts)
+    assert max(count.uploads for count in counts[1:]) <= (0 if name == "medusa" else levels)
