@@ -76,8 +76,8 @@ def llama_cpp(folder: Path, jobs: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if not (sources := sorted(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))):
         name = LLAMA_CPP.partition("==")[0]  # what it is built with may be wheels
-        asked = ("download", "--quiet", "--no-deps", "--no-binary", name, "--dest", folder, LLAMA_CPP)
-        run(sys.executable, "-m", "pip", *asked)
+        fetch = ("download", "--quiet", "--no-deps", "--no-binary", name, "--dest", folder, LLAMA_CPP)
+        run(sys.executable, "-m", "pip", *fetch)
         with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as packed:
             packed.extractall(folder, filter="data")
         sources = sorted(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))

@@ -25,7 +25,7 @@ BIN = Path(__file__).with_name("bin")
 NODES = ("127.0.0.1", "127.0.0.2")
 """Addresses of this machine that stand for two nodes."""
 Process = subprocess.Popen[bytes]
-LONGEST = 600.0
+LONGEST = 900.0
 """Seconds after which a command has failed."""
 WORDS = "tell me about the sun and moon how to cook rice what is a river who lives in the sea why do we sleep"
 

@@ -189,6 +189,8 @@ def two_nodes(place: Place, script: Command, stored: Command) -> None:
     place.check(bool(first.returncode), "a job that was ended before its end says so")
     stopped = re.search(r"Stopped after step (\d+); the same command goes on", log.read_text())
     place.check(stopped is not None, "training says where it stopped")
+    held = "that a context of 128 tokens does not hold"  # as --max-model-len is substituted
+    place.check(held in log.read_text(), "turns beyond the server's context are counted as left out")
     place.check(bool(list((heads / "train/checkpoints").iterdir())), "training left a checkpoint")
 
     text = place.run(script, job=job)
