@@ -81,7 +81,10 @@ class Run:
         if "target" in vars(self) or not self.recipe.data.server or section.adapter or section.quantization != "none":
             return self.target
         device = self.device or section.device
-        known = unloaded(section.spec, section.dtype, device, section.revision, section.trust_remote_code)
+        try:
+            known = unloaded(section.spec, section.dtype, device, section.revision, section.trust_remote_code)
+        except UserError:  # loading says what is wrong
+            known = None
         if known is None:
             return self.target
         templated = known.with_tokenizer(with_template_kwargs(known.tokenizer, self.recipe.data.chat_template_kwargs))
