@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,15 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from headstart.errors import UserError
 from headstart.pipeline.run import Outcome, Run, Stage, execute, left_to_do
-from headstart.recipes.recipe import load_recipe, parse_recipe, recipe_text
+from headstart.pipeline.stages import STAGES
+from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe, recipe_text
 from headstart.support import provenance as provenance_module
 from headstart.support.artifacts import artifact, held, refer
 from headstart.support.lock import locked
 from headstart.support.provenance import git_state
+from headstart.target.model import Target
+from tests.hub.helpers import export
 
 
 class Factory:
@@ -218,7 +223,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     code = "from headstart.support.lock import locked; from pathlib import Path; import os, signal\n"
     code += f"with locked(Path({str(tmp_path)!r})): os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-    assert (tmp_path / "lock").read_text().strip().isdigit()
+    assert re.fullmatch(r"\d+ on \S+", (tmp_path / "lock").read_text().strip())
     with locked(tmp_path):
         pass
 
@@ -267,3 +272,42 @@ def test_provenance_names_the_commit_only_of_its_own_source_tree(
 def test_recipes_survive_being_written() -> None:
     recipe = load_recipe("quickstart")
     assert "smollm2-135m" in recipe_text(recipe)
+
+
+NO_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+
+def test_memory_that_runs_out_is_a_sentence_with_what_takes_it(factory: Factory, tmp_path: Path) -> None:
+    def work(run: Run) -> Outcome:
+        raise NO_MEMORY
+
+    first, _ = factory.stages()
+    with pytest.raises(UserError, match="Memory ran out while first things: CUDA out of memory") as refused:
+        execute(make_run(tmp_path), [replace(first, work=work, takes_memory="train.batch_tokens")])
+    assert refused.value.remedy == "Change train.batch_tokens."
+
+
+def test_every_stage_names_settings_that_there_are() -> None:
+    for stage in STAGES:
+        for section, name in re.findall(r"\b(target|data|train|tune|eval)\.(\w+)", stage.takes_memory):
+            assert name in Recipe.model_fields[section].annotation.model_fields, stage.name  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("where", ["from_pretrained", "generate"])
+def test_memory_that_runs_out_elsewhere_is_a_sentence(
+    where: str, tiny_target: Target, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_much(*_: Any, **__: Any) -> None:
+        raise NO_MEMORY
+
+    export(tmp_path / "heads", tiny_target)
+    if where == "from_pretrained":
+        monkeypatch.setattr("headstart.target.loading.AutoModelForCausalLM.from_pretrained", too_much)
+    else:
+        monkeypatch.setattr("headstart.cli.heads._pour", too_much)
+    asked = ("generate", tmp_path / "heads", "--target", tiny_target_folder, "--prompt", "hi")
+    from tests.test_cli import refused  # which imports this module
+
+    sentence = refused(*asked)
+    assert "CUDA out of memory" in sentence
+    assert ("int8 or int4" if where == "from_pretrained" else "--max-new-tokens") in sentence

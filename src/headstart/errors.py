@@ -42,3 +42,18 @@ def nearest(name: object, known: Iterable[str]) -> str:
     words = sorted(known)
     meant = close(name, words)
     return f"Did you mean '{meant}'?" if meant else f"Known: {', '.join(words)}."
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this is what PyTorch or Python raise when an allocation fails, on any device.
+
+    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."))
+    True
+    >>> out_of_memory(RuntimeError("shapes differ"))
+    False
+    """
+    message = str(error).lower()
+    words = ("out of memory", "can't allocate memory", "not enough memory")
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in message for word in words)
+    )

@@ -12,9 +12,9 @@ import torch
 
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
-from headstart.errors import UserError
+from headstart.errors import UserError, out_of_memory
 from headstart.target.loading import PACKAGED, load_target, pick_dtype
-from headstart.target.memory import free_bytes, out_of_memory
+from headstart.target.memory import free_bytes
 from headstart.target.model import Target
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer

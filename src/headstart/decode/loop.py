@@ -26,8 +26,7 @@ from headstart.decode.options import DecodeOptions, Processor, check_kinds, rand
 from headstart.decode.reading import Reading
 from headstart.decode.sampling import argmax, check_processors, check_sampling, not_before, warp
 from headstart.decode.verify import RULES, SamplingVerifier, follow
-from headstart.errors import UserError, check_text, nearest
-from headstart.target.memory import out_of_memory
+from headstart.errors import UserError, check_text, nearest, out_of_memory
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
 

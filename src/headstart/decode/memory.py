@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from headstart.errors import UserError
+from headstart.errors import UserError, out_of_memory
 from headstart.support.files import format_bytes
-from headstart.target.memory import free_bytes, out_of_memory
+from headstart.target.memory import free_bytes
 from headstart.target.model import Target
 
 _SHARE = 0.9

@@ -310,6 +310,7 @@ DATA_STAGES = (
         after=("target",),
         settings=_conversation_settings,
         work=_conversations,
+        takes_memory="data.batch_size or data.max_new_tokens",
     ),
     Stage(
         name="states",
@@ -319,6 +320,7 @@ DATA_STAGES = (
         after=("target", "conversations"),
         settings=_state_settings,
         work=_states,
+        takes_memory="data.max_new_tokens and data.max_prompt_tokens, or set target.device=all or cpu",
         broken=_broken_states,
     ),
 )

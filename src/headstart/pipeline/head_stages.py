@@ -151,7 +151,17 @@ def trained_heads(run: Run, target: FrozenModel) -> DraftHead:
 
 
 HEAD_STAGES = (
-    Stage("train", "training the heads", 1, (TRAIN,), ("target", "states"), _train_settings, _train),
+    Stage(
+        "train",
+        "training the heads",
+        1,
+        (TRAIN,),
+        ("target", "states"),
+        _train_settings,
+        _train,
+        takes_memory="train.batch_tokens (and raise train.gradient_accumulation_steps as much), or set "
+        "train.gradient_checkpointing=true",
+    ),
     Stage(
         "tune",
         "measuring costs, choosing the tree",
@@ -160,6 +170,7 @@ HEAD_STAGES = (
         ("conversations", "train"),
         _tune_settings,
         _tune,
+        takes_memory="tune.context or tune.widths",
     ),
 )
 """In order."""

@@ -210,6 +210,7 @@ REPORT_STAGES = (
         after=("conversations", "export"),
         settings=_eval_settings,
         work=_eval,
+        takes_memory="eval.max_new_tokens",
     ),
 )
 """In order."""

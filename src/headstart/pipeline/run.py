@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rich.console import Console
 from rich.markup import escape
 
-from headstart.errors import UserError
+from headstart.errors import UserError, out_of_memory
 from headstart.recipes.recipe import Recipe, recipe_text
 from headstart.recipes.sections import Section
 from headstart.support.artifacts import Artifact, refer, references, referred
@@ -222,6 +222,7 @@ class Stage:
         settings: what it depends on, by dotted key, beside the stages `after` which it comes; values must survive JSON.
         work: completes what is there; called again after an interruption, and when a setting has changed.
         broken: says what of a finished stage can no longer be used; None when all of it can.
+        takes_memory: settings to lower, or to set, where memory runs out in it.
     """
 
     name: str
@@ -232,6 +233,17 @@ class Stage:
     settings: Callable[[Run], dict[str, Any]]
     work: Callable[[Run], Outcome]
     broken: Callable[[Run], str | None] = lambda _: None
+    takes_memory: str = "target.device or target.quantization (a smaller or spread target)"
+
+    def do(self, run: Run) -> Outcome:
+        """Its work; where memory runs out, a UserError names what takes it."""
+        try:
+            return self.work(run)
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            what = (str(error).splitlines() or [""])[0]
+            raise UserError(f"Memory ran out while {self.title}: {what}", f"Change {self.takes_memory}.") from error
 
 
 def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:
@@ -286,7 +298,7 @@ def _work(run: Run, stage: Stage, record: Record) -> None:
     write_json(run.record_file(stage.name), asdict(record))
     start = perf_counter()
     try:
-        outcome = stage.work(run)
+        outcome = stage.do(run)
         record.summary = outcome.summary
         record.artifact = references(run.folder).get(stage.name, "")
         record.identity = outcome.identity or _hash([record.fingerprint, datetime.now(UTC).isoformat()])

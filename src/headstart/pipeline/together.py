@@ -111,7 +111,7 @@ def train_together(run: Run) -> None:
         if isinstance(told, tuple):
             raise UserError(*told)
         if told:
-            training.work(run)
+            training.do(run)
         return
     begun = False
 

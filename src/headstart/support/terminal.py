@@ -27,7 +27,7 @@ from rich.progress import (
 )
 from typer.core import TyperGroup
 
-from headstart.errors import UserError
+from headstart.errors import UserError, out_of_memory
 
 T = TypeVar("T")
 
@@ -75,6 +75,14 @@ class Commands(Group):
             if error.errno == errno.EPIPE:  # whoever read what is printed has gone: nobody is there to be told
                 raise
             complain(*explained(error))
+            raise SystemExit(2) from None
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            complain(
+                f"Memory ran out: {(str(error).splitlines() or [''])[0]}",
+                "Lower --max-new-tokens or shorten what is read; a smaller --dtype or --quantization leaves more room.",
+            )
             raise SystemExit(2) from None
 
 

@@ -24,9 +24,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
+from headstart.errors import out_of_memory
 from headstart.support.uploads import upload_into
 from headstart.target.cache import KeyMemory, LayerKeys, TreeCache
-from headstart.target.memory import Memory, free_bytes, out_of_memory
+from headstart.target.memory import Memory, free_bytes
 from headstart.tree.tree import TreeBatch
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)

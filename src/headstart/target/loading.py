@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from headstart.errors import UserError, nearest
+from headstart.errors import UserError, nearest, out_of_memory
 from headstart.support.files import need_disk, write_atomic
 from headstart.support.hub_errors import absent
 from headstart.target.adapter import apply_adapter, read_adapter
@@ -105,7 +105,12 @@ def load_target(
     # Models that were saved quantised are on their device already.
     if not straight and not getattr(model, "hf_device_map", None):
         # Only the device: casting again would round the rotary frequencies, which stay in float32, to bfloat16.
-        model = model.to(where)
+        try:
+            model = model.to(where)
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise _too_large(spec, error) from error
     if quantization != "none":
         quantize(model, quantization)
     target = Target(model, tokenizer, spec, exact=exact, origin=origin)
@@ -147,11 +152,21 @@ def _read(spec: str, dtype: torch.dtype, revision: str | None, access: HubAccess
     except UserError:
         raise
     except Exception as error:  # transformers raises many kinds; all mean the same to the user
+        if out_of_memory(error):
+            raise _too_large(spec, error) from error
         refuse_code(spec, error)
         raise UserError(
             f"Cannot load the target {spec!r}: {type(error).__name__}: {(str(error).splitlines() or ['no reason'])[0]}",
             "Give a hub id, a folder with config.json, a .gguf file, or one of: " + ", ".join(PACKAGED) + ".",
         ) from error
+
+
+def _too_large(spec: str, error: BaseException) -> UserError:
+    """What to say of a target that memory does not hold."""
+    return UserError(
+        f"Memory does not hold the target {spec!r}: {(str(error).splitlines() or ['no reason'])[0]}",
+        "Load it in bfloat16, in int8 or int4 (quantization), on the device cpu, or on all GPUs (the device all).",
+    )
 
 
 def refuse_code(spec: str, error: Exception) -> None:

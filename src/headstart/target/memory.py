@@ -1,4 +1,4 @@
-"""How much memory is left, and whether an error says that there was too little."""
+"""How much memory is left."""
 
 from __future__ import annotations
 
@@ -49,18 +49,3 @@ def forget_most_resident() -> int:
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return int(psutil.Process().memory_info().rss)
-
-
-def out_of_memory(error: BaseException) -> bool:
-    """Whether this is what PyTorch or Python raise when an allocation fails, on any device.
-
-    >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."))
-    True
-    >>> out_of_memory(RuntimeError("shapes differ"))
-    False
-    """
-    if isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)):
-        return True
-    message = str(error).lower()
-    words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, RuntimeError) and any(word in message for word in words)

@@ -22,9 +22,9 @@ from headstart.decode.memory import by_halves
 from headstart.decode.options import SamplingOptions
 from headstart.decode.reading import common_beginning
 from headstart.decode.sampling import argmax, warp
-from headstart.errors import UserError
+from headstart.errors import UserError, out_of_memory
 from headstart.support.rng import draw_at
-from headstart.target.memory import free_bytes, out_of_memory
+from headstart.target.memory import free_bytes
 from headstart.target.model import Target
 from headstart.tree.tree import TreeBatch
 
