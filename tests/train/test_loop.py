@@ -123,7 +123,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_conversation(
 def test_a_gradient_that_is_not_finite_names_the_batch(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "find_loss", lambda name: lambda logits, probs: logits.sum(-1) * math.inf)
+    monkeypatch.setitem(trainer.LOSSES, "soft_ce", lambda logits, probs: logits.sum(-1) * math.inf)
     with pytest.raises(UserError, match=r"at step 1 .*of training conversations \d+"):
         run(tmp_path)
 
@@ -176,7 +176,6 @@ def test_nothing_supervised_is_an_error(
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"loss": "softce"}, "Unknown loss 'softce'"),
         ({"mixed_precision": "fp16"}, "fp16 training needs a GPU"),
         ({"mixed_precision": "fp16", "optimizer": "muon"}, "muon works beside AdamW"),
         ({"tracker": "trackio"}, "tracker trackio is not installed"),
