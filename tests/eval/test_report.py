@@ -80,6 +80,16 @@ def test_no_name_of_a_program_and_no_stamp_is_shown(results: dict[str, Any], tmp
         assert "prompt lookup" in text and "prompt_lookup" not in text
 
 
+def test_acceptance_says_of_how_many_rounds_it_is(results: dict[str, Any], tmp_path: Path) -> None:
+    results = compared(results)
+    results["summary"] |= {"acceptance_by_position": [0.5, 7 / 9], "rounds_by_position": [200, 9]}
+    results["compare"][0] |= {"acceptance_by_position": [0.5, 7 / 9], "rounds_by_position": [200, 9]}
+    html, markdown = pages(results, tmp_path)
+    for text in (html, markdown):
+        assert "78 % (45–94 %) of 9 rounds" in text and "50 % (43–57 %) of 200 rounds" in text
+    assert "| 50 … |" in markdown, "a share of nine rounds is no figure to compare"
+
+
 def test_html_stands_alone(results: dict[str, Any], tmp_path: Path) -> None:
     html, _ = pages(results, tmp_path)
     fetching = r"<script[^>]|<(link|img|iframe)\b|@import|url\((?!#)|fetch\(|XMLHttpRequest|import\("
@@ -121,7 +131,7 @@ def test_a_few_prompts_have_no_interval(results: dict[str, Any], tmp_path: Path)
     html, markdown = pages(results, tmp_path / "one")
     for text in (html, markdown):
         assert "1.50x the speed of the plain loop, on too few prompts for an interval." in text
-        assert "1.50–1.50" not in text and "interval 1.50" not in text and "Whiskers" not in text
+        assert "1.50–1.50" not in text and "interval 1.50" not in text and "interval over prompts" not in text
         assert "None" not in text
     written = io.StringIO()
     console = Console(file=written, width=200)

@@ -29,6 +29,7 @@ RESULTS: dict[str, Any] = {
     "summary": {
         "tokens_per_round": 1.87,
         "acceptance_by_position": [0.62, 0.45],
+        "rounds_by_position": [1000, 620],
         "tokens_per_second": {"heads": 71.2, "plain": 50.1, "transformers": 44.9, "transformers_prompt_lookup": None},
         "speedup_vs_plain": {"mean": 1.42, "low": 1.37, "high": 1.47},
         "speedup_vs_transformers": {"mean": 1.59, "low": 1.5, "high": 1.66},

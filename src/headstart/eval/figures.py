@@ -5,7 +5,8 @@ Shape suffixes: N resampled units (questions or batches of them), R resamples.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypedDict
@@ -87,13 +88,52 @@ def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
     >>> acceptance_by_position([*rounds, Round(2, 2, 0, 0, 0, depth=1)])  # 3 of 4, then 1 of 2
     [0.75, 0.5]
     """
-    shares = []
+    return [
+        sum(done.emitted > position for done in reached) / len(reached)
+        for position, reached in enumerate(_reached(rounds), start=1)
+    ]
+
+
+def rounds_by_position(rounds: Sequence[Round]) -> list[int]:
+    """How many rounds each share of `acceptance_by_position` is of."""
+    return [len(reached) for reached in _reached(rounds)]
+
+
+def _reached(rounds: Sequence[Round]) -> Iterator[list[Round]]:
+    """For each position, the rounds that drafted it after accepting all before it; as far as any did."""
     for position in range(1, max((done.depth for done in rounds), default=0) + 1):
         reached = [done for done in rounds if done.depth >= position and done.emitted >= position]
         if not reached:
-            break
-        shares.append(sum(done.emitted > position for done in reached) / len(reached))
-    return shares
+            return
+        yield reached
+
+
+def share_interval(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of so many independent cases.
+
+    >>> low, high = share_interval(1.0, 10)
+    >>> round(low, 3), round(high, 3)
+    (0.722, 1.0)
+    """
+    wide = 1.96**2 / count
+    middle, half = share + wide / 2, 1.96 * math.sqrt(share * (1 - share) / count + wide / 4 / count)
+    return max(0.0, (middle - half) / (1 + wide)), min(1.0, (middle + half) / (1 + wide))
+
+
+def accepted(row: Mapping[str, Any]) -> list[tuple[float, int]]:
+    """Acceptance at each position, with the rounds that it is of."""
+    shares, rounds = row.get("acceptance_by_position") or (), row.get("rounds_by_position") or ()
+    return list(zip(shares, rounds, strict=False))
+
+
+def acceptance(share: float, rounds: int) -> str:
+    """A share with what it is worth.
+
+    >>> acceptance(7 / 9, 9)
+    '78 % (45–94 %) of 9 rounds'
+    """
+    low, high = share_interval(share, rounds)
+    return f"{100 * share:.0f} % ({100 * low:.0f}–{100 * high:.0f} %) of {rounds} round{'s' * (rounds > 1)}"
 
 
 def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None:
@@ -192,6 +232,7 @@ def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, A
         **_speedups(units, method, seed),
         "tokens_per_round": tokens_per_round(rounds) if rounds else None,
         "acceptance_by_position": acceptance_by_position(rounds),
+        "rounds_by_position": rounds_by_position(rounds),
         "nodes_per_round": sum(done.nodes for done in rounds) / len(rounds) if rounds else None,
         "round_ms": mean_round_ms(units, method),
         "undrafted_prompts": undrafted_prompts(units, method) if rounds and method != PLAIN else None,

@@ -10,6 +10,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from headstart.eval.figures import share_interval
 from headstart.eval.labels import HEADS, HEADS_NGRAM, LABELS, label_of
 
 _STYLE = {
@@ -26,8 +27,9 @@ _STYLE = {
 
 def plots(results: Mapping[str, Any]) -> list[dict[str, str]]:
     """Every plot whose numbers are there, as {"title", "note", "svg"}."""
-    shares = results["summary"]["acceptance_by_position"]
-    return [_speeds(results["compare"]), *([_acceptance(shares)] if shares else [])]
+    summary = results["summary"]
+    shares, rounds = summary["acceptance_by_position"], summary.get("rounds_by_position")
+    return [_speeds(results["compare"]), *([_acceptance(shares, rounds)] if shares and rounds else [])]
 
 
 def _speeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -55,18 +57,23 @@ def _speeds(rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return _plot(figure, "Speed of each method", note)
 
 
-def _acceptance(shares: Sequence[float]) -> dict[str, str]:
+def _acceptance(shares: Sequence[float], rounds: Sequence[int]) -> dict[str, str]:
     figure, axes = _figure()
-    bars = axes.bar(
-        range(1, len(shares) + 1), [100 * share for share in shares], width=0.62, color=LABELS[HEADS].colour
-    )
-    axes.bar_label(bars, fmt="%.0f", padding=3)
+    spans = [(share, *share_interval(share, count)) for share, count in zip(shares, rounds, strict=True)]
+    whiskers = [[100 * (share - low) for share, low, _ in spans], [100 * (high - share) for share, _, high in spans]]
+    positions, heights = range(1, len(shares) + 1), [100 * share for share in shares]
+    bars = axes.bar(positions, heights, width=0.62, color=LABELS[HEADS].colour, yerr=whiskers, capsize=3)
+    axes.bar_label(bars, labels=[f"{100 * share:.0f}\nof {count}" for share, count in zip(shares, rounds, strict=True)])
     axes.set_xlabel("position (tokens drafted ahead)")
     axes.set_ylabel("accepted, % of rounds that got there")
-    axes.set_ylim(0, 105)
+    axes.set_ylim(0, 125)
+    axes.set_yticks(range(0, 101, 20))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="x", visible=False)
-    note = "Of the rounds whose earlier drafts were all accepted, how many accepted the next one too."
+    note = (
+        "Of the rounds whose earlier drafts were all accepted, how many accepted the next one too. Whiskers: 95 % "
+        "interval."
+    )
     return _plot(figure, "Acceptance by position", note)
 
 

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
+from headstart.eval.figures import acceptance, accepted
 from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN, label_of, temperature_of
 from headstart.eval.plots import plots
 from headstart.eval.replay import answer_name, by_step, end_ms, featured, place, standing
@@ -22,7 +23,8 @@ DEFINITIONS = {
     "Tokens per round (τ)": "The mean number of tokens that one forward of the target yields: accepted drafts plus the "
     "target's own next token. Plain decoding has τ = 1.",
     "Acceptance at position k": "Of the rounds that drafted at least k tokens ahead and whose first k − 1 drafts were "
-    "accepted, the share whose k-th was accepted too.",
+    "accepted, the share whose k-th was accepted too; with the 95 % interval of Wilson, as if "
+    "rounds did not depend on each other.",
     "Speed-up": "Tokens per second with the drafter divided by tokens per second without, all tokens over all seconds. "
     "The interval is the middle 95 % of a paired bootstrap over prompts.",
     "Time to first token": "From the call to the first token, reading the prompt included.",
@@ -74,7 +76,7 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=number, times=times, percent=percent, cell=cell)
+    environment.filters.update(number=number, times=times, cell=cell)
     environment.filters.update(span=span, shares=shares, words=words, label=label_of, temperature=temperature_of)
     environment.filters.update(answer_name=answer_name, place=place, by_step=by_step, end_ms=end_ms, standing=standing)
     return environment.get_template(name)
@@ -104,6 +106,7 @@ def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str,
         over_plain=partial(over_plain, results=results),
         baselines=BASELINES,
         definitions=DEFINITIONS,
+        accepted=[acceptance(*pair) for pair in accepted(results["summary"])],
         races=results["replays"],
         shown=featured(results["replays"]) if results["replays"] else None,
         plots=[{**plot, "svg": Markup(plot["svg"])} for plot in figures],
@@ -228,28 +231,22 @@ def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-def percent(value: float) -> str:
-    """A share as a percentage.
-
-    >>> percent(0.25)
-    '25 %'
-    """
-    return f"{100 * value:.0f} %"
-
-
 _SHARES = 6  # positions that a cell shows
+_ROUNDS = 30  # that a share in a cell is of, at least: with 30 it is good to 18 points
 
 
-def shares(values: Sequence[float] | None) -> str:
-    """Several shares in one cell, in per cent; no more than fit.
+def shares(row: Mapping[str, Any]) -> str:
+    """Acceptance by position in one cell, in per cent: no more positions than fit, and none that few rounds reached.
 
-    >>> shares([0.5, 0.25])
-    '50 / 25'
-    >>> shares([0.5] * 9)
-    '50 / 50 / 50 / 50 / 50 / 50 …'
+    >>> shares({"acceptance_by_position": [0.5, 0.25, 0.7], "rounds_by_position": [90, 45, 9]})
+    '50 / 25 …'
+    >>> shares({"acceptance_by_position": [0.5], "rounds_by_position": [4]}), shares({"acceptance_by_position": []})
+    ('…', '–')
     """
-    more = " …" if len(values or ()) > _SHARES else ""
-    return " / ".join(f"{100 * value:.0f}" for value in (values or ())[:_SHARES]) + more or "–"
+    pairs = accepted(row)
+    told = [f"{100 * share:.0f}" for share, rounds in pairs if rounds >= _ROUNDS][:_SHARES]
+    parts = [" / ".join(told)] if told else []
+    return " ".join([*parts, "…"] if len(told) < len(pairs) else parts) or "–"
 
 
 def words(row: Mapping[str, Any]) -> str:

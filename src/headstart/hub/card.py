@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from headstart.eval.figures import acceptance, accepted
 from headstart.eval.labels import BASELINES, HEADS_NGRAM, LABELS, PLAIN, temperature_of
 from headstart.heads.exchange.published import Published
 from headstart.hub.engine_tuning import EngineTuning, engine_rows, read_engine_tunings, setting_of
@@ -195,9 +196,8 @@ def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
             rows.append((f"speed-up of {label} over {LABELS[PLAIN].name}", _interval(row["speedup_vs_plain"])))
     if summary.get("tokens_per_round") is not None:
         rows.append(("tokens per forward of the target (τ)", f"{summary['tokens_per_round']:.2f}"))
-    for position, share in enumerate(summary.get("acceptance_by_position") or (), start=1):
-        if share is not None:
-            rows.append((f"draft {position} accepted, when those before it were", f"{100 * share:.0f} %"))
+    for position, pair in enumerate(accepted(summary), start=1):
+        rows.append((f"draft {position} accepted, when those before it were", acceptance(*pair)))
     divergences = summary.get("divergences")
     if divergences and divergences.get("prompts"):
         rows.append(
