@@ -20,8 +20,8 @@ from rich.console import Console
 
 from headstart.data.conversations.building import _Writing, build_conversations
 from headstart.data.conversations.depends_on import identity
-from headstart.data.conversations.jobs import Board
-from headstart.data.conversations.part_writer import PartWriter
+from headstart.data.conversations.jobs import JOBS, Board
+from headstart.data.conversations.part_writer import PART, PartWriter
 from headstart.data.conversations.parts import Part
 from headstart.data.conversations.records import Conversation
 from headstart.data.writing.in_process import InProcess
@@ -30,6 +30,7 @@ from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
+from headstart.pipeline.together import _Helper
 from headstart.recipes.recipe import load_recipe
 from headstart.recipes.sections import DataSection
 from headstart.servers import client
@@ -682,6 +683,16 @@ class TestConversations:
         execute(stored, stages_until("states"))
         assert (tmp_path / "run" / "data" / "conversations" / "train.jsonl").read_text() == written
         assert len(list(tmp_path.glob("artifacts/conversations/*"))) == 1, "the same, with the target loaded"
+
+    def test_those_who_help_do_not_load_it_either(
+        self, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What servers write is nobody's to help with; there may be states to compute later."""
+        recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"server": NOWHERE})
+        monkeypatch.setattr("headstart.target.loading.load_target", lambda *_, **__: pytest.fail("loaded"))
+        monkeypatch.setattr("headstart.pipeline.together.referred", lambda _, stage: tmp_path / stage)
+        Board(tmp_path / "conversations" / JOBS).post("00000-train-a", {"kind": PART, "target": ""})
+        assert _Helper(Run(recipe, tmp_path / "run", Console(quiet=True))).help() == 0
 
     def test_self_prompts_are_written_there_too(
         self, tiny_target: Target, serve: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -52,8 +52,8 @@ class _Helper:
     def __init__(self, run: Run) -> None:
         from headstart.data.writing.in_process import InProcess
 
-        self._run, self._most = run, 2 if InProcess(run.target).shareable else 1
-        self._owner = run.target.whole_identity
+        self._run, self._most = run, 2 if InProcess(run.described).shareable else 1
+        self._owner = run.described.whole_identity
         self._refused: set[str] = set()  # jobs that cannot be done here
 
     def help(self) -> int:
@@ -65,7 +65,7 @@ class _Helper:
         boards = [Board(folder / JOBS) for folder in folders if folder is not None]
         if not any(board.names() for board in boards):
             return 0
-        with Workers(self._run.target.device, self._most) as workers:
+        with Workers(self._run.described.device, self._most) as workers:
             do = partial(self._do, check=workers.check)
             return help_others(boards, Taker(do, workers, lambda what: what["target"] == self._owner, self._refused))
 
