@@ -172,6 +172,12 @@ def test_eval_writes_the_three_files(finished: Path, questions: Path, tmp_path: 
     works(*asked, "--batch-size", 2, "--temperature", 0.5, "--overwrite")
 
 
+def test_a_report_names_the_heads_and_their_training(finished: Path, questions: Path, tmp_path: Path) -> None:
+    works("eval", finished, "--questions", questions, "--out", tmp_path / "out", "--max-new-tokens", 4)
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "| family | medusa |" in text and "| training conversations | 12 |" in text
+
+
 def test_data_shows_what_is_supervised(finished: Path, tmp_path: Path, tiny_target_folder: Path) -> None:
     assert "supervised" in works("data", "show", finished, "--index", 1).stdout
     file = finished / "data" / "conversations" / "validation.jsonl"

@@ -95,6 +95,13 @@ def test_a_run_leaves_what_others_script_against(whole: tuple[Recipe, Path]) -> 
     assert "### held-out prompts" in (folder / "heads" / "README.md").read_text()
 
 
+def test_the_report_of_a_run_names_its_heads(whole: tuple[Recipe, Path]) -> None:
+    text = (whole[1] / "report" / "report.md").read_text()
+    assert text.startswith("# tiny on ")
+    for row in ("family | medusa", "drafts in a row | 2", "recipe | tiny", "training conversations | 12"):
+        assert f"| {row} |" in text
+
+
 def test_a_plan_knows_the_bytes_that_a_run_leaves(whole: tuple[Recipe, Path], tmp_path: Path) -> None:
     recipe, folder = whole
     # Answers of the tiny target are as long as they may be.

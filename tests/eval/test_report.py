@@ -90,6 +90,15 @@ def test_acceptance_says_of_how_many_rounds_it_is(results: dict[str, Any], tmp_p
     assert "| 50 … |" in markdown, "a share of nine rounds is no figure to compare"
 
 
+def test_the_heads_are_named(results: dict[str, Any], tmp_path: Path) -> None:
+    assert "Heads</h2>" not in pages(results, tmp_path / "unknown")[0]
+    results["settings"]["heads"] = {"family": "eagle3", "size": "9.8 M parameters", "steps": "537 | 600"}
+    html, markdown = pages(results, tmp_path / "known")
+    assert "<td>family</td><td>eagle3</td>" in html
+    assert "| size | 9.8 M parameters |" in markdown and r"| steps | 537 \| 600 |" in markdown
+    assert "{'family'" not in html + markdown
+
+
 def test_html_stands_alone(results: dict[str, Any], tmp_path: Path) -> None:
     html, _ = pages(results, tmp_path)
     fetching = r"<script[^>]|<(link|img|iframe)\b|@import|url\((?!#)|fetch\(|XMLHttpRequest|import\("

@@ -51,13 +51,17 @@ def evaluate(
     _check_out(out, REPORT_FILES, overwrite)
     asked = read_questions(questions)
     from headstart.eval.report import show_results
+    from headstart.hub.format import read_config
+    from headstart.hub.pull import has_heads, locate
     from headstart.pipeline.actions import report
 
     console = Console()
     # What people run when they say nothing is measured beside the heads alone.
     default = (DecodeOptions.drafter,) if options.drafter == "heads" else ()
     measuring = replace(options, heads_name=heads, compare=(*default, *options.compare))
-    results = report(load_decoder(heads, loading, options), asked, measuring, out=out, console=console)
+    decoder = load_decoder(heads, loading, options)
+    training = read_config(locate(heads, loading.revision)).get("training") if has_heads(heads) else None
+    results = report(decoder, asked, measuring, out, console, training)
     show_results(results, f"{heads} on {questions.name}", console)
     say(console, ("Report", out / "report.html"))
 

@@ -87,7 +87,8 @@ def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str,
     compare = results["compare"]
     return template(name).render(
         summary=results["summary"],
-        settings=results["settings"],
+        settings={name: value for name, value in results["settings"].items() if name != "heads"},
+        heads=results["settings"].get("heads", {}),
         machine=_machine(results["environment"]),
         categories=results["categories"],
         prompts=len(results["per_prompt"]),

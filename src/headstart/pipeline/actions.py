@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import copytree
 from typing import TYPE_CHECKING, Any
@@ -22,13 +22,28 @@ if TYPE_CHECKING:
 
 
 def report(
-    decoder: Decoder, questions: Sequence[Question], options: EvalOptions, out: Path, console: Console
+    decoder: Decoder,
+    questions: Sequence[Question],
+    options: EvalOptions,
+    out: Path,
+    console: Console,
+    training: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """Measure loaded heads on questions and write results.json, report.md and report.html; returns the results."""
+    """Measure loaded heads on questions and write results.json, report.md and report.html; returns the results.
+    `training` are rows about how the heads were trained."""
     from headstart.eval.evaluate import evaluate
     from headstart.eval.report import write_report
 
     results = evaluate(decoder, questions, options, console)
+    with suppress(UserError):  # a target alone
+        heads = decoder.heads
+        results["settings"]["heads"] = {
+            "family": heads.config.family,
+            "size": f"{sum(weight.numel() for weight in heads.parameters()) / 1e6:.1f} M parameters",
+            "drafts in a row": str(heads.draft_steps),
+            "draft vocabulary": f"{heads.config.draft_width} of {heads.config.vocab_size} tokens",
+            **(training or {}),
+        }
     write_report(results, out)
     return results
 

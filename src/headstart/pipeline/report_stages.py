@@ -166,12 +166,15 @@ def _eval(run: Run) -> Outcome:
         run.refer("eval", made)
         if not (folder / REPORT / "results.json").is_file():
             chosen = section.model_dump(include={"limit", "max_new_tokens", "temperature", "compare"})
-            options = EvalOptions(**chosen)
+            options, training = EvalOptions(**chosen, heads_name=run.recipe.name), _training_facts(run)
             # Read back what was exported: the report is about what people will load.
             decoder = load(exported.folder / HEADS, run.decoded)
             questions = read_questions(file)
 
-            write_atomic(folder / REPORT, lambda partial: report(decoder, questions, options, partial, run.console))
+            def measure(partial: Path) -> None:
+                report(decoder, questions, options, partial, run.console, training)
+
+            write_atomic(folder / REPORT, measure)
         results = read_json(folder / REPORT / "results.json")
         name = "held-out prompts" if asked == "heldout" else Path(asked).stem
         facts = {"training": _training_facts(run), "measurements": [{"name": name, "results": results}]}
