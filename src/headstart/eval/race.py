@@ -17,12 +17,11 @@ from rich.text import Text
 from headstart.decode.options import DecodeOptions, random_seed
 from headstart.errors import UserError
 from headstart.eval.evaluate import WARM_UP_TOKENS
-from headstart.eval.labels import PLAIN
+from headstart.eval.labels import PLAIN, label_of
 from headstart.eval.methods import Ours, Source
 from headstart.eval.replay import (
     Race,
     Replay,
-    answer_name,
     by_step,
     closing,
     contestants,
@@ -99,7 +98,7 @@ def show_race(race: Race, console: Console) -> None:
         _play(answers, console)
     else:
         for answer in answers:
-            tell(console, f"{answer_name(answer)}: {figures(answer, end_ms(answer))}")
+            tell(console, f"{label_of(answer['name'])}: {figures(answer, end_ms(answer))}")
     tell(console, closing(*answers))
 
 
@@ -133,7 +132,7 @@ def frame(answers: Sequence[Replay], ms: float, console: Console) -> RenderableT
 def _panel(answer: Replay, ms: float, console: Console, width: int, height: int) -> Panel:
     now = min(ms, end_ms(answer))
     lines = answer_text(answer, now).wrap(console, width)[-height:]
-    name, counts = answer_name(answer), figures(answer, now)
+    name, counts = label_of(answer["name"]), figures(answer, now)
     return Panel(
         Text("\n").join(lines),
         title=Text(name),

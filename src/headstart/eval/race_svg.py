@@ -14,11 +14,11 @@ from textwrap import wrap
 from markupsafe import escape
 from rich.cells import cell_len
 
+from headstart.eval.labels import label_of
 from headstart.eval.replay import (
     Race,
     Replay,
     Step,
-    answer_name,
     beginning,
     by_step,
     closing,
@@ -91,7 +91,7 @@ def race_svg(race: Race, conditions: str) -> str:
 def _lane(scene: _Scene, answer: Replay, y: float) -> float:
     """Draw an answer from a height on; returns the height of its last line."""
     end = end_ms(answer)
-    scene.text(answer_name(answer), _LEFT, y, "n")
+    scene.text(label_of(answer["name"]), _LEFT, y, "n")
     _counters(scene, answer, y)
     grown = [(step["ms"], share) for step, share in zip(answer["steps"], _shares(answer), strict=True)]
     scene.bar(y + 8, [(0, "transform:scaleX(0)"), *((ms, f"transform:scaleX({share:.3g})") for ms, share in grown)])

@@ -5,13 +5,13 @@ The `replays` of results.json are made here, and every race (page, picture, term
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple, TypedDict
 
 from headstart.decode.loop import Round
 from headstart.eval.figures import Unit
-from headstart.eval.labels import HEADS, HEADS_NGRAM, LABELS, OTHER, PLAIN
+from headstart.eval.labels import HEADS, HEADS_NGRAM, OTHER, PLAIN, label_of
 from headstart.eval.methods import Run
 from headstart.support.detokenizer import IncrementalDetokenizer
 
@@ -208,7 +208,7 @@ def closing(plain: Replay, drafted: Replay) -> str:
     words = "the same text" if same else "the texts differ"
     if not any(step["nodes"] for step in drafted["steps"]):
         words += "; nothing was drafted, because plain decoding was faster"
-    return f"{answer_name(drafted)}: {speeds[0] / speeds[1]:.2f}x the speed of {answer_name(plain)}, {words}."
+    return f"{label_of(drafted['name'])}: {speeds[0] / speeds[1]:.2f}x the speed of {label_of(plain['name'])}, {words}."
 
 
 def end_ms(answer: Replay) -> float:
@@ -234,16 +234,6 @@ def featured(races: Sequence[Race]) -> Race:
 def contestants(race: Race) -> list[Replay]:
     """Plain decoding, and what is run by default where it was measured, else the drafter under test."""
     return [race["answers"][0], race["answers"][-1]]
-
-
-def answer_name(answer: Mapping[str, Any]) -> str:
-    """What a method is called.
-
-    >>> answer_name({"name": "heads+ngram"}), answer_name({"name": "lookahead"})
-    ('heads + n-gram', 'lookahead')
-    """
-    label = LABELS.get(answer["name"])
-    return label.short if label else str(answer["name"])
 
 
 def place(race: Race) -> str:
