@@ -28,7 +28,8 @@ coverage: $(VENV)/.dev
 	  --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 rehearsal: $(VENV)/.dev
-	$(BIN)/python rehearsal/rehearse.py --out $(or $(OUT),out/rehearsal)
+	rm -rf out/rehearsal
+	$(BIN)/python rehearsal/rehearse.py --out out/rehearsal
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

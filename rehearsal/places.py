@@ -136,6 +136,13 @@ class Place:
                 task.unlink()
             self._note(command, time.monotonic() - began)
 
+    def job(self, *nodes: str) -> dict[str, str]:
+        """Variables of a job on these nodes, by default on both."""
+        steps, nodes = self.folder / "steps", nodes or NODES
+        steps.mkdir(exist_ok=True)
+        lists = {"SLURM_JOB_NODELIST": ",".join(nodes), "SLURM_NNODES": str(len(nodes))}
+        return lists | {"REHEARSAL_STEPS": str(steps)}
+
     @property
     def here(self) -> Path:
         """The folder of the part under way."""

@@ -68,6 +68,7 @@ SUBSTITUTIONS = (
     ("validation.jsonl", "runs/mine/data/conversations/validation.jsonl"),
     ("TEXT", "'Tell me about rice.'"),
     ("--out DIR", "--out out"),
+    ("--from DIR", "--from out"),
     ("DIR", "served"),
 )  # fmt: skip
 
