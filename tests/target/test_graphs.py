@@ -147,6 +147,19 @@ def test_a_layer_that_does_not_exist_is_refused(target: Target, device: StandIn)
         target.forward_tree(cache, TreeBatch.of([Tree([3])], CUDA), (99,))
 
 
+def test_lengths_of_ragged_rows_stay_on_the_device(target: Target, device: StandIn) -> None:
+    """They are uploaded once, and then grow there by what is committed."""
+    cache = target.new_cache(3, 64)
+    target.prefill(cache, TEXTS)
+    for number, counts in enumerate(([1, 2, 1], [2, 2, 1], [1, 1, 4])):
+        batch = TreeBatch.of([Tree.chain_of([5, 4, 3, 2])] * 3, CUDA)
+        paths, before = [list(range(count)) for count in counts], device.counts
+        target.forward_tree(cache, batch)
+        assert (device.counts - before).uploads == (number == 0)
+        cache.commit(paths, counts_B=torch.tensor(counts, device=CUDA))
+        assert cache.lengths_B1(CUDA).tolist() == [[length] for length in cache.lengths]
+
+
 def test_launches_of_a_plain_round(target: Target, device: StandIn) -> None:
     """One graph, whatever the model: its token is copied in, its outcome out, and read."""
     cache = target.new_cache(1, 64)

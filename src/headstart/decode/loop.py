@@ -324,7 +324,7 @@ class Engine:
             out = target.forward_tree(cache, batch, self._aux_layers(drafting))
             committed, roots = verifier.accept(batch, out)
             verified = perf_counter()
-            cache.commit(committed.paths, committed.paths_BP)
+            cache.commit(committed.paths, committed.paths_BP, committed.counts_B)
             if call.reading is not None:
                 call.reading.add(committed)
             tell("commit", committed)

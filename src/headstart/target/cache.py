@@ -155,10 +155,12 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._slots[device] = torch.arange(self.rows, device=device)[:, None], slots_BT
         return self._slots[device]
 
-    def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
+    def commit(
+        self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None, counts_B: Tensor | None = None
+    ) -> None:
         """Keep, for each row, the nodes on its accepted path (indices into the last forward), in order; an empty path
         drops everything the last forward wrote for that row. `paths_BP`, the same on the device and padded with any
-        node, saves an upload."""
+        node, and `counts_B`, how many there are of each row, save uploads."""
         moved = [
             (row, self.lengths[row] + node, self.lengths[row] + index)
             for row, path in enumerate(paths)
@@ -180,11 +182,16 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
                 rows, sources, indices = placed[store.device]
                 # Indexing gathers a copy before the write, so overlapping moves are safe.
                 store[:, rows, :, indices] = store[:, rows, :, sources]
+        known = None if counts_B is None else self._lengths.get(counts_B.device)
+        carried = known is not None and known[0] == self.lengths
         for row, path in enumerate(paths):
             self.lengths[row] += len(path)
+        if carried and known is not None and counts_B is not None:
+            self._lengths[counts_B.device] = list(self.lengths), known[1] + counts_B[:, None]
 
     def lengths_B1(self, device: torch.device) -> Tensor:
-        """Committed tokens of each row, int64 [B, 1], or [1, 1] where all have the same; uploaded once a round."""
+        """Committed tokens of each row, int64 [B, 1], or [1, 1] where all have the same; uploaded once, as long as what
+        is committed is known on the device, too."""
         if len(set(self.lengths)) == 1:
             return torch.full((1, 1), self.lengths[0], device=device)
         known = self._lengths.get(device)

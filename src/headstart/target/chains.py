@@ -82,7 +82,9 @@ class ChainCache:
     def rows(self) -> int:
         return len(self.rows_B)
 
-    def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
+    def commit(
+        self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None, counts_B: Tensor | None = None
+    ) -> None:
         """Keep so many tokens of each row's chain; see `TreeCache.commit`."""
         for number, (row, path) in enumerate(zip(self.rows_B, paths, strict=True)):
             assert list(path) == list(range(len(path))), "the target reads chains"

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from headstart.errors import out_of_memory
-from headstart.support.uploads import upload_into
 from headstart.target.cache import KeyMemory, LayerKeys, TreeCache
 from headstart.target.memory import Memory, free_bytes
 from headstart.tree.tree import TreeBatch
@@ -49,7 +48,7 @@ Outputs = tuple[Tensor, dict[int, Tensor]]
 
 @dataclass
 class Inputs:
-    """The buffers that a graph reads; rows and nodes that nobody filled have a length of 0 and see themselves."""
+    """The buffers that a graph reads. Nodes that nobody filled see themselves; rows have a length of before, or 0."""
 
     tokens_BN: Tensor
     depths_BN: Tensor
@@ -62,7 +61,7 @@ class Inputs:
         visible_BNN = torch.eye(width, dtype=torch.bool, device=device).repeat(rows, 1, 1)
         return cls(tokens_BN, torch.zeros_like(tokens_BN), visible_BNN, torch.zeros_like(tokens_BN[:, :1]))
 
-    def fill(self, batch: TreeBatch, lengths: Sequence[int]) -> None:
+    def fill(self, batch: TreeBatch, cache: TreeCache) -> None:
         """Put in a batch of at most as many rows and nodes. No node sees a later one, so that what a wider batch left
         behind is not seen."""
         rows, width = batch.tokens_BN.shape
@@ -70,11 +69,10 @@ class Inputs:
         if self.tokens_BN.shape[1] > 1:
             self.depths_BN[:rows, :width] = batch.depths_BN
             self.visible_BNN[:rows, :width, :width] = batch.visible_BNN
-        lengths = [*lengths, *[0] * (len(self.lengths_B1) - rows)]
-        if len(set(lengths)) == 1:
-            self.lengths_B1.fill_(lengths[0])
+        if len(set(cache.lengths)) == 1:
+            self.lengths_B1[:rows].fill_(cache.lengths[0])
         else:
-            upload_into(self.lengths_B1, [[length] for length in lengths])
+            self.lengths_B1[:rows] = cache.lengths_B1(self.lengths_B1.device)
 
 
 Forward = Callable[[Inputs, TreeCache, int, frozenset[int]], Outputs]
@@ -201,7 +199,7 @@ class Graphs(Captures[KeyMemory]):
         cache.begin(batch.size)
         graph = memory.graphs.get(bucket)
         inputs = Inputs.of(rows, width, self._device) if graph is None else graph.inputs
-        inputs.fill(batch, lengths)
+        inputs.fill(batch, cache)
         if graph is None:
             keys = TreeCache.of(memory, rows)
 
