@@ -377,7 +377,7 @@ def test_refusals_are_one_sentence_from_one_process(
     )
     ended = together(ranks.train, file, "--run-dir", run, "train.loss=foo")
     assert_codes(ended, 2, 2)
-    assert_one_voice(ended, "Unknown loss 'foo'")
+    assert_one_voice(ended, "Recipe key 'train.loss' is 'foo'")
     ended = together(ranks.train, file, "--run-dir", run, "data.conversations=30")
     assert_codes(ended, 2, 2)
     assert_one_voice(ended, "(conversations: data.conversations changed from 24 to 30)", "headstart data build")
