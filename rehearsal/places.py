@@ -287,7 +287,7 @@ def save_toy_target(folder: Path) -> None:
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=256, intermediate_size=384, num_hidden_layers=8, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=384, intermediate_size=512, num_hidden_layers=8, num_attention_heads=6,
         num_key_value_heads=2, max_position_embeddings=2048, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip

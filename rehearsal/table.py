@@ -81,8 +81,6 @@ TESTED = {
     "headstart plan eagle3-70b target=docs/plans/qwen3-coder-480b": _PLANS,
     ".venv/bin/headstart chat zai-org/GLM-4.5-Air": _MODULES,
     "model.generate(**inputs": "tests/test_generation.py::test_a_folder_of_heads",
-    "headstart race HEADS": "tests/test_cli_race.py::test_a_race_decodes_both_ways",
-    "headstart race --from DIR": "tests/test_cli_race.py::test_a_report_is_raced_again",
     "headstart push HEADS user/name": "tests/hub/test_hub.py::test_pushed_heads_come_back_and_decode",
     "headstart push served user/name": "tests/engines/test_sharing.py::test_two_formats_in_one_repository",
 }
