@@ -79,7 +79,7 @@ def test_a_run_stands_for_its_heads(heads: Path, run_folder: Path, questions: Pa
     works("audit", run_folder, "--limit", 1, "--drafters", "static", "--max-new-tokens", 4, "--temperature", 0)
     (run_folder / "heads" / "notes.txt").touch()
     shown = works("push", run_folder, "user/name", "--dry-run").stdout
-    assert "Would upload 7 files" in shown and "notes.txt  left out" in shown
+    assert "Would upload 6 files" in shown and "notes.txt  left out" in shown
 
 
 def test_a_run_without_heads_is_refused(run_folder: Path) -> None:
@@ -220,7 +220,7 @@ def test_eval_compares(heads: Path, questions: Path, tmp_path: Path) -> None:
     always = ["heads", "plain", "transformers", "transformers_prompt_lookup", DecodeOptions.drafter]
     assert names == [*always, "ngram", "early-exit:1", "static"]
     asked = (*asked, "--overwrite")
-    assert "heads+ngram" in works(*asked, "--limit", 1).stdout, "what is run by default is measured by default"
+    assert "heads + n-gram" in works(*asked, "--limit", 1).stdout, "what is run by default is measured by default"
     assert [row["name"] for row in json.loads((tmp_path / "results.json").read_text())["compare"]] == always
     works(*asked, "--limit", 1, "--temperature", 1, "--verifier", "top_k", "--drafter", "ngram")
     settings = json.loads((tmp_path / "results.json").read_text())["settings"]

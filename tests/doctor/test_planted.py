@@ -99,10 +99,10 @@ def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None
 
     def talk(item: Conversation) -> Conversation:
         turns = [{"role": "user", "content": "who are you"}, {"role": "user", "content": f"and {item.id}"}]
-        row = _Running(Prompt(turns, "", item.id))
+        row = _Running(Prompt(turns, "", item.id), tokenizer)
         for words in ("the user is in", "a system of the"):
-            row.ask(tokenizer, 100, 1000)
-            row.answer([*tokenizer.encode(words), 2], tokenizer, tiny_target.end_tokens)
+            row.ask(100, 16, 1000)
+            row.answer([*tokenizer.encode(words), 2], tiny_target.end_tokens)
         return Conversation(item.id, row.tokens, row.supervised, row.messages, sampling={"temperature": 0.0})
 
     rewrite(run, tiny_target, talk)

@@ -174,8 +174,8 @@ def test_a_broken_batch_is_found_by_sampling_alone(decoder: Decoder, monkeypatch
     """Rows that stand beside others lose what they accepted last: one row alone, and greedy decoding, never see it."""
     commit = TreeCache.commit
 
-    def forgetful(self: TreeCache, paths: Any, paths_BP: Any = None) -> None:
-        commit(self, paths, paths_BP)
+    def forgetful(self: TreeCache, paths: Any, *on_device: Any) -> None:
+        commit(self, paths, *on_device)
         if self.rows > 8 and max(map(len, paths)) > 1:
             self.lengths = [length - (len(path) > 1) for length, path in zip(self.lengths, paths, strict=True)]
 

@@ -129,7 +129,9 @@ class _Texts:
     def lengths(self) -> list[int]:
         return [self.prompt_length + len(text) for text in self.rows_B]
 
-    def commit(self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None) -> None:
+    def commit(
+        self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None, counts_B: Tensor | None = None
+    ) -> None:
         assert self.batch is not None, "a forward comes before its commit"
         tokens = [tree.tokens for tree in self.batch.trees]
         self.rows_B = [
