@@ -271,8 +271,8 @@ def set_up(folder: Path, engines: Engines) -> Place:
 def _prompts(folder: Path) -> None:
     words = WORDS.split()
     turns = [" ".join(words[(start * step + step) % len(words)] for step in range(1, 8)) for start in range(60)]
-    asked = [[f"{text} {number}"] * (3 if number % 4 == 0 else 1) for number, text in enumerate(turns)]
-    rows = [json.dumps({"turns": each}) + "\n" for each in asked]
+    asked = [f"{text} {number}" + f" and {text}" * (4 * (number % 4 == 0)) for number, text in enumerate(turns)]
+    rows = [json.dumps({"turns": [each]}) + "\n" for each in asked]  # every fourth is longer than a small context
     (folder / "prompts.jsonl").write_text("".join(rows))
     (folder / "questions.jsonl").write_text('{"turns": ["who are you", "and now"]}\n{"turns": ["tell me a story"]}\n')
 

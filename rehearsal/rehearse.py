@@ -26,6 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: its links are called train, data, eval ...
 
 from rehearsal.pages import ROOT, Command, printed
@@ -164,9 +166,10 @@ def steps_one_at_a_time(place: Place, *commands: Command) -> None:
 @part("cluster", SLURM)
 def two_nodes(place: Place, script: Command) -> None:
     """The job is submitted twice: a server is killed while it writes, and the time is up while heads are trained."""
-    grace = re.search(r"--signal=TERM@(\d+)", script.text)
-    place.check(grace is not None, "the job asks for a signal before its end")
-    assert grace is not None
+    asked = re.search(r"--signal=(\w+)@(\d+)", script.text)
+    if asked is None:
+        raise Failed("the job asks for no signal before its end")
+    sent, grace = signal.Signals[f"SIG{asked[1]}"], float(asked[2])
     job = place.job()
     steps = Path(job["REHEARSAL_STEPS"])
     refuse_taken(8000)
@@ -180,16 +183,18 @@ def two_nodes(place: Place, script: Command) -> None:
         until(lambda: first.poll() is not None or steps_done(heads) > 0, "training begins")
         place.check(first.poll() is None, f"the job reaches its training; see {log}")
         for task in steps.iterdir():
-            os.killpg(int(task.name), signal.SIGTERM)
+            process = psutil.Process(int(task.name))
+            for each in (process, *process.children(recursive=True)):  # as SLURM does: launchers' ranks lead groups
+                each.send_signal(sent)
         try:
-            first.wait(float(grace[1]))
+            first.wait(grace)
         except subprocess.TimeoutExpired:
-            raise Failed(f"training has not left {grace[1]} seconds after SIGTERM; see {log}") from None
+            raise Failed(f"training has not left {grace:.0f} seconds after {sent.name}; see {log}") from None
     place.check(bool(first.returncode), "a job that was ended before its end says so")
     stopped = re.search(r"Stopped after step (\d+); the same command goes on", log.read_text())
     place.check(stopped is not None, "training says where it stopped")
     held = "that a context of 128 tokens does not hold"  # as --max-model-len is substituted
-    place.check(held in log.read_text(), "turns beyond the server's context are counted as left out")
+    place.check(held in log.read_text(), "what the context of the servers does not hold is counted as left out")
     place.check(bool(list((heads / "train/checkpoints").iterdir())), "training left a checkpoint")
 
     text = place.run(script, job=job)

@@ -14,11 +14,11 @@ RECIPES = ("eagle3-8b", "eagle3-70b", "quickstart", "hydra")
 
 TOY_SIZES: dict[str, dict[str, Any]] = {
     "data": {
-        "conversations": 16, "heldout": 2, "validation": 4, "max_prompt_tokens": 256, "max_new_tokens": 24,
+        "conversations": 16, "heldout": 2, "validation": 4, "max_prompt_tokens": 384, "max_new_tokens": 24,
         "batch_size": 8, "cache_gigabytes": 1,
     },
     "heads": {"draft_vocab_size": 128},
-    "train": {"steps": 40, "epochs": 1000, "batch_tokens": 512, "eval_every": 5, "save_every": 1000},
+    "train": {"steps": 24, "epochs": 1000, "batch_tokens": 512, "eval_every": 5, "save_every": 1000},
     "tune": {"widths": [1, 4], "context": 64, "max_nodes": 4, "max_rank": 2},
     "eval": {"limit": 2, "max_new_tokens": 16},
 }  # fmt: skip
