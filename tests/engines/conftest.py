@@ -23,10 +23,11 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle3-heads": {
         **FUSED,
         "draft_vocab_size": 40,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "head_dim": 8,
     },
+    "eagle3-six-heads": {**FUSED, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
     "eagle3-deep": {
         **FUSED,
         "draft_vocab_size": 40,

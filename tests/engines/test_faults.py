@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.heads.base import DraftHead
+from headstart.errors import UserError
+from headstart.heads.base import DraftHead, make_config
+from headstart.heads.parts.layer import LayerConfig
 from headstart.hub.engines import gguf_file as gguf_format
 from headstart.hub.engines.export import check_export, export_for
 from headstart.target.model import Target
@@ -201,3 +203,13 @@ def test_heads_beside_show_what_a_file_alone_cannot(made: Made, tmp_path: Path) 
 def test_other_heads_are_not_these(made: Made, tmp_path: Path) -> None:
     export_for(made("eagle3")[1], tmp_path / "out", "vllm")
     assert any("d2t" in one.problem for one in check_export(tmp_path / "out", against=made("eagle3-reduced")[1]))
+
+
+def test_a_number_of_attention_heads_that_configs_cannot_have(made: Made, target: Target, tmp_path: Path) -> None:
+    """Heads of our own may have it; a start that is solved for chooses a number that they can."""
+    heads = made("eagle3-six-heads")[1]
+    with pytest.raises(UserError, match="64 is no multiple of the 6 attention heads"):
+        export_for(heads, tmp_path / "out", "vllm")
+    export_for(heads, tmp_path / "gguf", "gguf")
+    solved = make_config({"family": "eagle3", "init": "transition", "norm_before_residual": True}, target)
+    assert isinstance(solved, LayerConfig) and (solved.num_attention_heads, solved.num_key_value_heads) == (8, 8)

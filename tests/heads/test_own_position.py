@@ -174,7 +174,7 @@ def test_training_takes_for_granted_what_own_heads_find(target: Target) -> None:
         torch.testing.assert_close(ours[name], wanted, rtol=0, atol=share * float(wanted.abs().max()), msg=name)
     rows_HdI = ours["layers.0.qkv.weight"].view(3, -1, width, 128)
     assert not rows_HdI[:2, :own].any() and rows_HdI[:2, own:].any() and rows_HdI[2].any(dim=-1).all()
-    assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(64, 96), slice(160, 192), slice(192, 288)]
+    assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(64, 128), slice(192, 256), slice(256, 384)]
 
 
 def test_own_heads_that_look_elsewhere_are_not_taken_for_granted(target: Target) -> None:
@@ -186,7 +186,7 @@ def test_own_heads_that_look_elsewhere_are_not_taken_for_granted(target: Target)
         heads.stack[0].qkv.weight[:16] = torch.randn(16, 128)
     heads.before_training([batch])
     assert heads.stack[0].own_heads == 0
-    assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(0, 96), slice(96, 192), slice(192, 288)]
+    assert heads.learning_rows()["layers.0.qkv.weight"] == [slice(0, 128), slice(128, 256), slice(256, 384)]
 
 
 @torch.no_grad()
@@ -225,10 +225,10 @@ def test_the_residual_is_the_normed_state_only_where_asked(target: Target) -> No
 def test_there_are_heads_enough(target: Target) -> None:
     config = make_config(START, target)
     assert isinstance(config, Eagle3Config)
-    assert (config.own_heads, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 6, 6, 16)
+    assert (config.own_heads, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 8, 8, 16)
     wide = make_config({**START, "head_dim": 32}, target)
     assert isinstance(wide, Eagle3Config)
-    assert (wide.own_heads, wide.num_key_value_heads) == (2, 3)
+    assert (wide.own_heads, wide.num_key_value_heads) == (2, 4)
     with pytest.raises(UserError, match=r"num_key_value_heads is 2, and 4 heads of 16 are needed"):
         family("eagle3")(make_config({**START, "num_attention_heads": 4, "num_key_value_heads": 2}, target))
     with pytest.raises(UserError, match=r"heads\.num_layers is 2, and heads\.init=transition solves for one"):

@@ -90,7 +90,9 @@ class Eagle3Config(RecurrentConfig):
         if settings.get("init") != "transition":
             return {**values, "aux_layers": (2, middle, last - 3)}
         own_heads = own_position.heads_needed(target.hidden_size, settings.get("head_dim", values["head_dim"]))
-        heads = own_heads + min(values["num_key_value_heads"], max(1, own_heads // 2))
+        enough, size = own_heads + min(values["num_key_value_heads"], max(1, own_heads // 2)), target.hidden_size
+        # Engines read configs with transformers, whose Llama has no number of heads that does not divide the size.
+        heads = next((count for count in range(enough, size + 1) if size % count == 0), enough)
         return {
             **values,
             "aux_layers": (2, middle, last - 1),

@@ -20,6 +20,8 @@ class Reader:
         architectures: by arrangement, what a config.json may call the heads, the usual name first.
         when_missing, when_unknown: what the engine does without a tensor, and with one that it does not know.
         misses_last_layer: arrangements to which it cannot give the output of the target's last layer.
+        divides_heads: whether the hidden size must be a multiple of the number of attention heads, as in transformers'
+            LlamaConfig.
         needs_markov: whether it knows DSpark heads by their Markov head.
         passes_over: settings of EAGLE-3 heads that it does not know; where there are some, it runs one layer of such
             heads, which reads three of the target's.
@@ -41,6 +43,7 @@ class Reader:
     rotary: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic")
     only_silu: bool = True
     misses_last_layer: frozenset[Layout] = frozenset()
+    divides_heads: bool = True
     needs_markov: bool = False
     passes_over: tuple[str, ...] = ()
     has_medusa: bool = False

@@ -175,6 +175,7 @@ LLAMA_CPP = Reader(
     when_missing="stops without it",
     rotary=("default", "linear", "llama3"),
     misses_last_layer=frozenset({Layout.EAGLE3, *BLOCKS}),
+    divides_heads=False,
     needs_markov=True,
     passes_over=("norm_output", "aux_norms"),
     command=_llama_cpp,

@@ -50,6 +50,12 @@ def engine_limits(settings: Published, reader: Reader, facts: TargetFacts | None
         kind = layer.rope_parameters.get("rope_type", "default")
         if kind not in reader.rotary:
             yield f"{engine} is not known to turn heads by {kind} positions.", AGAIN
+        if reader.divides_heads and settings.layout not in BLOCKS and settings.hidden_size % layer.num_attention_heads:
+            yield (
+                f"The hidden size {settings.hidden_size} is no multiple of the {layer.num_attention_heads} attention "
+                f"heads, and {engine} stops at such a config.",
+                "Serve these with llama.cpp (--format gguf), or train with heads.num_attention_heads that divides it.",
+            )
     if facts is not None and settings.vocab_size != facts.vocab_size:
         yield f"The heads are for {settings.vocab_size} tokens, and {facts.name} has {facts.vocab_size}.", AGAIN
     layers = facts.num_layers if facts is not None else int((written.target if written else {}).get("num_layers", 0))
