@@ -19,7 +19,7 @@ from headstart.doctor.subject import find_subject
 from headstart.errors import UserError
 from headstart.recipes.recipe import load_recipe
 from headstart.target.fitting import FINAL
-from headstart.target.loading import load_target
+from headstart.target.loading import load_sharded_target, load_target
 from headstart.target.model import Target
 from tests.hub.helpers import export
 from tests.standin import CUDA, StandIn
@@ -237,3 +237,12 @@ def test_what_cannot_be_spread_is_refused(
     )
     with pytest.raises(UserError, match="The 2 GPUs here have no room for all layers"):
         load_target(str(tiny_target_folder), "float32", "all")
+
+
+def test_processes_that_cannot_share_the_heads_are_refused(
+    tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.target.loading._read", lambda *_, **__: (tiny_target.model, tiny_target.tokenizer))
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+    with pytest.raises(UserError, match=r"3 processes cannot share the 2 key heads of .*divides 2"):
+        load_sharded_target(str(tiny_target_folder), "float32")

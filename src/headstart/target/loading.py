@@ -126,11 +126,20 @@ def load_sharded_target(
     **access: Unpack[HubAccess],
 ) -> Target:
     """As `load_target`, but each of the processes that have met (`torch.distributed`) keeps a part of the weights, by
-    the architecture's tensor-parallel plan in transformers."""
+    the architecture's tensor-parallel plan in transformers.
+
+    A UserError where their number does not divide the key heads.
+    """
     from transformers.distributed import DistributedConfig
 
     kind = pick_dtype(dtype, pick_device(device))
     model, tokenizer = _read(spec, kind, revision, access, distributed_config=DistributedConfig(tp_plan="auto"))
+    heads = getattr(model.config.get_text_config(), "num_key_value_heads", 0)
+    if heads % (processes := torch.distributed.get_world_size()):
+        raise UserError(
+            f"{processes} processes cannot share the {heads} key heads of {spec}.",
+            f"Start a number of processes that divides {heads}, or set train.shard_target=false.",
+        )
     if kind == torch.float16:
         _check_range(model, spec)
     target = Target(model, tokenizer, spec)
