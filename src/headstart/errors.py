@@ -54,6 +54,8 @@ def out_of_memory(error: BaseException) -> bool:
     """
     message = str(error).lower()
     words = ("out of memory", "can't allocate memory", "not enough memory")
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and any(word in message for word in words)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # torch's, which this module does not import
+        or (isinstance(error, RuntimeError) and any(word in message for word in words))
     )

@@ -147,6 +147,13 @@ def test_a_record_of_another_shape_is_counted_and_named(tmp_path: Path, row: dic
         load(str(tmp_path / "p.json"), "train")
 
 
+@pytest.mark.parametrize("tools", ["f()", ["f"], {"a": 1}, [{"a": 1}], [], None])
+def test_a_column_of_that_name_that_defines_no_tools_is_left(tools: Any, tmp_path: Path) -> None:
+    (tmp_path / "p.json").write_text(json.dumps([{"prompt": "a", "tools": tools}]))
+    (prompt,) = load(str(tmp_path / "p.json"), "train").prompts
+    assert prompt.messages == [user("a")]
+
+
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "1 with a message of the role 'tool'"),
     (
@@ -154,8 +161,6 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
         "1 with a call of a tool whose arguments are no JSON",
     ),
     ({"messages": [user("a"), {"role": "assistant", "tool_calls": "f"}]}, "1 with calls of tools that are no list"),
-    ({"prompt": "a", "tools": "f()"}, "1 with tools that are no list of definitions"),
-    ({"prompt": "a", "tools": ["f"]}, "1 with tools that are no list of definitions"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "1 with a message of the role 'wizard'"),
     ({"messages": [{"role": "user", "content": None}]}, "1 with a message without a text"),
     ({"messages": [user("a"), {"role": "user"}]}, "1 with a message without a text"),

@@ -403,7 +403,8 @@ def test_a_server_that_takes_to_refusing_everything_ends_the_work(
     with pytest.raises(UserError, match="answered 400"):
         for _ in range(100):
             assert asked(servers, ROWS) == [[]] * 12
-    assert len(fake.bodies) < 12 + 100
+    # Some batches all of whose rows are over the context, say, between others, are no reason.
+    assert 64 < len(fake.bodies) - 12 < 12 * 12
 
 
 def test_requests_are_as_many_as_the_servers_ask_for() -> None:

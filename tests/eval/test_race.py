@@ -188,6 +188,10 @@ def test_wide_and_endless_words_stay_inside(pieces: list[str]) -> None:
             assert float(element.get("x") or 0) + 8.1 * len(element.text or "") <= 478
 
 
+def test_control_characters_of_a_text_are_not_drawn() -> None:
+    drawn(spelled(["\x1b[31m", "\x00", "\x0c", "a"] * 2))  # else this is no XML
+
+
 # -- the terminal ----------------------------------------------------------------------------------------------------
 
 

@@ -151,5 +151,9 @@ def test_heads_of_a_70b_shape_reach_an_engine_without_its_weights(tmp_path: Path
     works("export", place.run, "--format", "speculators", "--out", again, "--target", there)
     one, other = (load_file(folder / "model.safetensors") for folder in (served, again))
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert NOT_LOADED in place.train(heads={"draft_vocab_size": 48})
+    works("export", place.run, "--format", "speculators", "--out", tmp_path / "newest")
+    newest = load_file(tmp_path / "newest" / "model.safetensors")
+    assert (len(one["d2t"]), len(newest["d2t"])) == (64, 48), "heads of the newest training"
     decoder = headstart.load(place.run, target=there, dtype="float32")
     assert len(decoder.generate("who are you", max_new_tokens=4).tokens) == 4

@@ -289,8 +289,8 @@ def tune(
 
     folder = Path(path).expanduser()
     if (folder / "recipe.yaml").is_file():
-        device = [] if loading.device == "auto" else [f"target.device={loading.device}"]
-        work = _run(str(folder / "recipe.yaml"), device, folder)
+        work = _run(str(folder / "recipe.yaml"), [], folder)
+        work.device = None if loading.device == "auto" else loading.device  # for this once: the recipe keeps its own
         _execute(work, stages_until("export"), again={"tune"})
         return
     tell(Console(), retune(load_decoder(path, loading), folder, conversations, Console()))

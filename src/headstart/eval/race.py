@@ -22,6 +22,7 @@ from headstart.eval.methods import Ours, Source
 from headstart.eval.replay import (
     Race,
     Replay,
+    began_anew,
     by_step,
     closing,
     contestants,
@@ -30,6 +31,7 @@ from headstart.eval.replay import (
     figures,
     replay,
     standing,
+    visible,
 )
 from headstart.support.files import read_json
 from headstart.support.terminal import ACCEPTED, tell
@@ -53,6 +55,8 @@ def run_race(source: Source, prompt: Sequence[int], question: str, options: Deco
     runs = {name: method.run([prompt], options.max_new_tokens, seed) for name, method in methods.items()}
     if error := runs[options.drafter].drafter_error:
         raise UserError(f"The drafter failed ({error}).", "Ask headstart doctor what is wrong with the heads.")
+    if any(began_anew(run, 0) for run in runs.values()):
+        raise UserError("Memory ran out on the way, and the answer began anew.", "Lower --max-new-tokens.")
     answers = [replay(name, run, 0, target.tokenizer) for name, run in runs.items()]
     return {"id": "", "question": question, "rank": 1, "ranked": 1, "answers": answers}
 
@@ -146,12 +150,12 @@ def answer_text(answer: Replay, ms: float) -> Text:
     """An answer as far as it is there, with the drafts of the moment after it."""
     text, now = Text(), standing(answer, ms)
     for pieces, style in _styled(answer, now.steps):
-        text.append(pieces, style)
+        text.append(visible(pieces), style)
     if now.drafting is not None:
-        text.append("".join(now.drafting["drafts"]), DRAFTED)
+        text.append(visible("".join(now.drafting["drafts"])), DRAFTED)
     elif now.steps and now.steps < len(answer["steps"]):
         newest = answer["steps"][now.steps - 1]
-        text.append("".join(newest["drafts"][newest["kept"] :]), REJECTED)
+        text.append(visible("".join(newest["drafts"][newest["kept"] :])), REJECTED)
     return text
 
 

@@ -25,6 +25,7 @@ from headstart.eval.replay import (
     contestants,
     end_ms,
     figures,
+    visible,
 )
 
 MOST_TOKENS = 160
@@ -210,7 +211,7 @@ class _Scene:
     def text(self, shown: str, x: float, y: float, kind: str, times: Times = ()) -> None:
         moved = f't" style="animation-name:{self._name(times)}' if times else ""
         kinds = " ".join(filter(None, [kind, moved]))
-        self.elements.append(f'<text x="{x:.5g}" y="{y:g}" class="{kinds}">{escape(shown)}</text>')
+        self.elements.append(f'<text x="{x:.5g}" y="{y:g}" class="{kinds}">{escape(visible(shown))}</text>')
 
     def bar(self, y: float, times: Times) -> None:
         shape = f'x="{_LEFT}" y="{y:g}" width="{_COLUMNS * _CELL:g}" height="5" rx="2.5"'
@@ -230,7 +231,7 @@ class _Scene:
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:g}" '
                 f'viewBox="0 0 {_WIDTH} {height:g}" role="img">',
-                f"<title>{escape(description)}</title>",
+                f"<title>{escape(visible(description))}</title>",
                 f"<style>{style}{frames}</style>",
                 f'<rect x=".5" y=".5" width="{_WIDTH - 1}" height="{height - 1:g}" rx="10" '
                 'fill="var(--page)" stroke="var(--edge)"/>',

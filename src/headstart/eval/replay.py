@@ -5,6 +5,7 @@ The `replays` of results.json are made here, and every race (page, picture, term
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import groupby, islice
 from typing import Any, NamedTuple, TypedDict
@@ -17,6 +18,7 @@ from headstart.support.detokenizer import IncrementalDetokenizer
 
 SHOWN = 5
 """Prompts whose answers are kept at most: from the one with the highest speed-up to that with the lowest."""
+_CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f\\ud800-\\udfff\\ufffe\\uffff]")
 _CONTEXT = 8  # tokens before a draft that decide how it is spelled
 
 
@@ -110,6 +112,15 @@ def races(units: Sequence[Unit], tokenizer: Any, drafter: str) -> list[Race]:
     ]
 
 
+def visible(text: str) -> str:
+    """Text without the control characters that no picture may hold and that a terminal obeys; lines and tabs stay.
+
+    >>> visible("a\\x1b[31mb\\n") == "a\\ufffd[31mb\\n"
+    True
+    """
+    return _CONTROLS.sub("\ufffd", text)
+
+
 def spread(count: int, most: int) -> list[int]:
     """So many places of a list, evenly from the first to the last.
 
@@ -118,6 +129,11 @@ def spread(count: int, most: int) -> list[int]:
     """
     kept = min(count, most)
     return [round(place * (count - 1) / max(1, kept - 1)) for place in range(kept)]
+
+
+def began_anew(run: Run, row: int) -> bool:
+    """Whether a row has more rounds than its answer shows, since memory ran out on the way."""
+    return _steps(run, row) is None
 
 
 def replay(name: str, run: Run, row: int, tokenizer: Any) -> Replay:

@@ -71,7 +71,9 @@ def _train(run: Run) -> Outcome:
                 run.refer("train", made, TRAIN)
         if not tell_all(finished(made.folder)):
             train(run.recipe, target, *stores, made.folder, run.console)
-    result = tell_all(read_json(made.folder / RESULT) if is_main() else None)
+    with together():
+        result = read_json(made.folder / RESULT) if is_main() else None
+    result = tell_all(result)
     return Outcome(f"{result['steps']} steps; predicted τ of a chain {result['best']['tau']:.2f}", identity=made.name)
 
 

@@ -190,9 +190,9 @@ def _read_shards(path: Path, runs: Sequence[Path]) -> dict[str, bool] | None:
         if states is None or states.resolve() != path.resolve():
             continue
         records = _records(run)
-        if not records["states"].get("whole"):
+        if not records["states"].get("whole") or not _idle(run):
             return None
-        is_read = not records["train"].get("whole") or not _idle(run)  # by a training, however it was started
+        is_read = not records["train"].get("whole")  # by a training that is to come
         for manifest in (run / STATES).glob("*/manifest.json"):
             for file in _json(manifest).get("files", ()):
                 name = str(file["file"])

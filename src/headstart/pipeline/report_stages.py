@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from headstart.errors import UserError
 from headstart.pipeline.actions import keeping_engine_tunings, report
 from headstart.pipeline.head_stages import trained_heads
 from headstart.pipeline.run import (
@@ -27,12 +28,14 @@ from headstart.pipeline.run import (
 )
 from headstart.recipes.sections import DataSection
 from headstart.support.artifacts import Artifact, artifact, give, held
-from headstart.support.files import read_json, refuse_others, write_atomic
+from headstart.support.files import read_json, refuse_others, write_atomic, write_json
 from headstart.support.lock import locked
 from headstart.support.terminal import tell
 
 _REPORT_FILES = {"report.html", "report.md", "results.json"}
 _EXPORT_VERSION = 1
+_UNTUNED = "untuned_heads.json"
+"""Of which training the heads are that were kept without tuning."""
 _EVAL_VERSION = 1
 """Raised, as the one above, when the same settings come to mean another result."""
 
@@ -58,15 +61,29 @@ def _export(run: Run) -> Outcome:
 
 def keep_untuned(run: Run) -> bool:
     """Keep the heads of a run that was trained and not tuned, as a chain, for which its teacher is enough; returns
-    whether that was to do."""
+    whether that was to do.
+
+    A UserError where the heads that are kept were tuned, and are those of an earlier training.
+    """
     from headstart.data.prompts.chat import with_template_kwargs
     from headstart.heads.io import CONFIG
     from headstart.hub.engines.importing import untuned
     from headstart.hub.format import export_heads
     from headstart.target.teacher import TeacherModel
 
-    if (run.folder / HEADS / CONFIG).is_file() or run.whole_record("train") is None:
+    trained, note = run.whole_record("train"), run.folder / "stages" / _UNTUNED
+    if trained is None:
         return False
+    if (run.folder / HEADS / CONFIG).is_file():
+        if (tuned := run.whole_record("export")) is not None:
+            if tuned.before.get("train") in (None, trained.identity):
+                return False
+            raise UserError(
+                f"The heads in {run.folder / HEADS} are those of an earlier training of this run.",
+                f"Tune the new ones first: headstart tune {run.folder}.",
+            )
+        if not note.is_file() or read_json(note).get("train") == trained.identity:
+            return False
     with locked(run.folder):
         target = run.decoded if run.recipe.train.joint.rank else run.frozen()
         if isinstance(target, TeacherModel):
@@ -78,6 +95,7 @@ def keep_untuned(run: Run) -> bool:
         right = read_json(run.folder / TRAIN / "result.json")["best"].get("chain")
         facts = {"training": _training_facts(run)}
         export_heads(run.folder / HEADS, heads, target, untuned(heads, right), facts)
+        write_json(note, {"train": trained.identity})
     return True
 
 

@@ -389,7 +389,7 @@ def where(run: Run) -> dict[str, Any]:
     """What is timed belongs to a device and a dtype, as far as the recipe names them."""
     target = run.recipe.target
     bits = {} if "quantization" in target.unset() else {"target.quantization": target.quantization}
-    return {"target.device": target.device, "target.dtype": target.dtype, **bits}
+    return {"target.device": run.device or target.device, "target.dtype": target.dtype, **bits}
 
 
 def conditions(run: Run) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def held(artifact: Artifact, console: Console | None = None, wait: bool = True) 
                     tell(console, f"    waiting: {error.problem}")
                 waiting = waiting or time.monotonic()
                 if not is_told and console is not None and time.monotonic() > waiting + _LONG:
-                    tell(console, f"    still waiting: {error.problem} {error.way_out}")
+                    tell(console, f"    still waiting: {error.problem} {error.way_out}".rstrip())
                     is_told = True
                 time.sleep(0.5)
         if not (artifact.folder / NOTE).is_file():

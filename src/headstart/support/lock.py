@@ -19,16 +19,17 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 
 class Busy(UserError):
-    """Another process works in a folder, or did on a machine that is gone: `way_out` says what to type then."""
+    """Another process works in a folder, or did on a machine that is gone: `way_out` says what to type then. It is
+    empty where the process is of this machine, whose system lets go of locks by itself."""
 
     def __init__(self, holder: str, folder: Path, mark: Path) -> None:
         process, _, machine = holder.partition(" on ")
         named = process if machine == socket.gethostname() else holder
-        self.way_out = f"If no process works there any more, since its machine has died, say: rm {mark}"
+        elsewhere = machine != socket.gethostname()
+        self.way_out = f"If no process works there any more, since its machine has died, say: rm {mark}" * elsewhere
         super().__init__(
             f"Another run (process {named or 'unknown'}) is working in {folder}.",
-            "Wait for it, or choose another --run-dir."
-            + (f" {self.way_out}" if machine != socket.gethostname() else ""),
+            "Wait for it, or choose another --run-dir." + (f" {self.way_out}" if self.way_out else ""),
         )
 
 

@@ -498,7 +498,8 @@ class _Trainer:
         self.seconds_before = state.elapsed
         if state.budget and state.budget != self._budget:
             state.onward, state.onward_lr = self._fraction(state.elapsed), state.lr
-        rows = read_jsonl(self.folder / "metrics.jsonl") if self.accelerator.is_main_process else ()
+        with together():
+            rows = list(read_jsonl(self.folder / "metrics.jsonl")) if self.accelerator.is_main_process else []
         self.records = tell_all([row for _, row in rows if row["step"] <= state.step])
         if self.accelerator.is_main_process:  # what came after the checkpoint never happened to this run
             checkpoint.restore_best(path, self.folder / "best")

@@ -186,8 +186,9 @@ class _Running:
 
     def refuse(self, why: str) -> None:
         """A server refuses the newest turn: the conversation ends before it."""
-        while self.supervised and not self.supervised[-1]:
-            self.tokens, self.supervised = self.tokens[:-1], self.supervised[:-1]
+        asked = next((back for back, answered in enumerate(reversed(self.supervised)) if answered), len(self.tokens))
+        end = len(self.tokens) - asked
+        self.tokens, self.supervised = self.tokens[:end], self.supervised[:end]
         while self.messages and self.messages[-1]["role"] != "assistant":
             self.messages.pop()
         self.remaining, self.cut, self.why = [], REFUSED, why

@@ -178,13 +178,16 @@ def _calls(turn: Mapping[str, Any]) -> list[Any]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
-    """Definitions of tools: a list, or its JSON."""
+    """Definitions of tools: a list, or its JSON. What a column of this name holds else, such as names, is not for the
+    template."""
     try:
-        tools = json.loads(value) if isinstance(value, str) and value.strip() else value or []
+        tools = json.loads(value) if isinstance(value, str) and value.strip() else value
     except ValueError:
-        tools = None
-    if not isinstance(tools, list) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise Unusable("with tools that are no list of definitions")
+        return []
+    if not isinstance(tools, list) or not all(
+        isinstance(tool, Mapping) and ("function" in tool or "name" in tool) for tool in tools
+    ):
+        return []
     return list(_without_nulls(tools))
 
 

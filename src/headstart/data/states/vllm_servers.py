@@ -26,7 +26,7 @@ def take_from_servers(
     So many `requests` are under way over all of them. `advance` is called with (tokens done, tokens in all).
     """
     waiting = work.waiting
-    total, done, refusals = sum(len(item.tokens) for item in waiting), 0, list[Refused]()
+    total, done, taken, refusals = sum(len(item.tokens) for item in waiting), 0, 0, list[Refused]()
 
     def ask(number: int, endpoint: Endpoint) -> Path | Refused:
         try:
@@ -37,6 +37,8 @@ def take_from_servers(
     try:
         with closing(Pool(urls, requests, _RESTART).answers(len(waiting), ask)) as files:
             for number, file in files:
+                done += len(waiting[number].tokens)
+                advance(done, total)
                 if isinstance(file, Refused):
                     refusals.append(file)
                     work.left_out.setdefault("the server refuses its tokens", []).append(waiting[number].id)
@@ -48,9 +50,8 @@ def take_from_servers(
                 for path in (file, _lock_of(file)):
                     with suppress(OSError):
                         path.unlink()
-                done += len(waiting[number].tokens)
-                advance(done, total)
-        if refusals and not done:
+                taken += 1
+        if refusals and not taken:
             raise refusals[0]
     finally:
         work.close()  # what was taken before a failure as well: its files are gone

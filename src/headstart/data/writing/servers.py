@@ -7,6 +7,7 @@ server's name; see `headstart.servers.client` for what is tried again.
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -22,8 +23,8 @@ from headstart.target.model import Target
 _PROBE = "A bicycle stays upright while it moves, and nobody has to think about it."
 """Words of every day: one tokenizer reads them the same way everywhere, and another one does not."""
 
-_PATIENCE = 64
-"""Rows that may be refused one after the other once some were answered."""
+_PATIENCE = 64, 8
+"""Rows and batches that may be refused whole, one after the other, once some rows were answered."""
 
 
 class Servers:
@@ -34,7 +35,9 @@ class Servers:
 
     def __init__(self, urls: Sequence[str], target: Target, requests: int | None) -> None:
         self._target = target
-        self._patience = 0
+        self._lock = threading.Lock()
+        self._answered = False
+        self._refused = (0, 0)  # rows and batches refused whole since then
         self._pool = Pool(
             urls,
             requests,
@@ -77,11 +80,19 @@ class Servers:
             replies = dict(answers)
         added = {number: reply for number, reply in replies.items() if not isinstance(reply, Refused)}
         refusals = [(number, reply) for number, reply in replies.items() if isinstance(reply, Refused)]
-        self._patience = _PATIENCE if added else self._patience - len(refusals)
-        if self._patience < 0:
+        if self._refuses_all(len(refusals), bool(added)):
             raise refusals[0][1]
         continuation.refused.update((number, refusal.problem) for number, refusal in refusals)
         return [added.get(number, []) for number in range(len(rows))]
+
+    def _refuses_all(self, refusals: int, some_answered: bool) -> bool:
+        """Whether servers refuse whatever they are asked, after a batch with so many refusals."""
+        with self._lock:
+            self._answered = self._answered or some_answered
+            rows, batches = self._refused
+            self._refused = (0, 0) if some_answered else (rows + refusals, batches + 1)
+            rows, batches = self._refused
+            return bool(refusals) and not self._answered or (rows > _PATIENCE[0] and batches > _PATIENCE[1])
 
     def _answer(self, endpoint: Endpoint, ask: Ask) -> list[int]:
         """The added tokens; raises as `Endpoint.ask`, and where the answer cannot be the target's."""
