@@ -92,7 +92,7 @@ class Servers:
             rows, batches = self._refused
             self._refused = (0, 0) if some_answered else (rows + refusals, batches + 1)
             rows, batches = self._refused
-            return bool(refusals) and not self._answered or (rows > _PATIENCE[0] and batches > _PATIENCE[1])
+            return (bool(refusals) and not self._answered) or (rows > _PATIENCE[0] and batches > _PATIENCE[1])
 
     def _answer(self, endpoint: Endpoint, ask: Ask) -> list[int]:
         """The added tokens; raises as `Endpoint.ask`, and where the answer cannot be the target's."""
