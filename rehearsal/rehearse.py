@@ -126,10 +126,9 @@ def what_one_does_with_heads(place: Place, *commands: Command) -> None:
     for command in commands:
         if " --out DIR" in command.text:
             shutil.rmtree(place.here / "out", ignore_errors=True)
-        finding = command.text.startswith(
-            ("headstart audit", "headstart doctor")
-        )  # with heads that know next to nothing
-        place.run(command, stdin="hello\n\n", codes=(0, 1) if finding else (0,))
+        # Heads that know next to nothing are found fault with.
+        codes = (0, 1) if command.text.startswith(("headstart audit", "headstart doctor")) else (0,)
+        place.run(command, stdin="hello\n\n", codes=codes)
 
 
 @part(
@@ -277,13 +276,12 @@ def written_by_several_processes(
     short=False,
 )
 def states_written_by_vllm(place: Place, show: Command, take: Command, train: Command) -> None:
-    text = place.run(show)
-    command = text[text.index("vllm serve") :].splitlines()[0]
+    command = printed_server(place.run(show), place)
     # Conversations are there, as a plain server leaves them: those that are written here have states already.
     place.run(f"headstart data build {place.words['recipes']}/eagle3-8b.yaml data.states=stored")
     for shard in place.here.glob("runs/artifacts/states/*/shard-*"):
         shard.unlink()
-    with place.serving(from_headstart(command, place), 8000):
+    with place.serving(command, 8000):
         text = place.run(take)
     taken = re.search(r"States of [1-9]\d* conversations taken over", text)
     place.check(taken is not None, f"states are taken: {text}")
@@ -298,12 +296,11 @@ def states_written_by_vllm(place: Place, show: Command, take: Command, train: Co
 def states_of_a_folder(place: Place, take: Command) -> None:
     """The files are those that the server of the part before would leave for another client."""
     recipe = f"{place.words['recipes']}/eagle3-8b.yaml data.states=stored heads.aux_layers=[1,3,6]"
-    text = place.run(f"headstart data import-states {recipe}")
-    command = text[text.index("vllm serve") :].splitlines()[0]
+    command = printed_server(place.run(f"headstart data import-states {recipe}"), place)
     files = place.folder / "shared/vllm-states"
     command = re.sub(r'"shared_storage_path": "[^"]*"', f'"shared_storage_path": "{files}"', command)
     rows = [json.loads(line) for line in (place.here / "runs/eagle3-8b/data/conversations/train.jsonl").open()]
-    with place.serving(from_headstart(command, place), 8000):
+    with place.serving(command, 8000):
         for row in rows[:3]:
             body = {"model": place.words["toy"], "prompt": row["tokens"], "max_tokens": 1, "temperature": 0}
             asked = f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
@@ -457,22 +454,21 @@ def without_target(place: Place) -> Iterator[None]:
         there.with_name("away").rename(there)
 
 
-def from_headstart(command: str, place: Place) -> str:
-    """A command that headstart printed, for a build of vLLM whose connector is another one."""
-    return command.replace(
-        '"kv_connector": "ExampleHiddenStatesConnector"', f'"kv_connector": {place.words["connector"]}'
+def printed_server(text: str, place: Place) -> str:
+    """The command that headstart printed to start vLLM, for a build whose connector is another one."""
+    return (
+        text[text.index("vllm serve") :]
+        .splitlines()[0]
+        .replace('"kv_connector": "ExampleHiddenStatesConnector"', f'"kv_connector": {place.words["connector"]}')
     )
 
 
 def installed() -> Engines:
     """The engines that `benchmarks/engine_setup.py` has put where `HOW_TO_INSTALL` says, or that are on the PATH."""
     python, built = VLLM / "bin/python", LLAMA_SERVER / "build/bin/llama-server"
-    vllm: tuple[str, ...] | None = None
-    if python.is_file():
-        vllm = (str(python), "-m", "vllm.entrypoints.openai.api_server")
-    elif (program := shutil.which("vllm")) is not None:
+    if not python.is_file() and (program := shutil.which("vllm")) is not None:
         python = Path(program).with_name("python")
-        vllm = (str(python), "-m", "vllm.entrypoints.openai.api_server")
+    vllm = (str(python), "-m", "vllm.entrypoints.openai.api_server") if python.is_file() else None
     llama = str(built) if built.is_file() else shutil.which("llama-server")
     return Engines(vllm, (llama,) if llama else None)
 

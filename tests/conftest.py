@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headstart.target.model import Target
     from tests.hub.client import Client
     from tests.hub.fake_hub import FakeHub
+    from tests.standin import StandIn
 
 FOREIGN = (
     *("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_"),
@@ -97,6 +98,15 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "target"
     save_tiny_target(folder)
     return folder
+
+
+@pytest.fixture
+def device() -> Iterator[StandIn]:
+    """A device that says it is a GPU."""
+    from tests.standin import StandIn
+
+    with StandIn() as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

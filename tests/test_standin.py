@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.standin import CUDA, Counts, MixedDevices, StandIn
-
-
-@pytest.fixture
-def device() -> Iterator[StandIn]:
-    with StandIn() as made:
-        yield made
-
 
 WORK: dict[str, tuple[Callable[[Tensor], object], Counts]] = {
     "reading a number": (lambda x: x[0, 0].item(), Counts(waits=1)),

@@ -3,7 +3,6 @@ texts are those of the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +32,6 @@ from tests.tiny import tiny_model
 TEXTS = [[3, 9, 14, 3, 9, 14, 3, 9], [8, 40, 12, 5, 51, 22]]
 GREEDY = DecodeOptions(max_new_tokens=6, ignore_end=True)
 SHAPE = TreeShape.from_paths([(0, 0), (1, 0), (2,)])
-
-
-@pytest.fixture
-def device() -> Iterator[StandIn]:
-    with StandIn() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

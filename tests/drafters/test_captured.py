@@ -29,12 +29,6 @@ SHAPE = TreeShape.from_paths([(0, 0), (1, 0), (2,)])
 OPTIONS = DecodeOptions(max_new_tokens=5, ignore_end=True, seed=0)
 
 
-@pytest.fixture
-def device() -> Iterator[StandIn]:
-    with StandIn() as made:
-        yield made
-
-
 @pytest.fixture(scope="module")
 def host() -> Target:
     return Target(tiny_model("llama", vocab_size=61))

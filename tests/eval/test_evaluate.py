@@ -18,9 +18,7 @@ from headstart.eval.evaluate import evaluate, make_methods
 from headstart.eval.labels import METHODS
 from headstart.eval.methods import _TokenTimes
 from headstart.eval.options import EvalOptions
-from headstart.heads.base import family, make_config
 from headstart.target.model import Target
-from headstart.tree.tree import TreeShape
 from tests.eval.sources import Drafts
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -30,13 +28,6 @@ QUESTIONS = [
     Question("b", "math", ["What is one and one and one?"]),
     Question(83, "writing", ["Hello"]),
 ]
-
-
-@pytest.fixture(scope="module")
-def drafter(tiny_target: Target) -> HeadDrafter:
-    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, tiny_target))
-    heads.warm_start(tiny_target)
-    return HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1,)]))
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,7 @@ from headstart.eval.figures import Prompt, Unit
 from headstart.eval.methods import Run
 from headstart.eval.options import EvalOptions
 from headstart.eval.replay import SHOWN, Race, beginning, contestants, end_ms, races, replay, standing
-from headstart.heads.base import family, make_config
 from headstart.target.model import Target
-from headstart.tree.tree import TreeShape
 from tests.eval.sources import Drafts
 
 
@@ -91,13 +89,6 @@ def test_what_does_not_fit_together_is_left_out() -> None:
 
 
 QUESTIONS = [Question(number, "", [text]) for number, text in enumerate(("one two one two", "hello", "write a line"))]
-
-
-@pytest.fixture(scope="module")
-def drafter(tiny_target: Target) -> HeadDrafter:
-    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, tiny_target))
-    heads.warm_start(tiny_target)
-    return HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1,)]))
 
 
 @pytest.fixture(scope="module")

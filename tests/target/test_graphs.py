@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -19,12 +17,6 @@ VOCAB = 61
 KINDS = ("llama", "gemma3", "gpt_neox", "qwen3")
 TEXTS = [list(range(2, 15)), [7, 7, 3], [30, 4, 4, 4, 9, 1]]
 BUSHY = Tree([5, 9, 4, 8, 2, 3, 11], [-1, 0, 0, 1, 1, 2, 5])
-
-
-@pytest.fixture
-def device() -> Iterator[StandIn]:
-    with StandIn() as made:
-        yield made
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -1,9 +1,9 @@
 """The decode loop: propose, verify with one tree forward, accept, commit.
 
 `Engine._decode` is the loop; `generate` checks what was asked and calls it, for as many rows at a time as memory holds.
-Around it stands what greedy decoding needs: what a drafter promises (`Drafter`), which
-drafts are accepted (`Verifier`), where a text ends (`Generation.extend`). Sampling has its verifier in `verify.py`.
-Plain decoding is the same loop without a drafter, so the two differ in nothing but the drafts.
+Around it stands what greedy decoding needs: what a drafter promises (`Drafter`), which drafts are accepted
+(`Verifier`), where a text ends (`Generation.extend`). Sampling has its verifier in `verify.py`. Plain decoding is the
+same loop without a drafter, so the two differ in nothing but the drafts.
 
 Shape suffixes: B rows, T tokens, N tree nodes, P nodes of an accepted path, V vocabulary, E hidden size.
 """

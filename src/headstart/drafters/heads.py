@@ -213,8 +213,7 @@ def grow(
 
     def read(depths: range) -> _Table:
         """The best drafts of the next level, or of these depths."""
-        nodes = _level(rows)
-        level = None if graphs is None else graphs.level(session, roots.root_B, nodes, depths, ranks)
+        level = None if graphs is None else graphs.level(session, roots.root_B, _level(rows), depths, ranks)
         asked = calibration.trust and not shape
         if level is not None:
             table = _Table.of(*level)
@@ -223,7 +222,7 @@ def grow(
             return _Table.read(depth_logits(session, roots.root_B, depths), ranks, heads.draft_to_target_D)
         tokens_BW, parents_BW = roots.tokens_BN, torch.zeros_like(roots.tokens_BN)
         if depths.start:
-            tokens_BW, parents_BW = upload(nodes, roots.root_B.device).unbind()
+            tokens_BW, parents_BW = upload(_level(rows), roots.root_B.device).unbind()
         logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depths.start)
         confidence_BW = heads.confidence(session, tokens_BW, depths.start) if asked else None
         return _Table.read(logits_BWD, ranks, heads.draft_to_target_D, confidence_BW)

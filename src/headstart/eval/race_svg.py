@@ -16,6 +16,7 @@ from rich.cells import cell_len
 
 from headstart.eval.labels import label_of
 from headstart.eval.replay import (
+    LINGER_MS,
     Race,
     Replay,
     Step,
@@ -32,8 +33,6 @@ MOST_TOKENS = 160
 """Of an answer; of a longer one the beginning is shown, and the picture says so."""
 PAUSE_MS = 3000.0
 """At the end, before it begins again."""
-LINGER_MS = 150.0
-"""How long rejected drafts stay, struck out, unless the next are drafted before."""
 
 _COLUMNS = 54
 _CELL, _LINE = 8.1, 19  # pixels; a monospaced character of 13.5 px is about 0.6 of it wide

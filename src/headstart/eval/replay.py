@@ -18,6 +18,8 @@ from headstart.support.detokenizer import IncrementalDetokenizer
 
 SHOWN = 5
 """Prompts whose answers are kept at most: from the one with the highest speed-up to that with the lowest."""
+LINGER_MS = 150.0
+"""How long rejected drafts stay where one watches, struck out, unless the next are drafted before."""
 _CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f\\ud800-\\udfff\\ufffe\\uffff]")
 _CONTEXT = 8  # tokens before a draft that decide how it is spelled
 
@@ -94,7 +96,7 @@ def races(units: Sequence[Unit], tokenizer: Any, drafter: str) -> list[Race]:
     for unit in units:
         for row, prompt in enumerate(unit.prompts):
             runs = [(method, unit.runs[method]) for method in names if method in unit.runs]
-            if all(run.tokens[row] and _steps(run, row) is not None for _, run in runs):
+            if all(run.tokens[row] and not began_anew(run, row) for _, run in runs):
                 plain, drafted = unit.runs[PLAIN].token_ms[row], runs[-1][1].token_ms[row]
                 speedup = (len(drafted) / drafted[-1]) / (len(plain) / plain[-1])
                 ranked.append((speedup, prompt, runs, row))

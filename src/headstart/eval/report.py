@@ -15,7 +15,7 @@ from rich.table import Table
 from headstart.eval.figures import acceptance, accepted
 from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN, label_of, temperature_of
 from headstart.eval.plots import plots
-from headstart.eval.replay import by_step, end_ms, featured, place, standing
+from headstart.eval.replay import LINGER_MS, by_step, end_ms, featured, place, standing
 from headstart.support.files import write_json, write_text
 from headstart.support.terminal import format_moment, tell
 
@@ -79,6 +79,7 @@ def template(name: str) -> Template:
     environment.filters.update(number=number, times=times, cell=cell)
     environment.filters.update(span=span, shares=shares, words=words, label=label_of, temperature=temperature_of)
     environment.filters.update(place=place, by_step=by_step, end_ms=end_ms, standing=standing)
+    environment.globals["linger_ms"] = LINGER_MS
     return environment.get_template(name)
 
 

@@ -22,7 +22,7 @@ from headstart.target.frozen import FrozenModel
 
 CONFIG = "config.json"
 WEIGHTS = "heads.safetensors"
-_AGAIN = "Export or fetch the heads again."
+AGAIN = "Export or fetch the heads again."
 RUN_RECIPE, _RUN_HEADS = "recipe.yaml", "heads"
 """What tells the folder of a run, and where it keeps the heads that it came to."""
 
@@ -59,7 +59,7 @@ def load_heads(folder: Path, target: FrozenModel | None = None, device: torch.de
             target.
     """
     folder = heads_folder(folder)
-    config = read_json(folder / CONFIG, _AGAIN)
+    config = read_json(folder / CONFIG, AGAIN)
     return build_heads(config.get("heads") if is_exported(config) else config, folder / WEIGHTS, target, device)
 
 
@@ -115,7 +115,7 @@ def build_heads(
     except RuntimeError as error:
         raise UserError(
             f"{weights} does not belong to the {CONFIG} beside it: {str(error).splitlines()[-1].strip()}",
-            _AGAIN,
+            AGAIN,
         ) from None
     if target is not None:
         heads.bind(target)
@@ -128,4 +128,4 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     try:
         return dict(load_file(path))
     except SafetensorError as error:
-        raise UserError(f"{path} is cut short or damaged ({error}).", _AGAIN) from None
+        raise UserError(f"{path} is cut short or damaged ({error}).", AGAIN) from None

@@ -27,7 +27,7 @@ import headstart
 from headstart.data.prompts.chat import has_variable, template_kwargs, with_template_kwargs
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
-from headstart.heads.io import CONFIG, WEIGHTS, build_heads, settings_of, write_weights
+from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
 from headstart.support.files import no_folder, read_json, refuse_others, write_atomic, write_json
@@ -48,7 +48,6 @@ TREE = "tree.json"
 CALIBRATION = "calibration.json"
 CARD = "README.md"
 CUSTOM_GENERATE = "custom_generate"
-_AGAIN = "Export or fetch the heads again."
 _NEEDED = (CONFIG, WEIGHTS, TREE, CALIBRATION)
 _TEMPLATES = Path(__file__).parent / "templates"
 FILES = (
@@ -150,9 +149,9 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
     if not any_target:
         _check_target(folder, HeadsTarget.model_validate(config["target"]), target)
     heads = build_heads(config["heads"], folder / WEIGHTS, target, dtype=target.dtype)
-    tree = read_json(folder / TREE, _AGAIN)
+    tree = read_json(folder / TREE, AGAIN)
     shape = _shape(tree, heads, folder)
-    calibration = read_json(folder / CALIBRATION, _AGAIN)
+    calibration = read_json(folder / CALIBRATION, AGAIN)
     if not isinstance(calibration, dict):
         raise _not_ours(folder / CALIBRATION)
     return heads.eval().requires_grad_(False), shape, {**calibration, "paths": [list(path) for path in shape.paths]}
@@ -185,14 +184,14 @@ def check_folder(folder: Path) -> None:
     bundled = [f"{BUNDLED}/{name}" for name in ADAPTER_FILES] if adapter is not None and not adapter.spec else []
     for name in (*_NEEDED, *bundled):
         if not (folder / name).is_file():
-            raise UserError(f"{folder} has no {name}.", _AGAIN)
+            raise UserError(f"{folder} has no {name}.", AGAIN)
     for name in (TREE, CALIBRATION):
-        read_json(folder / name, _AGAIN)
+        read_json(folder / name, AGAIN)
     try:
         with safe_open(folder / WEIGHTS, framework="pt"):
             pass
     except SafetensorError as error:
-        raise UserError(f"{folder / WEIGHTS} is cut short or damaged ({error}).", _AGAIN) from None
+        raise UserError(f"{folder / WEIGHTS} is cut short or damaged ({error}).", AGAIN) from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -202,7 +201,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise UserError(f"{folder} has no {CONFIG}.", "Give a folder that headstart export wrote.")
-    config = read_json(path, _AGAIN)
+    config = read_json(path, AGAIN)
     version = config.get("format_version") if isinstance(config, dict) and config.get("format") == FORMAT else None
     if not isinstance(version, int) or version < 1:
         raise _not_ours(path)
@@ -224,7 +223,7 @@ def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
     try:
         shape = TreeShape.from_paths(_PATHS.validate_python(tree["paths"]))
     except (ValidationError, TypeError, KeyError):
-        raise UserError(f"{folder / TREE} holds no rank paths.", _AGAIN) from None
+        raise UserError(f"{folder / TREE} holds no rank paths.", AGAIN) from None
     heads.check_tree(shape)
     return shape
 

@@ -179,9 +179,8 @@ def _conversations(run: Run) -> Outcome:
         try:
             with held(states, wait=False):
                 run.refer("states", states)
-        except (
-            Busy
-        ):  # another run computes states there, for hours perhaps: shards are added whole, by whoever has them
+        except Busy:
+            # Another run computes states there, for hours perhaps: shards are added whole, by whoever has them.
             run.refer("states", states)
         capture = Capture(states.folder, target, aux_layers(run), data.states_dtype)
     with held(made, run.console) as path:

@@ -66,24 +66,18 @@ def keep_untuned(run: Run) -> bool:
     A UserError where the heads that are kept were tuned, and are those of an earlier training.
     """
     from headstart.data.prompts.chat import with_template_kwargs
-    from headstart.heads.io import CONFIG
     from headstart.hub.engines.importing import untuned
     from headstart.hub.format import export_heads
     from headstart.target.teacher import TeacherModel
 
     trained, note = run.whole_record("train"), run.folder / "stages" / _UNTUNED
-    if trained is None:
+    if trained is None or _kept_training(run, note) in ("unknown", trained.identity):
         return False
-    if (run.folder / HEADS / CONFIG).is_file():
-        if (tuned := run.whole_record("export")) is not None:
-            if tuned.before.get("train") in (None, trained.identity):
-                return False
-            raise UserError(
-                f"The heads in {run.folder / HEADS} are those of an earlier training of this run.",
-                f"Tune the new ones first: headstart tune {run.folder}.",
-            )
-        if not note.is_file() or read_json(note).get("train") == trained.identity:
-            return False
+    if run.whole_record("export") is not None:
+        raise UserError(
+            f"The heads in {run.folder / HEADS} are those of an earlier training of this run.",
+            f"Tune the new ones first: headstart tune {run.folder}.",
+        )
     with locked(run.folder):
         target = run.decoded if run.recipe.train.joint.rank else run.frozen()
         if isinstance(target, TeacherModel):
@@ -97,6 +91,18 @@ def keep_untuned(run: Run) -> bool:
         export_heads(run.folder / HEADS, heads, target, untuned(heads, right), facts)
         write_json(note, {"train": trained.identity})
     return True
+
+
+def _kept_training(run: Run, note: Path) -> str | None:
+    """Of which training a run's heads are, None without any, by the record of those that were tuned or a note beside
+    those that were not; "unknown" where nothing says it."""
+    from headstart.heads.io import CONFIG
+
+    if not (run.folder / HEADS / CONFIG).is_file():
+        return None
+    if (tuned := run.whole_record("export")) is not None:
+        return tuned.before.get("train", "unknown")
+    return str(read_json(note)["train"]) if note.is_file() else "unknown"
 
 
 def _exported(run: Run) -> Artifact:

@@ -78,6 +78,18 @@ class Refused(UserError):
     """A server does not take this request, whenever it is asked."""
 
 
+def or_refusal(ask: Callable[[int, Endpoint], T]) -> Callable[[int, Endpoint], T | Refused]:
+    """How to ask a question of a `Pool`, with a server's refusal as its answer."""
+
+    def asked(number: int, endpoint: Endpoint) -> T | Refused:
+        try:
+            return ask(number, endpoint)
+        except Refused as refusal:
+            return refusal
+
+    return asked
+
+
 class Endpoint:
     """One server, with or without the `/v1` of OpenAI's paths. Its counts belong to who holds the lock of the `Pool`:
 

@@ -24,12 +24,12 @@ class Busy(UserError):
 
     def __init__(self, holder: str, folder: Path, mark: Path) -> None:
         process, _, machine = holder.partition(" on ")
-        named = process if machine == socket.gethostname() else holder
-        elsewhere = machine != socket.gethostname()
-        self.way_out = f"If no process works there any more, since its machine has died, say: rm {mark}" * elsewhere
+        here = machine == socket.gethostname()
+        named = process if here else holder
+        self.way_out = "" if here else f"If no process works there any more, since its machine has died, say: rm {mark}"
         super().__init__(
             f"Another run (process {named or 'unknown'}) is working in {folder}.",
-            "Wait for it, or choose another --run-dir." + (f" {self.way_out}" if self.way_out else ""),
+            f"Wait for it, or choose another --run-dir. {self.way_out}".rstrip(),
         )
 
 

@@ -144,14 +144,14 @@ def copy_of(weight: Tensor) -> PackedCopy:
 def refresh(weights: Iterable[Tensor]) -> None:
     """See whether the copies of these weights, each its own, are still theirs."""
     for weight in weights:
-        if (known := _COPIES.get(weight)) is not None:  # type: ignore[no-untyped-call]
+        if (known := _COPIES.get(weight)) is not None:  # type: ignore[no-untyped-call]  # torch has no types
             known.refresh([weight])
 
 
 def drop(weights: Iterable[Tensor]) -> None:
     """Free the copies of these weights; who multiplies by them makes new ones."""
     for weight in weights:
-        _COPIES.pop(weight, None)  # type: ignore[no-untyped-call]
+        _COPIES.pop(weight, None)  # type: ignore[no-untyped-call]  # torch has no types
 
 
 def multiplied(rows: Tensor, weight_OI: Tensor, bias_O: Tensor | None, waits: bool = False) -> Tensor | None:

@@ -186,8 +186,7 @@ class _Running:
 
     def refuse(self, why: str) -> None:
         """A server refuses the newest turn: the conversation ends before it."""
-        asked = next((back for back, answered in enumerate(reversed(self.supervised)) if answered), len(self.tokens))
-        end = len(self.tokens) - asked
+        end = max((index + 1 for index, answered in enumerate(self.supervised) if answered), default=0)
         self.tokens, self.supervised = self.tokens[:end], self.supervised[:end]
         while self.messages and self.messages[-1]["role"] != "assistant":
             self.messages.pop()

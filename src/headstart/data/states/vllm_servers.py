@@ -9,7 +9,7 @@ from pathlib import Path
 
 from headstart.data.states.vllm_files import Import, Unusable
 from headstart.errors import UserError
-from headstart.servers.client import Endpoint, Later, Pool, Refused
+from headstart.servers.client import Endpoint, Later, Pool, Refused, or_refusal
 from headstart.servers.completions import Ask, served_by
 
 _RESTART = "Start it as headstart data import-states RECIPE shows; then the same command goes on from there."
@@ -28,14 +28,11 @@ def take_from_servers(
     waiting = work.waiting
     total, done, taken, refusals = sum(len(item.tokens) for item in waiting), 0, 0, list[Refused]()
 
-    def ask(number: int, endpoint: Endpoint) -> Path | Refused:
-        try:
-            return _written(endpoint, work.target.spec, waiting[number].tokens)
-        except Refused as refusal:
-            return refusal
+    def ask(number: int, endpoint: Endpoint) -> Path:
+        return _written(endpoint, work.target.spec, waiting[number].tokens)
 
     try:
-        with closing(Pool(urls, requests, _RESTART).answers(len(waiting), ask)) as files:
+        with closing(Pool(urls, requests, _RESTART).answers(len(waiting), or_refusal(ask))) as files:
             for number, file in files:
                 done += len(waiting[number].tokens)
                 advance(done, total)

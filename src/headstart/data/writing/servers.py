@@ -16,7 +16,7 @@ from typing import Any
 
 from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.errors import UserError
-from headstart.servers.client import Endpoint, Later, Pool, Refused
+from headstart.servers.client import Endpoint, Later, Pool, Refused, or_refusal
 from headstart.servers.completions import Ask, NoTokenIds, Served, served_by
 from headstart.target.model import Target
 
@@ -61,7 +61,7 @@ class Servers:
         Raises a UserError where servers refuse whatever they are asked.
         """
 
-        def answer(number: int, endpoint: Endpoint) -> list[int] | Refused:
+        def answer(number: int, endpoint: Endpoint) -> list[int]:
             ask = Ask(
                 rows[number],
                 continuation.max_new_tokens,
@@ -71,12 +71,9 @@ class Servers:
                 seed=random.Random(f"{continuation.seed} {number}").getrandbits(31),  # as servers take them
                 ends=continuation.ends,
             )
-            try:
-                return self._answer(endpoint, ask)
-            except Refused as refusal:
-                return refusal
+            return self._answer(endpoint, ask)
 
-        with closing(self._pool.answers(len(rows), answer, continuation.check)) as answers:
+        with closing(self._pool.answers(len(rows), or_refusal(answer), continuation.check)) as answers:
             replies = dict(answers)
         added = {number: reply for number, reply in replies.items() if not isinstance(reply, Refused)}
         refusals = [(number, reply) for number, reply in replies.items() if isinstance(reply, Refused)]
@@ -88,11 +85,12 @@ class Servers:
     def _refuses_all(self, refusals: int, some_answered: bool) -> bool:
         """Whether servers refuse whatever they are asked, after a batch with so many refusals."""
         with self._lock:
-            self._answered = self._answered or some_answered
+            if some_answered or not refusals:
+                self._answered, self._refused = True, (0, 0)
+                return False
             rows, batches = self._refused
-            self._refused = (0, 0) if some_answered else (rows + refusals, batches + 1)
-            rows, batches = self._refused
-            return (bool(refusals) and not self._answered) or (rows > _PATIENCE[0] and batches > _PATIENCE[1])
+            self._refused = rows, batches = rows + refusals, batches + 1
+            return not self._answered or (rows > _PATIENCE[0] and batches > _PATIENCE[1])
 
     def _answer(self, endpoint: Endpoint, ask: Ask) -> list[int]:
         """The added tokens; raises as `Endpoint.ask`, and where the answer cannot be the target's."""

@@ -4,7 +4,7 @@
   const find = (name) => race.querySelector(name);
   const play = find(".race-play"), slider = find(".race-time"), clock = find(".race-clock");
   const speed = find(".race-speed"), chosen = find(".race-prompt");
-  const LINGER_MS = 150; // rejected drafts stay struck so long in the reader's time, or until the next are drafted
+  const LINGER_MS = {{ linger_ms }}; // rejected drafts stay struck so long in the reader's time, or until the next are drafted
   const prompts = [...race.querySelectorAll("details")].map((details) => {
     const lanes = [...details.querySelectorAll(".race-lane")].map(readLane);
     return { details, lanes, end: Math.max(...lanes.map((lane) => lane.end)) };
