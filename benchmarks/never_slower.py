@@ -6,7 +6,7 @@
 Each cell decodes the same prompts plainly, with the heads, with the default drafter and plainly once more, in turns,
 another one going first each time, and all of it --repeats times with engines that have learned nothing yet. What it
 says is tokens a second over those of all plain runs; the second plain runs over the first say how far the hour's noise
-reaches. The conditions:
+reaches. Where no round drafted, the same was computed as plainly, and what differs from 1 is noise. The conditions:
 
     as tuned           bfloat16, all threads
     float32            the same heads in float32
@@ -233,13 +233,14 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
     """One cell: all methods in turns over all prompts, so many at a time."""
     names, options = ["plain", *DRAFTERS, NOISE], DecodeOptions(tokens)
     seconds, emitted = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
-    rounds, errors = dict.fromkeys(names, 0), set[str]()
+    rounds, drafted, errors = dict.fromkeys(names, 0), dict.fromkeys(names, 0), set[str]()
     # Small batches come twice, so that what the first call learns is not all there is; large ones are filled up.
     count = max(2, -(-len(prompts) // batch))
     for number in range(count * repeats):
         if number % count == 0:
             plain = Engine(decoder.target)
-            engines = {"plain": plain, **{name: decoder.engine(name) for name in DRAFTERS}, NOISE: plain}
+            drafting = {name: anew(decoder.engine(name)) for name in DRAFTERS}
+            engines = {"plain": plain, **drafting, NOISE: plain}
             for engine in engines.values():
                 engine.generate([prompts[0]] * batch, replace(options, max_new_tokens=2, draft="off"))
         asked = [prompts[(number * batch + row) % len(prompts)] for row in range(batch)]
@@ -250,6 +251,7 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
             seconds[name] += perf_counter() - start
             emitted[name] += sum(len(output.tokens) for output in outputs)
             rounds[name] += sum(len(output.rounds) for output in outputs)
+            drafted[name] += sum(round.nodes > 1 for output in outputs for round in output.rounds)
             errors |= {output.drafter_error for output in outputs if output.drafter_error}
     speeds = {name: emitted[name] / seconds[name] for name in names}
     plainly = (emitted["plain"] + emitted[NOISE]) / (seconds["plain"] + seconds[NOISE])
@@ -258,20 +260,27 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
         "calls": count * repeats,
         "tokens_per_second": speeds,
         "over_plain": {**{name: speeds[name] / plainly for name in DRAFTERS}, NOISE: speeds[NOISE] / speeds["plain"]},
+        "rounds_drafted": {name: drafted[name] / max(1, rounds[name]) for name in DRAFTERS},
         "tokens_per_round": {name: emitted[name] / max(1, rounds[name]) for name in DRAFTERS},
         "drafter_errors": sorted(errors),
     }
 
 
+def anew(engine: Engine) -> Engine:
+    """The same drafters and costs, and nothing learned."""
+    return Engine(engine.target, *engine.drafters, costs=engine.costs)
+
+
 def line(row: Mapping[str, Any]) -> str:
     """A cell as it comes."""
     over = ", ".join(f"{name} {ratio:.3f}" for name, ratio in row["over_plain"].items())
-    return f"{row['condition']}, batch {row['batch']}: {over}"
+    drafted = " and ".join(f"{share:.0%}" for share in row["rounds_drafted"].values())
+    return f"{row['condition']}, batch {row['batch']}: {over}; {drafted} of rounds drafted"
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table, and what fell below the bar."""
-    head = ["condition", "tokens", "batch", "plain tokens/s", *DRAFTERS, NOISE, "tokens a round"]
+    head = ["condition", "tokens", "batch", "plain tokens/s", *DRAFTERS, NOISE, "rounds drafted"]
     lines = [
         [
             row["condition"],
@@ -279,7 +288,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
             row["batch"],
             f"{row['tokens_per_second']['plain']:.1f}",
             *(f"{row['over_plain'][name]:.2f}x" for name in (*DRAFTERS, NOISE)),
-            " / ".join(f"{row['tokens_per_round'][name]:.2f}" for name in DRAFTERS),
+            " / ".join(f"{row['rounds_drafted'][name]:.0%}" for name in DRAFTERS),
         ]
         for row in rows
     ]

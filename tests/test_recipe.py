@@ -187,3 +187,26 @@ def test_reading_recipes_loads_no_model_library() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "headstart.recipes.recipe" in loaded
     assert not {"torch", "transformers"} & set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "expected"), [(12, (4.8, 960, 4.32, 6)), (25, (10, 2000, 9, 12)), (180, (72, 14400, 64.8, 64))]
+)
+def test_minutes_scale_writing_training_and_report(minutes: int, expected: tuple[float, ...]) -> None:
+    recipe = load_recipe("quickstart", [f"minutes={minutes}"])
+
+    assert (recipe.data.minutes, recipe.data.conversations, recipe.train.minutes, recipe.eval.limit) == expected
+    assert recipe.data.minutes + recipe.train.minutes < 0.8 * minutes, "loading, tuning and the report take some"
+    assert parse_recipe(recipe.model_dump(mode="json")) == recipe, "a recipe with everything filled in is read the same"
+
+
+def test_what_is_given_goes_before_the_minutes() -> None:
+    recipe = load_recipe("quickstart", ["minutes=12", "train.minutes=null", "data.conversations=50"])
+
+    assert (recipe.train.minutes, recipe.data.conversations, recipe.data.minutes) == (None, 50, 4.8)
+
+
+@pytest.mark.parametrize("minutes", ["0", "-1", ".inf", "soon"])
+def test_minutes_that_are_none_are_refused(minutes: str) -> None:
+    with pytest.raises(UserError, match="'minutes' is"):
+        load_recipe("quickstart", [f"minutes={minutes}"])

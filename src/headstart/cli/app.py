@@ -57,7 +57,7 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
 
     Stages that are done are skipped; an interrupted run goes on where it was.
 
-    Example: headstart run quickstart train.minutes=3
+    Example: headstart run quickstart minutes=60
     """
     from headstart.eval.report import show_results
     from headstart.pipeline.run import HEADS, REPORT

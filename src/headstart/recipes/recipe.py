@@ -6,14 +6,15 @@ reading a recipe looks them up by the family's name, which loads the families, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module, resources
+from math import ceil, inf
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_serializer, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_serializer, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from headstart.errors import UserError, close, nearest
@@ -29,12 +30,26 @@ from headstart.recipes.sections import (
     from_target,
 )
 
+_OF_THE_MINUTES: tuple[tuple[str, str, Callable[[float], float]], ...] = (
+    ("data", "minutes", lambda minutes: round(0.4 * minutes, 2)),
+    ("data", "conversations", lambda minutes: ceil(80 * minutes)),  # more than two cores write in these minutes
+    ("train", "minutes", lambda minutes: round(0.36 * minutes, 2)),
+    ("eval", "limit", lambda minutes: min(64, max(6, int(minutes / 2)))),
+)
+"""What follows from the minutes of a recipe: section, setting, its value. Loading and tuning take what remains."""
+
 
 class Recipe(Section):
     """Everything a run depends on."""
 
     name: str = Field(description="Folder under runs/.")
     description: str = Field("", description="One sentence for `headstart recipes`.")
+    minutes: float | None = Field(
+        None,
+        gt=0,
+        description="About how long all of it may take. Writing, training and the report get their shares; "
+        "data.minutes, data.conversations, train.minutes and eval.limit go before them where they are given.",
+    )
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()
     heads: HeadSettings = Field(description="Family and its settings.")
@@ -42,6 +57,19 @@ class Recipe(Section):
     tune: TuneSection = TuneSection()
     export: ExportSection = ExportSection()
     eval: EvalSection = EvalSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _share_minutes(cls, values: Any) -> Any:
+        minutes = values.get("minutes") if isinstance(values, Mapping) else None
+        if not isinstance(minutes, int | float) or not 0 < minutes < inf:
+            return values  # nothing to share, or the field says what is wrong
+        shared = dict(values)
+        for section, setting, share in _OF_THE_MINUTES:
+            given = shared.get(section, {})
+            if isinstance(given, Mapping):
+                shared[section] = {setting: share(minutes), **given}
+        return shared
 
     @field_validator("name")
     @classmethod
