@@ -39,7 +39,7 @@ def results(tiny_target: Target, drafter: HeadDrafter) -> dict[str, Any]:
 
 def test_schema(results: dict[str, Any]) -> None:
     json.dumps(results)
-    assert results["schema_version"] == 1
+    assert results["schema_version"] == 2
     summary = results["summary"]
     assert set(summary["tokens_per_second"]) == set(METHODS)
     for key in SPEEDUPS:

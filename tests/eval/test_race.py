@@ -15,7 +15,7 @@ from rich.console import Console
 from headstart.errors import UserError
 from headstart.eval.race import answer_text, conditions, frame, read_race, show_race
 from headstart.eval.race_svg import MOST_TOKENS, PAUSE_MS, race_svg
-from headstart.eval.replay import Race, contestants, end_ms, figures
+from headstart.eval.replay import Race, contestants, end_ms, figures, pack
 from headstart.eval.report import template
 from headstart.support.files import write_json
 from tests.eval.test_replay import planted
@@ -197,7 +197,7 @@ def test_control_characters_of_a_text_are_not_drawn() -> None:
 
 def test_a_terminal_shows_the_drafts_of_the_moment(race: Race) -> None:
     answer = race["answers"][1]
-    assert answer_text(answer, 25).plain == "It 5 6", "drafted, and not decided yet"
+    assert answer_text(answer, 25).plain == "It is a", "drafted, and not decided yet"
     assert answer_text(answer, 45).plain == "It is a <b>"
     assert answer_text(answer, 75).plain == "It is a <b>\n\nwood 9 9", "rejected, until the next are drafted"
     assert answer_text(answer, end_ms(answer)).plain == "".join(answer["pieces"])
@@ -244,7 +244,7 @@ def test_a_terminal_replays_in_the_time_that_it_took(race: Race, monkeypatch: py
 
 def test_races_of_a_report_are_read(tmp_path: Path) -> None:
     environment = {"gpu": None, "cpu": "a processor", "threads": 2, "dtype": "float32"}
-    results = {"settings": {"target": "tiny"}, "environment": environment, "replays": planted(12)}
+    results = {"settings": {"target": "tiny"}, "environment": environment, "replays": pack(planted(12))}
     write_json(tmp_path / "results.json", results)
     race, where = read_race(tmp_path)
     assert (race["rank"], where) == (planted(12)[2]["rank"], conditions("tiny", environment))

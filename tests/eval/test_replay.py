@@ -16,7 +16,7 @@ from headstart.eval.evaluate import evaluate
 from headstart.eval.figures import Prompt, Unit
 from headstart.eval.methods import Run
 from headstart.eval.options import EvalOptions
-from headstart.eval.replay import SHOWN, Race, beginning, contestants, end_ms, races, replay, standing
+from headstart.eval.replay import SHOWN, Race, beginning, contestants, end_ms, pack, races, replay, standing, unpack
 from headstart.target.model import Target
 from tests.eval.sources import Drafts
 
@@ -54,10 +54,11 @@ def test_a_round_is_drafted_and_then_decided() -> None:
     assert answer["tokens"] == [4, 5, 6, 7, 8, 10, 11, 12]
     assert answer["pieces"] == [f" {token}" for token in answer["tokens"]]
     first, second, third, last = answer["steps"]
-    assert (first["tokens"], first["drafts"], first["accepted"], first["ms"]) == (1, [], 0, 10.0)
+    assert (first["tokens"], first["nodes"], first["accepted"], first["ms"]) == (1, 0, 0, 10.0)
     assert second == {
-        "drafted_ms": 20.0, "ms": 40.0, "nodes": 3, "drafts": [" 5", " 6"], "kept": 2, "accepted": 2, "tokens": 3,
+        "ms": 40.0, "tokens": 3, "drafted_ms": 20.0, "nodes": 3, "kept": 2, "accepted": 2, "rejected": "",
     }  # fmt: skip
+    assert third["rejected"] == " 9 9"
     assert (third["kept"], third["accepted"], third["tokens"]) == (0, 1, 2), "a path that was not shown was accepted"
     assert (last["kept"], last["accepted"], last["tokens"]) == (2, 2, 2), "the target's own token was cut off"
 
@@ -81,6 +82,19 @@ def test_prompts_are_spread_from_the_highest_speedup_to_the_lowest() -> None:
     assert [answer["name"] for answer in contestants(shown[0])] == ["plain", "heads"]
 
 
+def test_races_are_kept_whole() -> None:
+    """Also where an answer leaves the first one, ends before it, or goes on after it."""
+    shown = planted(3)
+    drafted = shown[0]["answers"][1]
+    drafted["tokens"][5], drafted["pieces"][5] = 77, " 77"
+    shorter, longer = shown[1]["answers"], shown[2]["answers"]
+    for answer in (shorter[1], longer[0]):
+        del answer["tokens"][-2:], answer["pieces"][-2:], answer["steps"][-1:]
+    packed = json.loads(json.dumps(pack(shown)))
+    assert [len(race["answers"][1]["tokens"]) for race in packed] == [3, 0, 2]
+    assert unpack(packed) == shown
+
+
 def test_what_does_not_fit_together_is_left_out() -> None:
     """A row that began anew when memory ran out has a token more than its rounds."""
     again = unit(0)
@@ -100,7 +114,7 @@ def results(tiny_target: Target, drafter: HeadDrafter) -> dict[str, Any]:
 def test_replays_are_the_answers_of_the_report(tiny_target: Target, results: dict[str, Any]) -> None:
     assert json.loads(json.dumps(results["replays"])) == results["replays"]
     assert {race["id"] for race in results["replays"]} == {"0", "1", "2"}
-    for race in results["replays"]:
+    for race in unpack(results["replays"]):
         row = next(row for row in results["per_prompt"] if row["id"] == race["id"])
         assert race["question"] == QUESTIONS[int(race["id"])].turns[0]
         assert [answer["name"] for answer in race["answers"]] == ["plain", "heads", "heads+ngram"]
@@ -115,9 +129,8 @@ def test_replays_are_the_answers_of_the_report(tiny_target: Target, results: dic
             assert 0 < end_ms(answer) <= 1e3 * row["seconds"].get(answer["name"], 1e9)
             for before, step in zip([None, *answer["steps"]], answer["steps"], strict=False):
                 assert (before["ms"] if before else 0) <= step["drafted_ms"] <= step["ms"]
-                assert step["kept"] <= min(len(step["drafts"]), step["accepted"]) <= step["nodes"]
-        first = race["answers"][1]["steps"][1]
-        assert (first["nodes"], len(first["drafts"])) == (3, 2), "of a tree the likeliest path"
+                assert step["kept"] <= step["accepted"] <= step["nodes"]
+        assert race["answers"][1]["steps"][1]["nodes"] == 3
         assert {step["nodes"] for step in race["answers"][0]["steps"]} == {0}
 
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from headstart.eval.divergence import Difference, Judgement
 from headstart.eval.figures import Unit, categories, compare_rows, per_prompt, summarise
 from headstart.eval.labels import BASELINES, OTHER, label_of
-from headstart.eval.replay import races
+from headstart.eval.replay import pack, races
 from headstart.eval.report import divergence_sentence, show_results, verdicts, write_report
 from tests.eval.test_figures import unit
 
@@ -33,7 +33,7 @@ def results() -> dict[str, Any]:
         each.runs["transformers"] = each.runs["plain"]
     same = Judgement(5, 34, None, [])
     return {
-        "schema_version": 1,
+        "schema_version": 2,
         "summary": {
             **summarise(units, 0),
             "divergences": same.to_json(),
@@ -45,7 +45,7 @@ def results() -> dict[str, Any]:
         "settings": {"heads_name": "tiny <heads>", "target": "tiny", "max_new_tokens": 8, "temperature": 0.0},
         "environment": {"cpu": "some | processor", "threads": 2, "dtype": "float32", "date": "today"},
         "per_prompt": per_prompt(units),
-        "replays": races(units, None, "heads"),
+        "replays": pack(races(units, None, "heads")),
     }
 
 

@@ -32,11 +32,11 @@ from headstart.eval.figures import Prompt, Unit, categories, compare_rows, per_p
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
 from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted
 from headstart.eval.options import EvalOptions
-from headstart.eval.replay import races
+from headstart.eval.replay import pack, races
 from headstart.support.terminal import progress_bar
 from headstart.target.model import Target
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Of results.json; raised when a key changes its meaning or goes."""
 _NOT_OF_RESULTS = (
     "processors",
@@ -104,7 +104,7 @@ def evaluate(
         "settings": settings,
         "environment": environment(target, drafters),
         "per_prompt": rows,
-        "replays": races(units, target.tokenizer, tested),
+        "replays": pack(races(units, target.tokenizer, tested)),
     }
 
 

@@ -31,6 +31,7 @@ from headstart.eval.replay import (
     figures,
     replay,
     standing,
+    unpack,
     visible,
 )
 from headstart.support.files import read_json
@@ -69,7 +70,7 @@ def read_race(path: Path, prompt_id: str | None = None) -> tuple[Race, str]:
     """
     file = path / "results.json" if path.is_dir() else path
     results = read_json(file)
-    races = results.get("replays") if isinstance(results, dict) else None
+    races = unpack(results.get("replays") or []) if isinstance(results, dict) else []
     if not races:
         raise UserError(f"{file} holds no replays.", "Name the results.json of a report; headstart eval writes them.")
     if prompt_id is None:
@@ -152,10 +153,12 @@ def answer_text(answer: Replay, ms: float) -> Text:
     for pieces, style in _styled(answer, now.steps):
         text.append(visible(pieces), style)
     if now.drafting is not None:
-        text.append(visible("".join(now.drafting["drafts"])), DRAFTED)
+        step = now.drafting
+        kept = "".join(answer["pieces"][now.tokens : now.tokens + step["kept"]])
+        text.append(visible(kept + step["rejected"]), DRAFTED)
     elif now.steps and now.steps < len(answer["steps"]):
         newest = answer["steps"][now.steps - 1]
-        text.append(visible("".join(newest["drafts"][newest["kept"] :])), REJECTED)
+        text.append(visible(newest["rejected"]), REJECTED)
     return text
 
 

@@ -183,7 +183,7 @@ def _segments(text: str, cells: Sequence[Cell | None]) -> list[tuple[Cell, str]]
 
 def _tail(step: Step, following: str, start: Cell) -> list[tuple[Cell, str]]:
     """Where the rejected drafts of a step stand: in place of the text that came instead."""
-    text = "".join(step["drafts"][step["kept"] :])
+    text = step["rejected"]
     row, column = start
     if following[:1].isspace() != text[:1].isspace() and column:  # a word of its own, or the end of the one before
         column += 1 if text[:1].isspace() else -1

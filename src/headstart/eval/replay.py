@@ -1,13 +1,16 @@
 """What was measured of a few answers, round by round: enough to watch them again in the time that they took.
 
-The `replays` of results.json are made here, and every race (page, picture, terminal) is drawn from them alone.
+Every race (page, picture, terminal) is drawn from a report's replays alone. In results.json a race is as `Race` says,
+but shorter (`pack`): an answer has `same`, how many tokens it begins with that are those of the first answer, then its
+own `tokens` and `pieces`, and `steps` are lists, `[ms]` or `[ms, tokens]` where nothing was drafted, else
+`[ms, tokens, drafted_ms, nodes, kept, accepted]` with the text of the rejected drafts, if any, after them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import groupby, islice
+from collections.abc import Mapping, Sequence
+from itertools import groupby, islice, takewhile
 from typing import Any, NamedTuple, TypedDict
 
 from headstart.decode.loop import Round
@@ -29,21 +32,21 @@ class Step(TypedDict):
 
     Attributes:
         drafted_ms, ms: since the call, when the drafts were there and when they were decided.
-        nodes: drafts that were verified.
-        drafts: of these the likeliest path, as text, a piece for each token.
-        kept: how many of this path, from its beginning, were accepted.
-        accepted: how many drafts were accepted; more than `kept` where another path was.
         tokens: how many tokens the answer has from this round. Where it is more than `accepted`, the last is the
             target's own; the end of the answer may cut it off.
+        nodes: drafts that were verified.
+        kept: how many of their likeliest path, from its beginning, were accepted.
+        accepted: how many drafts were accepted; more than `kept` where another path was.
+        rejected: the rest of the likeliest path, as text.
     """
 
-    drafted_ms: float
     ms: float
+    tokens: int
+    drafted_ms: float
     nodes: int
-    drafts: list[str]
     kept: int
     accepted: int
-    tokens: int
+    rejected: str
 
 
 class Replay(TypedDict):
@@ -143,23 +146,25 @@ def replay(name: str, run: Run, row: int, tokenizer: Any) -> Replay:
     steps = _steps(run, row)
     assert steps is not None, "rounds and times fit together"
     tokens, before = run.tokens[row], 0
-    replayed: Replay = {"name": name, "tokens": tokens, "pieces": _pieces(tokenizer, [], tokens), "steps": []}
+    replayed: Replay = {"name": name, "tokens": tokens, "pieces": pieces_of(tokenizer, [], tokens), "steps": []}
     past = 0.0
     for count, ms, decided in steps:
         drafts = list(decided.drafts) if decided else []
         accepted = min(decided.emitted - 1, count) if decided else 0
         emitted = tokens[before : before + accepted]
         kept = next((k for k, pair in enumerate(zip(drafts, emitted, strict=False)) if pair[0] != pair[1]), None)
+        kept = min(len(drafts), accepted) if kept is None else kept
         drafted_ms = min(ms, past + decided.draft_ms) if drafts and decided else ms
+        spelled = pieces_of(tokenizer, tokens[max(0, before - _CONTEXT) : before], drafts)
         replayed["steps"].append(
             {
-                "drafted_ms": round(drafted_ms, 2),
                 "ms": round(ms, 2),
-                "nodes": decided.nodes - 1 if decided else 0,
-                "drafts": _pieces(tokenizer, tokens[max(0, before - _CONTEXT) : before], drafts),
-                "kept": min(len(drafts), accepted) if kept is None else kept,
-                "accepted": accepted,
                 "tokens": count,
+                "drafted_ms": round(drafted_ms, 2),
+                "nodes": decided.nodes - 1 if decided else 0,
+                "kept": kept,
+                "accepted": accepted,
+                "rejected": "".join(spelled[kept:]),
             }
         )
         before, past = before + count, ms
@@ -181,8 +186,8 @@ def _steps(run: Run, row: int) -> list[tuple[int, float, Round | None]] | None:
     return steps if exact else None
 
 
-def _pieces(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """The text of each token; of a character that takes several, the last has it."""
+def pieces_of(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
+    """The text of each token after others; of a character that takes several tokens, the last has it."""
     if tokenizer is None:
         return [f" {token}" for token in tokens]
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -192,6 +197,77 @@ def _pieces(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> lis
     if pieces:
         pieces[-1] += detokenizer.rest()
     return pieces
+
+
+# -- keeping ---------------------------------------------------------------------------------------------------------
+
+
+def pack(races: Sequence[Race]) -> list[dict[str, Any]]:
+    """Races as results.json holds them."""
+    return [{**race, "answers": [_packed(answer, race["answers"][0]) for answer in race["answers"]]} for race in races]
+
+
+def unpack(packed: Sequence[Mapping[str, Any]]) -> list[Race]:
+    """The inverse of `pack`."""
+    races: list[Race] = []
+    for entry in packed:
+        answers: list[Replay] = []
+        for answer in entry["answers"]:
+            shared = {key: answers[0][key][: answer["same"]] if answers else [] for key in ("tokens", "pieces")}  # type: ignore[literal-required]
+            answers.append(
+                {
+                    "name": answer["name"],
+                    "tokens": shared["tokens"] + answer["tokens"],
+                    "pieces": shared["pieces"] + answer["pieces"],
+                    "steps": [_step(*values) for values in answer["steps"]],
+                }
+            )
+        races.append({**entry, "answers": answers})  # type: ignore[typeddict-item]
+    return races
+
+
+def _packed(answer: Replay, first: Replay) -> dict[str, Any]:
+    pairs = zip(*(zip(each["tokens"], each["pieces"], strict=True) for each in (answer, first)), strict=False)
+    same = 0 if answer is first else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return {
+        "name": answer["name"],
+        "same": same,
+        "tokens": answer["tokens"][same:],
+        "pieces": answer["pieces"][same:],
+        "steps": [_values(step) for step in answer["steps"]],
+    }
+
+
+def _values(step: Step) -> list[float | str]:
+    """A step without what goes without saying.
+
+    >>> _values(_step(20.5)), _values(_step(20.5, 2)), _values(_step(20.5, 2, 10.0, 3, 1, 1))
+    ([20.5], [20.5, 2], [20.5, 2, 10.0, 3, 1, 1])
+    """
+    values: list[Any] = list(step.values())
+    if not step["nodes"]:
+        return values[:1] if step["tokens"] == 1 else values[:2]
+    return values if step["rejected"] else values[:-1]
+
+
+def _step(
+    ms: float,
+    tokens: int = 1,
+    drafted_ms: float | None = None,
+    nodes: int = 0,
+    kept: int = 0,
+    accepted: int = 0,
+    rejected: str = "",
+) -> Step:
+    return {
+        "ms": ms,
+        "tokens": tokens,
+        "drafted_ms": ms if drafted_ms is None else drafted_ms,
+        "nodes": nodes,
+        "kept": kept,
+        "accepted": accepted,
+        "rejected": rejected,
+    }
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

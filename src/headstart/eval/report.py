@@ -15,8 +15,8 @@ from rich.table import Table
 from headstart.eval.figures import acceptance, accepted
 from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN, label_of, temperature_of
 from headstart.eval.plots import plots
-from headstart.eval.replay import LINGER_MS, by_step, end_ms, featured, place, standing
-from headstart.support.files import write_json, write_text
+from headstart.eval.replay import LINGER_MS, by_step, end_ms, featured, place, standing, unpack
+from headstart.support.files import json_lines, write_text
 from headstart.support.terminal import format_moment, tell
 
 DEFINITIONS = {
@@ -40,7 +40,7 @@ def write_report(results: Mapping[str, Any], out: Path) -> None:
 
     Entries of `results["summary"]` may be null; the report then says that they were not measured.
     """
-    write_json(out / "results.json", results)
+    write_text(out / "results.json", json_lines(results, 3) + "\n")
     write_text(out / "report.md", render(results, "report.md.j2"))
     write_text(out / "report.html", render(results, "report.html.j2", plots(results)))
 
@@ -85,7 +85,7 @@ def template(name: str) -> Template:
 
 def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str, str]] = ()) -> str:
     """A report by the name of its template."""
-    compare = results["compare"]
+    compare, races = results["compare"], unpack(results["replays"])
     return template(name).render(
         summary=results["summary"],
         settings={name: value for name, value in results["settings"].items() if name != "heads"},
@@ -109,8 +109,8 @@ def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str,
         baselines=BASELINES,
         definitions=DEFINITIONS,
         accepted=[acceptance(*pair) for pair in accepted(results["summary"])],
-        races=results["replays"],
-        shown=featured(results["replays"]) if results["replays"] else None,
+        races=races,
+        shown=featured(races) if races else None,
         plots=[{**plot, "svg": Markup(plot["svg"])} for plot in figures],
     )
 

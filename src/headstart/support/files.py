@@ -90,6 +90,31 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
 
 
+def json_lines(value: Any, depth: int, margin: str = "") -> str:
+    """JSON with a line for each value down to a depth, and what lies deeper on the line of what holds it.
+
+    >>> print(json_lines({"a": [1, 2], "b": {"c": {"d": 3}}}, 2))
+    {
+     "a": [
+      1,
+      2
+     ],
+     "b": {
+      "c": {"d":3}
+     }
+    }
+    """
+    if not depth or not value or not isinstance(value, dict | list | tuple):
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    inner = margin + " "
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(str(key))}: {json_lines(each, depth - 1, inner)}" for key, each in value.items()]
+    else:
+        lines = [json_lines(each, depth - 1, inner) for each in value]
+    begin, end = "{}" if isinstance(value, dict) else "[]"
+    return f"{begin}\n{inner}" + f",\n{inner}".join(lines) + f"\n{margin}{end}"
+
+
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file, in place; an OSError where the system refuses, as from every other file."""
     from safetensors import SafetensorError
