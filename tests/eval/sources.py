@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from headstart.decode.costs import Costs
 from headstart.decode.loop import Drafter
 from headstart.target.model import Target
 
@@ -17,7 +18,7 @@ class Drafts:
     tested: Drafter | None = None
     others: dict[str, Drafter | None] = field(default_factory=dict)
     calibration: dict[str, Any] = field(default_factory=dict)
-    costs: None = None
+    costs: Costs | None = None
 
     def drafters(self, name: str = "heads", tree: str | None = None) -> tuple[Drafter, ...]:
         drafter = self.others.get(name, self.tested)

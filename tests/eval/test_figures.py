@@ -11,7 +11,9 @@ from headstart.eval.figures import (
     Totals,
     Unit,
     acceptance_by_position,
-    categories,
+    folded,
+    method_figures,
+    node_counts,
     per_prompt,
     rate_interval,
     ratio_interval,
@@ -19,6 +21,7 @@ from headstart.eval.figures import (
     summarise,
     tokens_per_round,
 )
+from headstart.eval.groups import categories, places, prompt_lengths
 from headstart.eval.methods import Run
 
 
@@ -57,11 +60,36 @@ def test_drafting_costs() -> None:
 
 
 def test_latencies() -> None:
-    summary = summarise([unit(0, "a", [3])], seed=0)
-    assert summary["ttft_ms"]["heads"] == {"p50": 10.0, "p95": 10.0}
-    assert summary["inter_token_ms"]["heads"] == {"p50": 4.0, "p95": 4.0}, "12 ms shared by 3 tokens"
-    assert summary["inter_token_ms"]["plain"] == {"p50": 8.0, "p95": 8.0}
-    assert summary["ttft_ms"]["transformers"] is None
+    units = [unit(number, "a", [3] * 5) for number in range(7)]
+    heads, plain = method_figures(units, "heads", 0), method_figures(units, "plain", 0)
+    assert heads["ttft_ms"] == {"count": 7, "p50": 10.0, "p95": None, "p99": None}, "too few for the end of the range"
+    assert heads["inter_token_ms"] == {"count": 105, **dict.fromkeys(("p50", "p95", "p99"), 4.0)}, "shared by 3 tokens"
+    assert plain["inter_token_ms"]["p50"] == 8.0
+    assert method_figures(units, "transformers", 0)["ttft_ms"] is None
+
+
+def test_positions_that_few_rounds_reached_stand_together() -> None:
+    row = {"acceptance_by_position": [0.5, 0.5, 1.0], "rounds_by_position": [90, 20, 10]}
+    assert folded(row) == [("1", 0.5, 90), ("2–3", pytest.approx(20 / 30), 30)]
+    assert folded({"acceptance_by_position": [1.0], "rounds_by_position": [3]}) == [("1", 1.0, 3)]
+    assert folded({}) == []
+    assert node_counts([Round(nodes, 1, 0, 0, 0) for nodes in (4, 1, 4)]) == [[1, 1], [4, 2]]
+
+
+def test_drafting_by_prompt_length_and_by_place() -> None:
+    units = [unit(0, "a", [4] * 6), unit(1, "a", [1, 2])]
+    units[1].prompts[0].tokens.extend([1] * 40)
+    lengths = prompt_lengths(units, seed=0)
+    assert [(row["prompt_tokens"], row["prompts"], row["rounds"]) for row in lengths] == [
+        ("1–32", 1, 6),
+        ("33–64", 1, 2),
+    ]
+    assert lengths[1]["speedup_vs_plain"]["mean"] == pytest.approx(2)
+    # Rounds of the first answer begin with the tokens 2, 6, 10, 14, 18 and 22, of the second with 2 and 3.
+    assert [(row["place"], row["rounds"], row["tokens_per_round"]) for row in places(units)] == [
+        ("1–16", 6, 19 / 6),
+        ("17–32", 2, 4.0),
+    ]
 
 
 def test_speedup_is_a_ratio_of_totals() -> None:

@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.eval.enumeration import SEEN
-from headstart.eval.report import number, template
+from headstart.eval.formats import number
+from headstart.eval.report import template
 from headstart.support.files import write_json, write_text
 from headstart.support.terminal import tell
 

@@ -28,11 +28,13 @@ from headstart.decode.loop import Drafter, check
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge, Judgement
 from headstart.eval.environment import environment
-from headstart.eval.figures import Prompt, Unit, categories, compare_rows, per_prompt, summarise
+from headstart.eval.figures import Prompt, Unit, compare_rows, per_prompt, summarise
+from headstart.eval.groups import categories, places, prompt_lengths
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
 from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted
 from headstart.eval.options import EvalOptions
-from headstart.eval.replay import pack, races
+from headstart.eval.replay import pack, pieces_of, races
+from headstart.eval.tuned import tuned
 from headstart.support.terminal import progress_bar
 from headstart.target.model import Target
 
@@ -48,6 +50,8 @@ _NOT_OF_RESULTS = (
     "stop_test",
 )
 """Options of decoding that measuring does not take."""
+_BEFORE, _AFTER = 16, 12
+"""Tokens that are shown of two answers before and after they part."""
 WARM_UP_TOKENS = 32
 """Most tokens of the unmeasured generation that each method starts with."""
 
@@ -59,16 +63,16 @@ def evaluate(
 
     A target without a chat template goes on with the text of each question as it is.
 
-    Returns the content of results.json: schema_version, summary, compare, categories, settings, environment,
-    per_prompt and replays (of a few prompts, see `headstart.eval.replay`). What cannot be measured is a UserError
-    before anything runs.
+    Returns the content of results.json: schema_version, summary, compare, categories, prompt_lengths, places, tuned
+    (see `headstart.eval.tuned`), settings, environment, per_prompt and replays (of a few prompts, see
+    `headstart.eval.replay`). What cannot be measured is a UserError before anything runs.
     """
     options = options or EvalOptions()
     target = source.target
     tokenizer = with_template_kwargs(target.tokenizer, options.chat_template_kwargs or {})
     questions = _checked(target, tokenizer, questions, options, console)
     drafters = source.drafters(options.drafter, options.tree)
-    tested = options.drafter
+    drafter = tested = options.drafter
     if options.tree is not None and "heads" in tested.split("+"):
         tested = options.tree if tested == "heads" else f"{tested} ({options.tree})"
     options = replace(options, drafter=tested, compare=wanted(options.compare, tested))
@@ -77,8 +81,10 @@ def evaluate(
     units = _measure(tokenizer, questions, options, methods, console)
     judged = _judge(target, units, options, list(methods), console)
     summary, rows = summarise(units, options.seed), per_prompt(units)
+    answers = [(unit.runs[PLAIN].tokens[row], unit.runs[HEADS].tokens[row]) for unit in units for row in _rows(unit)]
     for difference in judged[HEADS].differences:
-        rows[difference.prompt]["divergence"] = difference.to_json()
+        texts = _texts(target.tokenizer, *answers[difference.prompt], difference.position)
+        rows[difference.prompt]["divergence"] = difference.to_json() | texts
     summary |= {
         "divergences": judged[HEADS].to_json(),
         "predicted_speedup": _predicted(source, options),
@@ -101,6 +107,9 @@ def evaluate(
         "summary": summary,
         "compare": compare_rows(units, judged, options.seed, tested),
         "categories": categories(units, options.seed),
+        "prompt_lengths": prompt_lengths(units, options.seed),
+        "places": places(units),
+        "tuned": tuned(source, drafter, options.tree),
         "settings": settings,
         "environment": environment(target, drafters),
         "per_prompt": rows,
@@ -195,6 +204,19 @@ def _judge(
     outputs = {name: [tokens for unit in units for tokens in unit.runs[name].tokens] for name in names}
     with console.status("comparing the words, in float32 where they differ") if console else nullcontext():
         return {name: judge.judge(prompts, outputs[PLAIN], outputs[name]) for name in names}
+
+
+def _rows(unit: Unit) -> range:
+    return range(len(unit.prompts))
+
+
+def _texts(tokenizer: Any, plain: Sequence[int], drafted: Sequence[int], position: int) -> dict[str, str]:
+    """What was the same before two answers part, and how both go on."""
+    before = plain[max(0, position - _BEFORE) : position]
+    texts = {"before": pieces_of(tokenizer, [], before)}
+    for name, answer in (("plain", plain), ("drafted", drafted)):
+        texts[name] = pieces_of(tokenizer, before, answer[position : position + _AFTER])
+    return {name: "".join(pieces) for name, pieces in texts.items()}
 
 
 def _tokens(unit: Unit) -> list[list[int]]:

@@ -6,6 +6,7 @@ Shape suffixes: N resampled units (questions or batches of them), R resamples.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -126,6 +127,28 @@ def accepted(row: Mapping[str, Any]) -> list[tuple[float, int]]:
     return list(zip(shares, rounds, strict=False))
 
 
+LEAST_ROUNDS = 30
+"""That a share of acceptance is shown of by itself: with 30 it is good to 18 points."""
+
+
+def folded(row: Mapping[str, Any]) -> list[tuple[str, float, int]]:
+    """Acceptance by position as (position, share, rounds): from the first position that few rounds reached on, all in
+    one.
+
+    >>> folded({"acceptance_by_position": [0.5, 0.5, 1.0], "rounds_by_position": [90, 20, 10]})
+    [('1', 0.5, 90), ('2–3', 0.6666666666666666, 30)]
+    """
+    pairs = accepted(row)
+    enough = next((place for place, (_, rounds) in enumerate(pairs) if rounds < LEAST_ROUNDS), len(pairs))
+    shown = [(str(place), *pair) for place, pair in enumerate(pairs[:enough], start=1)]
+    rest = pairs[enough:]
+    if not rest:
+        return shown
+    count = sum(rounds for _, rounds in rest)
+    name = f"{enough + 1}–{len(pairs)}" if len(rest) > 1 else str(len(pairs))
+    return [*shown, (name, sum(share * rounds for share, rounds in rest) / count, count)]
+
+
 def acceptance(share: float, rounds: int) -> str:
     """A share with what it is worth.
 
@@ -134,6 +157,11 @@ def acceptance(share: float, rounds: int) -> str:
     """
     low, high = share_interval(share, rounds)
     return f"{100 * share:.0f} % ({100 * low:.0f}–{100 * high:.0f} %) of {rounds} round{'s' * (rounds > 1)}"
+
+
+def node_counts(rounds: Sequence[Round]) -> list[list[int]]:
+    """How many rounds verified how many nodes, the root included, ascending: [nodes, rounds]."""
+    return [list(pair) for pair in sorted(Counter(done.nodes for done in rounds).items())]
 
 
 def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None:
@@ -213,7 +241,7 @@ def speedup(units: Sequence[Unit], base: str, seed: int, method: str = HEADS) ->
     return ratio_interval(totals, base_totals, seed) if totals and base_totals else None
 
 
-def _speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interval | None]:
+def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interval | None]:
     """Over each baseline, by the names of these figures in results.json."""
     baselines = {name: label.speedup for name, label in LABELS.items() if label.speedup}
     return {figure: speedup(units, base, seed, method) for base, figure in baselines.items()}
@@ -229,12 +257,16 @@ def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, A
     return {
         "tokens_per_second": speed["mean"] if speed else None,
         "tokens_per_second_interval": speed,
-        **_speedups(units, method, seed),
+        **speedups(units, method, seed),
         "tokens_per_round": tokens_per_round(rounds) if rounds else None,
         "acceptance_by_position": acceptance_by_position(rounds),
         "rounds_by_position": rounds_by_position(rounds),
+        "rounds": len(rounds),
+        "node_counts": node_counts(rounds),
         "nodes_per_round": sum(done.nodes for done in rounds) / len(rounds) if rounds else None,
         "round_ms": mean_round_ms(units, method),
+        "ttft_ms": _percentiles(units, method, _first_ms),
+        "inter_token_ms": _percentiles(units, method, _gaps_ms),
         "undrafted_prompts": undrafted_prompts(units, method) if rounds and method != PLAIN else None,
         "drafter_error": next((error for error in errors if error), None),
     }
@@ -264,34 +296,7 @@ def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
         "tokens_per_round": tokens_per_round(rounds),
         "tokens_per_second": {name: speed["mean"] if speed else None for name, speed in speeds.items()},
         "tokens_per_second_interval": speeds,
-        "rounds": len(rounds),
-        "ttft_ms": _percentiles(units, _first_ms),
-        "inter_token_ms": _percentiles(units, _gaps_ms),
     }
-
-
-def categories(units: Sequence[Unit], seed: int) -> list[dict[str, Any]]:
-    """One row per category, in order of appearance. Speeds are null where prompts of several were decoded together."""
-    alone = all(len(unit.prompts) == 1 for unit in units)
-    rows = []
-    for name in dict.fromkeys(prompt.category for unit in units for prompt in unit.prompts):
-        within = [unit for unit in units if any(prompt.category == name for prompt in unit.prompts)]
-        pairs = [pair for unit in within for pair in zip(unit.prompts, unit.runs[HEADS].rounds, strict=True)]
-        of_prompts = [row for prompt, row in pairs if prompt.category == name]
-        rounds = [done for row in of_prompts for done in row]
-        speeds = {method: rate(within, method, seed) if alone else None for method in METHODS}
-        speedups = _speedups(within, HEADS, seed)
-        rows.append(
-            {
-                "category": name,
-                "prompts": len(of_prompts),
-                "tokens_per_round": tokens_per_round(rounds),
-                "acceptance_by_position": acceptance_by_position(rounds),
-                "tokens_per_second": {method: speed["mean"] if speed else None for method, speed in speeds.items()},
-                **(speedups if alone else dict.fromkeys(speedups)),
-            }
-        )
-    return rows
 
 
 def per_prompt(units: Sequence[Unit]) -> list[dict[str, Any]]:
@@ -315,13 +320,22 @@ def per_prompt(units: Sequence[Unit]) -> list[dict[str, Any]]:
     return rows
 
 
-def _percentiles(units: Sequence[Unit], values: Callable[[Run], Iterable[float]]) -> dict[str, dict[str, float] | None]:
-    """Median and 95th percentile per method."""
-    table: dict[str, dict[str, float] | None] = {}
-    for name in METHODS:
-        seen = [value for unit in units if name in unit.runs for value in values(unit.runs[name])]
-        table[name] = {"p50": float(np.percentile(seen, 50)), "p95": float(np.percentile(seen, 95))} if seen else None
-    return table
+PERCENTILES = {"p50": 1, "p95": 20, "p99": 100}
+"""How many values each takes: of fewer, the largest would stand for it."""
+
+
+def _percentiles(
+    units: Sequence[Unit], method: str, values: Callable[[Run], Iterable[float]]
+) -> dict[str, float | None] | None:
+    """Percentiles of a method's milliseconds, and of how many values they are; None of those that too few make."""
+    seen = [value for unit in units if method in unit.runs for value in values(unit.runs[method])]
+    if not seen:
+        return None
+    found = {
+        name: float(np.percentile(seen, int(name[1:]))) if len(seen) >= least else None
+        for name, least in PERCENTILES.items()
+    }
+    return {"count": len(seen), **found}
 
 
 def _first_ms(run: Run) -> Iterable[float]:

@@ -1,4 +1,4 @@
-"""The ways of decoding that every report compares, and what each is called: one table for reports, plots, cards and
+"""The ways of decoding that every report compares, and what each is called: one table for reports, cards and
 the project's own pages."""
 
 from __future__ import annotations
@@ -26,22 +26,18 @@ class Label:
 
     name: str
     short: str
-    colour: str
     row: str
     speedup: str = ""
 
 
 LABELS = {
-    HEADS: Label("the heads", "heads", "#0b6e4f", "heads"),
-    HEADS_NGRAM: Label("heads + n-gram", "heads + n-gram", "#5b8def", "heads + n-gram (default)"),
-    PLAIN: Label("the plain loop", "plain", "#8a94a6", "plain loop", "speedup_vs_plain"),
-    STOCK: Label(
-        "transformers generate", "transformers", "#b9c0cc", "`transformers.generate`", "speedup_vs_transformers"
-    ),
+    HEADS: Label("the heads", "heads", "heads"),
+    HEADS_NGRAM: Label("heads + n-gram", "heads + n-gram", "heads + n-gram (default)"),
+    PLAIN: Label("the plain loop", "plain", "plain loop", "speedup_vs_plain"),
+    STOCK: Label("transformers generate", "transformers", "`transformers.generate`", "speedup_vs_transformers"),
     LOOKUP: Label(
         "transformers prompt lookup",
         "prompt lookup",
-        "#c98a2b",
         "`transformers` prompt lookup",
         "speedup_vs_prompt_lookup",
     ),

@@ -210,19 +210,26 @@ def pack(races: Sequence[Race]) -> list[dict[str, Any]]:
 def unpack(packed: Sequence[Mapping[str, Any]]) -> list[Race]:
     """The inverse of `pack`."""
     races: list[Race] = []
-    for entry in packed:
-        answers: list[Replay] = []
-        for answer in entry["answers"]:
-            shared = {key: answers[0][key][: answer["same"]] if answers else [] for key in ("tokens", "pieces")}  # type: ignore[literal-required]
-            answers.append(
-                {
-                    "name": answer["name"],
-                    "tokens": shared["tokens"] + answer["tokens"],
-                    "pieces": shared["pieces"] + answer["pieces"],
-                    "steps": [_step(*values) for values in answer["steps"]],
-                }
-            )
-        races.append({**entry, "answers": answers})  # type: ignore[typeddict-item]
+    for race in packed:
+        first = race["answers"][0]
+        unpacked: list[Replay] = [
+            {
+                "name": answer["name"],
+                "tokens": first["tokens"][: answer["same"]] + answer["tokens"],
+                "pieces": first["pieces"][: answer["same"]] + answer["pieces"],
+                "steps": [_step(*values) for values in answer["steps"]],
+            }
+            for answer in race["answers"]
+        ]
+        races.append(
+            {
+                "id": race["id"],
+                "question": race["question"],
+                "rank": race["rank"],
+                "ranked": race["ranked"],
+                "answers": unpacked,
+            }
+        )
     return races
 
 

@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
-from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 
-from headstart.eval.figures import acceptance, accepted
-from headstart.eval.labels import BASELINES, HEADS, LABELS, METHODS, PLAIN, label_of, temperature_of
-from headstart.eval.plots import plots
-from headstart.eval.replay import LINGER_MS, by_step, end_ms, featured, place, standing, unpack
+from headstart.eval.figures import LEAST_ROUNDS, acceptance, folded, share_interval
+from headstart.eval.formats import cell, first_accepted, number, percent_of, shares, span, times, words
+from headstart.eval.groups import merged
+from headstart.eval.labels import BASELINES, HEADS, HEADS_NGRAM, LABELS, METHODS, PLAIN, label_of, temperature_of
+from headstart.eval.replay import LINGER_MS, by_step, closing, contestants, end_ms, featured, place, standing, unpack
+from headstart.eval.tuned import tree_svg
 from headstart.support.files import json_lines, write_text
 from headstart.support.terminal import format_moment, tell
 
@@ -42,7 +43,7 @@ def write_report(results: Mapping[str, Any], out: Path) -> None:
     """
     write_text(out / "results.json", json_lines(results, 3) + "\n")
     write_text(out / "report.md", render(results, "report.md.j2"))
-    write_text(out / "report.html", render(results, "report.html.j2", plots(results)))
+    write_text(out / "report.html", render(results, "report.html.j2"))
 
 
 def show_results(results: Mapping[str, Any], title: str, console: Console) -> None:
@@ -76,48 +77,168 @@ def template(name: str) -> Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters.update(number=number, times=times, cell=cell)
-    environment.filters.update(span=span, shares=shares, words=words, label=label_of, temperature=temperature_of)
+    environment.filters.update(number=number, times=times, cell=cell, percent_of=percent_of)
+    environment.filters.update(span=span, shares=shares, words=words, label=label_of, share_interval=share_interval)
     environment.filters.update(place=place, by_step=by_step, end_ms=end_ms, standing=standing)
+    environment.filters.update(acceptance=acceptance, first_accepted=first_accepted)
+    environment.filters["closing"] = lambda race: closing(*contestants(race))
     environment.globals["linger_ms"] = LINGER_MS
     return environment.get_template(name)
 
 
-def render(results: Mapping[str, Any], name: str, figures: Sequence[Mapping[str, str]] = ()) -> str:
+def render(results: Mapping[str, Any], name: str) -> str:
     """A report by the name of its template."""
-    compare, races = results["compare"], unpack(results["replays"])
+    compare, races, tuned = results["compare"], unpack(results["replays"]), results["tuned"]
     return template(name).render(
         summary=results["summary"],
-        settings={name: value for name, value in results["settings"].items() if name != "heads"},
+        settings=results["settings"],
+        settings_rows=settings_rows(results),
+        conditions=conditions(results),
         heads=results["settings"].get("heads", {}),
-        machine=_machine(results["environment"]),
-        categories=results["categories"],
-        prompts=len(results["per_prompt"]),
+        **{name: results[name] for name in ("categories", "prompt_lengths", "places")},
+        per_prompt=by_speedup(results["per_prompt"]),
+        cards=cards(results),
         verdicts=verdicts(results),
         divergence=divergence_sentence(results),
+        differ=any(row["divergences"]["count"] for row in compare),
         diverged=[row for row in results["per_prompt"] if row["divergence"]],
-        methods=METHODS,
         names={name: tested(results) if name == HEADS else LABELS[name].name for name in METHODS},
         tested=tested(results),
-        compare=compare if len(compare) > len(METHODS) else [],
         compared=compare,
+        fastest=fastest(compare),
+        baseline_names=METHODS[1:],
+        default_drafter=HEADS_NGRAM,
+        timed=[(row, sum(row["round_ms"].values())) for row in compare if row["round_ms"]],
+        slowest=max((sum(row["round_ms"].values()) for row in compare if row["round_ms"]), default=0.0),
         target_remarks=target_remarks(results["settings"]),
         failed=failed(results),
         undrafted=undrafted(results),
-        plainly=drafted_nothing(results["summary"], results),
         over_plain=partial(over_plain, results=results),
+        nothing_drafted=partial(drafted_nothing, results=results),
         baselines=BASELINES,
         definitions=DEFINITIONS,
-        accepted=[acceptance(*pair) for pair in accepted(results["summary"])],
+        accepted=folded(results["summary"]),
+        least_rounds=LEAST_ROUNDS,
+        nodes=merged(results["summary"]["node_counts"]),
+        drafted=drafted_rounds(results["summary"]["node_counts"]),
+        tuned=tuned,
+        tree=tree_svg(tuned) if tuned else None,
+        tree_words=tree_words(tuned) if tuned else "",
+        whatif=what_if(tuned, results["settings"]) if tuned else None,
         races=races,
         shown=featured(races) if races else None,
-        plots=[{**plot, "svg": Markup(plot["svg"])} for plot in figures],
+        extremes=races[:1] + races[1:][-1:],
     )
 
 
-def _machine(environment: Mapping[str, Any]) -> dict[str, Any]:
-    """The machine, and when, as people write it."""
-    return {name: format_moment(value) if name == "date" else value for name, value in environment.items()}
+def conditions(results: Mapping[str, Any]) -> list[str]:
+    """What the figures depend on, in a few words each; what was not noted is left out."""
+    settings, machine = results["settings"], results["environment"]
+    batch, longest, threads = (values.get(key) for values, key in (
+        (settings, "batch_size"), (settings, "max_new_tokens"), (machine, "threads"),
+    ))  # fmt: skip
+    heat, date = settings.get("temperature"), machine.get("date")
+    heads = settings.get("heads", {})
+    parts = [
+        *(heads.get(key) for key in ("family", "size")),
+        f"{len(results['per_prompt'])} prompts",
+        longest and f"at most {longest} new tokens",
+        None if heat is None else temperature_of(heat),
+        batch and (f"{batch} prompts at a time" if batch > 1 else "one prompt at a time"),
+        machine.get("dtype"),
+        threads and not machine.get("gpu") and f"{threads} thread{'s' * (threads > 1)}",
+        machine.get("gpu") or machine.get("cpu"),
+        date and format_moment(date),
+    ]
+    return [part for part in parts if part]
+
+
+def cards(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The figures that decide, each with what it is: the default drafter before the one under test."""
+    made = []
+    for row in sorted(results["compare"], key=lambda row: row["name"] != HEADS_NGRAM):
+        ratio = row["speedup_vs_plain"]
+        if row["name"] in (HEADS_NGRAM, results["summary"]["drafter"]) and ratio and not drafted_nothing(row, results):
+            default = ", the default" if row["name"] == HEADS_NGRAM else ""
+            lines = [f"{label_of(row['name'])}{default}, over {LABELS[PLAIN].name}"]
+            lines += [] if ratio["low"] is None else [f"95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}"]
+            lines += [f"{row['tokens_per_round']:.2f} tokens a round (τ)"]
+            made.append({"value": times(ratio, False), "lines": lines})
+    row, predicted = max(results["compare"], key=_speed), results["summary"]["predicted_speedup"]
+    made.append(
+        {"value": number(_speed(row), 1), "lines": [f"tokens/s with {label_of(row['name'])}, the fastest here"]}
+    )
+    if predicted is not None:
+        measured = times(results["summary"][LABELS[PLAIN].speedup], False)
+        lines = [f"predicted by tuning for {tested(results)}", f"measured: {measured}"]
+        made.append({"value": f"{predicted:.2f}x", "lines": lines})
+    return made
+
+
+def _speed(row: Mapping[str, Any]) -> float:
+    return row["tokens_per_second"] or 0.0
+
+
+def fastest(compare: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The end of the bars of a speed, and whether there are intervals."""
+    speeds = [row["tokens_per_second_interval"] for row in compare]
+    most = max(speed["high"] or speed["mean"] for speed in speeds)
+    return {"most": most, "interval": all(speed["low"] is not None for speed in speeds)}
+
+
+def by_speedup(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float, float]]:
+    """The prompts with their tokens a second and their speed-up over the plain loop, the highest first."""
+    told = []
+    for row in rows:
+        speed, plain = (row["tokens"][name] / row["seconds"][name] for name in (HEADS, PLAIN))
+        told.append((row, speed, speed / plain))
+    return sorted(told, key=lambda entry: -entry[2])
+
+
+def drafted_rounds(counts: Sequence[Sequence[int]]) -> tuple[float, int] | None:
+    """Mean nodes of the rounds that drafted, and how many these are; None where all did, or none.
+
+    >>> drafted_rounds([[1, 5], [3, 1], [4, 1]]), drafted_rounds([[4, 2]])
+    ((3.5, 2), None)
+    """
+    rounds, total = sum(count for nodes, count in counts if nodes > 1), sum(count for _, count in counts)
+    return (sum(nodes * count for nodes, count in counts if nodes > 1) / rounds, rounds) if 0 < rounds < total else None
+
+
+def tree_words(tuned: Mapping[str, Any]) -> str:
+    """What is done with the tree that is drawn."""
+    if not tuned["chosen"]:
+        return "By its costs none pays here."
+    if tuned["tree"] != "dynamic":
+        return "Solid: what every round drafts. Dashed: what would come next."
+    return "Solid: the best fixed tree. Rounds draft those nodes that their own probabilities say pay, more or fewer."
+
+
+def what_if(tuned: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What whatif.js computes from, and where its sliders start."""
+    chosen = tuned["nodes"][: tuned["chosen"]]
+    start = {
+        "depth": max((len(path) for path, _ in chosen), default=1),
+        "nodes": len(chosen) + 1,
+        "first": round(100 * tuned["acceptance"][0][0]),
+        "growth": 100,
+    }
+    return {key: tuned[key] for key in ("acceptance", "costs")} | {
+        "start": start,
+        "rows": settings.get("batch_size", 1),
+    }
+
+
+def settings_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Settings and machine as people write them."""
+    told = {name: value for name, value in results["settings"].items() if name != "heads"}
+    for name in ("methods", "compare"):
+        told[name] = list(map(label_of, told.get(name) or ()))
+    told |= results["environment"]
+    return [
+        (name.replace("_", " "), format_moment(value) if name == "date" else cell(value))
+        for name, value in told.items()
+    ]
 
 
 def tested(results: Mapping[str, Any]) -> str:
@@ -160,25 +281,35 @@ def over_plain(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
-    """One sentence per baseline: faster, slower, or not to be told apart."""
-    sentences = []
-    for key, label in BASELINES.items():
-        ratio, name = results["summary"][key], label.name
-        if not ratio:
-            continue
-        interval = f"{ratio['mean']:.2f}x (95 % interval {ratio['low'] or 0:.2f} to {ratio['high'] or 0:.2f})"
-        if key == LABELS[PLAIN].speedup and drafted_nothing(results["summary"], results):
-            chance = f"{ratio['mean']:.2f}x its speed is chance"
-            sentences.append(f"Nothing was drafted, because {name} was expected to be faster: {chance}.")
-        elif ratio["low"] is None:
-            sentences.append(f"{ratio['mean']:.2f}x the speed of {name}, on too few prompts for an interval.")
-        elif ratio["low"] > 1:
-            sentences.append(f"Faster than {name}: {interval}.")
-        elif ratio["high"] < 1:
-            sentences.append(f"Slower than {name}: {interval}.")
-        else:
-            sentences.append(f"Not clearly faster or slower than {name}: {interval}.")
-    return sentences
+    """A sentence for the default drafter, where it was measured beside another, and one per baseline: faster, slower,
+    or not to be told apart."""
+    summary, key = results["summary"], LABELS[PLAIN].speedup
+    told = [_verdict(summary, name, results) for name in BASELINES if summary[name]]
+    for row in results.get("compare", ()):
+        if row["name"] == HEADS_NGRAM != summary["drafter"] and row[key]:
+            told = [f"With {tested(results)}: {_uncapitalised(sentence)}" for sentence in told]
+            default = f"{LABELS[HEADS_NGRAM].name} (the default)"
+            told.insert(0, f"With {default}: {_uncapitalised(_verdict(row, key, results))}")
+    return told
+
+
+def _verdict(figures: Mapping[str, Any], key: str, results: Mapping[str, Any]) -> str:
+    ratio, name = figures[key], BASELINES[key].name
+    interval = f"{ratio['mean']:.2f}x (95 % interval {ratio['low'] or 0:.2f} to {ratio['high'] or 0:.2f})"
+    if key == LABELS[PLAIN].speedup and drafted_nothing(figures, results):
+        chance = f"{ratio['mean']:.2f}x its speed is chance"
+        return f"Nothing was drafted, because {name} was expected to be faster: {chance}."
+    if ratio["low"] is None:
+        return f"{ratio['mean']:.2f}x the speed of {name}, on too few prompts for an interval."
+    if ratio["low"] > 1:
+        return f"Faster than {name}: {interval}."
+    if ratio["high"] < 1:
+        return f"Slower than {name}: {interval}."
+    return f"Not clearly faster or slower than {name}: {interval}."
+
+
+def _uncapitalised(sentence: str) -> str:
+    return sentence[:1].lower() + sentence[1:]
 
 
 def target_remarks(settings: Mapping[str, Any]) -> list[str]:
@@ -222,79 +353,3 @@ def divergence_sentence(results: Mapping[str, Any]) -> str:
     if not judged["unexplained"]:
         return f"{differ}. Rounding explains every one of them{margins}."
     return f"{differ}. Rounding does not explain {judged['unexplained']} of them{margins}: look for a fault."
-
-
-def number(value: float | None, digits: int = 2) -> str:
-    """A number, or a dash when it was not measured.
-
-    >>> number(1.234), number(None)
-    ('1.23', '–')
-    """
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-_SHARES = 6  # positions that a cell shows
-_ROUNDS = 30  # that a share in a cell is of, at least: with 30 it is good to 18 points
-
-
-def shares(row: Mapping[str, Any]) -> str:
-    """Acceptance by position in one cell, in per cent: no more positions than fit, and none that few rounds reached.
-
-    >>> shares({"acceptance_by_position": [0.5, 0.25, 0.7], "rounds_by_position": [90, 45, 9]})
-    '50 / 25 …'
-    >>> shares({"acceptance_by_position": [0.5], "rounds_by_position": [4]}), shares({"acceptance_by_position": []})
-    ('…', '–')
-    """
-    pairs = accepted(row)
-    told = [f"{100 * share:.0f}" for share, rounds in pairs if rounds >= _ROUNDS][:_SHARES]
-    parts = [" / ".join(told)] if told else []
-    return " ".join([*parts, "…"] if len(told) < len(pairs) else parts) or "–"
-
-
-def words(row: Mapping[str, Any]) -> str:
-    """Whether a compared method leaves the words as they are, in a cell.
-
-    >>> words({"divergences": {"prompts": 8, "count": 2, "unexplained": 0}})
-    '2 of 8 differ, by rounding'
-    """
-    judged = row["divergences"]
-    if not judged["prompts"]:
-        return "sampled"
-    if not judged["count"]:
-        return "the same"
-    cause = f"{judged['unexplained']} unexplained" if judged["unexplained"] else "by rounding"
-    return f"{judged['count']} of {judged['prompts']} differ, {cause}"
-
-
-def times(ratio: Mapping[str, float | None] | None, interval: bool = True) -> str:
-    """A speed-up, with its interval when asked for; a few prompts have none.
-
-    >>> times({"mean": 1.5, "low": 1.4, "high": 1.6}), times({"mean": 1.5, "low": None, "high": None}), times(None)
-    ('1.50x (1.40–1.60)', '1.50x', '–')
-    """
-    if ratio is None:
-        return "–"
-    shown = interval and ratio["low"] is not None
-    return f"{ratio['mean']:.2f}x" + (f" ({ratio['low']:.2f}–{ratio['high']:.2f})" if shown else "")
-
-
-def span(speed: Mapping[str, float | None] | None) -> str:
-    """The interval of a throughput in a cell.
-
-    >>> span({"mean": 20.0, "low": 19.0, "high": 21.0}), span({"mean": 20.0, "low": None, "high": None}), span(None)
-    ('19.0–21.0', '–', '–')
-    """
-    return "–" if speed is None or speed["low"] is None else f"{speed['low']:.1f}–{speed['high']:.1f}"
-
-
-def cell(value: Any) -> str:
-    """Any setting, on one line of a table.
-
-    >>> cell(0.0), cell([1, "a|b"]), cell(None), cell(True)
-    ('0', '1, a\\\\|b', '–', 'yes')
-    """
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-    text = f"{value:.12g}" if isinstance(value, float) else text
-    return "–" if value is None else text.replace("|", "\\|").replace("\n", " ")

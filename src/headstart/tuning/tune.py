@@ -100,7 +100,7 @@ class Tuning:
         """
         costs = measured.costs
         ranked = self.usual_paths[: max(len(self.paths), len(self.curve) - 1) or None]
-        accept_probs = list(accumulate((_prob(path, self.acceptance) for path in ranked), initial=1.0))
+        accept_probs = list(accumulate((path_prob(path, self.acceptance) for path in ranked), initial=1.0))
         for index, ((nodes, speedup), depth) in enumerate(zip(self.curve, _depths(ranked), strict=False)):
             before_ms = self.costs.verify(int(nodes)) + self.costs.draft(depth)
             accept_probs[index] = speedup * before_ms / self.costs.verify(1)
@@ -125,7 +125,7 @@ class Tuning:
     @property
     def usual_paths(self) -> list[RankPath]:
         """The tuned tree's paths, the likeliest first, then others that come next by `acceptance`."""
-        own = sorted(self.paths, key=lambda path: (-_prob(path, self.acceptance), len(path), path))
+        own = sorted(self.paths, key=lambda path: (-path_prob(path, self.acceptance), len(path), path))
         count = max(len(own), len(self.curve) - 1, 15)
         return [*own, *(path for path in likely_paths(self.acceptance, count) if path not in own)][:count]
 
@@ -318,7 +318,7 @@ def likely_paths(acceptance: Sequence[Sequence[float]], count: int) -> list[Rank
     found: list[RankPath] = []
     open_: list[RankPath] = [(rank,) for rank in range(len(acceptance[0]))] if acceptance else []
     while open_ and len(found) < count:
-        best = min(open_, key=lambda path: (-_prob(path, acceptance), len(path), path))
+        best = min(open_, key=lambda path: (-path_prob(path, acceptance), len(path), path))
         open_.remove(best)
         found.append(best)
         if len(best) < len(acceptance):
@@ -326,7 +326,7 @@ def likely_paths(acceptance: Sequence[Sequence[float]], count: int) -> list[Rank
     return found
 
 
-def _prob(path: RankPath, acceptance: Sequence[Sequence[float]]) -> float:
+def path_prob(path: RankPath, acceptance: Sequence[Sequence[float]]) -> float:
     """How likely a rank path is, were its depths independent."""
     return prod(ranks[rank] if rank < len(ranks) else 0.0 for rank, ranks in zip(path, acceptance, strict=False))
 

@@ -1,0 +1,113 @@
+(() => {
+  "use strict";
+  const section = document.querySelector(".whatif");
+  if (!section) return;
+  const { acceptance, costs, start, rows: measuredRows } = JSON.parse(section.dataset.measured);
+  const LEVEL_NODES = 4; // as in decode/costs.py: what a level of a draft reads
+  const BATCHES = [1, 2, 4, 8, 16, 32, 64];
+  const sliders = {};
+  for (const input of section.querySelectorAll("input")) sliders[input.name] = input;
+
+  function verify(tokens, growth) {
+    const { widths, verify_ms: ms } = costs;
+    const last = widths.length - 1;
+    let above = widths.findIndex((width) => width >= tokens);
+    if (above === 0 || last === 0) return ms[0];
+    if (above < 0) above = last;
+    const slope = (ms[above] - ms[above - 1]) / (widths[above] - widths[above - 1]);
+    return ms[0] + growth * (ms[above - 1] + slope * (tokens - widths[above - 1]) - ms[0]);
+  }
+
+  function draft(depth, rows, growth) {
+    if (!depth) return 0;
+    const alone = costs.draft_ms - costs.level_ms * Math.max(0, costs.levels - depth);
+    return rows === 1 ? alone : alone * verify(LEVEL_NODES * rows, growth) / verify(LEVEL_NODES, growth);
+  }
+
+  // Acceptance of each depth and rank, with another one of the first draft: the others change as it does.
+  function scaled(first) {
+    return acceptance.map((ranks) => {
+      const wanted = first / acceptance[0][0];
+      const factor = Math.min(wanted, 1 / ranks.reduce((sum, share) => sum + share, 0), 0.99 / ranks[0]);
+      return ranks.map((share) => share * factor);
+    });
+  }
+
+  // Tokens a round and depth of the best trees of 1, 2, 3, ... nodes, the root included.
+  function trees(table, deepest, most) {
+    const grown = [{ tau: 1, depth: 0 }];
+    const open = table[0].map((prob) => ({ prob, depth: 1 }));
+    while (grown.length < most && open.length) {
+      let best = 0;
+      open.forEach((node, place) => { if (node.prob > open[best].prob) best = place; });
+      const [{ prob, depth }] = open.splice(best, 1);
+      const before = grown.at(-1);
+      grown.push({ tau: before.tau + prob, depth: Math.max(before.depth, depth) });
+      if (depth < deepest) for (const share of table[depth]) open.push({ prob: prob * share, depth: depth + 1 });
+    }
+    return grown;
+  }
+
+  function outcome(tau, nodes, depth, rows, growth) {
+    const drafting = draft(depth, rows, growth), verifying = verify(rows * nodes, growth);
+    const round = drafting + verifying;
+    return { tau, round, drafting, verifying, speedup: tau * verify(rows, growth) / round, speed: 1000 * tau * rows / round };
+  }
+
+  function write(name, made) {
+    const put = (figure, text) => { section.querySelector(`[data-${name}="${figure}"]`).textContent = text; };
+    put("tau", made.tau.toFixed(2));
+    put("round", `${made.drafting.toFixed(1)} + ${made.verifying.toFixed(1)}`);
+    put("speedup", `${made.speedup.toFixed(2)}x`);
+    put("speed", made.speed.toFixed(1));
+  }
+
+  function draw() {
+    const depth = Number(sliders.depth.value), nodes = Number(sliders.nodes.value);
+    const asked = Number(sliders.first.value), growth = Number(sliders.growth.value) / 100;
+    const first = asked === start.first ? acceptance[0][0] : asked / 100;
+    const rows = BATCHES[Number(sliders.batch.value)];
+    const shown = {
+      depth: `${depth} token${depth > 1 ? "s" : ""}`, nodes: `${nodes} with the root`, first: `${asked} %`,
+      growth: `${growth.toFixed(2)} times as measured`, batch: `${rows}`,
+    };
+    for (const [name, text] of Object.entries(shown)) {
+      section.querySelector(`output[for="whatif-${name}"]`).textContent = text;
+      sliders[name].setAttribute("aria-valuetext", text);
+    }
+    const grown = trees(scaled(first), depth, Number(sliders.nodes.max));
+    const curve = grown.map((tree, place) => outcome(tree.tau, place + 1, tree.depth, rows, growth).speedup);
+    const place = Math.min(nodes, grown.length) - 1;
+    write("tree", outcome(grown[place].tau, place + 1, grown[place].depth, rows, growth));
+    write("textbook", outcome((1 - first ** (depth + 1)) / (1 - first), depth + 1, depth, rows, growth));
+    const best = curve.indexOf(Math.max(...curve));
+    section.querySelector("[data-best]").textContent = best
+      ? `Best here: ${best + 1} nodes, ${curve[best].toFixed(2)}x.` : "Here nothing pays: plain decoding is fastest.";
+    plot(curve, place);
+  }
+
+  function plot(curve, place) {
+    const svg = section.querySelector("svg");
+    const top = Math.max(1.2, ...curve) * 1.08;
+    const x = (at) => 34 + 436 * at / Math.max(1, Number(sliders.nodes.max) - 1);
+    const y = (speedup) => 164 - 150 * speedup / top;
+    svg.querySelector(".curve").setAttribute("d", curve.map((value, at) => `${at ? "L" : "M"}${x(at)} ${y(value)}`).join(""));
+    for (const [name, height] of [[".even", y(1)], [".one", y(1) + 4]]) {
+      const element = svg.querySelector(name);
+      for (const key of name === ".even" ? ["y1", "y2"] : ["y"]) element.setAttribute(key, height);
+    }
+    svg.querySelector("circle").setAttribute("cx", x(place));
+    svg.querySelector("circle").setAttribute("cy", y(curve[place]));
+  }
+
+  function reset() {
+    for (const [name, value] of Object.entries(start)) sliders[name].value = value;
+    sliders.batch.value = Math.max(0, BATCHES.findLastIndex((rows) => rows <= measuredRows));
+    draw();
+  }
+
+  for (const input of Object.values(sliders)) input.addEventListener("input", draw);
+  section.querySelector("button").addEventListener("click", reset);
+  section.hidden = false;
+  reset();
+})();

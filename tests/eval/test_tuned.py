@@ -1,0 +1,66 @@
+"""The tree of a report: its nodes, their probabilities, and how it is drawn."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from headstart.decode.costs import Costs
+from headstart.eval.tuned import tree_svg, tuned
+from headstart.target.model import Target
+from headstart.tuning.tune import Tuning
+from tests.eval.sources import Drafts
+
+TUNING = Tuning(
+    paths=((0,), (1,), (0, 0)),
+    widths=(1, 4),
+    verify_ms=(10.0, 12.0),
+    draft_ms=2.0,
+    acceptance=[[0.5, 0.2, 0.1], [0.6, 0.1, 0.1]],
+    predicted={},
+    tree="dynamic",
+    chain=2,
+)
+
+
+@pytest.fixture
+def source(tiny_target: Target) -> Drafts:
+    return Drafts(tiny_target, calibration=TUNING.to_json(), costs=TUNING.costs)
+
+
+def test_the_tree_with_what_comes_next(source: Drafts) -> None:
+    kept = tuned(source, "heads+ngram", None)
+    assert kept and (kept["tree"], kept["chosen"]) == ("dynamic", 3)
+    assert kept["nodes"][:4] == [[[0], 0.5], [[0, 0], 0.3], [[1], 0.2], [[1, 0], 0.12]]
+    assert kept["costs"]["verify_ms"] == [10.0, 12.0] and kept["acceptance"] == TUNING.acceptance
+
+
+def test_another_kind_of_tree(source: Drafts) -> None:
+    kept = tuned(source, "heads", "chain")
+    assert kept and (kept["chosen"], kept["nodes"]) == (2, [[[0], 0.5], [[0, 0], 0.3]])
+
+
+def test_costs_are_those_of_here(source: Drafts) -> None:
+    source.costs = Costs((1, 4), (10.0, 400.0), 2.0, 0.0, 2)
+    kept = tuned(source, "heads", "static")
+    assert kept and kept["chosen"] == 0 and "No tree pays here" in tree_svg(kept)
+
+
+def test_nothing_is_known_of_other_drafters(source: Drafts) -> None:
+    assert tuned(source, "ngram", None) is None
+    source.costs = None
+    assert tuned(source, "heads", None) is None
+
+
+def test_every_node_is_drawn_in_a_place_of_its_own(source: Drafts) -> None:
+    kept: Any = tuned(source, "heads", None)
+    drawing = ElementTree.fromstring(tree_svg(kept))
+    width, height = map(float, re.findall(r"[\d.]+", drawing.get("viewBox") or "")[2:])
+    boxes = {(float(box.get("x") or 0), float(box.get("y") or 0)) for box in drawing.iter("rect")}
+    assert len(boxes) == 1 + len(kept["nodes"])
+    assert all(0 <= x <= width - 52 and 0 <= y <= height - 24 for x, y in boxes)
+    labels = [group.findtext("text") for group in drawing.iter("g") if group.get("class") == "chosen"]
+    assert labels == ["token", "50 %", "30 %", "20 %"]
