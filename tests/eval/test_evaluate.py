@@ -14,7 +14,7 @@ from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.eval.evaluate import evaluate, make_methods
+from headstart.eval.evaluate import _texts, evaluate, make_methods
 from headstart.eval.labels import METHODS
 from headstart.eval.methods import _TokenTimes
 from headstart.eval.options import EvalOptions
@@ -101,6 +101,11 @@ def test_float32_words_are_the_same(results: dict[str, Any]) -> None:
     plain = sum(row["tokens"]["plain"] for row in results["per_prompt"])
     assert results["summary"]["divergences"]["tokens_compared"] == plain
     assert all(row["divergence"] is None for row in results["per_prompt"])
+
+
+def test_both_texts_are_kept_where_answers_part() -> None:
+    assert _texts(None, [1, 2, 3, 4], [1, 2, 9], 2) == {"before": " 1 2", "plain": " 3 4", "drafted": " 9"}
+    assert _texts(None, [1, 2], [1], 1) == {"before": " 1", "plain": " 2", "drafted": ""}, "one of them ended"
 
 
 def test_batches_leave_prompt_lookup_out(tiny_target: Target, drafter: HeadDrafter) -> None:
