@@ -40,6 +40,14 @@ class Block:
     mask: int
     taps: list[int]
     from_anchor: bool
+    windows: list[int]
+    causal: list[bool]
+
+    def hidden(self, layer: int, after: int) -> Tensor:
+        """What each slot does not see, bool [B, T + B], of a text of so many tokens and the block after it."""
+        behind = after + torch.arange(self.size)[:, None] - torch.arange(after + self.size)
+        hidden = behind < 0 if self.causal[layer] else torch.zeros_like(behind, dtype=torch.bool)
+        return hidden | (behind >= self.windows[layer]) if self.windows[layer] else hidden
 
 
 def turned(x_Nd: Tensor, start: int, base: float) -> Tensor:
@@ -71,7 +79,8 @@ def outputs(block: Block, hidden: list[Tensor], embed_VE: Tensor, root: int) -> 
             q_Bd = turned(rms(read_BE @ q.T, part["self_attn.q_norm"], block.eps), after, block.base)
             of_text = turned(rms(context_TE @ k.T, part["self_attn.k_norm"], block.eps), 0, block.base)
             of_block = turned(rms(read_BE @ k.T, part["self_attn.k_norm"], block.eps), after, block.base)
-            shares = (q_Bd @ torch.cat([of_text, of_block]).T * d**-0.5).softmax(-1)  # every slot sees every slot
+            scores = q_Bd @ torch.cat([of_text, of_block]).T * d**-0.5
+            shares = scores.masked_fill(block.hidden(number, after), float("-inf")).softmax(-1)
             found.append(shares @ torch.cat([context_TE, read_BE]) @ v.T)
         stream_BE = stream_BE + torch.cat(found, dim=1) @ part["self_attn.o_proj"].T
         x_BE = rms(stream_BE, part["post_attention_layernorm"], block.eps)
@@ -107,6 +116,10 @@ def read_folder(folder: Path) -> Block:
         taps = config["aux_hidden_state_layer_ids"]
     else:
         taps = [one + 1 for one in nested["target_layer_ids"]]
+    slide = [kind == "sliding_attention" for kind in layer["layer_types"]]
+    causal = slide if "is_causal" not in layer else [layer["is_causal"]] * len(slide)
+    if "sliding_window_non_causal" in config:
+        causal = [one and not config["sliding_window_non_causal"] for one in slide]
     return Block(
         tensors,
         *(layer[f"num_{name}"] for name in ("hidden_layers", "attention_heads", "key_value_heads")),
@@ -115,6 +128,8 @@ def read_folder(folder: Path) -> Block:
         nested["mask_token_id"],
         taps,
         config.get("sample_from_anchor", False),
+        [layer["sliding_window"] if one else 0 for one in slide],
+        causal,
     )
 
 
@@ -148,9 +163,11 @@ def read_gguf(file: Path) -> Block:
             base = f"layers.{number}.{_IN_LAYERS[name]}"
         numbers = torch.from_numpy(dequantize(one.data, one.tensor_type).copy()).reshape(shape)
         tensors[f"{_BESIDE.get(base, base)}.{kind}"] = numbers
+    layers, window = keys["dflash.block_count"], keys.get("dflash.attention.sliding_window", 0)
+    slide = keys.get("dflash.attention.sliding_window_pattern", [False] * layers)
     return Block(
         tensors,
-        keys["dflash.block_count"],
+        layers,
         keys["dflash.attention.head_count"],
         keys["dflash.attention.head_count_kv"],
         keys["dflash.attention.key_length"],
@@ -160,4 +177,6 @@ def read_gguf(file: Path) -> Block:
         keys["tokenizer.ggml.mask_token_id"],
         keys["dflash.target_layers"],
         keys.get("dflash.sample_from_anchor", False),
+        [window if one else 0 for one in slide],
+        [keys.get("dflash.attention.causal", False)] * layers,
     )

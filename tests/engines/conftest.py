@@ -52,10 +52,28 @@ BLOCK = {"family": "dflash", "block_size": 4, "aux_layers": (2, 4, 7), "mask_tok
 CASES |= {
     "dflash": BLOCK,
     "dflash-reduced": {**BLOCK, "draft_vocab_size": 40},
-    "dspark": {**BLOCK, "family": "dspark", "markov_rank": 8, "confidence": True, "num_layers": 2},
+    "dspark": {
+        **BLOCK,
+        "family": "dspark",
+        "markov_rank": 8,
+        "confidence": True,
+        "num_layers": 2,
+        "sliding_window": 6,
+        "causal": True,
+    },
     "dspark-plain": {**BLOCK, "family": "dspark", "markov_rank": 8, "block_size": 3},
     "dspark-reduced": {**BLOCK, "family": "dspark", "markov_rank": 8, "draft_vocab_size": 40},
-    "dflash-deep": {**BLOCK, "num_layers": 2, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8},
+    "dflash-deep": {
+        **BLOCK,
+        "num_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 8,
+        "sliding_window": 6,
+        "full_layers": (1,),
+    },
+    "dflash-causal": {**BLOCK, "causal": True},
+    "dflash-mixed": {**BLOCK, "num_layers": 2, "sliding_window": 5, "full_layers": (0,), "causal": True},
 }
 
 

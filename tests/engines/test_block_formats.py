@@ -112,6 +112,7 @@ def test_names_and_keys_are_those_of_the_engines(target: Target, facts: TargetFa
     assert config["dflash_config"] == {"mask_token_id": 7, "target_layer_ids": [1, 3, 6]}
     assert config["block_size"] == 4 and config["num_target_layers"] == 8 and config["rope_theta"] == 5000.0
     assert config["layer_types"] == ["full_attention"] * 2
+    assert config["sliding_window"] is None and "is_causal" not in config
     names = set(load_file(folder / "model.safetensors"))
     assert {"fc.weight", "hidden_norm.weight", "norm.weight", "layers.1.self_attn.k_norm.weight"} <= names
     assert not any("embed" in name or "lm_head" in name or "d2t" in name for name in names)
@@ -128,11 +129,18 @@ def test_names_and_keys_are_those_of_the_engines(target: Target, facts: TargetFa
     assert config["sliding_window_non_causal"] is True, "vLLM takes false for all layers"
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
 
-    fields = gguf.GGUFReader(
-        written(random(Layout.DSPARK, target), "gguf", facts, tmp_path / "g") / "heads.gguf"
-    ).fields
+    sliding = random(Layout.DSPARK, target, sliding_window=6, full_layers=(0,))
+    folder = written(sliding, "vllm", facts, tmp_path / "sliding")
+    config = json.loads((folder / "config.json").read_text())
+    assert config["layer_types"] == ["full_attention", "sliding_attention"] and config["sliding_window"] == 6
+    assert config["use_sliding_window"] is True and config["is_causal"] is False
+    folder = written(replace(sliding, causal=True), "vllm", facts, tmp_path / "mixed")
+    assert "is_causal" not in json.loads((folder / "config.json").read_text()), "it would be for all layers"
+    fields = gguf.GGUFReader(written(sliding, "gguf", facts, tmp_path / "g") / "heads.gguf").fields
     values = {name: field.contents() for name, field in fields.items()}
     assert values["dflash.target_layers"] == [2, 4, 7] and values["dflash.block_size"] == 4
+    assert values["dflash.attention.sliding_window"] == 6 and "dflash.attention.causal" not in values
+    assert values["dflash.attention.sliding_window_pattern"] == [False, True]
     assert values["dflash.sample_from_anchor"] is True and values["tokenizer.ggml.mask_token_id"] == 7
 
 
@@ -166,6 +174,8 @@ def test_what_a_format_cannot_hold_is_refused(target: Target, facts: TargetFacts
     for form in ("vllm", "gguf"):
         with pytest.raises(UserError, match="by their Markov head"):
             check_heads(form, replace(dspark, markov_rank=0), facts)
+    mixed = replace(dflash, sliding_window=6, full_layers=(1,))
+    assert any("newer model runner alone" in said for said in check_heads("vllm", mixed, facts))
     remarks = " ".join(check_heads("vllm", dspark, facts))
     assert "on GPUs alone" in remarks and "draft their own places" in remarks
 
@@ -216,6 +226,8 @@ def rotary(config: Config, _: Tensors) -> None:
     config["rope_theta"] = config["rope_parameters"]["rope_theta"] = 9.0
 
 
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
+KINDS_OF_TWO = ["sliding_attention", "full_attention"]
 FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str]] = {
     # the heads, their format, what is changed, the engine, what is said
     "ids as EAGLE counts them": (Layout.DFLASH, "vllm", nested(target_layer_ids=[2, 4, 7]), "vllm", "headstart wrote"),
@@ -234,13 +246,35 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
     "no block size": (Layout.DFLASH, "vllm", no("block_size"), "sglang", "block_size is None"),
     "d2t": (Layout.DFLASH, "vllm", lambda _, t: t.update(d2t=torch.zeros(40).long()), "vllm", "There is a d2t"),
     "t2d": (Layout.DFLASH, "vllm", lambda _, t: t.update(t2d=torch.ones(9)), "vllm", "converter stops at it"),
-    "sliding layers": (
+    "a window that is dropped": (
         Layout.DFLASH, "vllm", top(layer_types=["sliding_attention"] * 2, sliding_window=9), "vllm",
-        "has sliding layers",
+        "unless use_sliding_window is true",
     ),
-    "causal": (Layout.DFLASH, "vllm", nested(causal=True), "vllm", "do not see those after them"),
+    "another window": (Layout.DFLASH, "vllm", top(**SLIDING), "vllm", "headstart wrote"),
+    "causal for vLLM": (Layout.DFLASH, "vllm", nested(causal=True), "sglang", "which should be true here"),
+    "sliding for vLLM": (
+        Layout.DFLASH, "vllm", nested(use_swa=True, swa_window_size=9), "sglang", "in layer_types alone",
+    ),
+    "causal full layers": (
+        Layout.DFLASH, "vllm", top(**{**SLIDING, "layer_types": KINDS_OF_TWO, "is_causal": True}), "vllm",
+        "beside sliding layers",
+    ),
     "causal by the way": (
         Layout.DFLASH, "speculators", top(sliding_window_non_causal=False), "vllm", "takes that for all layers",
+    ),
+    "causal full layers by the way": (
+        Layout.DFLASH, "speculators",
+        top(**{**SLIDING, "layer_types": KINDS_OF_TWO}, sliding_window_non_causal=False), "vllm",
+        "takes that for all layers",
+    ),
+    "later slots left open": (
+        Layout.DFLASH, "speculators",
+        lambda c, t: (top(**SLIDING)(c, t), c.pop("sliding_window_non_causal"), None)[-1], "vllm",
+        "does not say sliding_window_non_causal",
+    ),
+    "later slots of DSpark": (
+        Layout.DSPARK, "speculators", top(**SLIDING, sliding_window_non_causal=True), "vllm",
+        "unless is_causal is false",
     ),
     "more drafts than the block": (
         Layout.DFLASH, "speculators",
@@ -295,6 +329,15 @@ GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], s
     "no mask": (lambda fields, _: fields.pop("tokenizer.ggml.mask_token_id"), "does not say tokenizer.ggml.mask"),
     "mask outside": (set_key("tokenizer.ggml.mask_token_id", 5000), "no token of a vocabulary"),
     "in place": (set_key("dflash.sample_from_anchor", False), "drafts each slot's own place"),
+    "a window": (set_key("dflash.attention.sliding_window", 7), "headstart wrote"),
+    "all causal": (
+        lambda fields, _: fields.update({"dflash.attention.causal": [True, [gguf.GGUFValueType.BOOL]]}),
+        "beside sliding layers",
+    ),
+    "which layers": (
+        lambda fields, _: fields.pop("dflash.attention.sliding_window_pattern"),
+        "does not say dflash.attention.sliding",
+    ),
     "no norm": (lambda _, tensors: tensors.pop("enc.output_norm.weight"), "llama.cpp stops without it"),
     "half a Markov head": (lambda _, tensors: tensors.pop("markov_w2.weight"), "llama.cpp stops without it"),
 }
@@ -303,7 +346,8 @@ GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], s
 @pytest.mark.parametrize("name", GGUF_FAULTS)
 def test_a_fault_in_a_gguf_file_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     plant, said = GGUF_FAULTS[name]
-    folder = written(random(Layout.DSPARK, target), "gguf", facts, tmp_path / "whole")
+    heads = random(Layout.DSPARK, target, sliding_window=6, full_layers=(0,))
+    folder = written(heads, "gguf", facts, tmp_path / "whole")
     (tmp_path / "out").mkdir()
     rewrite(folder / "heads.gguf", tmp_path / "out" / "heads.gguf", plant, "dflash")
     found = check_export(tmp_path / "out")

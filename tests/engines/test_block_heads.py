@@ -26,7 +26,8 @@ Made = Callable[[str], tuple[DraftHead, Path]]
 TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22, 17]
 BLOCKS = [name for name in CASES if CASES[name]["family"] in ("dflash", "dspark") and "reduced" not in name]
 FORMS = {"dflash": ("vllm", "sglang", "speculators", "gguf"), "dspark": ("vllm", "speculators", "gguf")}
-HELD = [(case, form) for case in BLOCKS for form in FORMS[CASES[case]["family"]]]
+NOT_HELD = {("dflash-causal", "speculators"), ("dflash-mixed", "speculators"), ("dflash-mixed", "gguf")}
+HELD = [(case, form) for case in BLOCKS for form in FORMS[CASES[case]["family"]] if (case, form) not in NOT_HELD]
 
 
 @torch.no_grad()
@@ -89,6 +90,9 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], None]] = {
     "another mask token": lambda config, _: config["dflash_config"].update(mask_token_id=8),
     "a shorter block": lambda config, _: config.update(block_size=3),
     "another rotary base": lambda config, _: config.update(rope_theta=77.0),
+    "the whole text": lambda config, _: config.update(layer_types=["full_attention"] * 2),
+    "a window that is one longer": lambda config, _: config.update(sliding_window=7),
+    "windows without a word on later slots": lambda config, _: config.pop("is_causal"),
     "no context norm": lambda _, tensors: tensors["hidden_norm.weight"].fill_(1.0),
     "one k_norm for all layers": lambda _, tensors: tensors["layers.1.self_attn.k_norm.weight"].copy_(
         tensors["layers.0.self_attn.k_norm.weight"]
@@ -160,12 +164,45 @@ def test_embeddings_and_lm_head_of_the_target_may_lie_beside(theirs: Path, targe
             import_heads(theirs, target, tmp_path / "others")
 
 
+@pytest.mark.parametrize(("case", "form"), sorted(NOT_HELD))
+def test_what_an_engine_would_see_otherwise_is_refused(case: str, form: str, made: Made, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="see later ones"):
+        export_for(made(case)[1], tmp_path / "out", form)
+
+
+SIGHTS = {
+    "as vLLM takes sliding layers": (
+        {"layer_types": ["sliding_attention"], "sliding_window": 9, "use_sliding_window": True}, (9, True),
+    ),
+    "as engines since mid-2026": (
+        {"layer_types": ["sliding_attention"], "sliding_window": 9, "use_sliding_window": True, "is_causal": False},
+        (9, False),
+    ),
+    "as MiMo writes them": (
+        {"layer_types": None, "dflash_config": {"use_swa": True, "swa_window_size": 9, "causal": False}}, (9, False),
+    ),
+    "causal alone": ({"dflash_config": {"causal": True}}, (0, True)),
+    "is_causal first": ({"is_causal": False, "dflash_config": {"causal": True}}, (0, False)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIGHTS)
+def test_windows_and_causality_are_read_wherever_they_are_written(name: str, theirs: Path, target: Target) -> None:
+    settings, wanted = SIGHTS[name]
+    nested = json.loads((theirs / "config.json").read_text())["dflash_config"]
+    change(theirs, **{**settings, "dflash_config": {**nested, **settings.get("dflash_config", {})}})
+    read = read_checked(theirs, target)
+    assert (read.sliding_window, read.causal) == wanted and read.full_layers == ()
+
+
 def test_variants_that_headstart_does_not_have_are_refused(theirs: Path, target: Target) -> None:
     config = json.loads((theirs / "config.json").read_text())
     nested = config["dflash_config"]
     for settings, said in (
-        ({"dflash_config": {**nested, "causal": True}}, "do not see those after them"),
-        ({"layer_types": ["sliding_attention"]}, "sliding layers"),
+        ({"layer_types": ["chunked_attention"]}, "layer_types is ['chunked_attention']"),
+        ({"layer_types": ["full_attention"] * 2}, "each of the 1 layers"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_window is None"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 4}, "not more than the 4 slots"),
         ({"dflash_config": {**nested, "sample_from_anchor": True}}, "the place after their own"),
         ({"dflash_config": {**nested, "target_layer_ids": [1, 3, 9]}}, "has 8 layers"),
         ({"dflash_config": {**nested, "target_layer_ids": None}}, "names the layers"),

@@ -50,7 +50,15 @@ def by_hand(heads: BlockHead, states: dict[int, Tensor], embedded_KE: Tensor) ->
     )
     stream_KE = embedded_KE
     config = heads.config
-    for layer in heads.stack:
+    places_S, places_K = torch.arange(text + len(embedded_KE)), text + torch.arange(len(embedded_KE))
+    behind_KS = places_K[:, None] - places_S
+    for number, layer in enumerate(heads.stack):
+        slides = config.sliding_window > 0 and number not in config.full_layers
+        hidden_KS = torch.zeros_like(behind_KS, dtype=torch.bool)
+        if slides:
+            hidden_KS |= behind_KS >= config.sliding_window
+        if config.causal and slides == (config.sliding_window > 0):
+            hidden_KS |= behind_KS < 0
         sizes = [config.num_attention_heads * 16, config.num_key_value_heads * 16, config.num_key_value_heads * 16]
         query, key, value = torch.split(layer.qkv.weight, sizes)
         assert layer.input_norm is not None
@@ -59,11 +67,11 @@ def by_hand(heads: BlockHead, states: dict[int, Tensor], embedded_KE: Tensor) ->
         queries = rms((read_KE @ query.T).view(len(read_KE), -1, 16).transpose(0, 1), layer.q_norm.weight)
         keys = rms((both_SE @ key.T).view(len(both_SE), -1, 16).transpose(0, 1), layer.k_norm.weight)
         values = (both_SE @ value.T).view(len(both_SE), -1, 16).transpose(0, 1)
-        queries, keys = rotated(queries, text + torch.arange(len(read_KE))), rotated(keys, torch.arange(len(both_SE)))
+        queries, keys = rotated(queries, places_K), rotated(keys, places_S)
         groups = config.num_attention_heads // config.num_key_value_heads
         found = []
         for head, query_Kd in enumerate(queries):
-            shares = (query_Kd @ keys[head // groups].T / 4).softmax(-1)
+            shares = (query_Kd @ keys[head // groups].T / 4).masked_fill(hidden_KS, -math.inf).softmax(-1)
             found.append(shares @ values[head // groups])
         stream_KE = stream_KE + torch.cat(found, -1) @ layer.o.weight.T
         gate, up = (rms(stream_KE, layer.mlp_norm.weight) @ layer.gate_up.weight.T).chunk(2, -1)
@@ -71,26 +79,27 @@ def by_hand(heads: BlockHead, states: dict[int, Tensor], embedded_KE: Tensor) ->
     return rms(stream_KE, heads.norm.weight)
 
 
-def test_blocks_are_what_is_written_out_by_hand(target: Target) -> None:
-    """Every slot reads all of the text before its root, the whole block, and nothing else."""
-    heads = cast(DFlashHead, shake(build("dflash-deep", target)))
+@pytest.mark.parametrize("name", ["dflash-deep", "dflash-cold", "dflash-sliding", "dspark-deep"])
+def test_blocks_are_what_is_written_out_by_hand(name: str, target: Target) -> None:
+    """Every slot reads the text before its root and the block, as far as its layer lets it see, and nothing else."""
+    heads = cast(BlockHead, shake(build(name, target)))
     text = [3, 9, 14, 27, 33, 8, 40, 12, 5, 22, 31, 50]
     batch = batch_of(target, heads, [text], prompt=2)
     hidden_MSE = heads.blocks(batch, torch.tensor([1, 4, 7]))
     for number, origin in enumerate((1, 4, 7)):
         states = {layer: batch.states[layer][0, : origin + 1] for layer in heads.aux_layers}
-        block = torch.tensor([text[origin + 1], *[60] * 7])
+        block = torch.tensor([text[origin + 1], *[60] * (heads.config.block_size - 1)])
         wanted_KE = by_hand(heads, states, target.embedding_weight[block])
-        torch.testing.assert_close(hidden_MSE[number], wanted_KE[1:], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(hidden_MSE[number], wanted_KE[heads.first_slot :], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "window", "causal"), [(False, 0, False), (True, 0, True), (True, 7, False)])
 @pytest.mark.parametrize("kernel", [text_attention.block_attention, text_attention.block_attention_fused])
 def test_in_parts_values_and_gradients_are_those_of_one_table(
-    monkeypatch: pytest.MonkeyPatch, kernel: object, packed: bool
+    monkeypatch: pytest.MonkeyPatch, kernel: object, packed: bool, window: int, causal: bool
 ) -> None:
     index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 0, 0, 0])])
-    sight = Sight(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None)
+    sight = Sight(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None, (window, SLOTS))
     torch.manual_seed(0)
     count = index_BA.shape[1]
     shapes = [
@@ -100,14 +109,14 @@ def test_in_parts_values_and_gradients_are_those_of_one_table(
     ]
     every = [torch.randn(*shape, WIDTH, dtype=torch.float64, requires_grad=True) for shape in shapes]
     queries, keys, values, *own = every
-    wanted = attend_blocks(queries, keys, values, sight, (own[0], own[1]))
+    wanted = attend_blocks(queries, keys, values, sight, (own[0], own[1]), causal)
     weights = torch.randn(wanted.shape, dtype=wanted.dtype)
     gradients = torch.autograd.grad((wanted * weights).sum(), every)
     monkeypatch.setattr(text_attention, "_IN_ONE", {"cpu": 0})
     monkeypatch.setattr(text_attention, "_QUERIES", 5 * GROUPS * SLOTS)
     monkeypatch.setattr(text_attention, "block_attention", kernel)
     assert len(sight.parts(KV_HEADS, GROUPS * SLOTS)) == 5
-    found = attend_blocks(queries, keys, values, sight, (own[0], own[1]))
+    found = attend_blocks(queries, keys, values, sight, (own[0], own[1]), causal)
     torch.testing.assert_close(found, wanted, **SINGLE)
     for one, other in zip(torch.autograd.grad((found * weights).sum(), every), gradients, strict=True):
         torch.testing.assert_close(one, other, **SINGLE)
@@ -145,6 +154,9 @@ def test_layers_of_a_target_with_head_norms_start_with_them() -> None:
         ({"mask_token_id": 60, "aux_layers": (1, 3)}, r"layers \[1, 3\] of the target, which must be"),
         ({"mask_token_id": 60, "aux_layers": (1, -1)}, r"layers \[1, -1\] of the target, which must be"),
         ({"mask_token_id": 60, "num_layers": 4}, "num_layers is 4 and the target has 3 layers"),
+        ({"mask_token_id": 60, "sliding_window": 8}, "sliding_window is 8 and a block has 8 slots"),
+        ({"mask_token_id": 60, "full_layers": (0,)}, r"full_layers is \[0\]"),
+        ({"mask_token_id": 60, "sliding_window": 9, "full_layers": (0,)}, r"full_layers is \[0\]: some, not all, of 1"),
     ],
     ids=str,
 )

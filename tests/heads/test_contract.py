@@ -67,6 +67,7 @@ CASES: dict[str, dict[str, Any]] = {
         "markov_rank": 4,
         "confidence": True,
         "draft_vocab_size": 30,
+        "sliding_window": 8,
     },
     "dflash": {"family": "dflash", "block_size": 4, "aux_layers": (1, 2), "mask_token_id": 60},
     "dflash-deep": {
@@ -77,7 +78,24 @@ CASES: dict[str, dict[str, Any]] = {
         "mask_token_id": 60,
         "draft_vocab_size": 30,
     },
-    "dflash-cold": {"family": "dflash", "block_size": 5, "aux_layers": (1, 2), "mask_token_id": 60, "init": "random"},
+    "dflash-sliding": {
+        "family": "dflash",
+        "block_size": 8,
+        "num_layers": 2,
+        "aux_layers": (1, 2),
+        "mask_token_id": 60,
+        "sliding_window": 9,
+        "full_layers": (0,),
+        "causal": True,
+    },
+    "dflash-cold": {
+        "family": "dflash",
+        "block_size": 5,
+        "aux_layers": (1, 2),
+        "mask_token_id": 60,
+        "init": "random",
+        "causal": True,
+    },
     "mtp": {"family": "mtp", "draft_steps": 3},
     "mtp-draft-vocabulary": {"family": "mtp", "draft_steps": 2, "draft_vocab_size": 30},
 }

@@ -33,7 +33,8 @@ from torch import Tensor
 from headstart.heads.base import HeadConfig, OneForwardHead, register
 from headstart.heads.exchange.published import Layout
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.block import BlockConfig, BlockMemory, BlockSession
+from headstart.heads.parts.block import BlockMemory, BlockSession
+from headstart.heads.parts.block_layer import BlockConfig
 from headstart.heads.parts.block_start import SolvedBlockHead
 from headstart.heads.parts.graphed import Level, Numbers
 

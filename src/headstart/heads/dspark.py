@@ -46,7 +46,8 @@ from torch import Tensor, nn
 from headstart.heads.base import HeadBatch, HeadConfig, StepPrediction, register
 from headstart.heads.exchange.published import MARKOV_EMBEDDING, MARKOV_LM_HEAD, Layout, Published
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.block import BlockConfig, BlockMemory, BlockSession
+from headstart.heads.parts.block import BlockMemory, BlockSession
+from headstart.heads.parts.block_layer import BlockConfig
 from headstart.heads.parts.block_start import SolvedBlockHead
 from headstart.heads.parts.graphed import Level, Numbers
 from headstart.heads.parts.residual import embed

@@ -83,6 +83,9 @@ class Published:
         normed_embeddings: `embed_tokens.weight` holds the target's embeddings, each normed.
         block_size: inputs of a block, the newest decided token among them, the others `mask_token_id`; 0 for heads
             without blocks. Of DFlash's outputs the first drafts nothing, of DSpark's all draft.
+        sliding_window: tokens up to its own place that a slot of a block sees; 0 for all.
+        full_layers: layers whose slots see all tokens in spite of that.
+        causal: slots do not see those after them, in the layers with a sliding window where there are any, else in all.
         markov_rank: numbers of a token in the map from each drafted token to the next one's logits.
         confidence: there is a guess whether each draft is accepted.
     """
@@ -103,12 +106,25 @@ class Published:
     normed_embeddings: bool = False
     block_size: int = 0
     mask_token_id: int = -1
+    sliding_window: int = 0
+    full_layers: tuple[int, ...] = ()
+    causal: bool = False
     markov_rank: int = 0
     confidence: bool = False
 
     @property
     def draft_width(self) -> int:
         return self.vocab_size if self.draft_ids_D is None else len(self.draft_ids_D)
+
+    @property
+    def sliding(self) -> list[bool]:
+        """By layer, whether slots of a block see no more than a window."""
+        return [bool(self.sliding_window) and number not in self.full_layers for number in range(self.num_layers)]
+
+    @property
+    def causal_layers(self) -> list[bool]:
+        """By layer, whether slots of a block do not see those after them."""
+        return [self.causal and slides == bool(self.sliding_window) for slides in self.sliding]
 
     @property
     def head_settings(self) -> dict[str, Any]:
@@ -190,7 +206,10 @@ class Published:
         return {f"layers.{number}.{name}.weight": shape for name, shape in shapes.items()}
 
 
-_OF_BLOCKS = ("block_size", "mask_token_id", "markov_rank", "confidence")
+_OF_BLOCKS = (
+    *("block_size", "mask_token_id", "sliding_window", "full_layers", "causal"),
+    *("markov_rank", "confidence"),
+)
 SHARED = ("num_layers", "aux_layers", "norm_before_residual", "aux_norms", *_OF_BLOCKS)
 """Settings of the families that are called the same here."""
 _SETTINGS = ("hidden_size", "vocab_size", *SHARED[:4], "norm_output", "norm_before_fc")

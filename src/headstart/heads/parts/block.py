@@ -3,14 +3,18 @@
 Two kinds of inputs meet in every layer's attention. The *context* is one vector for each token that the target has
 read: some of its layers' outputs, fused by a linear map and normed once for all layers, and read by each layer's key
 and value maps without its input norm. The *block* is the root (decided, not read by the target) and as many copies of
-one mask token as there is to draft; all of its slots see each other and the whole context. The output is normed and
-read by the target's frozen LM head. The layers are Qwen3's, for every target: published heads are.
+one mask token as there is to draft; all of its slots see each other and the whole context, unless layers are `causal`
+or have a `sliding_window`. The output is normed and read by the target's frozen LM head. The layers are Qwen3's, for
+every target: published heads are.
+
+A window reaches back from each slot's own place, as in engines. The speculators library trains all slots of a block
+with the window of its root, which has up to a block's length more tokens at its far end.
 
 Training runs one block for each origin, or for some that are drawn (`train.anchors`).
 
 Shape suffixes: B rows, T tokens, A origins of a row, K slots of a block, S drafted slots (K, or one fewer), M origins,
-E hidden size, X = A * K, P committed tokens, N key heads, G query heads that share a key head, R = G * K, d head size,
-D draft vocabulary, V vocabulary.
+E hidden size, X = A * K, P committed tokens, C cache slots in sight, N key heads, G query heads that share a key head,
+R = G * K, d head size, D draft vocabulary, V vocabulary.
 """
 
 from __future__ import annotations
@@ -18,34 +22,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Self, cast
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, StepPrediction, origins
 from headstart.heads.exchange.published import LM_HEAD, Published, check_embeddings, same_numbers
 from headstart.heads.int8_weights import Linear
+from headstart.heads.parts.block_layer import LAYERS, BlockConfig, BlockLayer
 from headstart.heads.parts.cache import LayerCache, cached_attention
 from headstart.heads.parts.graphed import GraphedHead, Numbers
-from headstart.heads.parts.layer import (
-    DraftLayer,
-    LayerConfig,
-    Rotary,
-    angles,
-    linear_of,
-    norm_scale,
-    normed,
-    refused_layers,
-    rotate,
-    start_from_last_layers,
-)
+from headstart.heads.parts.layer import Rotary, angles, normed, refused_layers, start_from_last_layers
 from headstart.heads.parts.text_attention import Sight, attend_blocks, by_row, positions_of
-from headstart.recipes.sections import FromTarget
 from headstart.support.uploads import upload
 from headstart.target.cache import KeyMemory
 from headstart.target.frozen import FrozenModel
@@ -53,127 +44,8 @@ from headstart.target.graphs import slots_in_sight
 from headstart.target.model import Target
 from headstart.tree.tree import Committed
 
-_NEWEST, _ROOT = 2 / 3, 1 / 3
-"""Of a state, how much is passed on by the attention heads that look at the newest one, and at the root."""
 _ORIGINS = 1024
 """Blocks that run at a time where nothing is kept for gradients."""
-_LAYERS = "ascending, from 1 to the last but one"
-
-
-class BlockConfig(LayerConfig):
-    """Settings of heads that draft a block in one pass."""
-
-    num_layers: int = Field(1, ge=1, le=12, description="Decoder layers.")
-    block_size: int = Field(8, ge=2, le=64, description="Slots of a block; with dflash the first one drafts nothing.")
-    aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
-        (),
-        description="Target layers whose outputs are read, as transformers' hidden_states, ascending and below the "
-        "last; (2, L // 2, L - 1). Published configs count one less (target_layer_ids).",
-    )
-    mask_token_id: Annotated[int, FromTarget()] = Field(
-        -1, ge=0, description="Token that stands in a block for what is not drafted yet: one that no text has."
-    )
-    init: Literal["target", "linear", "random"] = Field(
-        "target",
-        description="Start from the target's last layers and norm; from these with attention heads added that look at "
-        "the newest state and at the root, and with output maps that are solved for; or from random numbers.",
-    )
-
-    @classmethod
-    def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
-        values = super().of_target(target, settings)
-        last = target.num_layers - 1
-        if (layers := settings.get("aux_layers")) and max(layers) > last:
-            raise refused_layers(layers, f"ascending, from 1 to {last}")
-        values["aux_layers"] = tuple(sorted({min(2, last), max(1, target.num_layers // 2), last}))
-        if settings.get("init") == "linear":
-            heads = values["num_key_value_heads"] + sum(looking(target.hidden_size, values["head_dim"]))
-            values |= {"num_attention_heads": heads, "num_key_value_heads": heads}
-        if "mask_token_id" in settings:
-            return values
-        if target.spare_token is None:
-            raise UserError(
-                f"{target.name} has no token that is known to be free, to stand for what is not drafted yet.",
-                "Name one that no text has: heads.mask_token_id=<id>.",
-            )
-        return {**values, "mask_token_id": target.spare_token}
-
-    @property
-    def start_layers(self) -> int:
-        return self.num_layers
-
-    def check(self) -> None:
-        super().check()
-        layers = self.aux_layers
-        if list(layers) != sorted(set(layers)) or any(layer < 1 for layer in layers):
-            raise refused_layers(layers, _LAYERS)
-        if self.vocab_size and self.mask_token_id >= self.vocab_size:
-            raise UserError(
-                f"heads.mask_token_id is {self.mask_token_id}, and the target has {self.vocab_size} tokens.",
-                "Name a token that no text has, or leave it out.",
-            )
-
-
-def looking(size: int, width: int) -> tuple[int, int]:
-    """Key heads that look at the newest state, and those that look at the root."""
-    return max(1, round(_NEWEST * size / width)), max(1, round(_ROOT * size / width))
-
-
-class BlockLayer(DraftLayer):
-    """A decoder layer whose queries and keys are normed head by head, and which reads a context beside its stream."""
-
-    def __init__(self, config: BlockConfig) -> None:
-        super().__init__(config, config.hidden_size)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def norm_heads(self, read_BHTd: Tensor, heads: int) -> Tensor:
-        return torch.cat([normed(self.q_norm, read_BHTd[:, :heads]), normed(self.k_norm, read_BHTd[:, heads:])], dim=1)
-
-    def _heads_as(self, attention: object) -> bool:
-        return True  # norms of heads are cheap to learn around: they only change how sharply attention looks
-
-    def by_published_name(self, number: int) -> dict[str, Tensor]:
-        norms = {f"layers.{number}.self_attn.{name}_norm.weight": getattr(self, f"{name}_norm").weight for name in "qk"}
-        return super().by_published_name(number) | norms
-
-    def context(self, context_BTE: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, N, T, d] of the context."""
-        config = self.config
-        queries = config.num_attention_heads * config.head_dim
-        read_BTX = F.linear(context_BTE, self.qkv.weight[queries:])
-        keys, values = read_BTX.view(*context_BTE.shape[:2], -1, config.head_dim).transpose(1, 2).chunk(2, dim=1)
-        return rotate(normed(self.k_norm, keys), *rotary), values
-
-    @torch.no_grad()
-    def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
-        super().warm_start(target, number, offset)
-        attention = getattr(target.layers[number], "self_attn", None)
-        self._last_heads(target, number)
-        for name in ("q_norm", "k_norm"):
-            norm, own_norm = getattr(attention, name, None), getattr(self, name)
-            if getattr(norm, "weight", own_norm.weight).shape == own_norm.weight.shape:
-                own_norm.weight.copy_(norm_scale(norm, own_norm.weight))
-
-    def _last_heads(self, target: FrozenModel, number: int) -> None:
-        """Where this layer has more heads than the target's, give its last ones the target's queries, keys, values."""
-        config, layer = self.config, cast(Any, target.layers[number])
-        attention = getattr(layer, "self_attn", None)
-        given = [linear_of(attention, f"{name}_proj") for name in "qkv"]
-        counts = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
-        every = torch.split(self.qkv.weight, [count * config.head_dim for count in counts])
-        weights = [linear.weight for linear in given if linear is not None]
-        if config.head_dim != target.kv_shapes[number][0][1] or len(weights) < 3:
-            return
-        groups = config.num_attention_heads // config.num_key_value_heads  # of each of the target's, as many as fit
-        grouped = weights[0].view(len(weights[1]) // config.head_dim, -1, config.head_dim, weights[0].shape[1])
-        weights[0] = grouped[:, :groups].flatten(0, 2)
-        if any(len(weight) >= len(rows) for weight, rows in zip(weights, every, strict=True)):
-            return
-        for weight, rows in zip(weights, every, strict=True):
-            rows[-len(weight) :] = weight
-        if self.input_norm is not None:
-            self.input_norm.weight.copy_(norm_scale(getattr(layer, "input_layernorm", None), self.input_norm.weight))
 
 
 @dataclass
@@ -206,11 +78,11 @@ class BlockHead(GraphedHead):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__(config)
         if not config.aux_layers:
-            raise refused_layers((), _LAYERS)
+            raise refused_layers((), LAYERS)
         size, count = config.hidden_size, len(config.aux_layers)
         self.fc = Linear(count * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(BlockLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(BlockLayer(config, number) for number in range(config.num_layers))
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
         self._rotary = Rotary(config)
@@ -242,7 +114,7 @@ class BlockHead(GraphedHead):
 
     def bind(self, target: FrozenModel) -> None:
         if max(self.config.aux_layers) >= target.num_layers:
-            raise refused_layers(self.config.aux_layers, _LAYERS)
+            raise refused_layers(self.config.aux_layers, LAYERS)
         self._embedding_VE = target.embedding_weight.detach()
         mask = self.config.mask_token_id
         if target.blank(mask):
@@ -358,20 +230,36 @@ class BlockHead(GraphedHead):
         total = max(cache.lengths) + slots
         cache.reserve(total)
         stream_BKE = self.block(root_B, cache.kv[0][0])
-        rotary = self._rotary.at(self._positions(cache, slots, stream_BKE.device), stream_BKE.dtype, total)
-        allowed_BX = None
-        if len(set(cache.lengths)) > 1:
-            ends_B = upload(cache.lengths, stream_BKE.device) + slots
-            allowed_BX = torch.arange(total, device=stream_BKE.device) < ends_B[:, None]
+        places_BK = self._positions(cache, slots, stream_BKE.device)
+        rotary = self._rotary.at(places_BK, stream_BKE.dtype, total)
+        alike = len(set(cache.lengths)) == 1
+        seen = {
+            (layer.window, layer.causal): self._seen(layer, places_BK, total)
+            for layer in self.stack
+            if layer.window or layer.causal or not alike
+        }
 
         def put(number: int, keys: Tensor, values: Tensor) -> None:
             cache.put(number, cache.lengths, keys, values)
 
         def mix(number: int, queries: Tensor) -> Tensor:
-            allowed_BKX = None if allowed_BX is None else allowed_BX[:, None].expand(-1, queries.shape[3], -1)
-            return cached_attention(queries, cache.kv[number], total, allowed_BKX)
+            layer, count = self.stack[number], queries.shape[3]
+            seen_BKC = seen.get((layer.window, layer.causal))
+            if seen_BKC is None:
+                return cached_attention(queries, cache.kv[number], total, None)
+            first = max(0, min(cache.lengths) + 1 - layer.window) if layer.window else 0
+            keys, values = (part[:, :, first:] for part in cache.kv[number])
+            return cached_attention(queries, (keys, values), total - first, seen_BKC[:, -count:, first:])
 
         session.hidden_BSE = self._through(stream_BKE, rotary, put, mix)
+
+    @staticmethod
+    def _seen(layer: BlockLayer, places_BK: Tensor, total: int) -> Tensor:
+        """Which of the first slots of the cache each slot of a block sees in a layer, bool [B, K, C]."""
+        place_C = torch.arange(total, device=places_BK.device)
+        last_BK = places_BK if layer.causal else places_BK[:, -1:].expand_as(places_BK)
+        seen_BKC = place_C <= last_BK[:, :, None]
+        return seen_BKC & (place_C > places_BK[:, :, None] - layer.window) if layer.window else seen_BKC
 
     def _through(
         self,
@@ -417,14 +305,13 @@ class BlockHead(GraphedHead):
         device, slots = numbers_BX.device, self.config.block_size
         rows_B1 = torch.arange(len(root_B), device=device)[:, None]
         slots_BK = length_B[:, None] + torch.arange(slots, device=device)
-        allowed_B1S = (torch.arange(seen, device=device) < length_B[:, None] + slots)[:, None]
 
         def put(number: int, keys: Tensor, values: Tensor) -> None:
             memory.write(number, rows_B1, slots_BK, keys, values)
 
         def mix(number: int, queries: Tensor) -> Tensor:
-            allowed_BKS = allowed_B1S.expand(-1, queries.shape[3], -1)
-            return cached_attention(queries, memory.layer(number), seen, allowed_BKS)
+            seen_BKC = self._seen(self.stack[number], slots_BK, seen)[:, -queries.shape[3] :]
+            return cached_attention(queries, memory.layer(number), seen, seen_BKC)
 
         stream_BKE = self.block(root_B, memory.logits_BSD)
         return self._through(stream_BKE, angles(memory.rotary, slots_BK), put, mix)
@@ -441,7 +328,10 @@ class Blocks:
         self.heads, tokens_BT, slots = heads, batch.tokens_BT, heads.config.block_size
         self.index_BA, self.real_BA = by_row(origin_M, tokens_BT.shape)
         starts_BA = None if batch.starts_BT is None else batch.starts_BT.gather(1, self.index_BA)
-        self.sight = Sight(self.index_BA, tokens_BT.shape[1], starts_BA)
+        self.sights = {
+            layer.window: Sight(self.index_BA, tokens_BT.shape[1], starts_BA, (layer.window, slots))
+            for layer in heads.stack
+        }
         first_BA = 1 + (self.index_BA if starts_BA is None else self.index_BA - starts_BA)
         positions_BAK = first_BA[:, :, None] + torch.arange(slots, device=first_BA.device)
         self.rotary = heads._rotary.at(positions_BAK.flatten(1), like.dtype, tokens_BT.shape[1] + slots)
@@ -454,7 +344,8 @@ class Blocks:
         queries_BNGAKd = queries.view(rows, kv_heads, groups, -1, slots, size)
         own = (own_keys.reshape(rows, kv_heads, -1, slots, size), own_values.reshape(rows, kv_heads, -1, slots, size))
         queries_BNARd = queries_BNGAKd.transpose(2, 3).flatten(3, 4)
-        mixed_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, self.sight, own)
+        sight = self.sights[layer.window]
+        mixed_BNARd = attend_blocks(queries_BNARd, keys_BNTd, values_BNTd, sight, own, causal=layer.causal)
         mixed_BNAGKd = mixed_BNARd.view(rows, kv_heads, -1, groups, slots, size)
         return mixed_BNAGKd.transpose(2, 3).flatten(3, 4)
 

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, supervised_origins
-from headstart.heads.parts.block import BlockHead, BlockLayer, Blocks, looking
+from headstart.heads.parts.block import BlockHead, Blocks
+from headstart.heads.parts.block_layer import BlockLayer, looking
 from headstart.heads.parts.layer import by_token, normed
 from headstart.heads.parts.own_position import play
 from headstart.heads.parts.text_attention import positions_of

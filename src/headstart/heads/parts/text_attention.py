@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,20 +48,32 @@ class Part:
 
 class Sight:
     """What each query of a batch sees: the entries of its own conversation, of a row of `length` T, up to the position
-    `index_BA` (ascending in a row up to what pads it), from `starts_BA` or the row's first on."""
+    `index_BA` (ascending in a row up to what pads it), from `starts_BA` or the row's first on.
 
-    def __init__(self, index_BA: Tensor, length: int, starts_BA: Tensor | None = None) -> None:
+    With a `window` (how many entries, and how many slots a block has), each of the slots, which stand after the
+    position, sees so many entries up to its own place, less those that are slots too; (0, ...) is no window.
+    """
+
+    def __init__(
+        self, index_BA: Tensor, length: int, starts_BA: Tensor | None = None, window: tuple[int, int] = (0, 0)
+    ) -> None:
         self.index_BA, self.length, self.starts_BA = index_BA, length, starts_BA
+        self.window = window
         self._hidden_BAT: Tensor | None = None
         self._parts: list[Part] = []
 
     def hidden(self, part: Part) -> Tensor:
-        """Positions that each query of a part must not see, bool [B, C, S]."""
+        """Positions that each query of a part must not see, bool [B, C, S]; with a window those of each slot,
+        [B, C, K, S]."""
         seen_S = torch.arange(part.seen.start, part.seen.stop, device=self.index_BA.device)
         hidden_BCS = seen_S > self.index_BA[:, part.queries, None]
         if self.starts_BA is not None:
             hidden_BCS |= seen_S < self.starts_BA[:, part.queries, None]
-        return hidden_BCS
+        width, slots = self.window
+        if not width:
+            return hidden_BCS
+        first_BCK = self.index_BA[:, part.queries, None] + torch.arange(2, 2 + slots, device=seen_S.device) - width
+        return hidden_BCS[:, :, None] | (seen_S < first_BCK[..., None])
 
     @property
     def hidden_BAT(self) -> Tensor:
@@ -83,10 +96,10 @@ class Sight:
             size = max(1, _FEWEST // slots, min(most, fitting))
             queries = [slice(first, min(first + size, width)) for first in range(0, width, size)]
             stops = [self.index_BA[:, columns].max() + 1 for columns in queries]
-            starts = [
-                torch.zeros_like(stop) if self.starts_BA is None else self.starts_BA[:, columns].min()
-                for columns, stop in zip(queries, stops, strict=True)
-            ]
+            first_BA = torch.zeros_like(self.index_BA) if self.starts_BA is None else self.starts_BA
+            if self.window[0]:
+                first_BA = torch.maximum(first_BA, self.index_BA + 2 - self.window[0])
+            starts = [first_BA[:, columns].min() for columns in queries]
             bounds = torch.stack([*starts, *stops]).view(2, -1).T.tolist()
             self._parts = [Part(columns, slice(*bound)) for columns, bound in zip(queries, bounds, strict=True)]
         return self._parts
@@ -94,7 +107,7 @@ class Sight:
     def columns(self, row_B1: Tensor, column_BA: Tensor) -> Sight:
         """The sight of these of the queries."""
         starts_BA = None if self.starts_BA is None else self.starts_BA[row_B1, column_BA]
-        sight = Sight(self.index_BA[row_B1, column_BA], self.length, starts_BA)
+        sight = Sight(self.index_BA[row_B1, column_BA], self.length, starts_BA, self.window)
         if self._hidden_BAT is not None:
             sight._hidden_BAT = self._hidden_BAT[row_B1, column_BA]
         return sight
@@ -149,13 +162,20 @@ def attend(
 
 
 def attend_blocks(
-    queries_BNARd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, sight: Sight, own: tuple[Tensor, Tensor]
+    queries_BNARd: Tensor,
+    keys_BNTd: Tensor,
+    values_BNTd: Tensor,
+    sight: Sight,
+    own: tuple[Tensor, Tensor],
+    causal: bool = False,
 ) -> Tensor:
-    """What each row of each origin's block finds in the text up to the origin and in its own block, [B, N, A, R, d]:
-    `own` are keys and values [B, N, A, K, d] of the block's slots, all of which see each other."""
+    """What each row of each origin's block finds in the text that it sees and in its own block, [B, N, A, R, d]: `own`
+    are keys and values [B, N, A, K, d] of the block's slots, all of which see each other, or those up to themselves
+    (`causal`)."""
     columns = [(tensor, 2) for tensor in (queries_BNARd, *own)]
     scores = (queries_BNARd.shape[1], queries_BNARd.shape[3])
-    return _attend((block_attention, block_attention_fused), sight, scores, (keys_BNTd, values_BNTd), columns=columns)
+    kernels = (partial(block_attention, causal=causal), partial(block_attention_fused, causal=causal))
+    return _attend(kernels, sight, scores, (keys_BNTd, values_BNTd), columns=columns)
 
 
 def _attend(
@@ -213,34 +233,52 @@ def chain_attention_fused(
 
 
 def block_attention(
-    queries_BNARd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden_BAS: Tensor, *own: Tensor
+    queries_BNARd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden: Tensor, *own: Tensor, causal: bool = False
 ) -> Tensor:
-    """Attention of the blocks of all origins at once, [B, N, A, R, d]; `own` are keys and values [B, N, A, K, d]."""
+    """Attention of the blocks of all origins at once, [B, N, A, R, d]; `own` are keys and values [B, N, A, K, d],
+    `hidden` are positions of the text that each origin, [B, A, S], or each of its slots, [B, A, K, S], must not see."""
     (own_keys_BNAKd, own_values_BNAKd), shape, text = own, queries_BNARd.shape, keys_BNSd.shape[2]
+    slots = own_keys_BNAKd.shape[3]
     queries_BNARd = queries_BNARd * shape[-1] ** -0.5
-    scores_BNARS = (queries_BNARd.flatten(2, 3) @ keys_BNSd.mT).view(*shape[:4], text)
-    scores_BNARS = scores_BNARS.masked_fill(hidden_BAS[:, None, :, None], float("-inf"))
-    scores = torch.cat([scores_BNARS, queries_BNARd @ own_keys_BNAKd.mT], dim=-1)
+    scores_BNAGKS = (queries_BNARd.flatten(2, 3) @ keys_BNSd.mT).view(*shape[:3], -1, slots, text)
+    hidden_BAKS = hidden.view(*hidden.shape[:2], -1, text)  # K is 1 where all slots see the same
+    scores_BNAGKS = scores_BNAGKS.masked_fill(hidden_BAKS[:, None, :, None], float("-inf"))
+    of_block_BNARK = queries_BNARd @ own_keys_BNAKd.mT
+    if causal:
+        later_RK = _later(slots, queries_BNARd).repeat(shape[3] // slots, 1)
+        of_block_BNARK = of_block_BNARK.masked_fill(later_RK, float("-inf"))
+    scores = torch.cat([scores_BNAGKS.view(*shape[:4], text), of_block_BNARK], dim=-1)
     shares = scores.softmax(-1, dtype=torch.float32).to(values_BNSd.dtype)
     mixed = (shares[..., :text].flatten(2, 3) @ values_BNSd).view(shape)
     out: Tensor = mixed + shares[..., text:] @ own_values_BNAKd
     return out
 
 
+def _later(slots: int, like: Tensor) -> Tensor:
+    """The slots after each slot of a block, bool [K, K]."""
+    return torch.ones(slots, slots, dtype=torch.bool, device=like.device).triu(1)
+
+
 def block_attention_fused(
-    queries_BNARd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden_BAS: Tensor, *own: Tensor
+    queries_BNARd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden: Tensor, *own: Tensor, causal: bool = False
 ) -> Tensor:
     """`block_attention` by torch's kernel."""
     (own_keys_BNAKd, own_values_BNAKd), (origins, rows) = own, queries_BNARd.shape[2:4]
-    seen_BAS = ~hidden_BAS
-    own_AX = torch.eye(origins, dtype=torch.bool, device=seen_BAS.device)
-    own_AX = own_AX.repeat_interleave(own_keys_BNAKd.shape[3], dim=1)
-    seen_BAX = torch.cat([seen_BAS, own_AX.expand(len(seen_BAS), -1, -1)], dim=-1)
+    slots = own_keys_BNAKd.shape[3]
+    seen_BAKS = ~hidden.view(*hidden.shape[:2], -1, hidden.shape[-1])
+    own_AX = torch.eye(origins, dtype=torch.bool, device=hidden.device).repeat_interleave(slots, dim=1)
+    own_AKX = own_AX[:, None]
+    if causal:
+        own_AKX = own_AKX & ~_later(slots, queries_BNARd).repeat(1, origins)
+    each = max(seen_BAKS.shape[2], own_AKX.shape[1])  # 1 where all slots see the same
+    parts = seen_BAKS.expand(-1, -1, each, -1), own_AKX.expand(len(hidden), -1, each, -1)
+    seen_BAKX = torch.cat(parts, dim=-1)
+    seen_BARX = seen_BAKX.expand(-1, -1, rows, -1) if each == 1 else seen_BAKX.repeat(1, 1, rows // slots, 1)
     mixed = F.scaled_dot_product_attention(
         queries_BNARd.flatten(2, 3),
         torch.cat([keys_BNSd, own_keys_BNAKd.flatten(2, 3)], dim=2),
         torch.cat([values_BNSd, own_values_BNAKd.flatten(2, 3)], dim=2),
-        attn_mask=seen_BAX.repeat_interleave(rows, dim=1)[:, None],
+        attn_mask=seen_BARX.flatten(1, 2)[:, None],
     )
     return mixed.view(queries_BNARd.shape)
 

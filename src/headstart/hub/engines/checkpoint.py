@@ -25,6 +25,7 @@ from headstart.support.files import no_folder, read_json
 
 CONFIG = "config.json"
 WRITE, CORRECT = f"Write it into {CONFIG}.", f"Correct it in {CONFIG}."
+FETCH, ANOTHER = f"Fetch the checkpoint again, or correct its {CONFIG}.", "Take another checkpoint."
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 """Where EAGLE-3 heads name the layers that they read: at the top for vLLM and llama.cpp, nested for SGLang."""
 _INDEX = "*.safetensors.index.json"

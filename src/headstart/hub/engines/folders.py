@@ -206,8 +206,12 @@ def _layers_config(published: Published, facts: TargetFacts, dtype: str) -> dict
         **(facts.tokens or {}),
     }
     if published.layout in BLOCKS:
-        full = ["full_attention"] * published.num_layers
-        config |= {"layer_types": full, "use_sliding_window": False, "sliding_window": None}
+        window, causal = published.sliding_window, published.causal_layers
+        kinds = ["sliding_attention" if slides else "full_attention" for slides in published.sliding]
+        config |= {"layer_types": kinds, "use_sliding_window": bool(window), "sliding_window": window or None}
+        # Without it slots of sliding layers do not see later ones, and those of full layers do.
+        if (window or published.causal) and len(set(causal)) == 1:
+            config["is_causal"] = causal[0]
     return config
 
 
@@ -233,9 +237,8 @@ def _speculators_keys(published: Published) -> dict[str, Any]:
         "draft_vocab_size": published.vocab_size,
         "mask_token_id": published.mask_token_id,
         "sample_from_anchor": published.layout is Layout.DSPARK,
-        # It is about sliding layers, and there are none; but vLLM takes false for all layers, and lets no slot of a
-        # block see those after it.
-        "sliding_window_non_causal": True,
+        # Of sliding layers; but vLLM takes false for all layers, also where none slides.
+        "sliding_window_non_causal": not published.causal,
         "target_hidden_size": published.hidden_size,
         **(_markov_keys(published) if published.layout is Layout.DSPARK else {}),
     }

@@ -68,10 +68,11 @@ _LAYER = {
 }
 _REFUSED = {
     "selector_rank": "is of DFlash 2",
-    "attention.sliding_window": "has sliding layers",
-    "attention.causal": "has blocks whose slots do not see those after them",
 }
 """Keys of variants that headstart does not have."""
+WINDOW, SLIDING, CAUSAL = (f"attention.{name}" for name in ("sliding_window", "sliding_window_pattern", "causal"))
+"""Of block drafters: tokens that a slot of a sliding layer sees, which layers slide, and whether slots see none after
+them, in all layers."""
 
 
 def library() -> Any:
@@ -197,11 +198,13 @@ def read_settings(file: GgufFile) -> Published:
         )
     note, d2t = file.written, file.tensors.get(D2T)
     layout, steps, block_size = Layout.EAGLE3, note.steps if note and note.steps else 5, 0
+    sights: dict[str, Any] = {}
     if of == BLOCK:
         layout, d2t = Layout.DSPARK if _MARKOV in file.tensors else Layout.DFLASH, None
         _refuse_variants(file, layout)
         block_size = int(file.value(f"{BLOCK}.block_size", _DEFAULT_BLOCK))
         steps = block_size - (layout is Layout.DFLASH)
+        sights = _sights(file)
     elif file.setting("block_count") != 1:
         raise UserError("llama.cpp runs one layer of EAGLE-3 heads, and the file has others.", AGAIN)
     tokens = file.fields.get("tokenizer.ggml.tokens")
@@ -221,7 +224,26 @@ def read_settings(file: GgufFile) -> Published:
         mask_token_id=int(file.value(MASK, -1)) if of == BLOCK else -1,
         markov_rank=file.shapes[_MARKOV][1] if _MARKOV in file.tensors else 0,
         confidence=_CONFIDENCE in file.tensors,
+        **sights,
     )
+
+
+def _sights(file: GgufFile) -> dict[str, Any]:
+    """What slots see, as settings of `Published`."""
+    causal = bool(file.value(f"{BLOCK}.{CAUSAL}", False))
+    if not (window := int(file.value(f"{BLOCK}.{WINDOW}", 0))):
+        return {"causal": causal}
+    sliding = [bool(slides) for slides in file.setting(SLIDING)]
+    if not any(sliding):
+        return {"causal": causal}
+    full_layers = tuple(number for number, slides in enumerate(sliding) if not slides)
+    if full_layers and causal:
+        raise UserError(
+            f"Slots of the GGUF file's full layers do not see those after them ({BLOCK}.{CAUSAL}), beside sliding "
+            "layers; headstart has that of sliding layers.",
+            "Take another file.",
+        )
+    return {"sliding_window": window, "full_layers": full_layers, "causal": causal}
 
 
 def _refuse_variants(file: GgufFile, layout: Layout) -> None:

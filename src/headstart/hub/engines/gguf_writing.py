@@ -15,9 +15,12 @@ from headstart.heads.exchange.published import Layout, Published
 from headstart.hub.engines.base import NOTE, note_of
 from headstart.hub.engines.gguf_file import (
     ARCHITECTURES,
+    CAUSAL,
     D2T,
     FACTORS,
     MASK,
+    SLIDING,
+    WINDOW,
     GgufFile,
     frequency_factors,
     library,
@@ -93,6 +96,10 @@ def _keys(published: Published) -> dict[str, Any]:
             f"{of}.norm_before_fc": published.norm_before_fc,
         }
     keys |= {f"{of}.block_size": published.block_size, MASK: published.mask_token_id}
+    if published.sliding_window:
+        keys |= {f"{of}.{WINDOW}": published.sliding_window, f"{of}.{SLIDING}": published.sliding}
+    if published.causal:
+        keys[f"{of}.{CAUSAL}"] = True
     if published.layout is Layout.DSPARK:
         keys |= {f"{of}.sample_from_anchor": True, f"{of}.has_confidence_head": published.confidence}
     return keys

@@ -23,6 +23,8 @@ class Reader:
         divides_heads: whether the hidden size must be a multiple of the number of attention heads, as in transformers'
             LlamaConfig.
         needs_markov: whether it knows DSpark heads by their Markov head.
+        mixes_causal: whether slots of a block may see later ones in some layers alone.
+        causal_full: whether they may see none in layers without a sliding window.
         passes_over: settings of EAGLE-3 heads that it does not know; where there are some, it runs one layer of such
             heads, which reads three of the target's.
         has_medusa: whether it drafts with Medusa heads.
@@ -45,6 +47,8 @@ class Reader:
     misses_last_layer: frozenset[Layout] = frozenset()
     divides_heads: bool = True
     needs_markov: bool = False
+    mixes_causal: bool = True
+    causal_full: bool = True
     passes_over: tuple[str, ...] = ()
     has_medusa: bool = False
     reads_speculators: bool = False

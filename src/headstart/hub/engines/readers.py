@@ -20,6 +20,10 @@ _ON_GPUS = (
     "vLLM drafts with DSpark heads on GPUs alone (V2 model runner), and they cannot be served as DFlash, whose slots "
     "draft their own places and not the next ones: on a CPU serve them with llama.cpp (--format gguf)."
 )
+_TWO_KINDS = (
+    "vLLM runs blocks with sliding layers and full ones in its newer model runner alone "
+    "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build does not have."
+)
 _UNEQUAL_NORMS = (
     "vLLM's CPU build norms the text's keys in every layer with the k_norm of the first, and accepts fewer "
     "drafts; its GPU builds do not. For a CPU train with heads.num_layers=1, or serve these with llama.cpp."
@@ -63,11 +67,31 @@ def _medusa_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
 
 
 def _block_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
-    if checkpoint.is_speculators and checkpoint.settings.get("sliding_window_non_causal") is False:
+    config, causal = checkpoint.settings, settings.causal_layers
+    if config.get("is_causal") is not None or not checkpoint.is_speculators:
+        return
+    if settings.layout is Layout.DSPARK:
+        if any(settings.sliding) and not any(causal):
+            yield (
+                "vLLM lets no slot of DSpark's sliding layers see later ones unless is_causal is false.",
+                f"Write is_causal = false into transformer_layer_config of {CONFIG}.",
+            )
+    elif config.get("sliding_window_non_causal") is False and not all(causal):
         yield (
             "sliding_window_non_causal is false, and vLLM 0.32 takes that for all layers: slots do not see later ones.",
-            f"Write sliding_window_non_causal = true into {CONFIG}; without sliding layers it says nothing else.",
+            f"Write sliding_window_non_causal = true into {CONFIG}; without sliding layers it says nothing else."
+            if not settings.sliding_window
+            else "Serve these with --format vllm.",
         )
+
+
+def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
+    config = checkpoint.settings
+    if config.get("is_causal") is None and settings.causal_layers != settings.sliding:
+        causal = str(settings.causal).lower()
+        yield f"SGLang reads causality in is_causal alone, which should be {causal} here.", WRITE
+    if settings.sliding_window and "sliding_attention" not in (config.get("layer_types") or []):
+        yield "SGLang reads sliding layers in layer_types alone, and not use_swa.", WRITE
 
 
 def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: int) -> list[str]:
@@ -81,6 +105,8 @@ def _vllm_remarks(published: Published) -> list[str]:
     if published.layout not in BLOCKS:
         return []
     remarks = [_ON_GPUS] if published.layout is Layout.DSPARK else []
+    if len(set(published.sliding)) > 1:
+        remarks.append(_TWO_KINDS)
     first, *others = (
         published.tensors[f"layers.{number}.self_attn.k_norm.weight"] for number in range(published.num_layers)
     )
@@ -138,7 +164,7 @@ _SGLANG = Reader(
     misses_last_layer=frozenset({Layout.EAGLE3}),
     passes_over=("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"),
     adds_bias=True,
-    faults={Layout.EAGLE3: _eagle3_in_sglang},
+    faults={Layout.EAGLE3: _eagle3_in_sglang, Layout.DFLASH: _block_in_sglang},
     command=_sglang,
 )
 
@@ -159,6 +185,7 @@ _SPECULATORS = Reader(
     reads_others=False,
     lends_lm_head=False,
     holds_verifier=True,
+    causal_full=False,
     faults={Layout.EAGLE3: _eagle3_in_speculators},
 )
 
@@ -177,6 +204,7 @@ LLAMA_CPP = Reader(
     misses_last_layer=frozenset({Layout.EAGLE3, *BLOCKS}),
     divides_heads=False,
     needs_markov=True,
+    mixes_causal=False,
     passes_over=("norm_output", "aux_norms"),
     command=_llama_cpp,
 )

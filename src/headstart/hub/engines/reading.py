@@ -12,7 +12,8 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
 from headstart.hub.engines.base import DFLASH, DSPARK
-from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, Checkpoint, absolute_ids, small, whole
+from headstart.hub.engines.block_settings import block_setting, samples_from_anchor, sights
+from headstart.hub.engines.checkpoint import ANOTHER, AUX_IDS, CONFIG, FETCH, Checkpoint, absolute_ids, small, whole
 from headstart.hub.engines.reader import OURS, tensor_faults
 from headstart.hub.target_facts import TargetFacts
 
@@ -25,8 +26,6 @@ _STEPS = 5
 _WITHOUT = ("d2t", "t2d", "token_map", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that are not weights of the heads."""
 _MASK = "mask_embedding.pt"
-_ANOTHER = "Take another checkpoint."
-_AGAIN = f"Fetch the checkpoint again, or correct its {CONFIG}."
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout | None:
@@ -71,7 +70,7 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
     size = whole(config.get("hidden_size"), "hidden_size")
     if config.get("target_hidden_size") not in (None, size):
         raise UserError(
-            f"The checkpoint's heads are {size} wide and their target {config['target_hidden_size']}.", _ANOTHER
+            f"The checkpoint's heads are {size} wide and their target {config['target_hidden_size']}.", ANOTHER
         )
     fused = layout is Layout.EAGLE3
     return Published(
@@ -129,6 +128,7 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         aux_layers=_block_aux_layers(config, facts),
         block_size=block_size,
         mask_token_id=whole(block_setting(config, "mask_token_id"), "mask_token_id", 0, vocab - 1),
+        **sights(checkpoint, block_size),
         markov_rank=whole(rank, "markov_rank", 0, 1 << 14) if layout is Layout.DSPARK else 0,
         confidence="confidence_head.proj.weight" in checkpoint.names,
     )
@@ -145,7 +145,7 @@ def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Itera
         yield "The config says no rope_theta, and engines then take different ones.", f"Write it into {CONFIG}."
     if config.get("draft_vocab_size") not in (None, vocab):
         count = config["draft_vocab_size"]
-        yield f"The checkpoint drafts from {count} of {vocab} tokens through an LM head of its own.", _ANOTHER
+        yield f"The checkpoint drafts from {count} of {vocab} tokens through an LM head of its own.", ANOTHER
     anchor = samples_from_anchor(config, layout)
     if anchor is None:
         yield (
@@ -157,33 +157,14 @@ def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Itera
         slots = (
             "the place after their own, and DFlash's their own" if anchor else "their own place, and DSpark's the next"
         )
-        yield f"The checkpoint's slots draft {slots}: every draft is off by one (sample_from_anchor).", _ANOTHER
-    if "sliding_attention" in str(config.get("layer_types")) or block_setting(config, "use_swa"):
-        yield "The checkpoint has sliding layers, and block drafters of headstart have full attention.", _ANOTHER
-    if block_setting(config, "causal") or config.get("is_causal"):
-        yield "Slots of the checkpoint do not see those after them (causal); those of headstart's blocks do.", _ANOTHER
+        yield f"The checkpoint's slots draft {slots}: every draft is off by one (sample_from_anchor).", ANOTHER
     if (markov := block_setting(config, "markov_head_type") or "vanilla") != "vanilla":
-        yield f"The checkpoint's Markov head is {markov!r}, and headstart has the vanilla one.", _ANOTHER
+        yield f"The checkpoint's Markov head is {markov!r}, and headstart has the vanilla one.", ANOTHER
     with_markov = block_setting(config, "confidence_head_with_markov")
     if block_setting(config, "enable_confidence_head") and with_markov is False:
-        yield "The checkpoint's confidence head does not read the token before, and headstart's does.", _ANOTHER
+        yield "The checkpoint's confidence head does not read the token before, and headstart's does.", ANOTHER
     if (checkpoint.folder / _MASK).exists():
-        yield f"The checkpoint has an embedding of its own for the mask token ({_MASK}).", _ANOTHER
-
-
-def block_setting(config: Mapping[str, Any], name: str) -> Any:
-    """A setting of a block drafter: nested in `dflash_config`, where SpecForge has DSpark's too, or at the top."""
-    nested = config.get("dflash_config")
-    inner = nested.get(name) if isinstance(nested, Mapping) else None
-    return config.get(name) if inner is None else inner
-
-
-def samples_from_anchor(config: Mapping[str, Any], layout: Layout) -> bool | None:
-    """Whether the newest token's own slot drafts; None where a speculators config of DSpark leaves it open."""
-    given = block_setting(config, "sample_from_anchor")
-    if given is not None or layout is Layout.DFLASH:
-        return bool(given)
-    return None if "speculators_model_type" in config else True
+        yield f"The checkpoint has an embedding of its own for the mask token ({_MASK}).", ANOTHER
 
 
 def _block_aux_layers(config: Mapping[str, Any], facts: TargetFacts | None) -> tuple[int, ...]:
@@ -308,7 +289,7 @@ def draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:
     given_D = checkpoint.read("d2t")
     kind = kind_of_map(given_D, checkpoint.read("t2d") if "t2d" in names else None, vocab_size)
     if kind is None:
-        raise UserError("d2t names neither as offsets nor as ids distinct tokens of the target.", _AGAIN)
+        raise UserError("d2t names neither as offsets nor as ids distinct tokens of the target.", FETCH)
     ids_D = absolute_ids(given_D) if kind == "offsets" else given_D.to(torch.int64)
     return ids_D if len(ids_D) < vocab_size else None
 
@@ -354,7 +335,7 @@ def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
     for name in shapes:
         stored = checkpoint.tensors[checkpoint.names[name]]
         if stored.dtype not in ("F64", "F32", "F16", "BF16"):
-            raise UserError(f"{name} in {checkpoint.folder} is {stored.dtype}, packed numbers.", _ANOTHER)
+            raise UserError(f"{name} in {checkpoint.folder} is {stored.dtype}, packed numbers.", ANOTHER)
         tensors[name] = checkpoint.read(name)
     return tensors
 

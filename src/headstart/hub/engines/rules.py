@@ -16,7 +16,8 @@ from typing import Any
 
 from headstart.heads.exchange.published import BLOCKS, LM_HEAD, Layout, Published, digest
 from headstart.hub.engines.base import AGAIN, Faults, Written
-from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, Checkpoint
+from headstart.hub.engines.block_settings import block_setting, samples_from_anchor
+from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
 from headstart.hub.engines.reader import Reader, tensor_faults
 from headstart.hub.engines.readers import READERS
 from headstart.hub.engines.reading import (
@@ -26,7 +27,6 @@ from headstart.hub.engines.reading import (
     layout_of,
     proposed_steps,
     read_published,
-    samples_from_anchor,
     settings_of,
     tensors_beside,
 )
@@ -70,6 +70,17 @@ def engine_limits(settings: Published, reader: Reader, facts: TargetFacts | None
             yield (
                 f"The layers {aux_layers} do not rise, and {engine} joins their outputs in the order of the layers.",
                 "Train with rising heads.aux_layers.",
+            )
+        causal = settings.causal_layers
+        if len(set(causal)) > 1 and not reader.mixes_causal:
+            yield (
+                f"{engine} lets slots of a block see later ones in all layers or in none, and these do in some.",
+                "Serve them with another engine (--format), or train with heads.causal=false.",
+            )
+        if settings.causal and not settings.sliding_window and not reader.causal_full:
+            yield (
+                f"In {engine} slots of layers without a sliding window see later ones, and in these heads they do not.",
+                "Export with --format vllm, or train with heads.causal=false.",
             )
         if settings.layout is Layout.DSPARK and not settings.markov_rank and reader.needs_markov:
             yield (
@@ -166,6 +177,8 @@ def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
                 "target_layer_ids should be one less each.",
                 f"Correct the wrong ones in {CONFIG}.",
             )
+    if settings.sliding_window and not (config.get("use_sliding_window") or block_setting(config, "swa_window_size")):
+        yield f"Qwen3's config drops sliding_window unless use_sliding_window is true, and {engine} then stops.", WRITE
     drafts = settings.block_size - (0 if samples_from_anchor(config, settings.layout) else 1)
     if checkpoint.is_speculators and (asked := proposed_steps(config)) > drafts:
         yield (

@@ -1,0 +1,177 @@
+"""Settings of heads that draft a block in one pass, and the layer that their blocks go through (see `block`).
+
+Shape suffixes: B rows, T tokens, E hidden size, H heads, N key heads, d head size, X width of keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from headstart.errors import UserError
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, linear_of, norm_scale, normed, refused_layers, rotate
+from headstart.recipes.sections import FromTarget
+from headstart.target.frozen import FrozenModel
+
+_NEWEST, _ROOT = 2 / 3, 1 / 3
+"""Of a state, how much is passed on by the attention heads that look at the newest one, and at the root."""
+LAYERS = "ascending, from 1 to the last but one"
+"""Which layers of the target blocks can read."""
+
+
+class BlockConfig(LayerConfig):
+    """Settings of heads that draft a block in one pass."""
+
+    num_layers: int = Field(1, ge=1, le=12, description="Decoder layers.")
+    block_size: int = Field(8, ge=2, le=64, description="Slots of a block; with dflash the first one drafts nothing.")
+    aux_layers: Annotated[tuple[int, ...], FromTarget()] = Field(
+        (),
+        description="Target layers whose outputs are read, as transformers' hidden_states, ascending and below the "
+        "last; (2, L // 2, L - 1). Published configs count one less (target_layer_ids).",
+    )
+    mask_token_id: Annotated[int, FromTarget()] = Field(
+        -1, ge=0, description="Token that stands in a block for what is not drafted yet: one that no text has."
+    )
+    sliding_window: int = Field(
+        0,
+        ge=0,
+        description="Tokens up to its own place that a slot sees, more than a block has; 0 for the whole text.",
+    )
+    full_layers: tuple[int, ...] = Field(
+        (), description="Layers, counted from 0, whose slots see the whole text in spite of heads.sliding_window."
+    )
+    causal: bool = Field(
+        False,
+        description="A slot does not see those after it; with heads.sliding_window, in the layers that have one.",
+    )
+    init: Literal["target", "linear", "random"] = Field(
+        "target",
+        description="Start from the target's last layers and norm; from these with attention heads added that look at "
+        "the newest state and at the root, and with output maps that are solved for; or from random numbers.",
+    )
+
+    @classmethod
+    def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().of_target(target, settings)
+        last = target.num_layers - 1
+        if (layers := settings.get("aux_layers")) and max(layers) > last:
+            raise refused_layers(layers, f"ascending, from 1 to {last}")
+        values["aux_layers"] = tuple(sorted({min(2, last), max(1, target.num_layers // 2), last}))
+        if settings.get("init") == "linear":
+            heads = values["num_key_value_heads"] + sum(looking(target.hidden_size, values["head_dim"]))
+            values |= {"num_attention_heads": heads, "num_key_value_heads": heads}
+        if "mask_token_id" in settings:
+            return values
+        if target.spare_token is None:
+            raise UserError(
+                f"{target.name} has no token that is known to be free, to stand for what is not drafted yet.",
+                "Name one that no text has: heads.mask_token_id=<id>.",
+            )
+        return {**values, "mask_token_id": target.spare_token}
+
+    @property
+    def start_layers(self) -> int:
+        return self.num_layers
+
+    def window(self, layer: int) -> int:
+        """Tokens that a slot of a layer sees up to its own place; 0 for all."""
+        return 0 if layer in self.full_layers else self.sliding_window
+
+    def check(self) -> None:
+        super().check()
+        if self.sliding_window and self.sliding_window <= self.block_size:
+            raise UserError(
+                f"heads.sliding_window is {self.sliding_window} and a block has {self.block_size} slots: the last ones "
+                "would not see the text.",
+                "Raise heads.sliding_window, or leave it out.",
+            )
+        full = sorted(set(self.full_layers))
+        fewer = self.sliding_window > 0 and set(full) < set(range(self.num_layers))
+        if full != list(self.full_layers) or (full and not fewer):
+            raise UserError(
+                f"heads.full_layers is {list(self.full_layers)}: some, not all, of {self.num_layers} layers, ascending "
+                "from 0, can see more than the others' heads.sliding_window.",
+                "Leave it out, or set heads.sliding_window and name fewer layers.",
+            )
+        layers = self.aux_layers
+        if list(layers) != sorted(set(layers)) or any(layer < 1 for layer in layers):
+            raise refused_layers(layers, LAYERS)
+        if self.vocab_size and self.mask_token_id >= self.vocab_size:
+            raise UserError(
+                f"heads.mask_token_id is {self.mask_token_id}, and the target has {self.vocab_size} tokens.",
+                "Name a token that no text has, or leave it out.",
+            )
+
+
+def looking(size: int, width: int) -> tuple[int, int]:
+    """Key heads that look at the newest state, and those that look at the root."""
+    return max(1, round(_NEWEST * size / width)), max(1, round(_ROOT * size / width))
+
+
+class BlockLayer(DraftLayer):
+    """A decoder layer whose queries and keys are normed head by head, and which reads a context beside its stream.
+
+    Attributes:
+        window: tokens that a slot sees up to its own place; 0 for all.
+        causal: a slot does not see those after it.
+    """
+
+    def __init__(self, config: BlockConfig, number: int) -> None:
+        super().__init__(config, config.hidden_size)
+        self.window = config.window(number)
+        self.causal = config.causal and self.window == config.sliding_window
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
+
+    def norm_heads(self, read_BHTd: Tensor, heads: int) -> Tensor:
+        return torch.cat([normed(self.q_norm, read_BHTd[:, :heads]), normed(self.k_norm, read_BHTd[:, heads:])], dim=1)
+
+    def _heads_as(self, attention: object) -> bool:
+        return True  # norms of heads are cheap to learn around: they only change how sharply attention looks
+
+    def by_published_name(self, number: int) -> dict[str, Tensor]:
+        norms = {f"layers.{number}.self_attn.{name}_norm.weight": getattr(self, f"{name}_norm").weight for name in "qk"}
+        return super().by_published_name(number) | norms
+
+    def context(self, context_BTE: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, N, T, d] of the context."""
+        config = self.config
+        queries = config.num_attention_heads * config.head_dim
+        read_BTX = F.linear(context_BTE, self.qkv.weight[queries:])
+        keys, values = read_BTX.view(*context_BTE.shape[:2], -1, config.head_dim).transpose(1, 2).chunk(2, dim=1)
+        return rotate(normed(self.k_norm, keys), *rotary), values
+
+    @torch.no_grad()
+    def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
+        super().warm_start(target, number, offset)
+        attention = getattr(target.layers[number], "self_attn", None)
+        self._last_heads(target, number)
+        for name in ("q_norm", "k_norm"):
+            norm, own_norm = getattr(attention, name, None), getattr(self, name)
+            if getattr(norm, "weight", own_norm.weight).shape == own_norm.weight.shape:
+                own_norm.weight.copy_(norm_scale(norm, own_norm.weight))
+
+    def _last_heads(self, target: FrozenModel, number: int) -> None:
+        """Where this layer has more heads than the target's, give its last ones the target's queries, keys, values."""
+        config, layer = self.config, cast(Any, target.layers[number])
+        attention = getattr(layer, "self_attn", None)
+        given = [linear_of(attention, f"{name}_proj") for name in "qkv"]
+        counts = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
+        every = torch.split(self.qkv.weight, [count * config.head_dim for count in counts])
+        weights = [linear.weight for linear in given if linear is not None]
+        if config.head_dim != target.kv_shapes[number][0][1] or len(weights) < 3:
+            return
+        groups = config.num_attention_heads // config.num_key_value_heads  # of each of the target's, as many as fit
+        grouped = weights[0].view(len(weights[1]) // config.head_dim, -1, config.head_dim, weights[0].shape[1])
+        weights[0] = grouped[:, :groups].flatten(0, 2)
+        if any(len(weight) >= len(rows) for weight, rows in zip(weights, every, strict=True)):
+            return
+        for weight, rows in zip(weights, every, strict=True):
+            rows[-len(weight) :] = weight
+        if self.input_norm is not None:
+            self.input_norm.weight.copy_(norm_scale(getattr(layer, "input_layernorm", None), self.input_norm.weight))
