@@ -19,6 +19,7 @@ FUSED = {"family": "eagle3", "draft_steps": 3, "aux_layers": (3, 5, 7)}
 CASES: dict[str, dict[str, Any]] = {
     "eagle3": FUSED,
     "eagle3-reduced": {**FUSED, "draft_vocab_size": 40},
+    "eagle3-qk-norm": {**FUSED, "draft_vocab_size": 40, "qk_norm": True},
     "eagle3-normed-residual": {**FUSED, "norm_before_residual": True},
     "eagle3-heads": {
         **FUSED,

@@ -45,15 +45,18 @@ def pairs(x_Td: Tensor, base: float) -> Tensor:
 def layer(
     x_TI: Tensor, stream_TE: Tensor, part: Mapping[str, Tensor], sizes: Mapping[str, Any], turn: Any = halves
 ) -> Tensor:
-    """A Llama layer whose attention reads one thing and adds to another."""
+    """A Llama layer whose attention reads one thing and adds to another; Qwen3's if queries and keys have norms."""
     size, heads, keys = sizes["head_dim"], sizes["num_attention_heads"], sizes["num_key_value_heads"]
     count = len(x_TI)
     mask = torch.full((count, count), float("-inf")).triu(1)
     found = []
     for head in range(heads):
         shared = head // (heads // keys)
-        q = turn(x_TI @ part["q"][head * size : (head + 1) * size].T, sizes["rope_theta"])
-        k = turn(x_TI @ part["k"][shared * size : (shared + 1) * size].T, sizes["rope_theta"])
+        q = x_TI @ part["q"][head * size : (head + 1) * size].T
+        k = x_TI @ part["k"][shared * size : (shared + 1) * size].T
+        if "q_norm" in part:
+            q, k = (rms(x, part[f"{name}_norm"], sizes["rms_norm_eps"]) for name, x in (("q", q), ("k", k)))
+        q, k = turn(q, sizes["rope_theta"]), turn(k, sizes["rope_theta"])
         v = x_TI @ part["v"][shared * size : (shared + 1) * size].T
         found.append((q @ k.T * size**-0.5 + mask).softmax(-1) @ v)
     stream_TE = stream_TE + torch.cat(found, dim=1) @ part["o"].T
@@ -64,6 +67,8 @@ def layer(
 def part_of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     names = {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
     names |= {"mlp_norm": "post_attention_layernorm"} | {name: f"self_attn.{name}_proj" for name in "qkvo"}
+    if f"{prefix}.self_attn.q_norm.weight" in tensors:
+        names |= {f"{name}_norm": f"self_attn.{name}_norm" for name in "qk"}
     return {short: tensors[f"{prefix}.{name}.weight"] for short, name in names.items()}
 
 

@@ -133,6 +133,7 @@ def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Tar
     assert "heads.embedding_norm=false" in problem(CASES["eagle"], "sglang")
     for settings, said in (
         ({"num_layers": 2}, "llama.cpp runs one layer"),
+        ({"qk_norm": True}, "llama.cpp does not know norms of queries and keys (heads.qk_norm)"),
         ({"aux_layers": (2, 3)}, "fuses 3 layers"),
         ({"aux_layers": (2, 3, 8)}, "of a target with 8: 7 is the deepest"),
         ({"feedback": "post_norm"}, "does not know norm_output (heads.feedback=post_norm)"),

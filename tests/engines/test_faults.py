@@ -88,6 +88,9 @@ FAULTS: dict[str, tuple[Callable[[Config, Tensors], None], str, str, bool]] = {
     ),
     "unknown tensor": (lambda _, t: t.update(extra=torch.ones(3)), "vllm", "has no tensor extra", False),
     "architecture": (lambda c, _: c.update(architectures=["Qwen3Model"]), "sglang", "LlamaForCausalLMEagle3", False),
+    "a Qwen3 layer": (
+        lambda c, _: c.update(architectures=["Eagle3Qwen3ForCausalLM"]), "vllm", "and the file lacks such norms", False,
+    ),
     "activation": (lambda c, _: c.update(hidden_act="gelu"), "vllm", "silu alone", False),
     "one number": (lambda _, t: t["fc.weight"].view(-1)[:1].add_(9), "vllm", "headstart wrote", True),
 }  # fmt: skip
@@ -116,6 +119,16 @@ def test_a_planted_fault_is_refused_and_breaks_the_logits(
         ours_KV, theirs_KV = ours(made("eagle3-reduced")[0], target, CHAIN), read("vllm", tmp_path, target)
         same = torch.equal(ours_KV.isfinite(), theirs_KV.isfinite()) and off(ours_KV, theirs_KV) < 1e-3
         assert not same, "the fault changes what is drafted"
+
+
+def test_a_layer_that_norms_queries_and_keys_is_one_of_qwen3(made: Made, tmp_path: Path) -> None:
+    export_for(made("eagle3-qk-norm")[1], tmp_path / "out", "speculators", dtype="float32")
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    config["transformer_layer_config"]["model_type"] = "llama"
+    file.write_text(json.dumps(config))
+    problems = [finding.problem for finding in check_export(tmp_path / "out", ["vllm"])]
+    assert any("does not norm queries and keys" in problem for problem in problems), problems
 
 
 def rewrite(

@@ -26,6 +26,7 @@ TEXT, CHAIN = [3, 9, 14, 27, 33, 8, 40, 12], [5, 51, 22]
 HELD = [
     *((case, form) for case in ("eagle3", "eagle3-reduced", "eagle3-heads") for form in FORMATS),
     *(("eagle3-normed-residual", form) for form in ("vllm", "speculators", "gguf")),
+    *(("eagle3-qk-norm", form) for form in ("vllm", "speculators")),
     ("eagle3-deep", "vllm"), ("eagle", "vllm"), ("eagle-plain", "vllm"), ("eagle-plain", "sglang"),
     ("medusa", "vllm"), ("medusa-shared", "vllm"),
 ]  # fmt: skip

@@ -49,6 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
         "draft_steps": 2,
         "aux_layers": (1, 3),
         "norm_before_residual": True,
+        "qk_norm": True,
     },
     "eagle3-transition": {
         "family": "eagle3",

@@ -24,6 +24,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "eagle3": {"family": "eagle3", "draft_steps": 3, "aux_layers": (1, 3), "num_layers": 2},
     "mtp": {"family": "mtp", "draft_steps": 3},
 }
+LAYERS = (1, 2, 3, FINAL)
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6]
 
 
@@ -110,6 +111,49 @@ def test_the_start_is_the_best_linear_guess(settings: dict[str, Any], target: Ta
     for prediction in heads.unroll(batch):
         # The ridge shrinks the map by about a thousandth; the second step does so twice.
         torch.testing.assert_close(prediction.hidden_MH, final_XE[prediction.teacher_M], rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"aux_layers": (1, 2, 3), "num_layers": 2}, {"aux_layers": (1, 3), "init": "transition"}],
+    ids=["target", "transition"],
+)
+@torch.no_grad()
+def test_training_begins_with_norms_of_queries_and_keys_where_it_does_without(settings: dict[str, Any]) -> None:
+    """Attention looks as sharply on average: what is drafted differs far less than from a layer without attention."""
+    model = tiny_model("llama", vocab_size=61)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.add_(0.15 * torch.randn_like(parameter))
+    target, drafted = Target(model), list[torch.Tensor]()
+    texts = torch.randint(3, 61, (16, 64), generator=torch.Generator().manual_seed(2)).tolist()
+    for qk_norm, blind in ((False, False), (True, False), (True, True)):
+        config = make_config({"family": "eagle3", "draft_steps": 2, "qk_norm": qk_norm, **settings}, target)
+        heads = family("eagle3")(config)
+        heads.warm_start(target)
+        rows = target.hidden_states(texts, LAYERS)
+        states = {layer: torch.stack([row[layer] for row in rows]) for layer in LAYERS}
+        heads.fit([batch := HeadBatch(torch.tensor(texts), torch.ones(16, 64, dtype=torch.bool), states)])
+        if blind:
+            for name, weight in heads.named_parameters():
+                weight.mul_(0 if name.endswith(".o.weight") else 1)
+        drafted.append(torch.cat([prediction.logits_MD for prediction in heads.unroll(batch)]))
+    plain, normed, without = drafted
+    assert (normed - plain).norm() < 0.1 * plain.norm() < 0.3 * (without - plain).norm()
+
+
+@torch.no_grad()
+def test_a_layer_of_qwen3_is_taken_over_with_its_norms() -> None:
+    target = Target(tiny_model("qwen3", vocab_size=61))
+    attention = target.layers[-1].self_attn
+    attention.q_norm.weight.copy_(torch.linspace(0.5, 1.5, 16))
+    heads = family("eagle3")(make_config({"family": "eagle3", "aux_layers": (1, 3), "qk_norm": True}, target))
+    heads.warm_start(target)
+    states = {layer: torch.randn(4, 32, 64) for layer in (1, 3, FINAL)}
+    heads.fit([HeadBatch(torch.randint(3, 61, (4, 32)), torch.ones(4, 32, dtype=torch.bool), states)])
+    layer = heads.stack[0]
+    torch.testing.assert_close(layer.q_norm.weight, attention.q_norm.weight)  # not as large as queries are without
+    assert torch.equal(layer.o.weight, attention.o_proj.weight)
 
 
 def test_aux_layers_must_differ(target: Target) -> None:

@@ -37,7 +37,7 @@ def target() -> Target:
     return Target(model)
 
 
-def layer_of(width: int, theta: float, longest: int = 4096) -> tuple[DraftLayer, Rotary]:
+def layer_of(width: int, theta: float, longest: int = 4096, qk_norm: bool = False) -> tuple[DraftLayer, Rotary]:
     torch.manual_seed(0)
     config = LayerConfig(
         family="any",
@@ -50,7 +50,7 @@ def layer_of(width: int, theta: float, longest: int = 4096) -> tuple[DraftLayer,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         max_position_embeddings=longest,
     )
-    return DraftLayer(config, 2 * SIZE, input_norm=False), Rotary(config)
+    return DraftLayer(config, 2 * SIZE, input_norm=False, qk_norm=qk_norm), Rotary(config)
 
 
 def table_of(spread: float) -> Tensor:
@@ -84,11 +84,11 @@ def test_quick_pairs_tell_the_own_position_from_any_other(width: int, theta: flo
     assert min(float(cos_PR[:, :count].mean(1).max()) for count in range(1, 12)) > worst + 0.05, "no better than equal"
 
 
-@pytest.mark.parametrize("repeats", [1, 2, 40])
+@pytest.mark.parametrize(("repeats", "qk_norm"), [(1, False), (2, False), (40, False), (40, True)])
 @torch.no_grad()
-def test_own_heads_see_nothing_else(repeats: int) -> None:
+def test_own_heads_see_nothing_else(repeats: int, qk_norm: bool) -> None:
     """In texts as long as 2048 tokens, of which every few or all but every fortieth follow one like them."""
-    layer, rotary = layer_of(32, 1e5)
+    layer, rotary = layer_of(32, 1e5, qk_norm=qk_norm)
     table_VE = table_of(spread=0.5)
     number_E, mean_E = number_of_all(table_VE.split(1000))
     look_at_itself(layer, 2, cosines(rotary, 32, 4095), number_E, mean_E)

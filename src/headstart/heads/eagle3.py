@@ -69,6 +69,9 @@ class Eagle3Config(RecurrentConfig):
         "(2, L // 2, L - 1) with heads.init=transition.",
     )
     aux_norms: bool = Field(False, description="Normalise each aux hidden state before the fusion (EAGLE-3.1).")
+    qk_norm: bool = Field(
+        False, description="Norm queries and keys head by head, as Qwen3's layers; vLLM and speculators load it."
+    )
     init: Literal["target", "transition", "random"] = Field(
         "target",
         description="Start from the target's last layer, norm and LM head; from a step to the next final state that is "
@@ -141,8 +144,8 @@ class Eagle3Head(RecurrentHead):
         if not config.aux_layers:
             raise refused_layers(())
         size, eps, aux_layers = config.hidden_size, config.rms_norm_eps, len(config.aux_layers)
-        first = DraftLayer(config, 2 * size, input_norm=False)
-        later = (DraftLayer(config, size) for _ in range(config.num_layers - 1))
+        first = DraftLayer(config, 2 * size, input_norm=False, qk_norm=config.qk_norm)
+        later = (DraftLayer(config, size, qk_norm=config.qk_norm) for _ in range(config.num_layers - 1))
         super().__init__(config, [first, *later])
         # In this order: saved optimisers know parameters by it.
         self.aux_norms = nn.ModuleList(nn.RMSNorm(size, eps) for _ in range(aux_layers if config.aux_norms else 0))
@@ -204,10 +207,12 @@ class Eagle3Head(RecurrentHead):
             self._fit_transition(iter(batches))
         if self.config.init != "target":
             return
-        size, scale = self.config.hidden_size, 0.0
+        size, scale, first = self.config.hidden_size, 0.0, list[HeadBatch]()
 
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:
             nonlocal scale
+            if not first:
+                first.append(batch)
             final_XE, origin_M = batch.states[FINAL].flatten(0, 1).float(), supervised_origins(batch.supervised_BT, 0)
             read_MX = self.normed_states(self.select_states(batch.states).flatten(0, 1)[origin_M].float())
             scale += float(read_MX[:, -size:].square().mean(-1).sqrt().sum())
@@ -216,6 +221,19 @@ class Eagle3Head(RecurrentHead):
         start = LinearStart([self.fc.in_features], self.fc.out_features, self.target_embeddings.device)
         for map_EX in start.solve(batches, read):
             self.fc.weight.copy_(scale / start.rows * map_EX)
+        if first and self.config.qk_norm:
+            self._keep_sizes(first[0])
+
+    def _keep_sizes(self, batch: HeadBatch) -> None:
+        """Let norms of queries and keys that are not the target's start with the sizes that these have on a text."""
+        seen_BTX = self.select_states(batch.states).float()
+        embedded_BTE = self.embedded(_following(batch), seen_BTX)
+        read_BTI, stream_BTE = self.layer_input(self.project(seen_BTX), embedded_BTE)
+        for layer in self.stack:
+            if not layer.has_target_norms:
+                layer.keep_sizes(read_BTI)
+            queries, keys, values = self._read(read_BTI, layer)
+            read_BTI = stream_BTE = layer.write(stream_BTE, causal_attention(queries, keys, values))
 
     @torch.no_grad()
     def before_training(self, batches: Iterable[HeadBatch]) -> None:
@@ -224,7 +242,7 @@ class Eagle3Head(RecurrentHead):
             return
         layer, own = self.stack[0], self.config.own_heads
         layer.own_heads = 0
-        if own == self.config.num_key_value_heads:
+        if own == self.config.num_key_value_heads or self.config.qk_norm:  # norms are shared, and learn
             return
         least, tokens = 1.0, 0
         for batch in batches:
@@ -320,11 +338,11 @@ class Eagle3Head(RecurrentHead):
     def _attended(self, seen_BTX: Tensor, following_BT: Tensor) -> Tensor:
         return self.layer_input(self.project(seen_BTX), self.embedded(following_BT, seen_BTX))[0]
 
-    def _read(self, attended_BTI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the layer, every row a text of its own."""
+    def _read(self, attended_BTI: Tensor, layer: DraftLayer | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of a layer, the first one if not said, every row a text of its own."""
         width = attended_BTI.shape[1]
         index_BT = torch.arange(width, device=attended_BTI.device).expand(attended_BTI.shape[:2])
-        return self.stack[0].read(attended_BTI, self._rotary.at(index_BT, attended_BTI.dtype, width))
+        return (layer or self.stack[0]).read(attended_BTI, self._rotary.at(index_BT, attended_BTI.dtype, width))
 
     def _look_at_themselves(self, batches: list[HeadBatch]) -> None:
         """Let the first heads look at their own position, whatever token of the vocabulary or of the texts it has."""

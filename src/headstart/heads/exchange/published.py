@@ -6,7 +6,8 @@ These arrangements are published. Their tensors carry the field's common names h
             `layers.0.hidden_norm.weight` (of the fused state); `layers.{i}.self_attn.{q,k,v,o}_proj.weight`, the first
             layer's q, k and v reading [embedding; state]; `layers.{i}.post_attention_layernorm.weight`,
             `layers.{i}.mlp.{gate,up,down}_proj.weight`; `norm.weight`; `lm_head.weight` [D, E]; with `aux_norms`
-            `fc_norm.{number}.weight`; with `norm_before_fc` one `input_norm.weight` [aux layers * E]
+            `fc_norm.{number}.weight`; with `norm_before_fc` one `input_norm.weight` [aux layers * E]; with `qk_norm`
+            `layers.{i}.self_attn.{q,k}_norm.weight` [d]
     eagle   `fc.weight` [E, 2 * E], embedding first, and `fc.bias`; `layers.0.*` as above without the two norms of the
             input; `embed_tokens.weight` where it is not the target's own
     medusa  `blocks.{head}.layers.{block}.{weight,bias}`, and `lm_heads.{head}.weight` [D, E], or one
@@ -79,6 +80,7 @@ class Published:
             norm is read.
         norm_before_residual: the first layer adds to the normed state instead of the state.
         norm_output: what is fed back went through the final norm.
+        qk_norm: queries and keys of EAGLE-3 layers are normed head by head; those of blocks always are.
         aux_norms, norm_before_fc: aux states are normed before the fusion, each by itself or all together.
         normed_embeddings: `embed_tokens.weight` holds the target's embeddings, each normed.
         block_size: inputs of a block, the newest decided token among them, the others `mask_token_id`; 0 for heads
@@ -101,6 +103,7 @@ class Published:
     aux_layers: tuple[int, ...] = ()
     norm_before_residual: bool = False
     norm_output: bool = False
+    qk_norm: bool = False
     aux_norms: bool = False
     norm_before_fc: bool = False
     normed_embeddings: bool = False
@@ -169,6 +172,8 @@ class Published:
             fused |= {f"fc_norm.{number}.weight": (size,) for number in range(count)}
         if self.norm_before_fc:
             fused["input_norm.weight"] = (count * size,)
+        if self.qk_norm:
+            fused |= self._head_norms()
         return {**fused, "layers.0.hidden_norm.weight": (size,), LM_HEAD: (self.draft_width, size)}
 
     def _of_medusa(self) -> dict[str, tuple[int, ...]]:
@@ -178,15 +183,17 @@ class Published:
         return {**dict.fromkeys(blocks, (size, size)), **dict.fromkeys(lm_heads, (self.draft_width, size))}
 
     def _of_blocks(self) -> dict[str, tuple[int, ...]]:
-        assert self.layer is not None, "these heads have decoder layers"
-        size, rank = self.hidden_size, self.markov_rank
-        names = [f"layers.{number}.self_attn.{kind}_norm.weight" for number in range(self.num_layers) for kind in "qk"]
-        wanted: dict[str, tuple[int, ...]] = dict.fromkeys(names, (self.layer.head_dim,))
+        size, rank, wanted = self.hidden_size, self.markov_rank, self._head_norms()
         if rank:
             wanted |= dict.fromkeys((MARKOV_EMBEDDING, MARKOV_LM_HEAD), (self.vocab_size, rank))
         if self.confidence:
             wanted |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
         return wanted
+
+    def _head_norms(self) -> dict[str, tuple[int, ...]]:
+        assert self.layer is not None, "these heads have decoder layers"
+        names = [f"layers.{number}.self_attn.{kind}_norm.weight" for number in range(self.num_layers) for kind in "qk"]
+        return dict.fromkeys(names, (self.layer.head_dim,))
 
     def _of_layer(self, number: int) -> dict[str, tuple[int, ...]]:
         assert self.layer is not None, "these heads have decoder layers"
@@ -210,9 +217,10 @@ _OF_BLOCKS = (
     *("block_size", "mask_token_id", "sliding_window", "full_layers", "causal"),
     *("markov_rank", "confidence"),
 )
-SHARED = ("num_layers", "aux_layers", "norm_before_residual", "aux_norms", *_OF_BLOCKS)
+_LAYERS = ("num_layers", "aux_layers", "norm_before_residual", "aux_norms", "qk_norm")
+SHARED = (*_LAYERS, *_OF_BLOCKS)
 """Settings of the families that are called the same here."""
-_SETTINGS = ("hidden_size", "vocab_size", *SHARED[:4], "norm_output", "norm_before_fc")
+_SETTINGS = ("hidden_size", "vocab_size", *_LAYERS, "norm_output", "norm_before_fc")
 _ROUNDED = 0.01
 """How far, as a share of their size, rounding to bfloat16 moves numbers at most."""
 

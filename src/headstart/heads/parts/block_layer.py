@@ -121,22 +121,13 @@ class BlockLayer(DraftLayer):
         causal: a slot does not see those after it.
     """
 
+    q_norm: nn.RMSNorm
+    k_norm: nn.RMSNorm
+
     def __init__(self, config: BlockConfig, number: int) -> None:
-        super().__init__(config, config.hidden_size)
+        super().__init__(config, config.hidden_size, qk_norm=True)
         self.window = config.window(number)
         self.causal = config.causal and self.window == config.sliding_window
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps)
-
-    def norm_heads(self, read_BHTd: Tensor, heads: int) -> Tensor:
-        return torch.cat([normed(self.q_norm, read_BHTd[:, :heads]), normed(self.k_norm, read_BHTd[:, heads:])], dim=1)
-
-    def _heads_as(self, attention: object) -> bool:
-        return True  # norms of heads are cheap to learn around: they only change how sharply attention looks
-
-    def by_published_name(self, number: int) -> dict[str, Tensor]:
-        norms = {f"layers.{number}.self_attn.{name}_norm.weight": getattr(self, f"{name}_norm").weight for name in "qk"}
-        return super().by_published_name(number) | norms
 
     def context(self, context_BTE: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys and values [B, N, T, d] of the context."""
@@ -149,20 +140,14 @@ class BlockLayer(DraftLayer):
     @torch.no_grad()
     def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
         super().warm_start(target, number, offset)
-        attention = getattr(target.layers[number], "self_attn", None)
         self._last_heads(target, number)
-        for name in ("q_norm", "k_norm"):
-            norm, own_norm = getattr(attention, name, None), getattr(self, name)
-            if getattr(norm, "weight", own_norm.weight).shape == own_norm.weight.shape:
-                own_norm.weight.copy_(norm_scale(norm, own_norm.weight))
 
     def _last_heads(self, target: FrozenModel, number: int) -> None:
         """Where this layer has more heads than the target's, give its last ones the target's queries, keys, values."""
         config, layer = self.config, cast(Any, target.layers[number])
         attention = getattr(layer, "self_attn", None)
         given = [linear_of(attention, f"{name}_proj") for name in "qkv"]
-        counts = [config.num_attention_heads, *[config.num_key_value_heads] * 2]
-        every = torch.split(self.qkv.weight, [count * config.head_dim for count in counts])
+        every = self.head_rows()
         weights = [linear.weight for linear in given if linear is not None]
         if config.head_dim != target.kv_shapes[number][0][1] or len(weights) < 3:
             return

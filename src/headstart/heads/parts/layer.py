@@ -147,20 +147,22 @@ def angles(table: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, 
 class DraftLayer(nn.Module):
     """Attention and MLP around a residual stream; what attention reads (`inputs` wide) may be wider than the stream.
 
-    Families that mix several inputs norm them themselves, without an `input_norm` here.
+    Families that mix several inputs norm them themselves, without an `input_norm` here. With `qk_norm` queries and keys
+    are normed head by head before they are turned, as Qwen3's.
 
     Attributes:
         own_heads: key heads, the first ones, that find nothing but their own position (`own_position`). Training takes
             that as given: their queries and keys do not learn, and their values are what they find.
+        has_target_norms: whether it norms queries and keys, and started with the target's norms of them.
 
     Raises:
         UserError: sizes of attention heads that do not go together.
     """
 
-    def __init__(self, config: LayerConfig, inputs: int, input_norm: bool = True) -> None:
+    def __init__(self, config: LayerConfig, inputs: int, input_norm: bool = True, qk_norm: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.own_heads = 0
+        self.own_heads, self.has_target_norms = 0, False
         size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         if heads % kv_heads:
             raise UserError(
@@ -174,6 +176,9 @@ class DraftLayer(nn.Module):
         self.gate_up = Linear(size, 2 * config.intermediate_size, bias=False)
         self.down = Linear(config.intermediate_size, size, bias=False)
         self._act = ACT2FN[config.hidden_act]
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None for _ in range(2)
+        )
 
     @property
     def groups(self) -> int:
@@ -193,13 +198,22 @@ class DraftLayer(nn.Module):
         read_BTH = self.qkv(x_BTI) if learning_RI is None else F.linear(x_BTI, learning_RI)
         all_BHTd = read_BTH.view(rows, width, -1, size).transpose(1, 2)
         heads = groups * kv_heads
-        rotated_BHTd = rotate(self.norm_heads(all_BHTd[:, : heads + kv_heads], heads), *rotary)
+        both_BHTd = all_BHTd[:, : heads + kv_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            parts = normed(self.q_norm, both_BHTd[:, :heads]), normed(self.k_norm, both_BHTd[:, heads:])
+            both_BHTd = torch.cat(parts, dim=1)
+        rotated_BHTd = rotate(both_BHTd, *rotary)
         queries = rotated_BHTd[:, :heads].reshape(rows, kv_heads, groups, width, size)
         return queries, rotated_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
 
-    def norm_heads(self, read_BHTd: Tensor, heads: int) -> Tensor:
-        """Queries (the first `heads`) and keys as they are rotated; kinds of layers may norm them first."""
-        return read_BHTd
+    @torch.no_grad()
+    def keep_sizes(self, x_BTI: Tensor) -> None:
+        """Let queries and keys that are normed be as large as they would be without, over all heads of these inputs."""
+        if self.input_norm is not None:
+            x_BTI = normed(self.input_norm, x_BTI)
+        for norm, rows in zip((self.q_norm, self.k_norm), self.head_rows()[:2], strict=True):
+            if norm is not None:
+                norm.weight.fill_(F.linear(x_BTI, rows).square().mean().sqrt())
 
     def learning(self) -> Tensor | None:
         """In training mode, the rows of queries, keys and values that learn, [R, I]; None where all do."""
@@ -223,9 +237,7 @@ class DraftLayer(nn.Module):
 
     def by_published_name(self, number: int) -> dict[str, Tensor]:
         """The weights of layer `number` as they are published, in the layer's own memory."""
-        config = self.config
-        heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
-        queries, keys, values = torch.split(self.qkv.weight, [count * config.head_dim for count in heads])
+        queries, keys, values = self.head_rows()
         gate, up = self.gate_up.weight.chunk(2)
         tensors = {
             "self_attn.q_proj": queries,
@@ -239,7 +251,16 @@ class DraftLayer(nn.Module):
         }
         if self.input_norm is not None:
             tensors["input_layernorm"] = self.input_norm.weight
+        for name, norm in (("self_attn.q_norm", self.q_norm), ("self_attn.k_norm", self.k_norm)):
+            if norm is not None:
+                tensors[name] = norm.weight
         return {f"layers.{number}.{name}.weight": tensor for name, tensor in tensors.items()}
+
+    def head_rows(self) -> tuple[Tensor, ...]:
+        """The weights of queries, keys and values."""
+        config = self.config
+        heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+        return torch.split(self.qkv.weight, [count * config.head_dim for count in heads])
 
     def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
         """The stream after this layer, from the stream before it and what attention brought."""
@@ -273,9 +294,10 @@ class DraftLayer(nn.Module):
         sizes = [part.out_features for part in (query, key, value) if part is not None]
         heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         norm = getattr(layer, "input_layernorm", None)
+        scale = getattr(attention, "scaling", config.head_dim**-0.5) / config.head_dim**-0.5
+        self._start_norms(attention, scale)
         self.o.weight.zero_()
         if query and key and value and sizes == [count * config.head_dim for count in heads]:
-            scale = getattr(attention, "scaling", config.head_dim**-0.5) / config.head_dim**-0.5
             self.qkv.weight[:, :offset] = 0
             self.qkv.weight[:, offset:] = torch.cat([scale * query.weight, key.weight, value.weight])
             if self.input_norm is not None:
@@ -295,8 +317,20 @@ class DraftLayer(nn.Module):
             self.mlp_norm.weight.copy_(norm_scale(norm, self.mlp_norm.weight))
 
     def _heads_as(self, attention: object) -> bool:
-        """Whether the target's attention norms queries and keys where this layer does, if it does."""
-        return not hasattr(attention, "q_norm")
+        """Whether this layer norms queries and keys where the target's attention does. Where it alone does, norms are
+        cheap to learn around: they only change how sharply attention looks."""
+        return self.q_norm is not None or not hasattr(attention, "q_norm")
+
+    def _start_norms(self, attention: object, scale: float) -> None:
+        """Take over the target's norms of queries and keys, where it has the same."""
+        for name, own_norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            norm = getattr(attention, name, None)
+            weight = getattr(norm, "weight", None)
+            self.has_target_norms = (
+                own_norm is not None and weight is not None and weight.shape == own_norm.weight.shape
+            )
+            if own_norm is not None and self.has_target_norms:
+                own_norm.weight.copy_(norm_scale(norm, own_norm.weight) * (scale if name == "q_norm" else 1))
 
     def _rotary_as(self, target: FrozenModel, attention: object) -> bool:
         """Whether the target's attention turns queries and keys by position as this layer does."""

@@ -95,6 +95,9 @@ def look_at_itself(layer: DraftLayer, heads: int, cos_PR: Tensor, number_E: Tens
     slots = [*others, *(pair + width // 2 for pair in others)]
     size = len(mean_E)
     components = min(len(slots), size - 1)
+    for norm in (layer.q_norm, layer.k_norm):
+        if norm is not None:  # which leaves these heads as large as they are made here
+            norm.weight.fill_((float(first_R.square().sum()) / width + _OTHERS * width**-0.5) ** 0.5)
     random = torch.Generator().manual_seed(0)
     weight = layer.qkv.weight.view(-1, width, layer.qkv.in_features)
     keys = config.num_attention_heads

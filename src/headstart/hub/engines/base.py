@@ -24,7 +24,9 @@ HEADS_GGUF = "heads.gguf"
 """What a folder calls heads for llama.cpp."""
 AGAIN = "Export or fetch the heads again, or take another checkpoint."
 EAGLE3, DFLASH, DSPARK = "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel"
-"""What engines call heads; EAGLE-1 heads have names of their own in each."""
+EAGLE3_NORMED = "Eagle3Qwen3ForCausalLM"
+"""What engines call heads, `EAGLE3_NORMED` those whose layers norm queries and keys; EAGLE-1 heads have names of their
+own in each."""
 SGLANG_EAGLE = "LlamaForCausalLMEagle"
 
 

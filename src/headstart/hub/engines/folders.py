@@ -16,7 +16,18 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, Layout, Published
-from headstart.hub.engines.base import DFLASH, DSPARK, EAGLE3, NOTE, SGLANG_EAGLE, Faults, Format, note_of, rounded
+from headstart.hub.engines.base import (
+    DFLASH,
+    DSPARK,
+    EAGLE3,
+    EAGLE3_NORMED,
+    NOTE,
+    SGLANG_EAGLE,
+    Faults,
+    Format,
+    note_of,
+    rounded,
+)
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, checkpoint_of, offsets, open_checkpoint
 from headstart.hub.engines.reading import SPECULATORS, read_published
 from headstart.hub.engines.rules import checkpoint_faults
@@ -150,7 +161,7 @@ def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_archite
     match held.layout:
         case Layout.EAGLE3:
             config = {
-                "architectures": [EAGLE3],
+                "architectures": [EAGLE3_NORMED if held.qk_norm else EAGLE3],
                 **_layers_config(held, facts, dtype),
                 **_eagle3_keys(held),
                 "eagle_aux_hidden_state_layer_ids": list(held.aux_layers),
@@ -178,14 +189,15 @@ def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_archite
 
 
 def _layers_config(published: Published, facts: TargetFacts, dtype: str) -> dict[str, Any]:
-    """A Llama of the heads' layers alone, a Qwen3 for block drafters; with both spellings of rotary positions."""
+    """A Llama of the heads' layers alone, a Qwen3 if queries and keys are normed; with both spellings of rotary
+    positions."""
     layer = published.layer
     assert layer is not None, "these heads have decoder layers"
     rope = dict(layer.rope_parameters)
     kind = rope.get("rope_type", "default")
     scaling = None if kind == "default" else {key: value for key, value in rope.items() if key != "rope_theta"}
     config = {
-        "model_type": "qwen3" if published.layout in BLOCKS else "llama",
+        "model_type": "qwen3" if published.layout in BLOCKS or published.qk_norm else "llama",
         "hidden_size": published.hidden_size,
         "intermediate_size": layer.intermediate_size,
         "num_hidden_layers": published.num_layers,

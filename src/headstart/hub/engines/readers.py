@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, Layout, Published
-from headstart.hub.engines.base import AGAIN, DFLASH, DSPARK, EAGLE3, HEADS_GGUF, SGLANG_EAGLE, Faults
+from headstart.hub.engines.base import AGAIN, DFLASH, DSPARK, EAGLE3, EAGLE3_NORMED, HEADS_GGUF, SGLANG_EAGLE, Faults
 from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
 from headstart.hub.engines.reader import Reader
 from headstart.hub.engines.reading import for_sglang
@@ -44,6 +44,23 @@ def _eagle3_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
         yield (
             f"vLLM fuses {count} layers of such heads, and there are {len(ids)} layer ids.",
             f"Export with --format vllm, or write num_aux_hidden_states = {len(ids)} into {CONFIG}.",
+        )
+    layers = checkpoint.config.get("transformer_layer_config")
+    kind = layers.get("model_type") if isinstance(layers, dict) else None
+    normed = (
+        kind == "qwen3"
+        if checkpoint.is_speculators
+        else EAGLE3_NORMED in (checkpoint.config.get("architectures") or [])
+    )
+    if normed != settings.qk_norm:
+        given = f"model_type {kind!r}" if checkpoint.is_speculators else "these architectures"
+        right = ("qwen3" if settings.qk_norm else "llama", EAGLE3_NORMED if settings.qk_norm else EAGLE3)
+        yield (
+            f"vLLM {'norms' if normed else 'does not norm'} queries and keys of layers with {given}, and the file "
+            f"{'has' if settings.qk_norm else 'lacks'} such norms.",
+            f"Write model_type = {right[0]} into transformer_layer_config of {CONFIG}."
+            if checkpoint.is_speculators
+            else f"Write architectures = [{right[1]!r}] and model_type = {right[0]!r} into {CONFIG}.",
         )
     biased = checkpoint.settings.get("attention_bias")
     if biased and not any(name.endswith("o_proj.bias") for name in checkpoint.shapes):
@@ -116,7 +133,7 @@ def _vllm_remarks(published: Published) -> list[str]:
 _VLLM = Reader(
     "vllm",
     {
-        Layout.EAGLE3: (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM"),
+        Layout.EAGLE3: (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", EAGLE3_NORMED),
         Layout.EAGLE: ("LlamaForCausalLM", "EagleLlamaForCausalLM"),
         Layout.DFLASH: (DFLASH,),
         Layout.DSPARK: (DSPARK, "DSparkDraftModel"),
@@ -162,7 +179,7 @@ _SGLANG = Reader(
     {Layout.EAGLE3: (EAGLE3,), Layout.EAGLE: (SGLANG_EAGLE,), Layout.DFLASH: (DFLASH,)},
     when_unknown="ignores it",
     misses_last_layer=frozenset({Layout.EAGLE3}),
-    passes_over=("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc"),
+    passes_over=("norm_before_residual", "norm_output", "aux_norms", "norm_before_fc", "qk_norm"),
     adds_bias=True,
     faults={Layout.EAGLE3: _eagle3_in_sglang, Layout.DFLASH: _block_in_sglang},
     command=_sglang,
@@ -205,7 +222,7 @@ LLAMA_CPP = Reader(
     divides_heads=False,
     needs_markov=True,
     mixes_causal=False,
-    passes_over=("norm_output", "aux_norms"),
+    passes_over=("norm_output", "aux_norms", "qk_norm"),
     command=_llama_cpp,
 )
 

@@ -84,6 +84,7 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         aux_layers=_aux_layers(checkpoint, facts) if fused else (),
         norm_before_residual=fused and _norm_before_residual(checkpoint),
         norm_output=fused and bool(config.get("norm_output", False)),
+        qk_norm=fused and "layers.0.self_attn.q_norm.weight" in checkpoint.names,
         aux_norms=fused and bool(config.get("fc_norm", False)),
         norm_before_fc=fused and bool(for_sglang(config).get("norm_before_fc", config.get("norm_before_fc", False))),
     )

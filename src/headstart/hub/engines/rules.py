@@ -34,7 +34,11 @@ from headstart.hub.target_facts import TargetFacts
 
 _NO_MAPS = "Leave out d2t and t2d."
 _WITHOUT = "Serve it with vLLM (--format vllm), or train without that."
-_IN_WORDS = {"aux_norms": "fc_norm (heads.aux_norms)", "norm_output": "norm_output (heads.feedback=post_norm)"}
+_IN_WORDS = {
+    "aux_norms": "fc_norm (heads.aux_norms)",
+    "norm_output": "norm_output (heads.feedback=post_norm)",
+    "qk_norm": "norms of queries and keys (heads.qk_norm)",
+}
 
 
 # -- what engines cannot do, whatever the file -------------------------------------------------------------------------
