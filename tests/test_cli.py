@@ -26,7 +26,8 @@ from tests.tiny import tiny_model, tiny_tokenizer
 
 COMMANDS = (
     "run", "plan", "data", "data build", "data show", "data import-states", "train", "tune", "eval", "audit",
-    "generate", "chat", "race", "export", "import", "push", "runs", "gc", "recipes", "recipes show", "doctor",
+    "generate", "chat", "race", "export", "import", "push", "runs", "gc", "recipes", "recipes show", "doctor", "report",
+    "report diff",
 )  # fmt: skip
 
 

@@ -148,6 +148,8 @@ class _Handler(BaseHTTPRequestHandler):
         """The repository a path is about, and what follows it."""
         if parts[:2] == ["api", "models"]:
             parts = parts[2:]
+        if parts[0] == "datasets":
+            parts = parts[1:]
         return "/".join(parts[:2]).removesuffix(".git"), parts[2:]
 
     def _create(self, token: str) -> None:

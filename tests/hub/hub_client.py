@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import headstart
+from headstart.data.prompts.suites import find_questions
 from headstart.errors import UserError
 from headstart.hub.engines.importing import import_heads
 from headstart.hub.pull import fetch
@@ -56,8 +57,14 @@ def do_target(spec: str) -> dict[str, Any]:
     return {"vocabulary": load_target(spec, dtype="float32").vocab_size}
 
 
+def do_suite(name: str, limit: int | None = None) -> dict[str, Any]:
+    questions, _ = find_questions(name, limit)
+    return {"questions": [asdict(question) for question in questions]}
+
+
 def main() -> None:
     known = {
+        "suite": do_suite,
         "target": do_target,
         "push": do_push,
         "fetch": do_fetch,

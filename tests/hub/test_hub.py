@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 import headstart
+from headstart.data.prompts.questions import Question
+from headstart.data.prompts.suites import SUITES
 from headstart.hub.format import export_heads
 from headstart.hub.push import push
 from headstart.target.model import Target
+from tests.data.test_suites import FILES as SUITE_FILES
 from tests.hub.client import Client
 from tests.hub.fake_hub import READ_TOKEN, FakeHub, Repo
 from tests.hub.helpers import TUNING, export, make_heads
@@ -195,3 +198,32 @@ def test_a_target_without_a_network(hub: FakeHub, client: Client, tiny_target_fo
         assert client.call("target", spec="user/target") == loaded, "what was fetched once is there without a network"
     assert client.errors.read_text() == before
     assert "no such repository" in client.refusal("target", spec="user/gone")
+
+
+def test_question_sets_are_read_as_they_lie_there(hub: FakeHub, client: Client) -> None:
+    (part,) = SUITES["gsm8k"].parts
+    with hub.down():
+        line = client.refusal("suite", name="gsm8k")
+    assert "Cannot fetch gsm8k, which is main/test-00000-of-00001.parquet of 'openai/gsm8k'" in line
+    assert line.endswith(f"/datasets/openai/gsm8k/resolve/main/{part.file} to {part.local_copy}.")
+    for dataset in dict.fromkeys(dataset for dataset, _ in SUITE_FILES):
+        hub.repos[dataset] = Repo()
+        hub.repos[dataset].commit({file: content for (name, file), content in SUITE_FILES.items() if name == dataset})
+    asked = {
+        name: [Question(**question) for question in client.call("suite", name=name)["questions"]] for name in SUITES
+    }
+    assert asked["mt-bench"] == [
+        Question("81", "writing", ["Write.", "Again."]),
+        Question("111", "math", ["What is 1 + 1?", "And 2 + 2?"]),
+    ]
+    assert asked["humaneval"] == [Question("HumanEval/0", "code", ["def one():\n"])]
+    assert len(asked["gsm8k"]) == 80 and asked["gsm8k"][1] == Question("math-2", "math", ["How many are 1?"])
+    assert asked["alpaca"][0] == Question("instructions-1", "instructions", ["Translate.\n\nHaus"])
+    assert asked["alpaca"][1].turns == ["Greet."]
+    assert len({question.question_id for question in asked["spec-bench"]}) == 12
+    assert asked["spec-bench"][0] == asked["mt-bench"][0] and asked["spec-bench"][1].category == "translation"
+    few = client.call("suite", name="spec-bench", limit=6)["questions"]
+    assert len({question["category"] for question in few}) == 6, "some of each part"
+    assert len(client.call("suite", name="gsm8k", limit=85)["questions"]) == 85
+    with hub.down():
+        assert client.call("suite", name="mt-bench")["questions"] == [vars(each) for each in asked["mt-bench"]]

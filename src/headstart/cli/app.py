@@ -16,6 +16,7 @@ from headstart.cli.engines import engine_table, export, import_checkpoint
 from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder
 from headstart.cli.options import JsonFile, Loading, Overrides, RecipeName, RunDir, TrustOption, with_options
 from headstart.cli.race import race
+from headstart.cli.report import report_app
 from headstart.cli.states import import_states
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
@@ -45,6 +46,7 @@ recipes_app = typer.Typer(
     help="List the packaged recipes, show one, or explain settings.\n\nExample: headstart recipes show quickstart",
 )
 app.add_typer(data_app, name="data")
+app.add_typer(report_app, name="report")
 app.add_typer(recipes_app, name="recipes")
 
 

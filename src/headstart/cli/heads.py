@@ -36,20 +36,32 @@ _CHAT_HELP = (
 @with_options(without=_OF_ONE_ANSWER)
 def evaluate(
     heads: Heads,
-    questions: Annotated[Path, typer.Option(help='JSONL with {"turns": ["..."]} a line.')],
+    questions: Annotated[
+        str,
+        typer.Option(
+            "--questions",
+            "--suite",
+            metavar="FILE|SUITE",
+            help='JSONL with {"turns": ["..."]} a line; or mt-bench, humaneval, gsm8k, spec-bench or alpaca, from the '
+            "Hub, with every turn (of gsm8k and alpaca 80 questions, unless --limit says more).",
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Write results.json, report.md and report.html into this folder.")],
     overwrite: Overwrite = False,
     options: EvalOptions = EvalOptions(),
     loading: Loading = Loading(),
 ) -> None:
-    """Measure heads, alone and with n-grams, on a question file: against plain decoding, transformers, other drafters.
+    """Measure heads, alone and with n-grams, on questions: against plain decoding, transformers, other drafters.
 
     Example: headstart eval runs/quickstart --questions questions.jsonl --out report --compare all
+
+    Example: headstart eval runs/quickstart --suite mt-bench --out report
     """
-    from headstart.data.prompts.questions import read_questions
+    from headstart.data.prompts.suites import find_questions
 
     _check_out(out, REPORT_FILES, overwrite)
-    asked = read_questions(questions)
+    asked, of_suite = find_questions(questions, options.limit)
+    conversations = of_suite and any(len(question.turns) > 1 for question in asked)
     from headstart.eval.report import show_results
     from headstart.hub.format import read_config
     from headstart.hub.pull import has_heads, locate
@@ -58,11 +70,12 @@ def evaluate(
     console = Console()
     # What people run when they say nothing is measured beside the heads alone.
     default = (DecodeOptions.drafter,) if options.drafter == "heads" else ()
-    measuring = replace(options, heads_name=heads, compare=(*default, *options.compare))
+    compare, multi_turn = (*default, *options.compare), options.multi_turn or conversations
+    measuring = replace(options, heads_name=heads, compare=compare, multi_turn=multi_turn)
     decoder = load_decoder(heads, loading, options)
     training = read_config(locate(heads, loading.revision)).get("training") if has_heads(heads) else None
     results = report(decoder, asked, measuring, out, console, training)
-    show_results(results, f"{heads} on {questions.name}", console)
+    show_results(results, f"{heads} on {Path(questions).name}", console)
     say(console, ("Report", out / "report.html"))
 
 

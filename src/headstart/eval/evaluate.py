@@ -80,7 +80,7 @@ def evaluate(
     methods = make_methods(source, drafters, others, options)
     units = _measure(tokenizer, questions, options, methods, console)
     judged = _judge(target, units, options, list(methods), console)
-    summary, rows = summarise(units, options.seed), per_prompt(units)
+    summary, rows = summarise(units, options.seed), per_prompt(units, tested)
     answers = [(unit.runs[PLAIN].tokens[row], unit.runs[HEADS].tokens[row]) for unit in units for row in _rows(unit)]
     for difference in judged[HEADS].differences:
         texts = _texts(target.tokenizer, *answers[difference.prompt], difference.position)

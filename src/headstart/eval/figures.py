@@ -5,10 +5,12 @@ Shape suffixes: N resampled units (questions or batches of them), R resamples.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby, pairwise
 from typing import Any, NamedTuple, TypedDict
 
@@ -177,6 +179,12 @@ def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None
 # -- speed -----------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1)  # most figures are of the same units, one after the other
+def _resamples(size: int, seed: int) -> NDArray[np.float64]:
+    """How often each of so many units is drawn, by resample."""
+    return np.random.default_rng(seed).multinomial(size, np.full(size, 1 / size), RESAMPLES).astype(float)
+
+
 class Totals(NamedTuple):
     """Tokens and seconds of a method in each unit."""
 
@@ -185,10 +193,10 @@ class Totals(NamedTuple):
 
     def rates(self, seed: int) -> tuple[float, NDArray[np.float64]]:
         """Total tokens over total seconds: as measured, and of each bootstrap resample."""
-        size = len(self.tokens_N)
-        counts_RN = np.random.default_rng(seed).multinomial(size, np.full(size, 1 / size), RESAMPLES).astype(float)
+        counts_RN = _resamples(len(self.tokens_N), seed)
         tokens_N, seconds_N = np.asarray(self.tokens_N, float), np.asarray(self.seconds_N, float)
-        return tokens_N.sum() / seconds_N.sum(), (counts_RN @ tokens_N) / (counts_RN @ seconds_N)
+        with np.errstate(invalid="ignore"):  # a resample may draw no unit that counts: it says nothing
+            return tokens_N.sum() / seconds_N.sum(), (counts_RN @ tokens_N) / (counts_RN @ seconds_N)
 
 
 def rate_interval(totals: Totals, seed: int) -> Interval:
@@ -204,14 +212,30 @@ def ratio_interval(totals: Totals, base: Totals, seed: int) -> Interval:
     >>> ratio_interval(Totals([10] * 5, [1] * 5), Totals([10] * 5, [2] * 5), seed=0)
     {'mean': 2.0, 'low': 2.0, 'high': 2.0}
     """
+    return quotient_interval([totals], [base], seed)
+
+
+def quotient_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
+    """Rates multiplied, over others multiplied, with the 95 % interval of a bootstrap that is paired as above: all of
+    them are of the same units."""
+    point, resampled_R = 1.0, np.ones(RESAMPLES)
+    for rate, rate_R in (totals.rates(seed) for totals in above):
+        point, resampled_R = point * rate, resampled_R * rate_R
+    for rate, rate_R in (totals.rates(seed) for totals in below):
+        point, resampled_R = point / rate, resampled_R / rate_R
+    return _interval(point, resampled_R, len(above[0].tokens_N))
+
+
+def difference_interval(totals: Totals, base: Totals, seed: int) -> Interval:
+    """One rate less another of the same units, with the 95 % interval of a paired bootstrap."""
     (rate, rate_R), (base_rate, base_rate_R) = totals.rates(seed), base.rates(seed)
-    return _interval(rate / base_rate, rate_R / base_rate_R, len(totals.tokens_N))
+    return _interval(rate - base_rate, rate_R - base_rate_R, len(totals.tokens_N))
 
 
 def _interval(point: float, resampled_R: NDArray[np.float64], units: int) -> Interval:
     if units < LEAST_UNITS:
         return {"mean": float(point), "low": None, "high": None}
-    low, high = np.percentile(resampled_R, [2.5, 97.5])
+    low, high = np.nanpercentile(resampled_R, [2.5, 97.5])
     return {"mean": float(point), "low": float(low), "high": float(high)}
 
 
@@ -299,8 +323,12 @@ def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
     }
 
 
-def per_prompt(units: Sequence[Unit]) -> list[dict[str, Any]]:
-    """One row per prompt. In a batch each prompt is given an equal share of the batch's seconds."""
+def per_prompt(units: Sequence[Unit], drafter: str = HEADS) -> list[dict[str, Any]]:
+    """One row per prompt. In a batch each prompt is given an equal share of the batch's seconds.
+
+    `asked` is a hash of what the user said last; prompts of the same `group` are not independent. `drafters` has every
+    method that drafted through our loop, by its name in `compare`; the drafter under test is called `drafter` there.
+    """
     rows = []
     for number, unit in enumerate(units):
         runs = {name: unit.runs.get(name) for name in METHODS}
@@ -308,16 +336,38 @@ def per_prompt(units: Sequence[Unit]) -> list[dict[str, Any]]:
             rows.append(
                 {
                     "id": prompt.id,
+                    "asked": hashlib.sha256(prompt.question.encode()).hexdigest()[:12],
                     "category": prompt.category,
                     "unit": number,
+                    "group": unit.group,
                     "prompt_tokens": len(prompt.tokens),
                     "tokens": {name: len(run.tokens[index]) if run else None for name, run in runs.items()},
                     "seconds": {name: run.seconds / len(unit.prompts) if run else None for name, run in runs.items()},
                     "tokens_per_round": tokens_per_round(unit.runs[HEADS].rounds[index]),
+                    "drafters": {
+                        drafter if name == HEADS else name.removeprefix(OTHER): _drafting(run, index)
+                        for name, run in unit.runs.items()
+                        if name == HEADS or name.startswith(OTHER)
+                    },
                     "divergence": None,
                 }
             )
     return rows
+
+
+def _drafting(run: Run, row: int) -> dict[str, Any]:
+    """The counts of a row, of which figures of several are made. `emitted` are the tokens of its rounds; `reached` and
+    `accepted` count rounds by position, see `acceptance_by_position`."""
+    rounds = run.rounds[row]
+    reached = list(_reached(rounds))
+    return {
+        "tokens": len(run.tokens[row]),
+        "seconds": run.seconds / len(run.tokens),
+        "rounds": len(rounds),
+        "emitted": sum(done.emitted for done in rounds),
+        "reached": [len(these) for these in reached],
+        "accepted": [sum(done.emitted > k for done in these) for k, these in enumerate(reached, start=1)],
+    }
 
 
 PERCENTILES = {"p50": 1, "p95": 20, "p99": 100}

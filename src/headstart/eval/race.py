@@ -34,7 +34,7 @@ from headstart.eval.replay import (
     unpack,
     visible,
 )
-from headstart.support.files import read_json
+from headstart.eval.results import read_results
 from headstart.support.terminal import ACCEPTED, tell
 
 DRAFTED, REJECTED = "dim italic", "strike red"
@@ -68,9 +68,8 @@ def read_race(path: Path, prompt_id: str | None = None) -> tuple[Race, str]:
     Raises:
         UserError: a file without replays, or without this prompt's.
     """
-    file = path / "results.json" if path.is_dir() else path
-    results = read_json(file)
-    races = unpack(results.get("replays") or []) if isinstance(results, dict) else []
+    results, file = read_results(path)
+    races = unpack(results.get("replays") or [])
     if not races:
         raise UserError(f"{file} holds no replays.", "Name the results.json of a report; headstart eval writes them.")
     if prompt_id is None:

@@ -1,0 +1,318 @@
+"""Reports beside each other: the same prompts with other heads, another drafter or another version.
+
+The first report is the base, and the prompts are those that every report has. Speeds are compared as speed-ups over the
+plain loop of the same run, never as tokens per second: those also tell how busy a machine was. Intervals are those of
+the paired bootstrap in `headstart.eval.figures`: a resample draws questions, and takes what each report measured of
+them.
+
+A regression is a fall of tokens a round or of the speed-up that is larger than the limit and whose interval excludes
+zero. The interval covers how much prompts differ, and the noise of each; it does not cover what shifts a whole run,
+such as a neighbour on the machine. That is what the limit is for. Acceptance by position says where a fall comes from
+and is not judged: of many figures, one falls by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from headstart.errors import UserError
+from headstart.eval.figures import (
+    LEAST_UNITS,
+    Interval,
+    Totals,
+    difference_interval,
+    quotient_interval,
+    rate_interval,
+    ratio_interval,
+)
+from headstart.eval.labels import PLAIN, label_of
+from headstart.eval.results import read_results
+
+LEAST_ROUNDS = 30
+"""Rounds of each report that a position is compared from."""
+WORST = 10
+"""Prompts that are listed, at most, of those that lost tokens a round."""
+_SEED = 0
+_SETTINGS = (
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens"),
+    *("stop_token_ids", "batch_size", "chat_template_kwargs"),
+)
+"""Settings that change what an answer is, or what it costs without drafts."""
+_CONDITIONS = ("dtype", "device", "gpu", "cpu", "threads", "exact")
+"""Of the environment: what a speed-up depends on."""
+_VERSIONS = ("torch", "transformers")
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report that was read: the path that was typed, its place among the others as a letter, and its results."""
+
+    path: Path
+    letter: str
+    results: Mapping[str, Any]
+
+    @property
+    def drafters(self) -> list[str]:
+        """Everything that drafted, the drafter under test first."""
+        tested = self.results["summary"]["drafter"]
+        return [tested, *(name for name in self.results["per_prompt"][0]["drafters"] if name != tested)]
+
+
+class Change(NamedTuple):
+    """A figure in the base and in another report, and how it changed.
+
+    Attributes:
+        unit: of both: "x" of a speed-up, "%" of a share (held as a fraction), nothing of tokens.
+        change: of shares their difference, of other figures relative to the base.
+        judged: whether a fall can be a regression.
+    """
+
+    name: str
+    unit: str
+    base: Interval
+    other: Interval
+    change: Interval
+    judged: bool = False
+
+    def regressed(self, limit: float) -> bool:
+        """Whether it fell by more than the limit, and clearly."""
+        return self.judged and self.change["mean"] < -limit and below(self.change)
+
+
+class Fall(NamedTuple):
+    """A prompt that lost tokens a round."""
+
+    id: str
+    category: str
+    base: float
+    other: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A report beside the base: what to know of both, how the figures of each drafter changed, and the prompts that
+    lost most tokens a round."""
+
+    report: Report
+    cautions: list[str]
+    drafters: dict[str, list[Change]]
+    worst: list[Fall]
+
+    def regressions(self, limit: float) -> list[tuple[str, Change]]:
+        """What fell too far, by drafter."""
+        return [(name, change) for name, change in self._judged() if change.regressed(limit)]
+
+    def unseen(self, limit: float) -> tuple[float, str, str] | None:
+        """The largest fall beyond the limit that is neither seen nor excluded, with its drafter and figure."""
+        rest = [pair for pair in self._judged() if not pair[1].regressed(limit)]
+        lows = [(change.change["low"] or 0.0, name, change.name) for name, change in rest]
+        return min((entry for entry in lows if entry[0] < -limit), default=None)
+
+    def _judged(self) -> list[tuple[str, Change]]:
+        return [(name, change) for name, changes in self.drafters.items() for change in changes if change.judged]
+
+
+@dataclass(frozen=True)
+class Diff:
+    """All reports, on the prompts that each has; `left_out` are others. `limit` is the fall that is allowed, as a
+    fraction."""
+
+    base: Report
+    others: list[Comparison]
+    prompts: int
+    left_out: int
+    limit: float
+
+    @property
+    def reports(self) -> list[Report]:
+        """The base first."""
+        return [self.base, *(other.report for other in self.others)]
+
+    @property
+    def regressed(self) -> bool:
+        """Whether any report did."""
+        return any(other.regressions(self.limit) for other in self.others)
+
+
+def below(change: Interval) -> bool:
+    """Whether a whole interval lies below zero."""
+    return change["high"] is not None and change["high"] < 0
+
+
+def above(change: Interval) -> bool:
+    """Whether a whole interval lies above zero."""
+    return change["low"] is not None and change["low"] > 0
+
+
+def diff(paths: Sequence[Path], limit: float) -> Diff:
+    """Compare reports with the first of them.
+
+    Raises:
+        UserError: one cannot be read, or they cannot be compared: another target, other settings, or too few prompts
+            that all of them have.
+    """
+    reports = [Report(path, chr(ord("A") + place), _read(path)) for place, path in enumerate(paths)]
+    base, *others = reports
+    for other in others:
+        _check(base, other)
+    rows = [{_key(row): row for row in report.results["per_prompt"]} for report in reports]
+    shared = [key for key in rows[0] if all(key in each for each in rows)]
+    every = {key for each in rows for key in each}
+    _check_prompts(base, shared, rows[0], len(every))
+    paired = [[each[key] for key in shared] for each in rows]
+    compared = [_compare(base, other, paired[0], theirs) for other, theirs in zip(others, paired[1:], strict=True)]
+    return Diff(base, compared, len(shared), len(every) - len(shared), limit)
+
+
+# -- whether reports can be compared -----------------------------------------------------------------------------------
+
+
+def _read(path: Path) -> dict[str, Any]:
+    results, file = read_results(path)
+    if not results.get("per_prompt") or "drafters" not in results["per_prompt"][0]:
+        raise UserError(f"{file} does not say what each prompt took.", "Measure again: headstart eval.")
+    return results
+
+
+def _key(row: Row) -> tuple[str, str, int]:
+    """What tells a prompt from others; of a later turn, the answers before it are known by their length."""
+    return row["id"], row["asked"], row["prompt_tokens"]
+
+
+def _check(base: Report, other: Report) -> None:
+    """Refuse reports whose figures would differ whatever drafts."""
+    ours, theirs = base.results["settings"], other.results["settings"]
+    pair = f"{other.path} cannot be compared with {base.path}"
+    if ours["target_fingerprint"] != theirs["target_fingerprint"]:
+        names = [f"{settings['target']} ({settings['target_fingerprint'][:8]})" for settings in (theirs, ours)]
+        raise UserError(f"{pair}: their targets are {names[0]} and {names[1]}.", "Compare reports of one target.")
+    differing = [name for name in _SETTINGS if ours.get(name) != theirs.get(name)]
+    if differing:
+        values = ", ".join(f"{name} is {theirs.get(name)} and {ours.get(name)}" for name in differing)
+        options = " ".join(f"--{name.replace('_', '-')} {ours.get(name)}" for name in differing)
+        raise UserError(f"{pair}: {values}.", f"Measure it again with {options}.")
+
+
+def _check_prompts(base: Report, shared: Sequence[Any], rows: Mapping[Any, Row], every: int) -> None:
+    """Refuse too few prompts, and batches that hold other prompts as well."""
+    remedy = "Measure all reports on the same questions."
+    if not shared:
+        raise UserError("The reports have no prompt in common.", remedy)
+    if base.results["settings"]["batch_size"] > 1 and len(shared) < every:
+        problem = f"Only {len(shared)} of {every} prompts are in all reports, and batches hold the others as well."
+        raise UserError(problem, remedy)
+    groups = len({rows[key]["group"] for key in shared})
+    if groups < LEAST_UNITS:
+        what = "batches" if base.results["settings"]["batch_size"] > 1 else "questions"
+        problem = f"An interval needs {LEAST_UNITS} {what} that all reports have, and there are {groups}."
+        raise UserError(problem, "Measure more questions, the same for all reports.")
+
+
+def _cautions(base: Report, other: Report) -> Iterator[str]:
+    ours, theirs = base.results["environment"], other.results["environment"]
+    if differing := _differing(ours, theirs, _CONDITIONS):
+        yield (
+            f"{other.letter} was measured under other conditions than {base.letter} ({differing}): its speed-up is "
+            "shown and not judged. Measure both on one machine, in the same dtype and threads, to compare speeds."
+        )
+    if differing := _differing(ours, theirs, _VERSIONS):
+        yield f"{other.letter} used other versions than {base.letter} ({differing})."
+    for report in (base, other):
+        for row in report.results["compare"]:
+            if row["drafter_error"]:
+                error = row["drafter_error"]
+                yield f"{report.letter}: {label_of(row['name'])} failed ({error}); decoding went on without it."
+
+
+def _differing(ours: Row, theirs: Row, names: Sequence[str]) -> str:
+    pairs = [(name, ours.get(name), theirs.get(name)) for name in names]
+    return ", ".join(f"{name} {their}, not {our}" for name, our, their in pairs if our != their)
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def _compare(base: Report, other: Report, ours: Sequence[Row], theirs: Sequence[Row]) -> Comparison:
+    same_speed = not _differing(base.results["environment"], other.results["environment"], _CONDITIONS)
+    tested = base.drafters[0], other.drafters[0]
+    pairs = [tested, *((name, name) for name in base.drafters if name in other.drafters and name not in tested)]
+    drafters = {}
+    for our, their in pairs:
+        name = label_of(our) if our == their else f"{label_of(our)} → {label_of(their)}"
+        drafters[name] = list(_changes(_Drafter(our, ours, ours), _Drafter(their, theirs, ours), same_speed))
+    falls = [
+        Fall(old["id"], old["category"], old["tokens_per_round"], new["tokens_per_round"])
+        for old, new in zip(ours, theirs, strict=True)
+        if new["tokens_per_round"] < old["tokens_per_round"]
+    ]
+    worst = sorted(falls, key=lambda fall: fall.other / fall.base)[:WORST]
+    return Comparison(other, list(_cautions(base, other)), drafters, worst)
+
+
+@dataclass(frozen=True)
+class _Drafter:
+    """What a drafter did with the prompts; `grouped` are the rows of the base, whose groups hold for every report."""
+
+    name: str
+    rows: Sequence[Row]
+    grouped: Sequence[Row]
+
+    def emitted(self) -> Totals:
+        return self._totals(lambda row: (self._of(row)["emitted"], self._of(row)["rounds"]))
+
+    def drafted(self) -> Totals:
+        return self._totals(lambda row: (self._of(row)["tokens"], self._of(row)["seconds"]))
+
+    def plain(self) -> Totals:
+        return self._totals(lambda row: (row["tokens"][PLAIN], row["seconds"][PLAIN]))
+
+    def accepted(self, position: int) -> Totals:
+        """Of the rounds that reached a position (from 0), those that accepted it."""
+
+        def counts(row: Row) -> tuple[float, float]:
+            reached = self._of(row)["reached"]
+            return (self._of(row)["accepted"][position], reached[position]) if position < len(reached) else (0, 0)
+
+        return self._totals(counts)
+
+    def _of(self, row: Row) -> Row:
+        drafting: Row = row["drafters"][self.name]
+        return drafting
+
+    def _totals(self, counts: Callable[[Row], tuple[float, float]]) -> Totals:
+        sums: dict[int, tuple[float, float]] = {}
+        for row, grouped in zip(self.rows, self.grouped, strict=True):
+            before, more = sums.get(grouped["group"], (0, 0)), counts(row)
+            sums[grouped["group"]] = before[0] + more[0], before[1] + more[1]
+        return Totals([over for over, _ in sums.values()], [under for _, under in sums.values()])
+
+
+def _changes(ours: _Drafter, theirs: _Drafter, same_speed: bool) -> Iterator[Change]:
+    old, new = ours.emitted(), theirs.emitted()
+    if sum(old.seconds_N) and sum(new.seconds_N):  # rounds, here
+        change = _relative(quotient_interval([new], [old], _SEED))
+        yield Change("tokens a round (τ)", "", rate_interval(old, _SEED), rate_interval(new, _SEED), change, True)
+    before, after = (ratio_interval(each.drafted(), each.plain(), _SEED) for each in (ours, theirs))
+    change = _relative(quotient_interval([theirs.drafted(), ours.plain()], [theirs.plain(), ours.drafted()], _SEED))
+    yield Change("speed-up over plain", "x", before, after, change, same_speed)
+    for position in count():
+        old, new = ours.accepted(position), theirs.accepted(position)
+        if min(sum(old.seconds_N), sum(new.seconds_N)) < LEAST_ROUNDS:
+            return
+        before, after = rate_interval(old, _SEED), rate_interval(new, _SEED)
+        yield Change(f"accepted at {position + 1}", "%", before, after, difference_interval(new, old, _SEED))
+
+
+def _relative(ratio: Interval) -> Interval:
+    low, high = ratio["low"], ratio["high"]
+    return {
+        "mean": ratio["mean"] - 1,
+        "low": None if low is None else low - 1,
+        "high": None if high is None else high - 1,
+    }

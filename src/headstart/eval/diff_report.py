@@ -1,0 +1,160 @@
+"""What a comparison of reports says, on a terminal and as one self-contained page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from headstart.eval.diff import Change, Comparison, Diff, Report, above, below
+from headstart.eval.figures import Interval
+from headstart.eval.labels import label_of
+from headstart.eval.report import template
+from headstart.support.files import write_text
+from headstart.support.terminal import format_moment, tell
+
+
+def write_diff(diff: Diff, out: Path) -> None:
+    """Write the page, in one step."""
+    page = template("diff.html.j2").render(
+        diff=diff, facts=facts(diff.reports), sentences=sentences(diff), tables=beside(diff),
+        value=value, changed=changed, verdict=verdict,
+    )  # fmt: skip
+    write_text(out, page)
+
+
+def show_diff(diff: Diff, console: Console) -> None:
+    """Print what was compared, a table for each report beside the base, in 80 columns, and what it comes to."""
+    for report in diff.reports:
+        heads = report.results["settings"].get("heads", {})
+        about = [heads.get("family"), heads.get("size"), format_moment(report.results["environment"]["date"])]
+        tell(console, f"{report.letter}  {report.path} ({', '.join(filter(None, about))})")
+    for other in diff.others:
+        console.print(_table(diff, other))
+    console.print()
+    for sentence, bad in sentences(diff):
+        tell(console, sentence, style="bold red" if bad else None)
+
+
+def _table(diff: Diff, other: Comparison) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for heading in (diff.base.letter, other.report.letter, "change (95 % interval)"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    for name, changes in other.drafters.items():
+        table.add_row()
+        table.add_row(name, style="bold")
+        for change in changes:
+            values = value(change, change.base), value(change, change.other)
+            table.add_row(f"  {change.name}", *values, changed(change), verdict(change, diff.limit))
+    return table
+
+
+# -- in words ----------------------------------------------------------------------------------------------------------
+
+
+def value(change: Change, figure: Interval) -> str:
+    """A figure of one report, in a cell."""
+    return f"{100 * figure['mean']:.0f} %" if change.unit == "%" else f"{figure['mean']:.2f}{change.unit}"
+
+
+def changed(change: Change) -> str:
+    """A change with its interval, in a cell.
+
+    >>> interval = {"mean": -0.05, "low": -0.08, "high": 0.01}
+    >>> changed(Change("speed-up", "x", interval, interval, interval))
+    '−5.0 % (−8.0 to +1.0)'
+    """
+    every = change.change["mean"], change.change["low"] or 0.0, change.change["high"] or 0.0
+    mean, low, high = (f"{round(100 * each, 1) + 0.0:+.1f}".replace("-", "−") for each in every)
+    return f"{mean} {'points' if change.unit == '%' else '%'} ({low} to {high})"
+
+
+def verdict(change: Change, limit: float) -> str:
+    """What to make of a change, in a word or two."""
+    if change.regressed(limit):
+        return "regression"
+    if change.unit == "x" and not change.judged:
+        return "not judged"
+    return "lower" if below(change.change) else "higher" if above(change.change) else ""
+
+
+def sentences(diff: Diff) -> list[tuple[str, bool]]:
+    """What was compared, what fell, what may have fallen unseen, and what else to know; and whether it is bad."""
+    beyond = f"{100 * diff.limit:g} %"
+    without = f"; {diff.left_out} more are not in all reports, and left out" if diff.left_out else ""
+    told = [(f"Compared on {diff.prompts} prompts that all reports have{without}.", False)]
+    for other in diff.others:
+        letter, regressions = other.report.letter, other.regressions(diff.limit)
+        for name, change in regressions:
+            told.append((f"{letter}: regression beyond {beyond}: {name}, {change.name}: {changed(change)}.", True))
+        if not regressions:
+            told.append((f"{letter}: no regression beyond {beyond}.", False))
+        if unseen := other.unseen(diff.limit):
+            low, name, figure = unseen
+            fall = f"a fall of {-100 * low:.1f} % is not excluded ({name}, {figure})"
+            told.append((f"{letter}: on these prompts {fall}; more prompts would tell.", False))
+        told += [(caution, False) for caution in other.cautions]
+    return told
+
+
+def facts(reports: Sequence[Report]) -> list[tuple[str, list[Any]]]:
+    """What each report is of: the rows of a table."""
+    settings = [report.results["settings"] for report in reports]
+    environments = [report.results["environment"] for report in reports]
+    heads = [each.get("heads", {}) for each in settings]
+    rows = [
+        ("heads", [each["heads_name"] for each in settings]),
+        *(
+            (name, [each.get(name) for each in heads])
+            for name in dict.fromkeys(name for each in heads for name in each)
+        ),
+        ("drafter", [label_of(report.drafters[0]) for report in reports]),
+        ("target", [each["target"] for each in settings]),
+        ("new tokens, at most", [each["max_new_tokens"] for each in settings]),
+        ("temperature", [each["temperature"] for each in settings]),
+        ("batch", [each["batch_size"] for each in settings]),
+        *(
+            (name, [each.get(name) for each in environments])
+            for name in ("dtype", "threads", "cpu", "gpu", "headstart")
+        ),
+        ("measured", [format_moment(each["date"]) for each in environments]),
+    ]
+    return [(name, values) for name, values in rows if any(value is not None for value in values)]
+
+
+# -- all reports in one table ------------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """A figure in every report.
+
+    Attributes:
+        most: what the longest bar stands for.
+        cells: for each report, the base first, the figure and how it changed; None where it was not compared.
+    """
+
+    name: str
+    most: float
+    cells: list[tuple[Interval, Change] | None]
+
+
+def beside(diff: Diff) -> dict[str, list[Line]]:
+    """The figures of each drafter."""
+    tables: dict[str, list[Line]] = {}
+    for drafter in dict.fromkeys(name for other in diff.others for name in other.drafters):
+        compared = [{change.name: change for change in other.drafters.get(drafter, ())} for other in diff.others]
+        names = max(compared, key=len)
+        tables[drafter] = [_line(name, [changes.get(name) for changes in compared]) for name in names]
+    return tables
+
+
+def _line(name: str, changes: Sequence[Change | None]) -> Line:
+    first = next(change for change in changes if change is not None)
+    cells = [(first.base, first), *(change and (change.other, change) for change in changes)]
+    most = 1.0 if first.unit == "%" else max(cell[0]["high"] or 0.0 for cell in cells if cell)
+    return Line(name, most, cells)
