@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/scaling.md", "docs/serving.md")
+PAGES = ("README.md", "docs/scaling.md", "docs/serving.md", "docs/comparing.md")
 _PROGRAMS = "headstart accelerate torchrun make vllm python curl llama-server pip srun rsync convert_hf_to_gguf.py"
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _IN_SENTENCE = re.compile(

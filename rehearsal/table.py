@@ -74,11 +74,16 @@ SUBSTITUTIONS = (
 
 _PLANS = "tests/test_plan.py::test_the_page_on_scaling_says_what_plans_say"
 _MODULES = "tests/test_cli_heads.py::test_a_target_with_modules_of_its_own_needs_no_heads"
+_DIFF = "tests/eval/test_diff.py::test_the_exit_code_says_whether_it_fell"
 TESTED = {
     "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.server=": _PLANS,
     "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.conversations=": _PLANS,
     "headstart plan eagle3-70b target=docs/plans/llama-3.3-70b": _PLANS,
     "headstart plan eagle3-70b target=docs/plans/qwen3-coder-480b": _PLANS,
+    "headstart report diff BASE OTHER": _DIFF,
+    "headstart report diff runs/before runs/after": _DIFF,
+    "headstart report diff before after another": "tests/eval/test_diff.py::test_the_page_has_all_reports",
+    "headstart eval runs/quickstart --suite mt-bench": "tests/data/test_suites.py::test_a_copy_is_asked_turn_by_turn",
     ".venv/bin/headstart chat zai-org/GLM-4.5-Air": _MODULES,
     "model.generate(**inputs": "tests/test_generation.py::test_a_folder_of_heads",
     "headstart push HEADS user/name": "tests/hub/test_hub.py::test_pushed_heads_come_back_and_decode",

@@ -247,10 +247,10 @@ def test_a_drafter_that_failed_is_said(before: dict[str, Any]) -> None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_stands_alone_and_has_all_reports(before: dict[str, Any]) -> None:
+def test_the_page_has_all_reports(before: dict[str, Any]) -> None:
     for name, report in (("a", before), ("b", measured(1, noise=0.03)), ("c", measured(2, accepts=0.9))):
         write_json(Path(name, "results.json"), report)
-    assert "diff.html" in call("report", "diff", "a", "b", "c", "--out", "diff.html").stdout
+    assert "diff.html" in call("report", "diff", "a", "b", "c", "--out", "diff.html", "--regression", "3%").stdout
     page = Path("diff.html").read_text()
     assert not re.search(r"<(link|img|iframe|script)\b|@import|url\(", page), "nothing is fetched"
     assert page.count('<table class="barred">') == 2, "the heads, and with n-grams"

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from headstart.errors import UserError
 from headstart.eval.figures import (
+    LEAST_ROUNDS,
     LEAST_UNITS,
     Interval,
     Totals,
@@ -32,8 +33,6 @@ from headstart.eval.figures import (
 from headstart.eval.labels import PLAIN, label_of
 from headstart.eval.results import read_results
 
-LEAST_ROUNDS = 30
-"""Rounds of each report that a position is compared from."""
 WORST = 10
 """Prompts that are listed, at most, of those that lost tokens a round."""
 _SEED = 0
@@ -303,7 +302,7 @@ def _changes(ours: _Drafter, theirs: _Drafter, same_speed: bool) -> Iterator[Cha
     yield Change("speed-up over plain", "x", before, after, change, same_speed)
     for position in count():
         old, new = ours.accepted(position), theirs.accepted(position)
-        if min(sum(old.seconds_N), sum(new.seconds_N)) < LEAST_ROUNDS:
+        if min(sum(old.seconds_N), sum(new.seconds_N)) < LEAST_ROUNDS:  # of each report
             return
         before, after = rate_interval(old, _SEED), rate_interval(new, _SEED)
         yield Change(f"accepted at {position + 1}", "%", before, after, difference_interval(new, old, _SEED))

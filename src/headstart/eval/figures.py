@@ -111,6 +111,21 @@ def _reached(rounds: Sequence[Round]) -> Iterator[list[Round]]:
         yield reached
 
 
+def _drafting(run: Run, row: int) -> dict[str, Any]:
+    """The counts of a row, of which figures of several are made. `emitted` are the tokens of its rounds; `reached` and
+    `accepted` count rounds by position, see `acceptance_by_position`."""
+    rounds = run.rounds[row]
+    reached = list(_reached(rounds))
+    return {
+        "tokens": len(run.tokens[row]),
+        "seconds": run.seconds / len(run.tokens),
+        "rounds": len(rounds),
+        "emitted": sum(done.emitted for done in rounds),
+        "reached": [len(these) for these in reached],
+        "accepted": [sum(done.emitted > k for done in these) for k, these in enumerate(reached, start=1)],
+    }
+
+
 def share_interval(share: float, count: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share of so many independent cases.
 
@@ -353,21 +368,6 @@ def per_prompt(units: Sequence[Unit], drafter: str = HEADS) -> list[dict[str, An
                 }
             )
     return rows
-
-
-def _drafting(run: Run, row: int) -> dict[str, Any]:
-    """The counts of a row, of which figures of several are made. `emitted` are the tokens of its rounds; `reached` and
-    `accepted` count rounds by position, see `acceptance_by_position`."""
-    rounds = run.rounds[row]
-    reached = list(_reached(rounds))
-    return {
-        "tokens": len(run.tokens[row]),
-        "seconds": run.seconds / len(run.tokens),
-        "rounds": len(rounds),
-        "emitted": sum(done.emitted for done in rounds),
-        "reached": [len(these) for these in reached],
-        "accepted": [sum(done.emitted > k for done in these) for k, these in enumerate(reached, start=1)],
-    }
 
 
 PERCENTILES = {"p50": 1, "p95": 20, "p99": 100}
