@@ -25,7 +25,7 @@ from headstart.errors import UserError
 from headstart.pipeline.data_stages import states_artifact
 from headstart.pipeline.inventory import free, run_states, unreferenced
 from headstart.pipeline.plan import make_plan, show_plan
-from headstart.pipeline.run import Run, execute
+from headstart.pipeline.run import NAMES, Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
 from headstart.recipes.recipe import Recipe, parse_heads, parse_recipe, recipe_text
 from headstart.support.artifacts import referred
@@ -150,7 +150,7 @@ def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
     recipe, undisturbed = whole
     folder = tmp_path / "runs" / "run"
     names = [stage.name for stage in STAGES]
-    assert [path[0] for path in PLACES] == names
+    assert [path[0] for path in PLACES] == names == list(NAMES)
     for number, (_, function, calls) in enumerate(PLACES):
         with monkeypatch.context() as patched:
             module, _, name = function.rpartition(".")
@@ -247,12 +247,12 @@ def test_heads_that_are_there_are_found_without_a_record(
 ) -> None:
     recipe, folder = copied
     shutil.rmtree(folder / "stages")
-    monkeypatch.setattr("headstart.train.trainer.train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(
         "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
     monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
-    monkeypatch.setattr("headstart.tuning.tune.tune", lambda *_: pytest.fail("tuned again"))
+    monkeypatch.setattr("headstart.pipeline.head_stages.tune", lambda *_: pytest.fail("tuned again"))
     execute(quiet(folder, recipe), STAGES)
 
 
@@ -271,7 +271,7 @@ def test_what_changes_nothing_costs_nothing(
 ) -> None:
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
-    monkeypatch.setattr("headstart.train.trainer.train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
     monkeypatch.setattr(
         "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
@@ -293,8 +293,8 @@ def test_longer_training_goes_on_and_the_shorter_one_is_kept(
     assert json.loads((first / "result.json").read_text())["steps"] == 4
     assert kept(before)
     # Back to the shorter one: everything is still there, its report and its heads too.
-    monkeypatch.setattr("headstart.train.trainer.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("headstart.eval.evaluate.evaluate", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("headstart.pipeline.actions.evaluate", lambda *_: pytest.fail("measured again"))
     execute(quiet(folder, recipe), STAGES)
     assert (folder / "train").resolve() == first
     rows = [json.loads(row)["step"] for row in (folder / "train" / "metrics.jsonl").read_text().splitlines()]

@@ -96,7 +96,7 @@ def test_a_second_process_leaves_when_no_data_is_left_to_write(tmp_path: Path, t
     ],
 )
 def test_a_launched_process_sees_a_gpu_of_its_own(before: dict[str, str], after: dict[str, str]) -> None:
-    from headstart.pipeline.together import take_device
+    from headstart.train.machine import take_device
 
     take_device(before)
     assert before == after

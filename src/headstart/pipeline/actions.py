@@ -6,19 +6,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import copytree
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
+from transformers import AutoTokenizer
 
+from headstart.api import Decoder
+from headstart.data.conversations.records import read_conversations
+from headstart.data.prompts.questions import Question
 from headstart.errors import UserError
+from headstart.eval.evaluate import evaluate
+from headstart.eval.options import EvalOptions
+from headstart.eval.report import write_report
+from headstart.heads.io import WEIGHTS
+from headstart.hub.card import add_engine_figures
+from headstart.hub.engine_tuning import FILE
+from headstart.hub.format import check_folder, export_heads, read_config, refuse_other_files
 from headstart.pipeline.run import CONVERSATIONS, TARGET, content
 from headstart.support.files import write_atomic
-
-if TYPE_CHECKING:
-    from headstart.api import Decoder
-    from headstart.data.prompts.questions import Question
-    from headstart.eval.options import EvalOptions
-    from headstart.tuning.tune import Tuning
+from headstart.target.loading import load_target
+from headstart.tuning.tune import Tuning, tune
 
 
 def report(
@@ -31,9 +38,6 @@ def report(
 ) -> dict[str, Any]:
     """Measure loaded heads on questions and write results.json, report.md and report.html; returns the results.
     `training` are rows about how the heads were trained."""
-    from headstart.eval.evaluate import evaluate
-    from headstart.eval.report import write_report
-
     results = evaluate(decoder, questions, options, console)
     with suppress(UserError):  # a target alone
         heads = decoder.heads
@@ -53,10 +57,6 @@ def retune(decoder: Decoder, folder: Path, validation: Path | None, console: Con
 
     `validation` is a file of tokenised conversations; by default that of the run which the folder is part of.
     """
-    from headstart.data.conversations.records import read_conversations
-    from headstart.hub.format import export_heads, read_config, refuse_other_files
-    from headstart.tuning.tune import tune
-
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder here.", "Tuning writes into the folder: give a copy of the heads.")
     refuse_other_files(folder)
@@ -72,10 +72,6 @@ def retune(decoder: Decoder, folder: Path, validation: Path | None, console: Con
 @contextmanager
 def keeping_engine_tunings(folder: Path) -> Iterator[None]:
     """A block that replaces a folder of heads; what was measured in serving engines stays where the heads do."""
-    from headstart.heads.io import WEIGHTS
-    from headstart.hub.card import add_engine_figures
-    from headstart.hub.engine_tuning import FILE
-
     kept = (folder / FILE).read_bytes() if (folder / FILE).is_file() else None
     before = content(folder / WEIGHTS)
     yield
@@ -97,8 +93,6 @@ def validation_file(folder: Path, named: Path | None) -> Path:
 
 def copy_heads(heads: Path, out: Path) -> None:
     """Copy a whole folder of heads to one of its own, which must not hold anything else yet."""
-    from headstart.hub.format import check_folder, refuse_other_files
-
     check_folder(heads)
     refuse_other_files(out)
 
@@ -108,13 +102,9 @@ def copy_heads(heads: Path, out: Path) -> None:
 def tokenizer_for(file: Path, target: str | None, trust_remote_code: bool) -> Any:
     """The tokenizer that a conversation file was written with: `target`'s, or that of the run the file lies in."""
     if target is not None:
-        from headstart.target.loading import load_target
-
         return load_target(target, trust_remote_code=trust_remote_code).tokenizer
     for folder in file.resolve().parents:
         if (kept := folder / TARGET / "tokenizer").is_dir():
-            from transformers import AutoTokenizer
-
             return AutoTokenizer.from_pretrained(kept)
     raise UserError(f"{file} does not lie in a run, so its tokenizer is not known.", "Name the target with --target.")
 

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from headstart.data.conversations.building import build_conversations
+from headstart.data.conversations.depends_on import OF_SERVERS, begun_at, identity, pinned
+from headstart.data.conversations.records import Conversation, read_conversations
+from headstart.data.prompts.chat import check_prompts
+from headstart.data.prompts.sources import find_origin
+from headstart.data.states.shards import Capture, Work, build_store
+from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
+from headstart.heads.base import family, make_config
+from headstart.hub.engines.export import check_heads
+from headstart.hub.engines.facts import facts_of_target
+from headstart.pipeline.lengths import counted_lengths, prompts_of
 from headstart.pipeline.run import (
     CONVERSATIONS,
     QUESTIONS,
@@ -23,11 +36,9 @@ from headstart.support.artifacts import Artifact, artifact, forget, held, read_n
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.lock import Busy
 from headstart.support.terminal import progress_bar, tell
-
-if TYPE_CHECKING:
-    from headstart.data.conversations.records import Conversation
-    from headstart.data.states.store import StateStore
-    from headstart.target.frozen import FrozenModel
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.target.teacher import save_teacher, teacher_folder, teacher_problem
 
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
 """Files of the target's tokenizer, as the target's stage keeps them."""
@@ -38,8 +49,6 @@ _STATES_VERSION = 1
 
 
 def _token_bytes(run: Run) -> int:
-    from headstart.data.states.store import estimate_bytes
-
     target = run.described
     return estimate_bytes(1, len(aux_layers(run)), target.hidden_size, target.dtype, run.recipe.data.states_dtype)
 
@@ -71,10 +80,6 @@ def check_formats(run: Run, target: FrozenModel) -> list[str]:
     formats = run.recipe.export.formats
     if not formats:
         return []
-    from headstart.heads.base import family, make_config
-    from headstart.hub.engines.export import check_heads
-    from headstart.hub.engines.facts import facts_of_target
-
     config = make_config(run.recipe.heads, target)
     heads = family(config.family)(config)
     if heads.publishing_reads_target:
@@ -89,8 +94,6 @@ def check_formats(run: Run, target: FrozenModel) -> list[str]:
 
 
 def _target(run: Run) -> Outcome:
-    from headstart.data.prompts.chat import check_prompts
-
     target = run.target if run.recipe.export.formats else run.described
     check_prompts(target.tokenizer, run.recipe.data.prompts)
     aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
@@ -109,8 +112,6 @@ def _target(run: Run) -> Outcome:
 
 def _need_room_for_states(run: Run) -> None:
     """Refuse a run whose hidden states the disk cannot hold, as far as the recipe lets them grow."""
-    from headstart.pipeline.lengths import counted_lengths, prompts_of
-
     data, target = run.recipe.data, run.described
     lengths = counted_lengths(data, target.tokenizer, target.max_length, prompts_of(data, target.tokenizer))
     size = int((data.conversations + data.validation) * lengths.tokens) * _token_bytes(run)
@@ -124,11 +125,6 @@ def aux_layers(run: Run) -> list[int]:
     key = {"heads": run.recipe.heads.to_recipe(), "target": record.identity if record else ""}
     if file.is_file() and (known := read_json(file)).items() >= key.items():
         return [int(layer) for layer in known["taps"]]
-    import torch
-
-    from headstart.heads.base import family, make_config
-    from headstart.target.fitting import FINAL
-
     target = run.described if record is None else run.frozen()
     config = make_config(run.recipe.heads, target)
     with torch.device("meta"):
@@ -138,8 +134,6 @@ def aux_layers(run: Run) -> list[int]:
 
 
 def _conversation_settings(run: Run) -> dict[str, Any]:
-    from headstart.data.conversations.depends_on import OF_SERVERS
-
     data = run.recipe.data
     excluded = {"the excluded questions": [content(file) for file in data.exclude]} if data.exclude else {}
     contents = [_prompts_content(source.source) for source in data.sources]
@@ -155,16 +149,10 @@ def _conversation_settings(run: Run) -> dict[str, Any]:
 
 def _prompts_content(source: str) -> str | None:
     """Hash of a file or folder of prompts on this machine; None for everything else."""
-    from headstart.data.prompts.sources import find_origin
-
     return find_origin(source).content if Path(source.partition(":")[0]).expanduser().exists() else None
 
 
 def _conversations(run: Run) -> Outcome:
-    from headstart.data.conversations.building import build_conversations
-    from headstart.data.conversations.depends_on import begun_at, identity, pinned
-    from headstart.data.states.shards import Capture
-
     data, target = run.recipe.data, run.described
     slug = "self" if data.prompts == "self" else "-".join(Path(source.source).stem for source in data.sources[:3])
     settings = data.model_dump(mode="json")
@@ -213,8 +201,6 @@ def conversation_files(run: Run) -> dict[str, Path]:
 
 
 def conversations(run: Run, split: str) -> list[Conversation]:
-    from headstart.data.conversations.records import read_conversations
-
     return read_conversations(conversation_files(run)[split])
 
 
@@ -244,8 +230,6 @@ def _states(run: Run) -> Outcome:
 def _broken_states(run: Run) -> str | None:
     if run.recipe.data.online:
         return None
-    from headstart.target.teacher import teacher_folder, teacher_problem
-
     try:
         store = kept_stores(run)["train"]
         return teacher_problem(teacher_folder(store.shards, store.target_fingerprint, store.dtype))
@@ -255,8 +239,6 @@ def _broken_states(run: Run) -> str | None:
 
 def kept_stores(run: Run) -> dict[str, StateStore]:
     """The hidden states of both splits; raises a UserError where they are missing or broken."""
-    from headstart.data.states.store import StateStore
-
     return {split: StateStore(run.folder / STATES / split) for split in _SPLITS}
 
 
@@ -266,10 +248,6 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     Those for validation come first: the byte budget, which holds for both together, leaves out training text. What
     training needs of the target itself is kept beside them.
     """
-    from headstart.data.states.shards import Work, build_store
-    from headstart.heads.base import make_config
-    from headstart.target.teacher import save_teacher
-
     target, stores, shared = run.target, dict[str, "StateStore"](), states_artifact(run)
     budget = int(run.recipe.data.cache_gigabytes * 1e9)
     with held(shared, run.console) as shards:

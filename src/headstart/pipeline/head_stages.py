@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headstart.data.conversations.records import each_conversation
+from headstart.data.states.online import OnlineStates
+from headstart.data.states.store import States
+from headstart.heads.base import DraftHead, make_config
+from headstart.heads.io import load_heads
 from headstart.pipeline.actions import describe_tuning
 from headstart.pipeline.data_stages import (
     aux_layers,
@@ -27,24 +32,23 @@ from headstart.pipeline.run import (
     flat,
     where,
 )
+from headstart.recipes.sections import FREE_TO_CHANGE
 from headstart.support.artifacts import artifact, held
 from headstart.support.files import read_json, write_json
 from headstart.support.terminal import program
-
-if TYPE_CHECKING:
-    from headstart.data.states.store import States
-    from headstart.heads.base import DraftHead
-    from headstart.target.frozen import FrozenModel
-    from headstart.target.model import Target
+from headstart.target.frozen import FrozenModel
+from headstart.target.model import Target
+from headstart.target.teacher import TeacherModel, teach
+from headstart.train.processes import count_processes, is_main, on_main, tell_all, together
+from headstart.train.trainer import train
+from headstart.train.training_artifact import AMOUNT, RESULT, finished, go_on_from_shorter, training, weights_hash
+from headstart.tuning.tune import Tuning, tune
 
 _TUNE_VERSION = 4
 """Raised when the same settings come to mean another tuning; that of training is in its room."""
 
 
 def _train_settings(run: Run) -> dict[str, Any]:
-    from headstart.recipes.sections import FREE_TO_CHANGE
-    from headstart.train.training_artifact import AMOUNT, weights_hash
-
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
     noted = run.recipe.train.noted((FREE_TO_CHANGE - set(AMOUNT)) | run.recipe.train.unset())
     settings = {f"train.{key}": value for key, value in noted.items()}
@@ -53,11 +57,6 @@ def _train_settings(run: Run) -> dict[str, Any]:
 
 def _train(run: Run) -> Outcome:
     # Every process of a training calls it; the main process writes.
-    from headstart.heads.base import make_config
-    from headstart.train.processes import count_processes, is_main, on_main, tell_all, together
-    from headstart.train.trainer import train
-    from headstart.train.training_artifact import RESULT, finished, go_on_from_shorter, training
-
     with together():
         target, stores = _frozen_and_stores(run)
         made = training(run.folder, run.recipe, make_config(run.recipe.heads, target), *stores)
@@ -79,12 +78,6 @@ def _train(run: Run) -> Outcome:
 
 def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
     """What training reads of the target, and conversations to learn from and to judge by."""
-    from headstart.data.conversations.records import each_conversation
-    from headstart.data.states.online import OnlineStates
-    from headstart.heads.base import make_config
-    from headstart.target.teacher import TeacherModel, teach
-    from headstart.train.processes import count_processes
-
     section, heads = run.recipe.train, run.recipe.heads
     if not run.recipe.data.online:
         stores = kept_stores(run)
@@ -119,8 +112,6 @@ def _tune_settings(run: Run) -> dict[str, Any]:
 
 
 def _tune(run: Run) -> Outcome:
-    from headstart.tuning.tune import Tuning, tune
-
     section, file = run.recipe.tune, run.folder / TUNE / "tuning.json"
     try:
         target = run.decoded
@@ -147,8 +138,6 @@ def _tune(run: Run) -> Outcome:
 
 def trained_heads(run: Run, target: FrozenModel) -> DraftHead:
     """The best heads of training, in the target's dtype."""
-    from headstart.heads.io import load_heads
-
     return load_heads(run.folder / TRAIN / "best", target).to(target.dtype)
 
 

@@ -15,8 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from headstart.errors import UserError
-from headstart.pipeline.run import REPORT, STATES, TRAIN
-from headstart.pipeline.stages import STAGES
+from headstart.pipeline.run import NAMES, REPORT, STATES, TRAIN
 from headstart.recipes.recipe import read_values
 from headstart.support.artifacts import FOLDER, NOTE, references, referred
 from headstart.support.files import DAMAGED, PARTIAL, format_bytes, no_folder, read_json, remove
@@ -69,7 +68,7 @@ def _state(folder: Path) -> RunState:
     begun = [name for name, record in records.items() if record and not record.get("whole")]
     summary = (_json(folder / REPORT / "results.json").get("summary") if "eval" in done else None) or {}
     trained = ((_json(folder / TRAIN / "result.json").get("best") if "train" in done else None) or {}).get("tau")
-    if len(done) == len(STAGES):
+    if len(done) == len(NAMES):
         state = "done"
     else:
         state = f"{begun[0]} begun" if begun else f"{done[-1]} done" if done else "not begun"
@@ -91,17 +90,17 @@ def _state(folder: Path) -> RunState:
 
 
 def _records(folder: Path) -> dict[str, dict[str, Any]]:
-    return {stage.name: _json(folder / "stages" / f"{stage.name}.json") for stage in STAGES}
+    return {name: _json(folder / "stages" / f"{name}.json") for name in NAMES}
 
 
 def _up_to_date(records: dict[str, dict[str, Any]]) -> list[str]:
     """The stages that are finished, and that read what those before them have made last."""
     done: list[str] = []
-    for stage in STAGES:
-        read = records[stage.name].get("before") or {}
-        same = all(name in done and read.get(name) == records[name].get("identity") for name in stage.after)
-        if records[stage.name].get("whole") and same:
-            done.append(stage.name)
+    for name, record in records.items():
+        read = record.get("before") or {}
+        same = all(stage in done and identity == records[stage].get("identity") for stage, identity in read.items())
+        if record.get("whole") and same:
+            done.append(name)
     return done
 
 

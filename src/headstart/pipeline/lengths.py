@@ -6,12 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from headstart.data.conversations.records import Conversation
-    from headstart.data.prompts.shapes import Prompt
-    from headstart.recipes.sections import DataSection
+from headstart.data.conversations.records import Conversation
+from headstart.data.prompts.chat import Unfit, prompt_tokens, with_tools
+from headstart.data.prompts.reading import load_prompts
+from headstart.data.prompts.shapes import Prompt
+from headstart.recipes.sections import DataSection
 
 PROMPT_TOKENS = 66
 """Tokens of a self-written prompt with its template, on average."""
@@ -96,14 +97,10 @@ def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
 
     Of a dataset on the hub, only what is read is downloaded. Prompts that cannot be read are a UserError.
     """
-    from headstart.data.prompts.reading import load_prompts
-
     return [] if data.prompts == "self" else load_prompts(data, tokenizer, limit=SAMPLE, whole=False).prompts
 
 
 def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int) -> Lengths:
-    from headstart.data.prompts.chat import Unfit, prompt_tokens, with_tools
-
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -131,8 +128,6 @@ def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int) 
 
 def _turn_tokens(tokenizer: Any) -> int:
     """What the template adds to one more user turn and its answer."""
-    from headstart.data.prompts.chat import prompt_tokens
-
     first, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
     letters = 2 * len(tokenizer("a", add_special_tokens=False)["input_ids"])
     return len(prompt_tokens([first, answer, first], tokenizer)) - len(prompt_tokens([first], tokenizer)) - letters

@@ -6,8 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoTokenizer
+
+from headstart.api import load
+from headstart.data.prompts.chat import with_template_kwargs
+from headstart.data.prompts.questions import read_questions
+from headstart.data.states.store import StateStore
 from headstart.errors import UserError
+from headstart.eval.options import EvalOptions
+from headstart.heads.io import CONFIG
+from headstart.hub.card import write_card
+from headstart.hub.engines.importing import untuned
+from headstart.hub.format import export_heads, refuse_other_files
 from headstart.pipeline.actions import keeping_engine_tunings, report
+from headstart.pipeline.data_stages import conversations
 from headstart.pipeline.head_stages import trained_heads
 from headstart.pipeline.run import (
     HEADS,
@@ -31,6 +43,8 @@ from headstart.support.artifacts import Artifact, artifact, give, held
 from headstart.support.files import read_json, refuse_others, write_atomic, write_json
 from headstart.support.lock import locked
 from headstart.support.terminal import tell
+from headstart.target.teacher import TeacherModel
+from headstart.train.tracking import link_report
 
 _REPORT_FILES = {"report.html", "report.md", "results.json"}
 _EXPORT_VERSION = 1
@@ -46,8 +60,6 @@ def _export_settings(run: Run) -> dict[str, Any]:
 
 
 def _export(run: Run) -> Outcome:
-    from headstart.hub.format import export_heads
-
     made = _exported(run)
     with held(made, run.console) as folder:
         run.refer("export", made)
@@ -65,11 +77,6 @@ def keep_untuned(run: Run) -> bool:
 
     A UserError where the heads that are kept were tuned, and are those of an earlier training.
     """
-    from headstart.data.prompts.chat import with_template_kwargs
-    from headstart.hub.engines.importing import untuned
-    from headstart.hub.format import export_heads
-    from headstart.target.teacher import TeacherModel
-
     trained, note = run.whole_record("train"), run.folder / "stages" / _UNTUNED
     if trained is None or _kept_training(run, note) in ("unknown", trained.identity):
         return False
@@ -81,8 +88,6 @@ def keep_untuned(run: Run) -> bool:
     with locked(run.folder):
         target = run.decoded if run.recipe.train.joint.rank else run.frozen()
         if isinstance(target, TeacherModel):
-            from transformers import AutoTokenizer
-
             tokenizer = AutoTokenizer.from_pretrained(run.folder / TARGET / "tokenizer")
             target = target.with_tokenizer(with_template_kwargs(tokenizer, run.recipe.data.chat_template_kwargs))
         heads = trained_heads(run, target)
@@ -96,8 +101,6 @@ def keep_untuned(run: Run) -> bool:
 def _kept_training(run: Run, note: Path) -> str | None:
     """Of which training a run's heads are, None without any, by the record of those that were tuned or a note beside
     those that were not; "unknown" where nothing says it."""
-    from headstart.heads.io import CONFIG
-
     if not (run.folder / HEADS / CONFIG).is_file():
         return None
     if (tuned := run.whole_record("export")) is not None:
@@ -117,8 +120,6 @@ def _exported(run: Run) -> Artifact:
 
 
 def _give(source: Path, path: Path) -> None:
-    from headstart.hub.format import refuse_other_files
-
     refuse_other_files(path)
     with keeping_engine_tunings(path):
         give(source, path)
@@ -133,9 +134,6 @@ def _sources(data: DataSection) -> str:
 
 def _training_facts(run: Run) -> dict[str, str]:
     """Rows of the model card."""
-    from headstart.data.states.store import StateStore
-    from headstart.pipeline.data_stages import conversations
-
     result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
     learnt = conversations(run, "train") if run.recipe.data.online else StateStore(run.folder / STATES / "train")
     source = "written by the target itself" if data.prompts == "self" else _sources(data)
@@ -168,12 +166,6 @@ def _eval_settings(run: Run) -> dict[str, Any]:
 
 
 def _eval(run: Run) -> Outcome:
-    from headstart.api import load
-    from headstart.data.prompts.questions import read_questions
-    from headstart.eval.options import EvalOptions
-    from headstart.hub.card import write_card
-    from headstart.train.tracking import link_report
-
     refuse_others(run.folder / REPORT, _REPORT_FILES)
     section, asked = run.recipe.eval, run.recipe.eval.questions
     file = run.folder / QUESTIONS if asked == "heldout" else Path(asked).expanduser()

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
     from headstart.target.teacher import TeacherModel
 
 
+NAMES = ("target", "conversations", "states", "train", "tune", "export", "eval")
+"""Of the stages, in order."""
+
 # Where things lie in the folder of a run.
 TARGET = "target"
 CONVERSATIONS = "data/conversations"

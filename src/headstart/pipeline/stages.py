@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from headstart.data.prompts.questions import read_questions
+from headstart.drafters.catalog import check_drafter
 from headstart.errors import UserError
+from headstart.eval.methods import TREES, wanted
 from headstart.pipeline.data_stages import DATA_STAGES
 from headstart.pipeline.head_stages import HEAD_STAGES
 from headstart.pipeline.report_stages import REPORT_STAGES
 from headstart.pipeline.run import Stage
 from headstart.recipes.recipe import Recipe
+from headstart.train.checks import check_training
 
 STAGES = (*DATA_STAGES, *HEAD_STAGES, *REPORT_STAGES)
 """In order."""
@@ -28,11 +32,6 @@ def stages_until(name: str) -> tuple[Stage, ...]:
 
 def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
     """Refuse now what would otherwise stop one of these stages after minutes of work."""
-    from headstart.data.prompts.questions import read_questions
-    from headstart.drafters.catalog import check_drafter
-    from headstart.eval.methods import TREES, wanted
-    from headstart.train.checks import check_training
-
     names = {stage.name for stage in stages}
     if "train" in names:
         check_training(recipe)

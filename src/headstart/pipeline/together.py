@@ -8,23 +8,28 @@ one goes on in its place.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headstart.data.conversations.jobs import JOBS, Board, Taker, help_others
+from headstart.data.conversations.part_writer import PART, help_writing
+from headstart.data.conversations.workers import Workers
+from headstart.data.states.shards import Capture, compute_shard
+from headstart.data.writing.in_process import InProcess
 from headstart.errors import UserError
 from headstart.pipeline.run import Outcome, Run, Stage, execute, left_to_do
 from headstart.pipeline.stages import check_inputs, stages_until
 from headstart.support.artifacts import referred
 from headstart.support.lock import Busy
+from headstart.train.processes import count_processes, is_main, join_processes, tell_all, together
 
 _STAGES = ("conversations", "states")
 """Those whose artifacts have jobs."""
 _IDLE = 0.5
 """Seconds after which a helper without work looks again."""
-_DISTINCT = "CUDA_VISIBLE_DEVICES"
 
 
 def execute_together(run: Run, stages: Sequence[Stage]) -> None:
@@ -50,17 +55,12 @@ class _Helper:
     """Takes jobs of a run that another process works on."""
 
     def __init__(self, run: Run) -> None:
-        from headstart.data.writing.in_process import InProcess
-
         self._run, self._most = run, 2 if InProcess(run.described).shareable else 1
         self._owner = run.described.whole_identity
         self._refused: set[str] = set()  # jobs that cannot be done here
 
     def help(self) -> int:
         """Do what there is to do; how many jobs that was."""
-        from headstart.data.conversations.jobs import JOBS, Board, Taker, help_others
-        from headstart.data.conversations.workers import Workers
-
         folders = [referred(self._run.folder, stage) for stage in _STAGES]
         boards = [Board(folder / JOBS) for folder in folders if folder is not None]
         if not any(board.names() for board in boards):
@@ -70,9 +70,6 @@ class _Helper:
             return help_others(boards, Taker(do, workers, lambda what: what["target"] == self._owner, self._refused))
 
     def _do(self, what: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
-        from headstart.data.conversations.part_writer import PART, help_writing
-        from headstart.data.states.shards import Capture, compute_shard
-
         target, shards = self._run.target, referred(self._run.folder, "states")
         if what["kind"] == PART:
             return help_writing(target, what, lambda *how: Capture(_known(shards), target, *how), check)
@@ -90,8 +87,6 @@ def train_together(run: Run) -> None:
     A process that is alone writes missing data first. Several only train: the data has to be there. What one of them
     refuses, all refuse.
     """
-    from headstart.train.processes import count_processes, is_main, join_processes, tell_all, together
-
     *data, training = stages_until("train")
     check_inputs(run.recipe, [training])
     run.device = join_processes(run.recipe.target.device)
@@ -128,22 +123,3 @@ def train_together(run: Run) -> None:
         raise
     if not begun:
         tell_all(False)
-
-
-def take_device(environment: MutableMapping[str, str]) -> None:
-    """Let each process of a launcher on this machine (`torchrun`, `accelerate launch`) see one GPU of its own, by its
-    environment, before any GPU is used.
-
-    >>> environment = {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,5,6"}
-    >>> take_device(environment)
-    >>> environment["CUDA_VISIBLE_DEVICES"]
-    '5'
-    """
-    rank = environment.get("LOCAL_RANK")
-    if rank is None:
-        return
-    visible = [name for name in environment.get(_DISTINCT, "").split(",") if name]
-    if visible:
-        environment[_DISTINCT] = visible[int(rank) % len(visible)]
-    elif _DISTINCT not in environment:
-        environment[_DISTINCT] = rank

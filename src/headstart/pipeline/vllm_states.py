@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from headstart.data.states.shards import StateKind
+from headstart.data.states.vllm_files import Import
+from headstart.data.states.vllm_files import serve_command as of_target
+from headstart.data.states.vllm_servers import take_from_servers
 from headstart.errors import UserError
 from headstart.pipeline.data_stages import aux_layers, conversations, states_artifact
 from headstart.pipeline.run import Run
 from headstart.support.artifacts import held
 from headstart.support.terminal import progress_bar
-
-if TYPE_CHECKING:
-    from headstart.data.states.vllm_files import Import
+from headstart.target.loading import loadable_folder
 
 FILES = "vllm-states"
 """Suggested folder of vLLM's files, in the folder of the run."""
@@ -39,11 +42,6 @@ def memory_share(weights: int, gpu: int) -> float:
 def serve_command(run: Run) -> str:
     """What starts a vLLM that writes the states that the run's heads need; on a GPU, beside the target, which is loaded
     to compare them with its own."""
-    import torch
-
-    from headstart.data.states.vllm_files import serve_command as of_target
-    from headstart.target.loading import loadable_folder
-
     target = run.target  # first: it knows best what is wrong where there is none
     model = loadable_folder(run.recipe.target.spec)
     command = of_target(model, target, aux_layers(run), (run.folder / FILES).resolve())
@@ -57,10 +55,6 @@ def serve_command(run: Run) -> str:
 def import_states(run: Run, source: str) -> Import:
     """Take over the states of the run's conversations from a folder of vLLM's files, or from servers, whose addresses
     have commas between them."""
-    from headstart.data.states.shards import StateKind
-    from headstart.data.states.vllm_files import Import
-    from headstart.data.states.vllm_servers import take_from_servers
-
     target, layers, wanted, states_dtype = run.target, aux_layers(run), [], run.recipe.data.states_dtype
     budget, kind = int(run.recipe.data.cache_gigabytes * 1e9), StateKind(target, tuple(layers), states_dtype)
     for split in ("validation", "train"):  # as the store is built

@@ -18,20 +18,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.data.states.store import States
 from headstart.heads.base import HeadBatch, origins
 from headstart.recipes.sections import TrainSection
 from headstart.train.checkpoint import TrainerState
-
-if TYPE_CHECKING:
-    from headstart.data.states.store import States
-
 
 Batch = list[int]
 """Indices of the conversations of one batch."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
+from headstart.data.states.store import States
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, family, make_config, supervised_origins
 from headstart.heads.io import load_heads
@@ -16,10 +16,6 @@ from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.train.batches import collate
 from headstart.train.validation import pick_vocabulary
-
-if TYPE_CHECKING:
-    from headstart.data.states.store import States
-
 
 _FIRST_LOOK = 200_000
 

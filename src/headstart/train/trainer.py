@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -25,6 +25,7 @@ from accelerate.utils import set_seed
 from rich.console import Console
 from torch import Tensor
 
+from headstart.data.states.store import States
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.io import save_heads
@@ -67,9 +68,6 @@ from headstart.train.tracking import finish_trackers, memory, start_tracker
 from headstart.train.training_log import Display, Log, not_finite
 from headstart.train.validation import Tally, Validation, chosen_tokens, draftable_share
 from headstart.train.wrapped import LowRank, Unrolled
-
-if TYPE_CHECKING:
-    from headstart.data.states.store import States
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headstart.data.states.store import States
 from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
 from headstart.heads.io import WEIGHTS, heads_folder
@@ -19,9 +20,6 @@ from headstart.recipes.sections import FREE_TO_CHANGE
 from headstart.support.artifacts import Artifact, artifact, link_or_copy, relatives
 from headstart.support.files import PARTIAL, file_hash, read_json
 from headstart.train import checkpoint
-
-if TYPE_CHECKING:
-    from headstart.data.states.store import States
 
 RESULT = "result.json"
 """Written last: a training that has it is finished."""

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headstart.data.states.store import States
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, StepPrediction
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.train.summing import logits_by_block, positions_before_answers
-
-if TYPE_CHECKING:
-    from headstart.data.states.store import States
-
 
 TOPS = (1, 4, 8)
 """Ranks counted: the target's choice is among the head's best 1, 4, 8."""
