@@ -6,8 +6,6 @@ import json
 import os
 from pathlib import Path
 
-import pytest
-
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
 from headstart.pipeline.inventory import free, over_budget, unreferenced
@@ -112,10 +110,9 @@ def test_the_command(tmp_path: Path) -> None:
     assert sorted(file.name[6] for file in path.glob("shard-*")) == ["a", "b"]
 
 
-@pytest.mark.parametrize("cache_bytes", [0, 10**9], ids=["from disk", "from memory"])
-def test_reading_states_is_noted(tmp_path: Path, tiny_target: Target, cache_bytes: int) -> None:
+def test_reading_states_is_noted(tmp_path: Path, tiny_target: Target) -> None:
     build_store(tmp_path, conversations(tiny_target, 2), tiny_target, [FINAL], budget_bytes=10**9)
-    store = StateStore(tmp_path, cache_bytes=cache_bytes)
+    store = StateStore(tmp_path)
     (file,) = store.files
     os.utime(file, (LONG_AGO, LONG_AGO))
     store.get(0)

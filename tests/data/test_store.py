@@ -60,12 +60,11 @@ class Forwards:
         monkeypatch.setattr(target, "hidden_states", hidden_states)
 
 
-@pytest.mark.parametrize("cache_bytes", [0, PLENTY], ids=["from disk", "from memory"])
-def test_holds_what_the_target_computes(tiny_target: Target, tmp_path: Path, cache_bytes: int) -> None:
+def test_holds_what_the_target_computes(tiny_target: Target, tmp_path: Path) -> None:
     given = conversations(tiny_target)
     seen: list[tuple[int, int]] = []
     build(tmp_path / "store", tiny_target, given, advance=lambda done, total: seen.append((done, total)))
-    store = StateStore(tmp_path / "store", cache_bytes=cache_bytes)
+    store = StateStore(tmp_path / "store")
     assert len(list((tmp_path / "store").glob("shard-*"))) > 1
     assert (len(store), store.aux_layers, store.dropped, store.notice) == (7, AUX_LAYERS, 0, "")
     assert store.lengths == [len(item.tokens) for item in given]
@@ -220,17 +219,16 @@ class TestResume:
 class TestDamage:
     """A flipped bit is noticed before anything learns from it, and costs one shard."""
 
-    @pytest.mark.parametrize("cache_bytes", [0, PLENTY], ids=["from disk", "from memory"])
     @pytest.mark.parametrize("where", ["states", "tokens", "header"])
     def test_a_flipped_bit(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_bytes: int, where: str
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
     ) -> None:
         given = conversations(tiny_target)
         before = build(tmp_path, tiny_target, given)
         kept = [before.get(i).states[FINAL].clone() for i in range(len(given))]
         shard = before.files[0]
         flip(shard, where)
-        store = StateStore(tmp_path, cache_bytes=cache_bytes)
+        store = StateStore(tmp_path)
         with pytest.raises(UserError, match=rf"{shard.name} is damaged.*kept as {shard.name}.damaged.*only that shard"):
             for i in range(len(given)):
                 store.get(i)
@@ -250,12 +248,11 @@ class TestDamage:
         assert store.damaged_files() == [store.files[1]]
         assert store.files[1].exists()
 
-    @pytest.mark.parametrize("cache_bytes", [0, 10**9])
     def test_memory_that_is_short_says_nothing_of_a_shard(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache_bytes: int
+        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store = build(tmp_path, tiny_target, conversations(tiny_target))
-        store = StateStore(tmp_path, cache_bytes=cache_bytes)
+        store = StateStore(tmp_path)
 
         def fails(*_: Any, **__: Any) -> None:
             raise RuntimeError("unable to mmap 4096 bytes: Cannot allocate memory (12)")
@@ -294,15 +291,14 @@ def test_a_large_store_has_few_shards_and_a_small_one_loses_little() -> None:
 class TestCodes:
     """One byte a number, with a scale for each token."""
 
-    @pytest.mark.parametrize("cache_bytes", [0, PLENTY], ids=["from disk", "from memory"])
     @pytest.mark.parametrize(("states_dtype", "lost"), [("int8", 0.02), ("fp8", 0.05)])
     def test_states_come_back_but_for_rounding(
-        self, tiny_target: Target, tmp_path: Path, states_dtype: str, lost: float, cache_bytes: int
+        self, tiny_target: Target, tmp_path: Path, states_dtype: str, lost: float
     ) -> None:
         given = conversations(tiny_target)
         plain = build(tmp_path / "plain", tiny_target, given)
         built = build(tmp_path / "codes", tiny_target, given, states_dtype=states_dtype)
-        store = StateStore(tmp_path / "codes", cache_bytes=cache_bytes)
+        store = StateStore(tmp_path / "codes")
         assert store.bytes < 0.45 * plain.bytes, "float32 takes four bytes a number"
         assert store.fingerprint == built.fingerprint != plain.fingerprint, "heads of one are not those of the other"
         for i, item in enumerate(given):

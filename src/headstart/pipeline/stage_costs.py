@@ -11,7 +11,7 @@ import torch
 
 from headstart.data.prompts.questions import read_questions
 from headstart.data.states.shards import shard_size
-from headstart.data.states.store import CACHE_BYTES, estimate_bytes
+from headstart.data.states.store import estimate_bytes
 from headstart.data.writing.in_process import CACHE_PEAK
 from headstart.heads.base import DraftHead
 from headstart.pipeline.lengths import SAMPLE, Lengths, answer_tokens
@@ -248,7 +248,6 @@ def train_cost(planned: Planned) -> Cost:
         memory += 8 * planned.weights
     if planned.on_cpu:
         memory += weights  # bytes that are being written
-        memory += planned.states if planned.states <= CACHE_BYTES else 0  # stores are kept in memory once read
     many = _SHAPES if planned.on_cpu and section.position_weight == "subsampled" else 1
     return Cost(seconds, disk, memory + many * planned.speeds.training_bytes)
 

@@ -40,12 +40,15 @@ _KINDS = {"BF16", "F16", "F32"}
 
 class Outline(FrozenModel):
     """A model on the device `meta`, of which only the shapes are there; the tokenizer is None where the config came
-    alone, and the dtype is what the model will run in."""
+    alone, and the dtype is what the model will run in. Where its weights lie here, `known` is their fingerprint."""
 
     def __init__(self, model: Any, tokenizer: Any, spec: str, dtype: torch.dtype) -> None:
         super().__init__(model, tokenizer, spec)
         refuse_layers(self.name, self.config)
-        self.dtype = dtype
+        self.dtype, self.known = dtype, ""
+
+    def identity(self) -> Identity:
+        return Identity(self.spec, self.name, self.known)
 
     @cached_property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
@@ -112,20 +115,9 @@ def outline(spec: str, dtype: str = "auto", revision: str | None = None, trust_r
     return Outline(model, tokenizer, spec, kind)
 
 
-class Unloaded(Outline):
-    """A target whose weights lie here, unread but for the numbers that its identity follows from."""
-
-    def __init__(self, outline: Outline, known: str) -> None:
-        super().__init__(outline.model, outline.tokenizer, outline.spec, outline.dtype)
-        self._known = known
-
-    def identity(self) -> Identity:
-        return Identity(self.spec, self.name, self._known)
-
-
 def unloaded(
     spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None, trust_remote_code: bool = False
-) -> Unloaded | None:
+) -> Outline | None:
     """The target that `load_target` would load, without its weights; None where its files do not say which they are:
     where they are quantised, or have tensors of other names or shapes than the model.
 
@@ -139,7 +131,8 @@ def unloaded(
         return None
     with suppress(OSError):  # without one the config has the end tokens
         drawn.model.generation_config = GenerationConfig.from_pretrained(folder, **options)
-    return Unloaded(drawn, known)
+    drawn.known = known
+    return drawn
 
 
 def _fingerprint_of_files(drawn: Outline, folder: str, revision: str | None) -> str | None:

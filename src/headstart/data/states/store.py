@@ -26,16 +26,12 @@ from typing import Any, ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.data.states.checksums import REBUILD, UNREADABLE, checksum, put_aside, wanted_sums, whole
 from headstart.data.states.codes import AUTO, SCALE_BYTES, decode
 from headstart.errors import UserError
 from headstart.support.files import format_bytes, read_json
-
-CACHE_BYTES = 2_000_000_000
-"""Stores up to this size are kept in memory once read."""
 
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
@@ -118,13 +114,12 @@ class States(ABC):
 class StateStore(States):
     """A finished store; samples are numbered like the conversations it was built from.
 
-    Shards are kept in memory when the whole store has at most `cache_bytes`, and read from disk otherwise. A
-    UserError says that the folder holds no finished store, or that a shard is missing, cut short or damaged.
+    A UserError says that the folder holds no finished store, or that a shard is missing, cut short or damaged.
     """
 
     stored = True
 
-    def __init__(self, folder: Path, *, cache_bytes: int = CACHE_BYTES) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         if not (folder / MANIFEST).is_file():
             raise UserError(f"{folder} holds no finished store of hidden states.", "Run: headstart data build RECIPE")
@@ -153,8 +148,6 @@ class StateStore(States):
             if size != file["bytes"]:
                 state = "cut short" if size else "missing"
                 raise UserError(f"{path} is {state} ({size} of {file['bytes']} bytes).", REBUILD)
-        self._cached = self.bytes <= cache_bytes
-        self._loaded: dict[int, dict[str, Tensor]] = {}
         self._open: dict[int, Any] = {}
         self._wanted: dict[int, dict[tuple[str, int], tuple[int, int]]] = {}
 
@@ -222,10 +215,6 @@ class StateStore(States):
         return part
 
     def _part(self, name: str, shard: int, tokens: slice) -> Tensor:
-        if self._cached:
-            if shard not in self._loaded:
-                self._loaded[shard] = load_file(self.files[shard])
-            return self._loaded[shard][name][tokens]
         if shard not in self._open:
             self._open[shard] = safe_open(self.files[shard], framework="pt")
         part: Tensor = self._open[shard].get_slice(name)[tokens]
