@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from headstart.errors import UserError
+from headstart.support.terminal import progress_bar
 from headstart.train import trainer
 from headstart.train.training_log import Display, Log
 from tests.train.conftest import Train
@@ -65,15 +66,16 @@ def test_what_ends_a_training_is_in_its_log(run: Train, tmp_path: Path, monkeypa
 
 
 def test_a_step_that_ends_after_the_last_minute_leaves_nothing(tmp_path: Path) -> None:
-    with Log(console(), tmp_path) as log, Display(log, 0.0) as display:
-        display.step(1.04, 187.5, "step 9")
+    with Log(console(), tmp_path) as log, progress_bar(log.console, "training", 100, lines=False) as bar:
+        Display(log, bar, 0.0).step(1.04, 187.5, "step 9")
     assert lines(tmp_path) == ["100% · step 9 · 0.0 s left"]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_progress_is_a_line_a_minute(tmp_path: Path, terminal: bool) -> None:
     to = console(terminal)
-    with Log(to, tmp_path) as log, Display(log, 0.0) as display:
+    with Log(to, tmp_path) as log, progress_bar(to, "training", 100, lines=False) as bar:
+        display = Display(log, bar, 0.0)
         for second in range(0, 200, 10):
             display.step(second / 200, float(second), f"step {second} · loss 2.0")
     steps = ["30% · step 60 ", "60% · step 120 ", "90% · step 180 "]

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 
 from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.support.terminal import progress_bar
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.train import summing
@@ -110,5 +111,6 @@ def test_coverage_is_the_share_of_supervised_tokens_that_can_be_drafted() -> Non
 def test_a_validation_is_shown_with_leading_zeros() -> None:
     text = io.StringIO()
     shown = Validation({"top1": [0.316, 1.0]}, [0.4, 0.3], [40, 20])
-    Display(Log(Console(file=text, width=200), None), 0.0).validated(20, 61.0, None, shown)
+    with progress_bar(None, "training", 100) as bar:
+        Display(Log(Console(file=text, width=200), None), bar, 0.0).validated(20, 61.0, None, shown)
     assert "top-1 0.32/1.00 · tau 1.70" in text.getvalue()

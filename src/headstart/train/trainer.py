@@ -32,7 +32,7 @@ from headstart.heads.io import save_heads
 from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import FREE_TO_CHANGE
 from headstart.support.files import need_disk, read_jsonl, write_json, write_jsonl
-from headstart.support.terminal import format_seconds
+from headstart.support.terminal import format_seconds, progress_bar
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
@@ -209,8 +209,9 @@ class _Trainer:
             self._resume()
             with ExitStack() as stack:
                 interrupt = stack.enter_context(Interrupt())
+                line = progress_bar(self.log.console, "training", total=100, unit="%", lines=False)
                 fraction = self._fraction(self.trainer_state.elapsed)
-                display = stack.enter_context(Display(self.log, fraction))
+                display = Display(self.log, stack.enter_context(line), fraction)
                 self._take_steps(stack, interrupt, display)
             result = self._finish()
             if interrupt.asked:  # after the last step: the training is complete, but nothing should follow it

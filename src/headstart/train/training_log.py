@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
 
 from rich.console import Console
 
 from headstart.errors import UserError
-from headstart.support.terminal import Bar, format_seconds, progress_bar, tell
+from headstart.support.terminal import Bar, format_seconds, tell
 from headstart.train.batches import Batch
 from headstart.train.validation import Validation
 
@@ -37,9 +35,7 @@ class Log:
             self._write(line)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: object, _trace: object) -> None:
         if isinstance(error, Exception):
             self.note(f"Error: {error}")
 
@@ -65,32 +61,18 @@ class Log:
 
 
 class Display:
-    """One live line on a terminal, else a line a minute; and a line for each validation. `fraction` of the run was done
-    before this session."""
+    """One live line on a terminal, the bar, else a line a minute; and a line for each validation. `fraction` of the run
+    was done before this session."""
 
-    def __init__(self, log: Log, fraction: float) -> None:
-        self._log, self._first = log, fraction
+    def __init__(self, log: Log, bar: Bar, fraction: float) -> None:
+        self._log, self._bar, self._first = log, bar, fraction
         self._noted = 0.0
         self._heads = ""
-        self._open = ExitStack()
-        self._bar: Bar | None = None
-
-    def __enter__(self) -> Display:
-        line = progress_bar(self._log.console, "training", total=100, unit="%", lines=False)
-        self._bar = self._open.enter_context(line)
-        self._bar.update(100 * self._first)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._open.close()
+        bar.update(100 * fraction)
 
     def step(self, fraction: float, seconds: float, figures: str) -> None:
         """Update the live line; once a minute, a line for the log and for whoever has no terminal. `seconds` are since
         this session began."""
-        if self._bar is None:
-            return
         fraction = min(1.0, fraction)  # the last step may end after the last minute
         gained = fraction - self._first
         remaining = format_seconds(seconds * (1 - fraction) / gained) if gained > 0 else "?"
