@@ -120,7 +120,7 @@ class AlongBestPath:
 
     def __init__(self, heads: DraftHead) -> None:
         self.heads = heads
-        self._last_B1 = self._best_B1 = torch.zeros(1, 1, dtype=torch.long)
+        self._best_B1 = torch.zeros(1, 1, dtype=torch.long)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.heads, name)
@@ -131,14 +131,10 @@ class AlongBestPath:
 
     def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """Logits [B, 1, D] after the best path, whatever nodes are asked for."""
-        self._last_B1 = self._best_B1 if depth else tokens_BW
-        logits_B1D = self.heads.draft_step(session, self._last_B1, torch.zeros_like(self._last_B1), depth)
+        last_B1 = self._best_B1 if depth else tokens_BW
+        logits_B1D = self.heads.draft_step(session, last_B1, torch.zeros_like(last_B1), depth)
         self._best_B1 = self.heads.draft_to_target_D[logits_B1D[:, :1].argmax(-1)]
         return logits_B1D
-
-    def confidence(self, session: Any, tokens_BW: Tensor, depth: int) -> Tensor | None:
-        """What the heads say of the best path's drafts, [B, 1]."""
-        return self.heads.confidence(session, self._last_B1, depth)
 
 
 @dataclass(frozen=True)
@@ -163,12 +159,9 @@ def calibrations(target: Target, heads: DraftHead, texts: Sequence[Supervised]) 
     ]
 
     def fitted(measured: Sequence[Drafts]) -> Fitted:
-        greedy = fit_calibration(*measured[0].arrays)
-        return Fitted(greedy, fit_calibration(*measured[1].arrays, trust=greedy.trust))
+        return Fitted(*(fit_calibration(*of_texts.arrays) for of_texts in measured))
 
-    plain = Fitted(
-        *(fit_calibration(*measured._replace(confidence_OK=None).arrays, by_path=False) for measured in drafts)
-    )
+    plain = Fitted(*(fit_calibration(*measured.arrays, by_path=False) for measured in drafts))
     return {ONE_CURVE: plain, PATHS: fitted(drafts), INDEPENDENT: fitted(along)}
 
 
@@ -192,15 +185,11 @@ def measure_along(target: Target, heads: DraftHead, texts: Sequence[Supervised])
         session = heads.prefill([text.tokens[:start]], {layer: part[:, :start] for layer, part in read.items()})
         for root in range(start, len(text.tokens) - heads.draft_steps):
             node_11 = torch.tensor([[text.tokens[root]]], device=device)
-            drafted = [
-                (along.draft_step(session, node_11, node_11, k), along.confidence(session, node_11, k)) for k in steps
-            ]
-            logits_KD = torch.cat([logits_11D[0] for logits_11D, _ in drafted])
-            confidences = [confidence_11.flatten() for _, confidence_11 in drafted if confidence_11 is not None]
+            logits_KD = torch.cat([along.draft_step(session, node_11, node_11, step)[0] for step in steps])
             next_K = slice(root, root + heads.draft_steps)
             truth_K = truth_T[root + 1 : root + 1 + heads.draft_steps]
             tables = sampling_tables(logits_KD.float(), truth_K, own_TD[next_K], MAX_RANK)
-            tables_of.append([part.cpu() for part in (*tables, *([torch.cat(confidences)] if confidences else []))])
+            tables_of.append([part.cpu() for part in tables])
             here = {layer: part[:, root : root + 1] for layer, part in read.items()}
             heads.commit(session, Committed.of([[text.tokens[root]]], here, device))
     return Drafts(*(torch.stack(parts) for parts in zip(*tables_of, strict=True)))

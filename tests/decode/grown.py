@@ -53,9 +53,6 @@ class PathTables:
         self.level = [(*above[parent], token) for token, parent in pairs] if depth else [()]
         return torch.stack([drafted((*self.prefix, *path)).log() for path in self.level])[None]
 
-    def confidence(self, session: Any, tokens_BW: Tensor, depth: int) -> None:
-        return None
-
 
 @dataclass
 class GrownTrees:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import headstart
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, HeadBatch
 from headstart.hub.engines.export import check_export, export_for
 from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.engines.importing import import_heads, read_checked
@@ -34,13 +34,23 @@ HELD = [(case, form) for case in BLOCKS for form in FORMS[CASES[case]["family"]]
 def ours(heads: DraftHead, target: Target) -> Tensor:
     """Draft logits after each token of a chain, and beside them how sure the heads are, where they say so."""
     states = target.prefill(target.new_cache(1, len(TEXT)), [TEXT], heads.aux_layers).aux_hidden_states
-    session, level, found = heads.prefill([TEXT], states), torch.zeros(1, 1, dtype=torch.long), []
-    for depth, token in enumerate(CHAIN[: heads.draft_steps]):
-        node = torch.tensor([[token]])
-        logits_V = heads.draft_step(session, node, level, depth)[0, 0]
-        sure = heads.confidence(session, node, depth)
-        found.append(logits_V if sure is None else torch.cat([logits_V, sure[0]]))
-    return torch.stack(found)
+    session, level = heads.prefill([TEXT], states), torch.zeros(1, 1, dtype=torch.long)
+    chain = CHAIN[: heads.draft_steps]
+    logits_KV = torch.stack(
+        [heads.draft_step(session, torch.tensor([[token]]), level, depth)[0, 0] for depth, token in enumerate(chain)]
+    )
+    sure_K = trained_to_say(heads, target)[: len(chain)]
+    return torch.cat([logits_KV, sure_K[:, None]], dim=1) if len(sure_K) else logits_KV
+
+
+def trained_to_say(heads: DraftHead, target: Target) -> Tensor:
+    """How sure the heads are of each draft of the chain, as training has it; empty where they do not say."""
+    text, origin = [*TEXT, *CHAIN, 1], len(TEXT) - 1
+    states = target.hidden_states([text], heads.aux_layers)[0]
+    supervised_BT = torch.arange(len(text))[None] > origin
+    batch = HeadBatch(torch.tensor([text]), supervised_BT, {layer: state[None] for layer, state in states.items()})
+    steps = [step for step in heads.unroll(batch) if step.confidence_M is not None]
+    return torch.cat([torch.empty(0), *(step.confidence_M[step.origin_M == origin].sigmoid() for step in steps)])
 
 
 @torch.no_grad()

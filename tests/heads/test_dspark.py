@@ -1,4 +1,4 @@
-"""DSpark: what the token before a draft adds, level by level, and what the confidence head says."""
+"""DSpark: what the token before a draft adds, level by level, and what the confidence head learns."""
 
 from __future__ import annotations
 
@@ -37,25 +37,6 @@ def test_drafts_after_a_node_depend_on_its_token_alone(target: Target) -> None:
         added_WD = heads.markov_embedding_VR[tokens] @ heads.markov_lm_head_DR.T
         alone_D = linear(session.hidden_BSE[0, depth], heads.lm_head_DE)
         torch.testing.assert_close(logits_WD, alone_D + added_WD, rtol=1e-4, atol=1e-4)
-
-
-def test_confidence_in_drafting_is_what_is_trained(target: Target) -> None:
-    heads, session = drafting("dspark-deep", target)
-    text = [*TEXT, 8, 12, 7, 30, 8, 9, 10, 11]
-    batch = batch_of(target, heads, [text], prompt=2)
-    for step, prediction in enumerate(heads.unroll(batch)):
-        before = torch.tensor([[text[len(TEXT) + step]]])
-        heads.draft_step(session, before, torch.zeros(1, 1, dtype=torch.long), step)
-        assert prediction.confidence_M is not None
-        (wanted,) = prediction.confidence_M[prediction.origin_M == len(TEXT) - 1].sigmoid()
-        found = heads.confidence(session, before, step)
-        assert found is not None and found.shape == (1, 1)
-        torch.testing.assert_close(found[0, 0], wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_heads_that_do_not_know_how_likely_a_draft_is_say_so(target: Target) -> None:
-    for name in ("dspark", "dflash", "medusa"):
-        assert build(name, target).confidence(None, torch.zeros(1, 1, dtype=torch.long), 0) is None
 
 
 def test_confidence_does_not_change_the_drafts(target: Target) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -163,25 +162,6 @@ def test_paths_that_leave_the_best_one_are_believed_less() -> None:
     for level_threshold, further in ((promised * 0.99, True), (promised * 1.01, False)):
         levels = grown(heads, [3], replace(request, level_threshold=level_threshold), LEFT)[0].levels or 0
         assert (levels > 1) == further
-
-
-def test_what_heads_say_of_a_node_counts_for_its_children() -> None:
-    class Saying(TableHead):
-        def confidence(self, session: Any, tokens_BW: Tensor, depth: int) -> Tensor:
-            assert tokens_BW.shape[1] == len(self.asked[-1][0])
-            return 1 / (2.0 + tokens_BW)
-
-    calibration = Calibration(((-20.0, 0.0),) * 3, ((0.0, 1.0),) * 3, (1.0,) * 3, trust=0.5)
-    heads = Saying()
-    (tree,) = grown(heads, [3], Request(20), calibration)
-    for path, accept_prob in zip(tree.paths, probs_of(tree)[1:], strict=True):
-        expected = 1.0
-        for depth, token in enumerate(path):
-            log_prob = float(heads.table(path[:depth]).log_softmax(-1)[token])
-            expected *= 1 + (log_prob - 0.5 * math.log(2 + (3, *path)[depth])) / 20
-        assert accept_prob == pytest.approx(expected, rel=1e-5)
-    silent, deaf = grown(TableHead(), [3], Request(20), calibration), replace(calibration, trust=0.0)
-    assert silent == grown(heads, [3], Request(20), deaf), "nothing is said, or nobody listens"
 
 
 def test_a_drawn_first_child_may_have_left_the_best_path() -> None:

@@ -94,31 +94,6 @@ def test_paths_are_told_apart_only_where_that_foretells_more() -> None:
     assert fit_calibration(ranks, log_probs, by_path=True).off_best is not None
 
 
-def saying(informed: bool) -> tuple[np.ndarray, ...]:
-    """Heads whose best draft claims about a half always, and is right as often as they say beside it, or by chance."""
-    rng = np.random.default_rng(3)
-    said = rng.uniform(0.05, 0.95, (6_000, 2))
-    right = rng.uniform(size=said.shape) < (said if informed else 0.5)
-    claimed = rng.uniform(0.49, 0.51, said.shape)
-    log_probs = np.log(np.stack([claimed, 1e-4 * claimed], axis=-1))
-    return np.where(right, 0, 2), log_probs.astype(np.float32), said.astype(np.float32)
-
-
-def test_what_heads_say_of_their_drafts_counts_where_it_is_right() -> None:
-    ranks, log_probs, said = saying(informed=True)
-    found = fit_calibration(ranks, log_probs, None, None, said)
-    assert found.trust > 0
-    for confidence in (0.2, 0.5, 0.8):
-        asked = found.scores(log_probs[:1, 0], np.array([confidence], dtype=np.float32))
-        # 40 bins of 300 drafts: three standard errors of a share are .09.
-        assert found.probs(0, asked)[0, 0] == pytest.approx(confidence, abs=0.09)
-    assert Calibration.from_knots(found.knots()) == found
-    assert found.towards(found, 0.5).trust == found.trust
-    assert fit_calibration(ranks, log_probs, None, None, said, trust=0.0).trust == 0
-    ranks, log_probs, said = saying(informed=False)
-    assert fit_calibration(ranks, log_probs, None, None, said).trust == 0
-
-
 def test_few_paths_lean_on_all_of_them() -> None:
     """Two of the paths that left, both right: far too few to believe."""
     ranks = np.array([[0, 1]] * 400 + [[1, 0]] * 2)

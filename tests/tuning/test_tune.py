@@ -30,7 +30,6 @@ from headstart.tuning.acceptance import measure_drafts, sampled_answers
 from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.stopwatch import Drafting
 from headstart.tuning.tune import Tuning, choose, path_values, tune
-from tests.heads.test_contract import batch_of, build, shake
 from tests.tiny import tiny_model
 
 
@@ -168,7 +167,6 @@ def test_sampling_accepts_what_the_target_finds_likely_after_the_true_text() -> 
     likely, sampled = drawn.likely_OKR, drawn.sampled_OKR
     assert likely is not None and sampled is not None
     assert likely.shape == drawn.log_probs_OKR.shape == (3, 3, 5) and sampled.shape == (3, 3, 4)
-    assert drawn.confidence_OK is None, "Medusa heads say nothing of it"
     torch.testing.assert_close(drawn[:2], drafts[:2])
     final = target.hidden_states([tokens], (FINAL,))[0][FINAL]
     for row, origin in enumerate((1, 2, 3)):
@@ -183,19 +181,6 @@ def test_sampling_accepts_what_the_target_finds_likely_after_the_true_text() -> 
                 q_draft_D[best[:rank]] = 0
                 shared = torch.minimum(own_D, q_draft_D / q_draft_D.sum())
                 torch.testing.assert_close(sampled[row, step, rank], shared.sum(), rtol=1e-4, atol=1e-6)
-
-
-def test_what_heads_say_of_their_drafts_is_measured_with_them() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
-    heads, text = shake(build("dspark-deep", target)), Text(list(range(3, 23)), [False] * 6 + [True] * 14)
-    for sampling in (False, True):
-        drafts = measure_drafts(target, heads, [text], max_rank=5, sampling=sampling)
-        assert drafts.confidence_OK is not None and drafts.confidence_OK.shape == drafts.ranks_OK.shape
-        said = [step.confidence_M for step in heads.unroll(batch_of(target, heads, [text.tokens], prompt=6))]
-        origins = len(drafts.ranks_OK)
-        for step, said_M in enumerate(said):
-            assert said_M is not None
-            torch.testing.assert_close(drafts.confidence_OK[:, step], said_M[:origins].sigmoid())
 
 
 def test_sampling_is_calibrated_on_sampled_answers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:

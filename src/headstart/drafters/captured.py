@@ -73,8 +73,7 @@ class DraftGraphs(Captures[Memory]):
 
         def forward() -> tuple[Tensor, Tensor]:
             logits_BWD = heads.draft_level(memory, inputs, level.sizes).float()
-            confidence_BW = heads.level_confidence(memory, inputs, level.sizes)
-            return logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D, confidence_BW)
+            return logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D)
 
         if graph is None and self.refused is None:
             graph = self.capture(memory, bucket, inputs, forward)
@@ -86,16 +85,10 @@ class DraftGraphs(Captures[Memory]):
         return logits_BWD[:count, : level.width], best[:, :count, : level.width]
 
 
-def best_drafts(
-    logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor, confidence_BW: Tensor | None = None
-) -> Tensor:
-    """What the host reads of a level, int32 [3 or 4, B, W, R], best draft first: log-probabilities, indices in the
-    draft vocabulary, tokens of the target, and the confidence of each node, if there is any. In one tensor, since each
-    read waits for the device: the bits of the floats travel among the integers."""
+def best_drafts(logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> Tensor:
+    """What the host reads of a level, int32 [3, B, W, R], best draft first: log-probabilities, indices in the draft
+    vocabulary, tokens of the target. In one tensor, since each read waits for the device: the bits of the floats travel
+    among the integers."""
     top = logits_BWD.topk(ranks, dim=-1)
     log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)
-    parts = [log_probs_BWR.view(torch.int32), top.indices.int(), draft_to_target_D[top.indices].int()]
-    if confidence_BW is not None:
-        confidence_BW1 = confidence_BW[:, : logits_BWD.shape[1], None].float()
-        parts.append(confidence_BW1.expand(*top.indices.shape).contiguous().view(torch.int32))
-    return torch.stack(parts)
+    return torch.stack([log_probs_BWR.view(torch.int32), top.indices.int(), draft_to_target_D[top.indices].int()])

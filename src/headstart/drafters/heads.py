@@ -137,8 +137,6 @@ class Levels(Protocol):
 
     def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor: ...
 
-    def confidence(self, session: Any, tokens_BW: Tensor, depth: int) -> Tensor | None: ...
-
 
 DepthLogits = Callable[[Any, Tensor, range], Tensor]
 """See `OneForwardHead.depth_logits`."""
@@ -214,18 +212,15 @@ def grow(
     def read(depths: range) -> _Table:
         """The best drafts of the next level, or of these depths."""
         level = None if graphs is None else graphs.level(session, roots.root_B, _level(rows), depths, ranks)
-        asked = calibration.trust and not shape
         if level is not None:
-            table = _Table.of(*level)
-            return table if asked else replace(table, confidence=None)
+            return _Table.of(*level)
         if depth_logits is not None:
             return _Table.read(depth_logits(session, roots.root_B, depths), ranks, heads.draft_to_target_D)
         tokens_BW, parents_BW = roots.tokens_BN, torch.zeros_like(roots.tokens_BN)
         if depths.start:
             tokens_BW, parents_BW = upload(_level(rows), roots.root_B.device).unbind()
         logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depths.start)
-        confidence_BW = heads.confidence(session, tokens_BW, depths.start) if asked else None
-        return _Table.read(logits_BWD, ranks, heads.draft_to_target_D, confidence_BW)
+        return _Table.read(logits_BWD, ranks, heads.draft_to_target_D)
 
     for depth in range(levels):
         if depth and shape is None and not _pays(rows, depth, calibration, request):
@@ -291,28 +286,23 @@ def _level(rows: Sequence[_Growing]) -> tuple[list[list[int]], list[list[int]]]:
 @dataclass
 class _Table:
     """The best drafts of some levels, on the host, [B, W, R]: log-probabilities, indices in the draft vocabulary and
-    tokens of the target; what the heads say of each node's children, [B, W], where that is asked for; and on the
-    device the logits, for drawing."""
+    tokens of the target; and on the device the logits, for drawing."""
 
     logits_BWD: Tensor
     log_probs: NDArray[Any]
     indices: NDArray[Any]
     tokens: NDArray[Any]
-    confidence: NDArray[Any] | None = None
 
     @classmethod
-    def read(
-        cls, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor, confidence_BW: Tensor | None = None
-    ) -> _Table:
+    def read(cls, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> _Table:
         logits_BWD = logits_BWD.float()
-        return cls.of(logits_BWD, best_drafts(logits_BWD, ranks, draft_to_target_D, confidence_BW))
+        return cls.of(logits_BWD, best_drafts(logits_BWD, ranks, draft_to_target_D))
 
     @classmethod
     def of(cls, logits_BWD: Tensor, best: Tensor) -> _Table:
         """From what `best_drafts` gives."""
-        log_probs, indices, tokens, *more = best.cpu().numpy()
-        confidence = more[0].view(np.float32)[..., 0] if more else None
-        return cls(logits_BWD, log_probs.view(np.float32), indices, tokens, confidence)
+        log_probs, indices, tokens = best.cpu().numpy()
+        return cls(logits_BWD, log_probs.view(np.float32), indices, tokens)
 
     @property
     def width(self) -> int:
@@ -325,9 +315,8 @@ class _Table:
         """By row and node, the candidates from the best on; of one column alone where it serves a whole level."""
         part = slice(None) if column is None else slice(column, column + 1)
         log_probs = self.log_probs[:, part]
-        confidence = None if self.confidence is None else self.confidence[:, part]
-        probs = calibration.probs(depth, calibration.scores(log_probs, confidence)).tolist()
-        drawn_probs = calibration.drawn(depth, log_probs, confidence).tolist() if draws else probs
+        probs = calibration.probs(depth, log_probs).tolist()
+        drawn_probs = calibration.drawn(depth, log_probs).tolist() if draws else probs
         q_draft = np.exp(log_probs).tolist()
         columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), probs, drawn_probs, q_draft)
         return [

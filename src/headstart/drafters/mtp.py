@@ -163,10 +163,6 @@ class MtpDrafter:
             return self._target.lm_head(hidden_B1E)
         return self._target.finish(F.linear(hidden_B1E, self._shipped.lm_head_VE))
 
-    def confidence(self, session: _Session, tokens_BW: Tensor, depth: int) -> None:
-        """See `DraftHead.confidence`: modules do not know."""
-        return None
-
     def commit(self, session: _Session, committed: Committed) -> None:
         states_BPE = committed.states[self._shipped.state_layer]
         session.queues[0] = session.queues[0].joined(states_BPE, committed.counts)

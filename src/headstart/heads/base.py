@@ -351,11 +351,6 @@ class DraftHead(nn.Module, ABC):
             them.
         """
 
-    def confidence(self, session: Any, tokens_BW: Tensor, depth: int) -> Tensor | None:
-        """How likely a draft after each node of a level is accepted, if it is drawn from the heads' distribution:
-        probabilities [B, W], asked for after `draft_step` of this depth; None for heads that do not know."""
-        return None
-
     @abstractmethod
     def commit(self, session: Any, committed: Committed) -> None:
         """Learn what was accepted: the tokens committed in this round, root first, and their states."""

@@ -26,7 +26,7 @@ tree then costs one small product for each of its nodes. In training the token b
 ([3.0], [4])
 
 A confidence head may say, from the slot and the token before, how much of the draft's distribution is the target's: the
-probability that a draft drawn from it is accepted.
+probability that a draft drawn from it is accepted. It is for serving engines; decoding here does not ask it.
 
 Shape suffixes: B rows, W nodes of a level, M origins, S slots, E hidden size, D draft vocabulary, V vocabulary, R rank.
 """
@@ -63,7 +63,7 @@ class DSparkConfig(BlockConfig):
     family: str = "dspark"
     markov_rank: int = Field(64, ge=1, description="Rank of the Markov head; its two tables have a row for each token.")
     confidence: bool = Field(
-        False, description="Train a head that says how likely a draft is accepted, beside the drafts."
+        False, description="Train a head that tells serving engines how likely a draft is accepted."
     )
 
 
@@ -92,12 +92,6 @@ class DSparkHead(SolvedBlockHead):
     def follow(self, tokens: Tensor, like: Tensor) -> Tensor:
         """What tokens say about the one after them, [..., R]."""
         return F.embedding(tokens, self.markov_embedding_VR).to(like)
-
-    def trust(self, hidden: Tensor, following: Tensor) -> Tensor:
-        """The confidence head's logits [...]."""
-        assert self.confidence_head is not None, "asked for in the settings"
-        logits: Tensor = self.confidence_head(torch.cat([hidden, following], dim=-1))[..., 0]
-        return logits
 
     def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor:
         before_M = batch.tokens_BT.flatten()[origin_M + step + 1]
@@ -143,7 +137,8 @@ class DSparkHead(SolvedBlockHead):
         following_MR = following_XR[slots.teacher_M]
         confidence_M = None
         if self.confidence_head is not None:  # which learns what drafts are worth, and does not change them
-            confidence_M = self.trust(slots.hidden_MH.detach(), following_MR.detach())
+            read_MH = torch.cat([slots.hidden_MH, following_MR], dim=-1).detach()
+            confidence_M = self.confidence_head(read_MH)[..., 0]
         return replace(
             slots,
             hidden_MH=torch.cat([slots.hidden_MH, following_MR], dim=-1),
@@ -168,13 +163,6 @@ class DSparkHead(SolvedBlockHead):
         following_BWR = self.follow(tokens_BW, logits_B1D)
         return self.finished(logits_B1D + linear(following_BWR, self.markov_lm_head_DR))
 
-    def confidence(self, session: BlockSession, tokens_BW: Tensor, depth: int) -> Tensor | None:
-        return self._confidence(session.hidden_BSE[:, depth : depth + 1], tokens_BW) if self.confidence_head else None
-
-    def _confidence(self, hidden_B1E: Tensor, tokens_BW: Tensor) -> Tensor:
-        hidden_BWE = hidden_B1E.expand(-1, tokens_BW.shape[1], -1)
-        return self.trust(hidden_BWE, self.follow(tokens_BW, hidden_BWE)).sigmoid()
-
     def level(
         self, session: BlockSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
     ) -> Level:
@@ -192,13 +180,6 @@ class DSparkHead(SolvedBlockHead):
             memory.hidden_BSE[:rows] = self.captured_block(memory, numbers_BX, seen)
             memory.logits_BSD[:rows] = linear(memory.hidden_BSE[:rows], self.lm_head_DE, self.lm_bias_D)
         return self._followed(memory.logits_BSD[:rows, depth : depth + 1], tokens_BW)
-
-    def level_confidence(self, memory: BlockMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
-        if self.confidence_head is None:
-            return None
-        depth = sizes[0]
-        tokens_BW = numbers_BX if depth else numbers_BX[:, :1]
-        return self._confidence(memory.hidden_BSE[: len(numbers_BX), depth : depth + 1], tokens_BW)
 
     def by_published_name(self) -> dict[str, Tensor]:
         tensors = super().by_published_name()

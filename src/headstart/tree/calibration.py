@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 """Knots and values, linear in between."""
 _LEAST = 1e-4
-"""Confidence below which differences say nothing."""
+"""What drafts leave of a distribution, below which differences say nothing."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,6 @@ class Calibration:
             log-probability of the draft that has this rank; None takes such a child to be that draft. This is of a
             child that is drawn from everything. Its own `sampled`, where there is one, is of children that are drawn
             from what other drafts leave, and is read at the logarithm of how much they leave.
-        trust: how much the logarithm of what heads say of a node's children (`DraftHead.confidence`) counts beside the
-            log-probability of each: the knots are of their weighted sum. 0 for heads that say nothing.
         off_best: the same after a path that has left the best one: it holds a token that is not its node's best draft.
             All that stands above is then for the other paths. None makes no difference between the two.
     """
@@ -47,13 +45,11 @@ class Calibration:
     reached: tuple[float, ...] = ()
     sampled: Calibration | None = None
     off_best: Calibration | None = None
-    trust: float = 0.0
 
     def knots(self, prefix: str = "") -> dict[str, list[list[float]]]:
         """As plain values for a JSON file, under names that begin with `prefix`."""
         curves = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.reached,)}
         values = {prefix + name: [list(part) for part in parts] for name, parts in curves.items()}
-        values |= {prefix + "trust": [[self.trust]]} if self.trust else {}
         for name, part in (("drawn_", self.sampled), ("left_", self.off_best)):
             values |= part.knots(prefix + name) if part else {}
         return values
@@ -66,13 +62,7 @@ class Calibration:
         log_probs, accepted = (tuple(map(tuple, knots[prefix + name])) for name in ("log_probs", "accepted"))
         (reached,) = knots.get(f"{prefix}reached", [[]])
         sampled, off_best = (cls.from_knots(knots, prefix + name) for name in ("drawn_", "left_"))
-        ((trust,),) = knots.get(f"{prefix}trust", [[0.0]])
-        return cls(log_probs, accepted, tuple(reached), sampled, off_best, trust)
-
-    def trusting(self, trust: float) -> Calibration:
-        """With another `trust`."""
-        sampled, off_best = (part and part.trusting(trust) for part in (self.sampled, self.off_best))
-        return replace(self, sampled=sampled, off_best=off_best, trust=trust)
+        return cls(log_probs, accepted, tuple(reached), sampled, off_best)
 
     def curve(self, depth: int) -> Curve:
         """Knots and shares of a depth."""
@@ -97,7 +87,6 @@ class Calibration:
         >>> near.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5).accepted
         ((0.0, 0.125, 0.65),)
         """
-        assert self.trust == other.trust, "else their knots are of different numbers"
         curves = [between(depth, self, other, share) for depth in range(min(len(self.log_probs), len(other.log_probs)))]
         reached = tuple((1 - share) * a + share * b for a, b in zip(self.reached, other.reached, strict=False))
         sampled = off_best = None
@@ -107,20 +96,7 @@ class Calibration:
         if self.off_best or other.off_best:
             off_best = (self.off_best or self).towards(other.off_best or other, share)
         log_probs, accepted = (tuple(part[index] for part in curves) for index in (0, 1))
-        return Calibration(log_probs, accepted, reached, sampled, off_best, self.trust)
-
-    def scores(
-        self, log_probs_XR: NDArray[np.float32], confidence_X: NDArray[np.float32] | None
-    ) -> NDArray[np.float32]:
-        """What the knots are of, for drafts [..., R] of nodes [...] with what heads say of these, if they do.
-
-        >>> Calibration(trust=0.5).scores(np.zeros((1, 2), np.float32), np.exp([-3.0], dtype=np.float32)).tolist()
-        [[-1.5, -1.5]]
-        """
-        if confidence_X is None or not self.trust:
-            return log_probs_XR
-        log_confidence_X: NDArray[np.float32] = np.log(np.maximum(confidence_X, _LEAST))
-        return log_probs_XR + np.float32(self.trust) * log_confidence_X[..., None]
+        return Calibration(log_probs, accepted, reached, sampled, off_best)
 
     def probs(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
         """Probability of acceptance of drafts at a depth (from 0); the drafts' own where nothing was measured.
@@ -132,9 +108,7 @@ class Calibration:
             return np.exp(log_probs.astype(np.float64))
         return np.interp(log_probs, self.log_probs[depth], self.accepted[depth])
 
-    def drawn(
-        self, depth: int, log_probs_XR: NDArray[np.float32], confidence_X: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float64]:
+    def drawn(self, depth: int, log_probs_XR: NDArray[np.float32]) -> NDArray[np.float64]:
         """Probability of acceptance of a child that is drawn in place of each draft of a node, the best draft first.
 
         >>> below = Calibration(((-2.0, 0.0),), ((0.0, 0.5),))
@@ -142,13 +116,11 @@ class Calibration:
         >>> whole.drawn(0, np.log(np.array([np.exp(-1), 0.1], dtype=np.float32))).round(3).tolist()
         [0.4, 0.385]
         """
-        scores_XR = self.scores(log_probs_XR, confidence_X)
         if self.sampled is None:
-            return self.probs(depth, scores_XR)
-        probs_XR = self.sampled.probs(depth, scores_XR)
+            return self.probs(depth, log_probs_XR)
+        probs_XR = self.sampled.probs(depth, log_probs_XR)
         if self.sampled.sampled is not None:
-            rest_XR = self.scores(rest(log_probs_XR), confidence_X)
-            probs_XR[..., 1:] = self.sampled.sampled.probs(depth, rest_XR[..., 1:])
+            probs_XR[..., 1:] = self.sampled.sampled.probs(depth, rest(log_probs_XR)[..., 1:])
         return probs_XR
 
 

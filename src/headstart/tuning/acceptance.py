@@ -66,15 +66,12 @@ class Drafts(NamedTuple):
         likely_OKR: the target's own probabilities of these drafts; None for greedy decoding.
         sampled_OKR: how likely a child sampled instead of each of the first drafts, beside those above it, is to be
             accepted: the mass that the target's distribution shares with the one it is drawn from. R may be smaller.
-        confidence_OK: what the heads say of each step's drafts, see `DraftHead.confidence`; None where they say
-            nothing.
     """
 
     ranks_OK: Tensor
     log_probs_OKR: Tensor
     likely_OKR: Tensor | None = None
     sampled_OKR: Tensor | None = None
-    confidence_OK: Tensor | None = None
 
     @property
     def arrays(self) -> tuple[Any, ...]:
@@ -119,10 +116,7 @@ def measure_drafts(
             parts: tuple[Tensor, ...] = (_rank(logits_MD, truth_M, max_rank), _best(logits_MD, max_rank)[0])
             if p_target_TD is not None:
                 parts = sampling_tables(logits_MD, truth_M, p_target_TD[step.teacher_M], max_rank)
-            table = dict(zip(Drafts._fields, parts, strict=False))
-            if step.confidence_M is not None:
-                table["confidence_OK"] = step.confidence_M.float().sigmoid()
-            tables.append({name: part.cpu() for name, part in table.items()})
+            tables.append({name: part.cpu() for name, part in zip(Drafts._fields, parts, strict=False)})
             indices.append({origin: index for index, origin in enumerate(step.origin_M.tolist())})
         if len(tables) < heads.draft_steps:  # too short: families may end before a step that has no origin
             continue

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import product
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,8 +21,6 @@ _TRIED = 3
 """Drafts of a node that count as its best: what a tree usually verifies of them."""
 _CERTAIN = 1e-4
 """Nearest that a probability comes to 0 or 1 when curves are judged."""
-_TRUSTS = (0.0, 0.25, 0.5, 1.0, 1.5)
-"""Values of `Calibration.trust` that are tried."""
 _WORTH = 0.998
 """What curves must leave of the surprise of simpler ones: several are tried, and chance makes one of them a little
 better."""
@@ -36,47 +33,32 @@ def fit_calibration(
     log_probs_OKR: NDArray[np.float32],
     likely_OKR: NDArray[np.float32] | None = None,
     sampled_OKR: NDArray[np.float32] | None = None,
-    confidence_OK: NDArray[np.float32] | None = None,
     *,
     by_path: bool | None = None,
-    trust: float | None = None,
 ) -> Calibration:
     """Isotonic regression of acceptance on log-probability at each depth, over drafts whose path so far was drafted.
 
     Paths that have left the best one are origins at which the true token of an earlier step was drafted, but not first.
-    They give curves of their own, and the heads' confidence counts, where that foretells acceptance better: each half
-    of the origins judges the curves of the other half, and both must agree. Where origins of a kind are few, those of
-    all paths count as well.
+    They give curves of their own where that foretells acceptance better: each half of the origins judges the curves of
+    the other half, and both must agree. Where origins of a kind are few, those of all paths count as well.
 
-    The tables are those of `Drafts`. `by_path` and `trust` (see `Calibration`) decide both themselves, where given.
+    The tables are those of `Drafts`. `by_path` decides itself, where given.
     """
-    tables = _Tables(ranks_OK, log_probs_OKR, rest(log_probs_OKR), likely_OKR, sampled_OKR)
-    trusts = (0.0,) if confidence_OK is None else _TRUSTS if trust is None else (trust,)
-    candidates = list(product(trusts, (False, True) if by_path is None else (by_path,)))  # the simplest first
-    surprises = [tables.trusting(each, confidence_OK).judged(apart) for each, apart in candidates]
-    better = [
-        number
-        for number, halves in enumerate(surprises)
-        if all(half < _WORTH * simple for half, simple in zip(halves, surprises[0], strict=True))
-    ]
-    chosen, apart = candidates[min(better, key=lambda number: sum(surprises[number]), default=0)]
-    return tables.trusting(chosen, confidence_OK).fit(apart).trusting(chosen)
+    tables = _Tables(ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR)
+    if by_path is None:
+        pairs = zip(tables.judged(by_path=True), tables.judged(by_path=False), strict=True)
+        by_path = all(apart < _WORTH * together for apart, together in pairs)
+    return tables.fit(by_path)
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """See `fit_calibration`; what `rest` says of the drafts stands beside them."""
+    """See `fit_calibration`."""
 
     ranks_OK: NDArray[np.int64]
     log_probs_OKR: NDArray[np.float32]
-    rest_OKR: NDArray[np.float32]
     likely_OKR: NDArray[np.float32] | None
     sampled_OKR: NDArray[np.float32] | None
-
-    def trusting(self, trust: float, confidence_OK: NDArray[np.float32] | None) -> _Tables:
-        """With `Calibration.scores` in place of log-probabilities."""
-        scores = partial(Calibration(trust=trust).scores, confidence_X=confidence_OK)
-        return replace(self, log_probs_OKR=scores(self.log_probs_OKR), rest_OKR=scores(self.rest_OKR))
 
     def judged(self, by_path: bool) -> tuple[float, float]:
         """How much each half surprises the curves of the other half."""
@@ -85,9 +67,8 @@ class _Tables:
         return second.surprise(first.fit(by_path)), first.surprise(second.fit(by_path))
 
     def of(self, origins: slice) -> _Tables:
-        """Those of some origins."""
         optional = (None if part is None else part[origins] for part in (self.likely_OKR, self.sampled_OKR))
-        return _Tables(self.ranks_OK[origins], self.log_probs_OKR[origins], self.rest_OKR[origins], *optional)
+        return _Tables(self.ranks_OK[origins], self.log_probs_OKR[origins], *optional)
 
     @cached_property
     def paths(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -142,7 +123,7 @@ class _Tables:
                 drawn_OR = self.sampled_OKR[counts_O, depth]
                 last = min(_TRIED, drawn_OR.shape[1]) - 1
                 best_OR = np.concatenate([right_OR[:, :last], drawn_OR[:, last, None]], axis=1)
-            rest_OR = self.rest_OKR[counts_O, depth, : drawn_OR.shape[1]]
+            rest_OR = rest(log_probs_OR)[:, : drawn_OR.shape[1]]
             drawn.append(_isotonic(log_probs_OR[:, 0], drawn_OR[:, 0]))
             drawn_below.append(_isotonic(rest_OR[:, 1:].ravel(), drawn_OR[:, 1:].ravel()))
             reached.append(float(best_OR.sum(1).mean()) if len(right_OR) else 0.0)

@@ -199,7 +199,7 @@ def tune(
     calibration = fit_calibration(*drafts.arrays)
     texts = sampled_answers(target, conversations, heads.draft_steps + 2, console)
     drawn = measure_drafts(target, heads, texts, max_rank, console, sampling=True)
-    sampled = fit_calibration(*drawn.arrays, trust=calibration.trust)
+    sampled = fit_calibration(*drawn.arrays)
     return Tuning(
         paths=tuple(TreeShape.from_paths(paths).paths),
         widths=costs.widths,

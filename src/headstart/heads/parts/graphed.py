@@ -72,7 +72,3 @@ class GraphedHead(DraftHead):
     def draft_level(self, memory: Any, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """What the graph holds: logits [B, W, D] of a level, of as many rows as there are numbers. It neither waits for
         the device nor sends it anything, writes over nothing that it reads, and gives the same when it runs again."""
-
-    def level_confidence(self, memory: Any, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
-        """The same of `confidence`, [B, W], after `draft_level`."""
-        return None
