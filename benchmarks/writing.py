@@ -30,7 +30,7 @@ from tables import table
 
 from headstart.data.conversations.answers import Answers
 from headstart.data.prompts.chat import prompt_tokens
-from headstart.data.prompts.reading import LeftOut
+from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.seed_prompts import TOPICS, seed_prompt_list
 from headstart.data.prompts.shapes import Prompt
 from headstart.eval.environment import environment

@@ -15,8 +15,8 @@ from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import identity
 from headstart.data.conversations.records import read_conversations
 from headstart.data.prompts.chat import prompt_tokens
+from headstart.data.prompts.loading import CHAT
 from headstart.data.prompts.questions import Question, read_questions
-from headstart.data.prompts.reading import CHAT
 from headstart.errors import UserError
 from headstart.eval.evaluate import evaluate
 from headstart.eval.options import EvalOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from headstart.data.prompts.reading import Prompts, load_prompts
+from headstart.data.prompts.loading import Prompts, load_prompts
 from headstart.recipes.sections import DataSection
 
 

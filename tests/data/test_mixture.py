@@ -12,7 +12,7 @@ from rich.console import Console
 
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import begun_at, identity, pinned
-from headstart.data.prompts.reading import Prompts, in_turns, load_prompts
+from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
 from headstart.data.prompts.sources import Origin
 from headstart.errors import UserError
 from headstart.pipeline.data_stages import conversations

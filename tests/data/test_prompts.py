@@ -12,8 +12,8 @@ import datasets
 import huggingface_hub
 import pytest
 
+from headstart.data.prompts.loading import PLAIN, deduplicate
 from headstart.data.prompts.questions import Question, read_questions
-from headstart.data.prompts.reading import PLAIN, deduplicate
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.prompts.sources import Origin, find_origin
 from headstart.errors import UserError

@@ -25,7 +25,7 @@ from headstart.decode.memory import by_halves, reserve
 from headstart.decode.options import DecodeOptions, Processor, check_kinds, random_seed
 from headstart.decode.reading import Reading
 from headstart.decode.sampling import argmax, check_processors, check_sampling, not_before, warp
-from headstart.decode.verify import RULES, SamplingVerifier, follow
+from headstart.decode.verify import RULES, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
@@ -394,7 +394,7 @@ class Verifier:
         if choice_BN.device.type == "cpu":
             paths, next_tokens = walk(batch.trees, choice_BN.tolist())
             return decided(batch, paths, next_tokens, out.aux_hidden_states, out.logits_BTV)
-        return follow(batch, out, choice_BN)
+        return decided_on_device(batch, out, choice_BN)
 
     def reorder(self, rows: Sequence[int]) -> None:
         """Keep only these rows."""

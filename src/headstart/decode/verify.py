@@ -1,10 +1,11 @@
 """Verification when sampling, and where processors must see the text: from drafted trees and the target's logits to the
-tokens that are drawn. `follow`, the walk down trees on a device, serves greedy verification too.
+tokens that are drawn. `decided_on_device`, the walk down trees on a device, serves greedy verification too.
 
 On a CPU, and where processors must see the text, it goes down the trees, all rows together, one depth after the other:
 the target's distribution is computed only at the nodes that rows come to. Elsewhere launches cost more than numbers:
 the token that would follow is drawn at every node at once, and then followed down the trees as in greedy verification
-(`follow`); the host waits for the device once, for what came out. Greedy verification is `Verifier` in `loop.py`.
+(`decided_on_device`); the host waits for the device once, for what came out. Greedy verification is `Verifier` in
+`loop.py`.
 
 Sampling is lossless when what it emits, continued by the target alone, is distributed as the target's own text,
 whatever was drafted. `tests/reference.py` has the same rule for one node, plainly; the tests prove it by enumeration
@@ -89,8 +90,8 @@ class SamplingVerifier:
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
         """Decide one round for every row, see `Verifier.accept`."""
         if out.logits_BTV.device.type == "cpu" or self._prefixes is not None:
-            return self._walk(batch, out)
-        committed, roots = follow(batch, out, self._everywhere(batch, out.logits_BTV))
+            return self._accept_by_node(batch, out)
+        committed, roots = decided_on_device(batch, out, self._everywhere(batch, out.logits_BTV))
         self._emitted([[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)])
         return committed, roots
 
@@ -119,7 +120,7 @@ class SamplingVerifier:
         ]
         return torch.cat(chosen).view(rows, nodes)
 
-    def _walk(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
+    def _accept_by_node(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
         """`accept` by going down the trees; rows that have ended are left out."""
         device, (rows, _, vocab) = out.logits_BTV.device, out.logits_BTV.shape
         depths = batch.depth + 1
@@ -267,7 +268,7 @@ class _Drawn:
         return q_draft_MD.new_zeros(len(index_M), self._vocab).index_copy_(1, draft_to_target_D, q_draft_MD)
 
 
-def follow(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
+def decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
     """As `walk` and `decided` in `loop.py` and `tree.py`, in operations on the device: what is committed where these
     tokens come after the nodes. The host waits once, for what was decided."""
     parents_BN = batch.parents_BN.expand_as(choice_BN)

@@ -10,7 +10,7 @@ from typing import Any
 
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.chat import Unfit, prompt_tokens, with_tools
-from headstart.data.prompts.reading import load_prompts
+from headstart.data.prompts.loading import load_prompts
 from headstart.data.prompts.shapes import Prompt
 from headstart.recipes.sections import DataSection
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.chat import Message, Unfit, added_tokens, prompt_tokens, render, with_tools
-from headstart.data.prompts.reading import REFUSED, LeftOut
+from headstart.data.prompts.loading import REFUSED, LeftOut
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.kept import RowStates, TurnCaches

@@ -24,8 +24,8 @@ from headstart.data.conversations.part_writer import SPLITS, PartWriter
 from headstart.data.conversations.parts import CLOCKS, Part, TimeBudget
 from headstart.data.conversations.planning import GivenPrompts, PartPlan, answered_until
 from headstart.data.conversations.records import Conversation, write_conversations
+from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.overlap import normalise
-from headstart.data.prompts.reading import LeftOut
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection
 from headstart.support.terminal import progress_bar, tell

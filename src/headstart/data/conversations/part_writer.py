@@ -9,8 +9,8 @@ from typing import Any
 from headstart.data.conversations.answers import Answers, KeepsStates
 from headstart.data.conversations.workers import Workers
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
+from headstart.data.prompts.loading import LeftOut, deduplicate
 from headstart.data.prompts.overlap import Excluded
-from headstart.data.prompts.reading import LeftOut, deduplicate
 from headstart.data.prompts.self_prompts import write_prompts
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from headstart.data.conversations.jobs import Job
 from headstart.data.conversations.part_writer import PartWriter
 from headstart.data.conversations.parts import Part, TimeBudget
-from headstart.data.prompts.reading import LeftOut, load_prompts
+from headstart.data.prompts.loading import LeftOut, load_prompts
 from headstart.data.prompts.shapes import Prompt
 
 

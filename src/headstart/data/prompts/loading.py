@@ -77,18 +77,18 @@ def load_prompts(
     """
     sources = data.sources
     rule = _Rule(tokenizer, data)
-    readings = [_Reading(source, seed, whole, rule) for source in sources]
-    several = len(readings) > 1
+    of_sources = [_SourcePrompts(source, seed, whole, rule) for source in sources]
+    several = len(of_sources) > 1
     prompts: list[Prompt] = []
-    for number, prompt in in_turns(list(map(iter, readings)), [source.weight for source in sources]):
+    for number, prompt in in_turns(list(map(iter, of_sources)), [source.weight for source in sources]):
         # Files of the same name give the same ids.
         prompts.append(replace(prompt, id=f"{number + 1}-{prompt.id}") if several else prompt)
         if len(prompts) == limit:
             break
     left_out = LeftOut()
-    for reading in readings:
-        left_out.add_all(reading.left_out)
-    used_up = [reading.where for reading in readings if several and reading.used_up]
+    for of_source in of_sources:
+        left_out.add_all(of_source.left_out)
+    used_up = [of_source.where for of_source in of_sources if several and of_source.used_up]
     return Prompts(prompts, left_out, used_up)
 
 
@@ -150,7 +150,7 @@ class _Rule:
         return prompt
 
 
-class _Reading:
+class _SourcePrompts:
     """The usable prompts of a source, in their order; `where` names it for people."""
 
     def __init__(self, source: PromptSource, seed: int | None, whole: bool, rule: _Rule) -> None:
