@@ -11,9 +11,9 @@ from pydantic import ValidationError
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.shapes import Unusable, parse_prompt
 from headstart.decode.costs import Conditions, Costs
+from headstart.decode.kept_text import KeptText
 from headstart.decode.loop import Drafter, Engine, Generation, check, check_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
-from headstart.decode.reading import Reading
 from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, parts_of
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError, check_text, nearest
@@ -126,13 +126,12 @@ class Decoder:
             )
         return self._answers(prompts, options)
 
-    def stream(self, prompt: Prompt, reading: Reading | None = None, **options: Unpack[DecodeKeywords]) -> Stream:
+    def stream(self, prompt: Prompt, kept_text: KeptText | None = None, **options: Unpack[DecodeKeywords]) -> Stream:
         """Answer one prompt, piece by piece; errors are those of `generate`.
 
         Args:
             prompt: see `generate`.
-            reading: of the conversation so far, which is then not read again; an empty one begins, and each answer adds
-                to it.
+            kept_text: the conversation so far, not read again; an empty one begins, and each answer adds to it.
             **options: see `DecodeOptions`.
 
         Returns:
@@ -147,7 +146,7 @@ class Decoder:
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
         return Stream(
             lambda on_tokens, check: self._answer(
-                engine.generate(tokens, asked, on_tokens, check, reading)[0], asked, engine
+                engine.generate(tokens, asked, on_tokens, check, kept_text)[0], asked, engine
             ),
             pieces,
         )

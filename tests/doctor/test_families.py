@@ -10,9 +10,9 @@ import pytest
 
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
+from headstart.decode.kept_text import common_beginning
 from headstart.decode.loop import Engine
 from headstart.decode.options import DecodeOptions
-from headstart.decode.reading import common_beginning
 from headstart.doctor.examination import examine
 from headstart.doctor.findings import Finding
 from headstart.doctor.subject import Subject

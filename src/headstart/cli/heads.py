@@ -151,9 +151,9 @@ def chat(
     decoder = load_decoder(heads, loading, options)
     console = Console(stderr=not sys.stdin.isatty())  # in a pipe, stdout holds the answers alone
     tell(console, f"{decoder.target.name}. {_CHAT_HELP}", style="dim")
-    from headstart.decode.reading import Reading
+    from headstart.decode.kept_text import KeptText
 
-    reading = Reading()
+    kept_text = KeptText()
     opening = [{"role": "system", "content": system}] if system else []
     messages, shows_drafts = list(opening), False
     while text := _from_stdin(partial(ask, console)):
@@ -169,7 +169,7 @@ def chat(
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
-            answer = _pour(decoder.stream(asked, reading, **_keywords(options)), shows_drafts)
+            answer = _pour(decoder.stream(asked, kept_text, **_keywords(options)), shows_drafts)
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new begins anew.")
             continue

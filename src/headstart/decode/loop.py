@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from headstart.decode.budget import Budget, Costs
+from headstart.decode.kept_text import KeptText
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import by_halves, reserve
 from headstart.decode.options import DecodeOptions, Processor, check_kinds, random_seed
-from headstart.decode.reading import Reading
 from headstart.decode.sampling import argmax, check_processors, check_sampling, not_before, warp
 from headstart.decode.verify import RULES, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
@@ -161,7 +161,7 @@ class _Call:
     started: float
     texts: list[Generation]
     check: Check | None
-    reading: Reading | None
+    kept_text: KeptText | None
 
 
 class Engine:
@@ -190,9 +190,9 @@ class Engine:
         options: DecodeOptions,
         on_tokens: OnTokens | None = None,
         check_on: Check | None = None,
-        reading: Reading | None = None,
+        kept_text: KeptText | None = None,
     ) -> list[Generation]:
-        """Decode a batch of tokenised prompts of any lengths; a single one may go on from a `reading` of its beginning.
+        """Decode a batch of tokenised prompts of any lengths; a single one goes on from what is kept of its beginning.
         Rows that memory does not hold together are decoded one half after the other; each keeps its number and seed.
 
         Raises:
@@ -204,7 +204,7 @@ class Engine:
         first = random_seed() if options.seed is None else options.seed
         options = replace(options, seed=first)
         texts = [Generation(seed=None if options.greedy else first + row) for row in range(len(prompts))]
-        call = _Call(prompts, options, on_tokens, started, texts, check_on, reading)
+        call = _Call(prompts, options, on_tokens, started, texts, check_on, kept_text)
         if len(prompts) > 1:  # none is decoded where one can never be
             reserve(self.target, [max(prompts, key=len)], options.max_new_tokens, 1)
         try:
@@ -279,11 +279,11 @@ class Engine:
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
         if call.check is not None:
             cache.watch(call.check)
-        if call.reading is None:
+        if call.kept_text is None:
             out = target.prefill(cache, prompts, self._aux_layers(sessions))
         else:
             (prompt,) = prompts
-            out = call.reading.prefill(target, cache, prompt, self._aux_layers(range(len(self.drafters))))
+            out = call.kept_text.prefill(target, cache, prompt, self._aux_layers(range(len(self.drafters))))
         roots = TreeBatch.roots(verifier.first(out.logits_BTV[:, 0]), target.device)
         for number in list(sessions):
             session = ask(number, self.drafters[number].prefill, prompts, out.aux_hidden_states)
@@ -320,13 +320,13 @@ class Engine:
                     batch = TreeBatch.of(trees, target.device)
             drafted = perf_counter()
             # The next answer may draft again.
-            drafting = sessions if call.reading is None else range(len(self.drafters))
+            drafting = sessions if call.kept_text is None else range(len(self.drafters))
             out = target.forward_tree(cache, batch, self._aux_layers(drafting))
             committed, roots = verifier.accept(batch, out)
             verified = perf_counter()
             cache.commit(committed.paths, committed.paths_BP, committed.counts_B)
-            if call.reading is not None:
-                call.reading.add(committed)
+            if call.kept_text is not None:
+                call.kept_text.add(committed)
             tell("commit", committed)
             ended = perf_counter()
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
@@ -340,8 +340,8 @@ class Engine:
             ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))
             for row, tree, tokens in zip(rows, batch.trees, emitted, strict=True):
                 texts[row].rounds.append(Round(tree.size, len(tokens), *ms, tree.depth, paused, tree.likeliest))
-        if call.reading is not None:
-            call.reading.keep(cache)
+        if call.kept_text is not None:
+            call.kept_text.keep(cache)
         return True
 
     def _aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:

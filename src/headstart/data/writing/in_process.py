@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from headstart.data.writing.writer import CANDIDATES, Continuation
+from headstart.decode.kept_text import common_beginning
 from headstart.decode.memory import by_halves
 from headstart.decode.options import SamplingOptions
-from headstart.decode.reading import common_beginning
 from headstart.decode.sampling import argmax, warp
 from headstart.errors import UserError, out_of_memory
 from headstart.support.rng import draw_at

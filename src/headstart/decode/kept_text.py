@@ -22,7 +22,7 @@ _SHARE = 0.2
 """Of free memory, what the keys, values and states of a conversation may take between its turns."""
 
 
-class Reading:
+class KeptText:
     """What a target has read of one conversation; `Engine.generate` goes on from there, and adds what it reads.
 
     A text that begins otherwise is read from where it differs, or anew where the cache cannot go back.
