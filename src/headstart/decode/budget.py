@@ -167,7 +167,6 @@ class Budget:
             self._plan()
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
         self._left = [self._left[row] for row in rows]
         self._row_tokens_per_round = [self._row_tokens_per_round[row] for row in rows]
         self._set_rows(len(rows))

@@ -120,7 +120,6 @@ class Conditions:
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file, those of usual decoding left out."""
         usual = {field.name: field.default for field in fields(self)}
         return {name: value for name, value in asdict(self).items() if value != usual[name]}
 

@@ -81,12 +81,10 @@ class Prefixes:
         self._ids_1C: list[Tensor] = []  # of each row, garbage after its length
 
     def extend(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Add these tokens to the rows."""
         for new, added in zip(self._new, tokens, strict=True):
             new.extend(added)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
         self._new, self._lengths = [self._new[row] for row in rows], [self._lengths[row] for row in rows]
         self._processors = [self._processors[row] for row in rows]
         self._ids_1C = [self._ids_1C[row] for row in rows] if self._ids_1C else []

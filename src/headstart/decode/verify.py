@@ -161,7 +161,6 @@ class SamplingVerifier:
         return decided(batch, accepted, [row[-1] for row in emitted], out.aux_hidden_states, out.logits_BTV)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows."""
         if self._prefixes is not None:
             self._prefixes.reorder(rows)
         self._numbers = [self._numbers[row] for row in rows]

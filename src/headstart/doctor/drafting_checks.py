@@ -111,7 +111,6 @@ def weights(subject: Subject) -> Finding:
 
 
 def untrained(config: HeadConfig, vocabulary_D: Tensor, target: Target) -> DraftHead:
-    """Heads as training begins with them."""
     with torch.random.fork_rng(devices=[]):
         heads = family(config.family)(config).to(target.device)
         heads.set_draft_vocabulary(vocabulary_D)
@@ -272,7 +271,6 @@ def acceptance(subject: Subject) -> Finding:
 
 
 def prompts_before(items: Sequence[Conversation]) -> list[list[int]]:
-    """Conversations up to their first answers."""
     return [item.tokens[: item.supervised.index(True)] for item in items]
 
 

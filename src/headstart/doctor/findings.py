@@ -37,7 +37,6 @@ class Finding:
 
 
 def good(sentence: str, **figures: Any) -> Finding:
-    """All is well."""
     return Finding(True, sentence, "", figures)
 
 
@@ -47,7 +46,6 @@ def bad(sentence: str, remedy: str, **figures: Any) -> Finding:
 
 
 def unknown(sentence: str, **figures: Any) -> Finding:
-    """Neither can be said."""
     return Finding(None, sentence, "", figures)
 
 

@@ -71,7 +71,6 @@ class Subject:
 
     @cached_property
     def conversations(self) -> dict[str, list[Conversation]]:
-        """The run's conversations by split."""
         files = {split: self.run / CONVERSATIONS / f"{split}.jsonl" for split in SPLITS} if self.run else {}
         if not files or not all(file.is_file() for file in files.values()):
             raise Absent("there are no conversations of a run here")

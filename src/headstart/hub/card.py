@@ -80,7 +80,6 @@ def add_engine_figures(folder: Path) -> None:
 
 
 def is_engine_folder(folder: Path) -> bool:
-    """Whether `export` wrote a folder for engines."""
     card = folder / "README.md"
     return card.is_file() and ENGINE_MARK in card.read_text(encoding="utf-8", errors="replace")
 
@@ -216,7 +215,6 @@ def _interval(ratio: Mapping[str, float | None]) -> str:
 
 
 def environment() -> Environment:
-    """Templates of this room."""
     environment = Environment(  # Markdown, not HTML: nothing to escape but the bars of its tables
         loader=PackageLoader("headstart.hub"),
         autoescape=False,

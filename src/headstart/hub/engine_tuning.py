@@ -77,7 +77,6 @@ class EngineTuning:
 
     @property
     def best(self) -> DraftsRow:
-        """The number of drafts with the highest expected speed-up."""
         return max(self.rows, key=lambda row: row.expected)
 
     @property

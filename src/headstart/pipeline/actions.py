@@ -110,7 +110,6 @@ def tokenizer_for(file: Path, target: str | None, trust_remote_code: bool) -> An
 
 
 def describe_tuning(tuning: Tuning) -> str:
-    """What came of tuning, as a phrase."""
     predicted = tuning.predicted
     if tuning.shape.size == 1:
         return "no tree pays on this machine: decoding stays plain"

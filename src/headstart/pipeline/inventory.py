@@ -109,7 +109,6 @@ def _artifacts_of(run: Path) -> list[Path]:
 
 
 def show_runs(states: Sequence[RunState], console: Console) -> None:
-    """Print the runs as a table."""
     table = Table(box=None)
     for name in ("run", "state", "heads"):
         table.add_column(name)

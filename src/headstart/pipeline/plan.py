@@ -79,7 +79,6 @@ class Plan:
     how: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
         return {**asdict(self), "facts": dict(self.facts)}
 
 
@@ -283,7 +282,6 @@ def _facts(planned: Planned, plan: Plan) -> list[tuple[str, str]]:
 
 
 def show_plan(run: Run, plan: Plan) -> None:
-    """Print a plan."""
     console = run.console
     facts = Table(title=f"Plan of {run.recipe.name}", title_justify="left", show_header=False, box=None)
     for what, much in plan.facts:
@@ -310,5 +308,4 @@ def show_plan(run: Run, plan: Plan) -> None:
 
 
 def _resident() -> int:
-    """Bytes that this process holds."""
     return int(psutil.Process().memory_info().rss)

@@ -167,7 +167,6 @@ class Run:
         refer(self.folder, stage, artifact, link)
 
     def record_file(self, stage: str) -> Path:
-        """Where the record of a stage is kept."""
         return self.folder / "stages" / f"{stage}.json"
 
     def record(self, stage: str) -> Record | None:
@@ -403,7 +402,6 @@ def conditions(run: Run) -> dict[str, Any]:
 
 
 def before(run: Run, stage: str) -> str:
-    """Identity of a stage that is finished."""
     record = run.whole_record(stage)
     assert record is not None, f"{stage} is finished"
     return record.identity

@@ -108,7 +108,6 @@ class Planned:
 
     @property
     def states(self) -> int:
-        """Bytes of hidden states on disk."""
         return min(self.wanted_states, int(1e9 * self.recipe.data.cache_gigabytes))
 
     @property
@@ -156,7 +155,6 @@ def expecting_conversations(planned: Planned) -> Planned:
 
 
 def _writing(planned: Planned, count: float) -> float:
-    """Seconds of writing so many conversations."""
     data, lengths = planned.recipe.data, planned.lengths
     steps = data.max_new_tokens * lengths.turns + (_PROMPT_STEPS if data.prompts == "self" else 0)
     return planned.speeds.forwards(count / data.batch_size * steps, count * lengths.tokens) / planned.at_once
@@ -229,7 +227,6 @@ def training(planned: Planned) -> tuple[float, float]:
 
 
 def checkpoint_bytes(planned: Planned) -> int:
-    """Weights and the optimisers' moments."""
     return 4 * planned.weights + optimizer_bytes(planned.heads, planned.recipe.train)
 
 

@@ -22,7 +22,6 @@ FILES = "vllm-states"
 
 
 def refuse_online(run: Run) -> None:
-    """Refuse a recipe that stores no states."""
     if run.recipe.data.online:
         raise UserError(
             "The recipe lets training compute the hidden states (data.states=online): there are none to take over.",

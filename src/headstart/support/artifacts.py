@@ -70,7 +70,6 @@ def artifact(run_folder: Path, kind: str, slug: str, identity: Mapping[str, Any]
 
 
 def root_of(run_folder: Path) -> Path:
-    """Where the artifacts of a run lie."""
     path = run_folder.resolve()
     if path.name == FOLDER:
         raise UserError(f"A run cannot be called {FOLDER!r}: that folder holds what runs share.", "Choose another.")

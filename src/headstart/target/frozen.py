@@ -151,7 +151,6 @@ class FrozenModel:
 
     @property
     def dtype_name(self) -> str:
-        """Its dtype as it is typed, such as "bfloat16"."""
         return dtype_name(self.dtype)
 
     def sketch(self) -> dict[str, Any]:

@@ -171,7 +171,6 @@ def _read(spec: str, dtype: torch.dtype, revision: str | None, access: HubAccess
 
 
 def _too_large(spec: str, error: BaseException) -> UserError:
-    """What to say of a target that memory does not hold."""
     return UserError(
         f"Memory does not hold the target {spec!r}: {(str(error).splitlines() or ['no reason'])[0]}",
         "Load it in bfloat16, in int8 or int4 (quantization), on the device cpu, or on all GPUs (the device all).",

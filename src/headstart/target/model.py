@@ -154,7 +154,6 @@ class Target(FrozenModel):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values that one token of one row takes."""
         return sum(self.kv_bytes_by_device.values())
 
     @property

@@ -91,14 +91,12 @@ class Joint:
         self.weights = nn.ParameterList(self._trained())
 
     def release(self) -> None:
-        """Take the adapter out again."""
         if self._adapted is not None:
             self._adapted.unload()
             self._adapted = None
             vars(self._target.model).pop("peft_config", None)
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Of the adapter."""
         lr = self._section.lr * self.settings.lr_ratio
         return torch.optim.AdamW(self._trained(), lr=lr, betas=self._section.betas, weight_decay=0.0)
 
@@ -147,8 +145,6 @@ class Joint:
         return adapted
 
     def save(self, folder: Path, drift: Drift) -> None:
-        """Write the adapter beside heads, with how far it has drifted."""
-
         def write(partial: Path) -> None:
             self._adapted.save_pretrained(partial)
             (partial / "README.md").unlink(missing_ok=True)  # peft's, with nothing filled in

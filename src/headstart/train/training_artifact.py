@@ -47,7 +47,6 @@ def training(
 
 
 def finished(folder: Path) -> bool:
-    """Whether the training in an artifact's folder is over."""
     return (folder / RESULT).is_file()
 
 

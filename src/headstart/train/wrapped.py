@@ -97,7 +97,6 @@ class LowRank(nn.Module):
 
     @property
     def trainable_parameters(self) -> int:
-        """Number of parameters that training changes."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def learning_rows(self) -> dict[str, list[slice]]:

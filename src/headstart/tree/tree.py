@@ -143,7 +143,6 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest node."""
         return max(self.depths)
 
     @property

@@ -154,16 +154,13 @@ class Tuning:
 
     @property
     def shape(self) -> TreeShape:
-        """The chosen tree."""
         return TreeShape.from_paths(self.paths)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Tuning:
-        """The inverse of `to_json`."""
         return TypeAdapter(cls).validate_python(values)
 
 

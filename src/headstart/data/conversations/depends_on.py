@@ -56,7 +56,6 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_some(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What only some conversations depend on."""
     known: dict[str, Any] = {} if settings["prompts"] == "self" else {"tools": True}  # prompts with tools are taken
     if not has_template(target.tokenizer):
         known["prefix_tokens"] = settings["prefix_tokens"]
@@ -68,7 +67,6 @@ def _of_some(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mixture(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What each of several sources holds, and its share."""
     total = sum(source["weight"] for source in settings["prompts"])
     identities = []
     for source in settings["prompts"]:

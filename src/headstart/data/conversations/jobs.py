@@ -66,14 +66,12 @@ class Board:
             write_json(self.folder / name / JOB, what, indent=None)
 
     def names(self) -> list[str]:
-        """All jobs, in order."""
         return sorted(file.parent.name for file in self.folder.glob(f"*/{JOB}"))
 
     def job(self, name: str) -> dict[str, Any]:
         return dict(read_json(self.folder / name / JOB))
 
     def result(self, name: str) -> dict[str, Any] | None:
-        """What came of a job; None while it is not done."""
         return dict(read_json(self.folder / name / RESULT)) if self.is_done(name) else None
 
     def is_done(self, name: str) -> bool:
@@ -100,7 +98,6 @@ class Board:
         return None
 
     def is_free(self, name: str) -> bool:
-        """Whether a job is to be done, and nobody is doing it."""
         claim = self.claim(name)
         if claim is not None:
             claim.close()
@@ -162,7 +159,6 @@ class Taker:
         return len(ended)
 
     def wait(self) -> None:
-        """Until a job has ended here, or it is time to look what others have done."""
         if self.running:
             wait(self.running.values(), LOOK, FIRST_COMPLETED)
         else:

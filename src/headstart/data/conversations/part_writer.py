@@ -40,7 +40,6 @@ class PartWriter:
         )
 
     def workers(self, count: int) -> Workers:
-        """Threads that write parts of so many conversations in all."""
         size = self.settings.batch_size
         return Workers(self.target.device, -(-count // size), self._writer.batches(size))
 

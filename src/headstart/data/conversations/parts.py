@@ -93,7 +93,6 @@ class TimeBudget:
         return taken
 
     def note(self, seconds: float) -> None:
-        """A further part is written."""
         self._taken, self._spent = self._taken + 1, self._spent + seconds
         self._new, self._new_seconds = self._new + 1, self._new_seconds + seconds
 

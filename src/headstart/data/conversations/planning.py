@@ -43,7 +43,6 @@ class GivenPrompts:
 
     @property
     def left_out(self) -> LeftOut:
-        """Prompts that could not be used."""
         both = LeftOut()
         both.add_all(self._left_out)
         both.add_all(self.answering)
@@ -102,7 +101,6 @@ class PartPlan:
         return Job(f"{part['number']:05d}-{self._split}", self._prompts.writer.job(part, given))
 
     def still(self, job: Job, writers: int) -> bool:
-        """Whether there is still time for a part that nobody has begun."""
         return self._in_time(job.what["number"], writers)
 
     def _in_time(self, number: int, writers: int) -> bool:

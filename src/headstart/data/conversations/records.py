@@ -85,7 +85,6 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 
 def each_conversation(path: Path) -> Iterator[Conversation]:
-    """As `read_conversations`, one after the other."""
     for number, row in read_jsonl(path):
         try:
             yield Conversation.from_json(row)
@@ -98,5 +97,4 @@ def each_conversation(path: Path) -> Iterator[Conversation]:
 
 
 def write_conversations(path: Path, conversations: Sequence[Conversation]) -> None:
-    """Write one conversation a line, atomically."""
     write_jsonl(path, (conversation.to_json() for conversation in conversations))

@@ -45,7 +45,6 @@ class Workers:
         torch.set_num_threads(self._threads)
 
     def begin(self, job: Callable[[], R]) -> Future[R]:
-        """Begin a job beside this thread."""
         return self._pool.submit(job)
 
     def check(self) -> None:

@@ -102,7 +102,6 @@ def template_kwargs(tokenizer: Any) -> dict[str, Any]:
 
 
 def has_variable(tokenizer: Any, name: str) -> bool:
-    """Whether a tokenizer's chat template mentions a variable."""
     return has_template(tokenizer) and bool(re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)))
 
 

@@ -54,7 +54,6 @@ class Excluded:
 
 
 def _runs(text: str) -> Iterator[tuple[str, ...]]:
-    """Every run of `OVERLAP_WORDS` words."""
     words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
     for start in range(len(words) - OVERLAP_WORDS + 1):
         yield tuple(words[start : start + OVERLAP_WORDS])

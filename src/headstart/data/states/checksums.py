@@ -30,7 +30,6 @@ UNREADABLE = (SafetensorError, ValueError, KeyError, AttributeError, TypeError)
 
 
 def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
     return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data)
 
 

@@ -30,5 +30,4 @@ def encode(layer: int, states_SE: Tensor, states_dtype: str = AUTO) -> dict[str,
 
 
 def decode(codes_SE: Tensor, scales_S: Tensor, dtype: torch.dtype) -> Tensor:
-    """States from their codes."""
     return (codes_SE.float() * scales_S[:, None]).to(dtype)

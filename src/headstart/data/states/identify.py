@@ -63,7 +63,6 @@ def identify(
 
 
 def called(aux_layer: int) -> str:
-    """A layer, in words."""
     if aux_layer == FINAL:
         return "the final state"
     return "the embeddings" if aux_layer == 0 else f"layer {aux_layer}"

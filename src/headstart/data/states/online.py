@@ -82,5 +82,4 @@ class OnlineStates(States):
 
 
 def _tensor(numbers: array[int] | bytearray, dtype: torch.dtype) -> Tensor:
-    """The same memory as a tensor."""
     return torch.frombuffer(numbers, dtype=dtype) if numbers else torch.zeros(0, dtype=dtype)

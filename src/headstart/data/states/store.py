@@ -95,7 +95,6 @@ class States(ABC):
     def _supervised(self, index: int) -> Tensor: ...
 
     def get(self, index: int) -> Sample:
-        """One conversation with its states."""
         return self.samples([index])[0]
 
     def supervised(self) -> Iterable[Tensor]:

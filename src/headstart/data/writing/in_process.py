@@ -148,7 +148,6 @@ class _Batch:
     # -- reading what is there ---------------------------------------------------------------------------------------
 
     def _read(self) -> Tensor:
-        """Read all rows; logits [B, V] after them."""
         if self._go_on():
             groups = [(index, index + 1) for index in range(len(self._alive))]  # each from a length of its own
         else:
