@@ -31,7 +31,7 @@ from transformers.cache_utils import Cache
 from headstart.target.attention import Running, Scores, attend, causal_attention, run, running
 from headstart.target.prepacked import MAX_ROWS, can_pack, drop
 from headstart.target.products import Matrix, Merged, is_matrix
-from headstart.target.tape import NotRecordable, call, clean, record, share
+from headstart.target.tape import NotRecordable, call, clean, record
 
 PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 """Weights that are what they say; others are packed, or spread over processes."""
@@ -144,7 +144,6 @@ class Captured:
         tape = record(code, ("tokens_1M", "positions_1M", "mask"), inputs, _COUNTS)
         self._known = list(_places(decoder, tape.constants))
         clean(tape.graph)
-        share(tape.graph)
         if packs:
             self.products = merge_products(tape.graph)
             drop(weight for product in self.products for weight in product.weights)

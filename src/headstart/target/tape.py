@@ -310,22 +310,6 @@ def clean(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def share(graph: fx.Graph) -> None:
-    """Run what is the same once: calls of one function with equal arguments. Nothing is shared where operators write
-    into tensors."""
-    if any(node.meta.get("writes") for node in graph.nodes):
-        return
-    known: dict[Any, fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        key = (id(node.target), repr((node.args, node.kwargs)))  # nodes have names of their own
-        same = known.setdefault(key, node)
-        if same is not node:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-
-
 def _compile(graph: fx.Graph) -> Callable[..., Any]:
     """Python source with a line for each operator, which lets tensors go after their last use."""
     names: dict[fx.Node, str] = {}
