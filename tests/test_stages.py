@@ -189,7 +189,7 @@ def test_a_stage_whose_artifact_is_gone_or_another_works_again(tmp_path: Path, f
 
     def work(run: Run) -> Outcome:
         with held(made):
-            run.refer("second", made)
+            refer(run.folder, "second", made)
         return factory.b(run)
 
     stages = [factory.stages()[0], replace(factory.stages()[1], work=work)]

@@ -32,7 +32,7 @@ from headstart.pipeline.run import (
     content,
     flat,
 )
-from headstart.support.artifacts import Artifact, artifact, forget, held, read_note, referred
+from headstart.support.artifacts import Artifact, artifact, forget, held, read_note, refer, referred
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.lock import Busy
 from headstart.support.terminal import progress_bar, tell
@@ -166,13 +166,13 @@ def _conversations(run: Run) -> Outcome:
         states = states_artifact(run)
         try:
             with held(states, wait=False):
-                run.refer("states", states)
+                refer(run.folder, "states", states)
         except Busy:
             # Another run computes states there, for hours perhaps: shards are added whole, by whoever has them.
-            run.refer("states", states)
+            refer(run.folder, "states", states)
         capture = Capture(states.folder, target, aux_layers(run), data.states_dtype)
     with held(made, run.console) as path:
-        run.refer("conversations", made)
+        refer(run.folder, "conversations", made)
         fixed = pinned(data, made.identity)
         splits = build_conversations(
             target, fixed, folder, run.console, shared=path, max_tokens=maximum, capture=capture
@@ -251,7 +251,7 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     target, stores, shared = run.target, dict[str, "StateStore"](), states_artifact(run)
     budget = int(run.recipe.data.cache_gigabytes * 1e9)
     with held(shared, run.console) as shards:
-        run.refer("states", shared)
+        refer(run.folder, "states", shared)
         for split in reversed(_SPLITS):
             with progress_bar(run.console, f"hidden states ({split})", unit="tokens") as bar:
                 stores[split] = build_store(

@@ -33,7 +33,7 @@ from headstart.pipeline.run import (
     where,
 )
 from headstart.recipes.sections import FREE_TO_CHANGE
-from headstart.support.artifacts import artifact, held
+from headstart.support.artifacts import artifact, held, refer
 from headstart.support.files import read_json, write_json
 from headstart.support.terminal import program
 from headstart.target.frozen import FrozenModel
@@ -67,7 +67,7 @@ def _train(run: Run) -> Outcome:
             if is_main() and not finished(made.folder):  # before the shorter one is referred to no more
                 go_on_from_shorter(made, count_processes(), partial(run.console.print, highlight=False, soft_wrap=True))
             if is_main():
-                run.refer("train", made, TRAIN)
+                refer(run.folder, "train", made, TRAIN)
         if not tell_all(finished(made.folder)):
             train(run.recipe, target, *stores, made.folder, run.console)
     with together():
@@ -128,7 +128,7 @@ def _tune(run: Run) -> Outcome:
     }
     made = artifact(run.folder, "tuning", run.recipe.heads.family, identity)
     with held(made, run.console):
-        run.refer("tune", made, TUNE)
+        refer(run.folder, "tune", made, TUNE)
         if "tune" in run.again or not file.is_file():
             texts = conversations(run, "validation")
             tuning = tune(target, trained_heads(run, target), texts, section, console=run.console)

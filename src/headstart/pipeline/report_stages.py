@@ -39,7 +39,7 @@ from headstart.pipeline.run import (
     where,
 )
 from headstart.recipes.sections import DataSection
-from headstart.support.artifacts import Artifact, artifact, give, held
+from headstart.support.artifacts import Artifact, artifact, give, held, refer
 from headstart.support.files import read_json, refuse_others, write_atomic, write_json
 from headstart.support.lock import locked
 from headstart.support.terminal import tell
@@ -62,7 +62,7 @@ def _export_settings(run: Run) -> dict[str, Any]:
 def _export(run: Run) -> Outcome:
     made = _exported(run)
     with held(made, run.console) as folder:
-        run.refer("export", made)
+        refer(run.folder, "export", made)
         if not (folder / HEADS).is_dir():
             tuning = read_json(run.folder / TUNE / "tuning.json")
             heads = trained_heads(run, run.decoded)
@@ -179,7 +179,7 @@ def _eval(run: Run) -> Outcome:
     }
     made = artifact(run.folder, "reports", run.recipe.heads.family, identity)
     with held(made, run.console) as folder, held(exported, run.console):
-        run.refer("eval", made)
+        refer(run.folder, "eval", made)
         if not (folder / REPORT / "results.json").is_file():
             chosen = section.model_dump(include={"limit", "max_new_tokens", "temperature", "compare"})
             options, training = EvalOptions(**chosen, heads_name=run.recipe.name), _training_facts(run)

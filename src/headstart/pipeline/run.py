@@ -25,7 +25,7 @@ from rich.markup import escape
 from headstart.errors import UserError, out_of_memory
 from headstart.recipes.recipe import Recipe, recipe_text
 from headstart.recipes.sections import Section
-from headstart.support.artifacts import Artifact, refer, references, referred
+from headstart.support.artifacts import references, referred
 from headstart.support.files import file_hash, read_json, write_json, write_text
 from headstart.support.lock import locked
 from headstart.support.provenance import note_provenance
@@ -161,10 +161,6 @@ class Run:
         except UserError:  # the stage of the states finds it broken, and writes it again
             return None
         return teacher if teacher.whole_identity == record.identity else None
-
-    def refer(self, stage: str, artifact: Artifact, link: str | None = None) -> None:
-        """See `headstart.support.artifacts.refer`."""
-        refer(self.folder, stage, artifact, link)
 
     def record_file(self, stage: str) -> Path:
         return self.folder / "stages" / f"{stage}.json"

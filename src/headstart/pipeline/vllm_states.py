@@ -13,7 +13,7 @@ from headstart.data.states.vllm_servers import take_from_servers
 from headstart.errors import UserError
 from headstart.pipeline.data_stages import aux_layers, conversations, states_artifact
 from headstart.pipeline.run import Run
-from headstart.support.artifacts import held
+from headstart.support.artifacts import held, refer
 from headstart.support.terminal import progress_bar
 from headstart.target.loading import loadable_folder
 
@@ -63,7 +63,7 @@ def import_states(run: Run, source: str) -> Import:
         wanted += texts
     shared = states_artifact(run)
     with held(shared, run.console) as shards:
-        run.refer("states", shared)
+        refer(run.folder, "states", shared)
         work = Import(shards, target, wanted, layers, states_dtype=states_dtype)
         if work.waiting and "://" in source:
             urls = [url.strip() for url in source.split(",") if url.strip()]

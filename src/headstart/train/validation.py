@@ -52,13 +52,12 @@ class Validation:
         """Plain numbers, rounded to what is worth reading."""
         return {
             "tau": round(self.tau, 4),
-            **{name: _rounded(shares) for name, shares in {**self.accuracy, "chain": self.chain}.items()},
+            **{
+                name: [round(share, 4) for share in shares]
+                for name, shares in {**self.accuracy, "chain": self.chain}.items()
+            },
             "predictions": self.predictions,
         }
-
-
-def _rounded(shares: Sequence[float]) -> list[float]:
-    return [round(share, 4) for share in shares]
 
 
 @torch.no_grad()

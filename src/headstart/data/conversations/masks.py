@@ -39,11 +39,14 @@ def encode(
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     tokens: list[int] = list(encoded["input_ids"])
     starts, stops = _places(encoded["offset_mapping"])
-    ends = _special_ids(tokenizer)
+    added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    ends = {*tokenizer.all_special_ids, *added}
     supervised = [False] * len(tokens)
     for index, message in enumerate(messages):
         if message["role"] == "tool":
-            _check_result(messages, index, tokenizer)
+            before, after = (render(messages[:stop], tokenizer, answer=False) for stop in (index, index + 1))
+            if before == after:
+                raise _not_rendered("results of tools")
         if message["role"] != "assistant":
             continue
         span = _answer_span(messages, index, whole, tokenizer)
@@ -134,11 +137,6 @@ def _after_calls(answer: Message, rendered: str, text_stop: int) -> int:
     return stop
 
 
-def _check_result(messages: Sequence[Message], index: int, tokenizer: Any) -> None:
-    if render(messages[: index + 1], tokenizer, answer=False) == render(messages[:index], tokenizer, answer=False):
-        raise _not_rendered("results of tools")
-
-
 def _not_rendered(what: str) -> Unfit:
     return Unfit(
         f"The chat template does not render {what}.",
@@ -164,8 +162,3 @@ def _places(offsets: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
         reached = max(reached, stop)
         stops.append(reached)
     return starts, stops
-
-
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset([*tokenizer.all_special_ids, *added])
