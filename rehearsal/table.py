@@ -75,6 +75,7 @@ SUBSTITUTIONS = (
 _PLANS = "tests/test_plan.py::test_the_page_on_scaling_says_what_plans_say"
 _MODULES = "tests/test_cli_heads.py::test_a_target_with_modules_of_its_own_needs_no_heads"
 _DIFF = "tests/eval/test_diff.py::test_the_exit_code_says_whether_it_fell"
+_NATIVE = "tests/engines/test_into_checkpoint.py::test_the_command_says_what_serves_the_copy"
 TESTED = {
     "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.server=": _PLANS,
     "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.conversations=": _PLANS,
@@ -85,6 +86,7 @@ TESTED = {
     "headstart report diff before after another": "tests/eval/test_diff.py::test_the_page_has_all_reports",
     "headstart eval runs/quickstart --suite mt-bench": "tests/data/test_suites.py::test_a_copy_is_asked_turn_by_turn",
     ".venv/bin/headstart chat zai-org/GLM-4.5-Air": _MODULES,
+    "headstart export runs/native --format checkpoint": _NATIVE,
     "model.generate(**inputs": "tests/test_generation.py::test_a_folder_of_heads",
     "headstart push HEADS user/name": "tests/hub/test_hub.py::test_pushed_heads_come_back_and_decode",
     "headstart push served user/name": "tests/engines/test_sharing.py::test_two_formats_in_one_repository",
@@ -97,6 +99,7 @@ NOT_RUN = {
     "make quickstart PYTHON=python3.12": "as `make quickstart`, with another interpreter",
     "make test": "the tests themselves; `.ci/run` runs them",
     "python -m sglang.launch_server": "SGLang needs a GPU, and the page says that it was not run",
+    "vllm serve served": "needs a target that ships a module, and the page says that it was not run",
     "pip install 'headstart[gguf]'": "installs from an index; `make rehearsal` installs the same extra",
     "python -m vllm.entrypoints.openai.api_server --model TARGET": "what the rehearsal's `vllm` is, where vLLM is real",
     "convert_hf_to_gguf.py served": "a script of llama.cpp for DFlash and DSpark heads, and `served` holds EAGLE-3's",

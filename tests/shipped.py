@@ -53,6 +53,7 @@ QWEN3_5: dict[str, Any] = {
 }  # fmt: skip
 KINDS = ("deepseek", "deepseek-two", "glm", "qwen3_next", "qwen3_5", "mimo")
 """Arrangements; `deepseek-two` has two modules."""
+ONE_MODULE = tuple(kind for kind in KINDS if kind != "deepseek-two")
 
 
 @dataclass

@@ -23,7 +23,11 @@ def export(
     heads: Annotated[str | None, HEADS] = None,
     format: Annotated[
         list[str] | None,
-        names(f"headstart (our own), {FORMATS}; gguf may be combined with one other format.", "headstart"),
+        names(
+            f"headstart (our own), {FORMATS}, checkpoint (a copy of the target's, with its own module trained); gguf "
+            "may be combined with one other format.",
+            "headstart",
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write this folder.")] = None,
     dtype: Annotated[
@@ -66,14 +70,25 @@ def export(
     teacher = _of_run(Path(heads).expanduser(), console)
     folder = locate(heads)
     formats = listed(format) or ("headstart",)
-    if "headstart" in formats:
+    if alone := next((name for name in formats if name in ("headstart", "checkpoint")), None):
         if len(formats) > 1:
             raise UserError(
-                "Our own format has a config.json of its own, which engines cannot read.",
-                "Write it into another folder than those for engines.",
+                f"The format {alone} has a config.json of its own, which goes with no other format.",
+                "Write it into another folder.",
             )
         if dtype is not None:
-            raise UserError("Our own format keeps the dtype that the heads have.", "Leave --dtype out.")
+            kept = "the heads have" if alone == "headstart" else "each tensor of the checkpoint has"
+            raise UserError(f"The format {alone} keeps the dtype that {kept}.", "Leave --dtype out.")
+    if alone == "checkpoint":
+        from headstart.hub.engines.into_checkpoint import export_checkpoint
+
+        with console.status("exporting"):
+            copy = export_checkpoint(folder, out, target, trust_remote_code)
+        changed = f"{len(copy.changed)} of the target's tensors are the heads'" if copy.changed else "nothing differs"
+        tell(console, f"{out} is a copy of the target's checkpoint: {changed}.")
+        say(console, ("Checkpoint", out), *((f"Serve with {name}", words) for name, words in copy.commands.items()))
+        return
+    if alone == "headstart":
         from headstart.pipeline.actions import copy_heads
 
         copy_heads(folder, out)

@@ -264,6 +264,18 @@ class DraftHead(nn.Module, ABC):
             **{name: getattr(self.config, name) for name in SHARED if hasattr(self.config, name)},
         )
 
+    def in_checkpoint(self) -> dict[str, Tensor]:
+        """What training changed of the target's own checkpoint, by its names there; see `publish` for others.
+
+        Raises:
+            UserError: the heads are no part of one.
+        """
+        raise UserError(
+            f"The target's checkpoint has no place for {self.family} heads of our own.",
+            "Train the module that the target ships (heads.family=mtp heads.init=native), or export these heads for an "
+            "engine.",
+        )
+
     @classmethod
     def settings_of(cls, published: Published) -> dict[str, Any]:
         """Settings of heads that hold what was published."""

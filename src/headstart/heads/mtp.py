@@ -1,5 +1,5 @@
 """Multi-token prediction: a module that reads a state and the embedding of the token after it (DeepSeek-V3, arXiv
-2412.19437). These are trained here; `drafters/mtp.py` drafts with the modules that a target brings along.
+2412.19437). These are trained here; `drafters/mtp.py` drafts with the modules that a target brings along as they are.
 
 The module norms the embedding of the next token and the state of this one, joins them by a linear map (`eh_proj`), runs
 a decoder layer and norms what comes out, which the target's own frozen LM head reads. It takes all draft steps, as
@@ -9,20 +9,39 @@ On tokens a b c d e (positions 0-4), the draft from the state after `b`:
     step 0   state(b), emb(c) -> d               sees the entries of a, b
     step 1   own output of step 0, emb(d) -> e   sees the entries of a, b, and its own of step 0
 
-Shape suffixes: E hidden size, M predictions.
+With `heads.init=native` the module is the one that the target ships, in the target's own kind of layer. Trained, it
+goes back into a copy of the checkpoint (`headstart export --format checkpoint`).
+
+Shape suffixes: B rows, W entries, E hidden size, M predictions, D draft vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
+from headstart.errors import UserError
 from headstart.heads.base import register
+from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, norm_scale, normed
+from headstart.heads.parts.native_module import (
+    Attend,
+    NativeModule,
+    NativeRotary,
+    NativeSettings,
+    native_fields,
+    other_weights,
+    state_layer,
+)
+from headstart.heads.parts.recurrent import UnrolledText
+from headstart.heads.parts.text_attention import attend, causal_attention
+from headstart.recipes.sections import FromTarget
 from headstart.target.frozen import FrozenModel
 
 
@@ -30,6 +49,32 @@ class MtpConfig(FinalStateConfig):
     """Settings of MTP heads."""
 
     family: str = "mtp"
+    init: Literal["target", "random", "native"] = Field(
+        "target",
+        description="Start from the target's last layer and a linear guess, from random numbers, or with the "
+        "multi-token-prediction module that the target ships (native), which keeps its own kind of layer.",
+    )
+    native: Annotated[NativeSettings | None, FromTarget(settable=False)] = Field(
+        None, description="With init=native, what the target's module is like."
+    )
+
+    @property
+    def start_layers(self) -> int:
+        return 0 if self.init == "native" else super().start_layers
+
+    @classmethod
+    def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
+        values = super().of_target(target, settings)
+        return values | native_fields(target) if settings.get("init") == "native" else values
+
+    def check(self) -> None:
+        super().check()
+        if self.init == "native" and self.draft_vocab_size:
+            raise UserError(
+                "The module that a target ships drafts from the whole vocabulary, and heads.draft_vocab_size is "
+                f"{self.draft_vocab_size}.",
+                "Set heads.draft_vocab_size=0.",
+            )
 
 
 class MtpModule(DraftLayer):
@@ -46,36 +91,138 @@ class MtpModule(DraftLayer):
 
 @register
 class MtpHead(FinalStateHead):
-    """One module; embeddings and LM head are the target's."""
+    """One module; embeddings and LM head are the target's, or those that it ships for its module."""
 
     family: ClassVar[str] = "mtp"
     Config: ClassVar[type[LayerConfig]] = MtpConfig
     config: MtpConfig
 
     def __init__(self, config: MtpConfig) -> None:
-        super().__init__(config, MtpModule(config))
+        if config.native is None:
+            super().__init__(config, MtpModule(config))
+        else:
+            super().__init__(config, cast(DraftLayer, NativeModule(config.native)))
+            self._rotary = NativeRotary(config, config.native)
 
     @property
     def module(self) -> MtpModule:
         return cast(MtpModule, self.stack[0])
 
     @property
+    def native(self) -> NativeModule | None:
+        """The target's own module, where that is trained."""
+        module: nn.Module = self.layers[0]
+        return module if isinstance(module, NativeModule) else None
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return (state_layer(self.config.native),)
+
+    @property
     def joining_map(self) -> Linear:
         return self.module.eh_proj
+
+    def select_states(self, states: dict[int, Tensor]) -> Tensor:
+        return states[state_layer(self.config.native)]
 
     def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         return torch.cat([normed(self.module.enorm, embedded), normed(self.module.hnorm, feedback)], dim=-1)
 
+    def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        if self.native is None:
+            return super().layer_input(feedback, embedded)
+        stream = self.native.joined(feedback, embedded)
+        return stream, stream
+
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = normed(self.module.norm, stream)
+        hidden = normed(self.module.norm, stream) if self.native is None else self.native.norm(stream)
         return hidden, hidden
 
     def stream_for(self, final_ME: Tensor) -> Tensor:
         return final_ME / self.module.norm.weight.float()
 
+    def bind(self, target: FrozenModel) -> None:
+        super().bind(target)
+        if self.native is None:
+            return
+        lm_head_VE, embedding_VE = other_weights(target)
+        if lm_head_VE is not None:
+            self._frozen_DE = lm_head_VE.to(self._frozen_DE)
+        if embedding_VE is not None:
+            self._embedding_VE = embedding_VE
+
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
+        if self.native is not None:
+            self.bind(target)
+            self.native.load(target)
+            return
         super().warm_start(target)
         if self.config.init == "target":
             norm = self.module.norm
             norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), norm.weight))
+
+    # -- the target's own kind of layer, which computes queries, keys and values itself ----------------------------
+
+    def over_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        if self.native is None:
+            return super().over_text(text, tokens, rotary)
+        first = not text.kv
+
+        def attend_text(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            if first:
+                return causal_attention(queries, keys, values, text.starts_BT)
+            return attend(queries, *text.kv[0], text.sight, [*text.chains[0], (keys, values)])
+
+        stream, keys, values = self.light(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
+        (text.kv if first else text.chains[0]).append((keys, values))
+        return text.of_origins(stream) if first else stream
+
+    def _through(
+        self,
+        feedback_BWE: Tensor,
+        tokens_BW: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        put: Callable[[int, Tensor, Tensor], None],
+        mix: Callable[[int, Tensor, Tensor | None], Tensor],
+        last_B: Tensor | None,
+    ) -> Tensor:
+        if self.native is None:
+            return super()._through(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
+
+        def attend_kept(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            put(0, keys, values)
+            return mix(0, queries, None)
+
+        stream_BWE, _, _ = self._run_native(feedback_BWE, tokens_BW, rotary, attend_kept)
+        if last_B is None:
+            return stream_BWE
+        return stream_BWE[torch.arange(len(last_B), device=last_B.device), last_B][:, None]
+
+    def _run_native(
+        self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The stream after the target's own module, with the keys and values of these entries."""
+        assert self.native is not None, "the module is the target's"
+        joined, _ = self.layer_input(feedback, self.embedded(tokens, feedback))
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def keep(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            kept.append((keys, values))
+            return attend(queries, keys, values)
+
+        stream = self.native.run(joined, rotary, keep)
+        return stream, *kept[0]
+
+    # -- exchange ------------------------------------------------------------------------------------------------
+
+    def publish(self) -> Published:
+        if self.native is None:
+            return super().publish()
+        raise UserError(
+            "Engines read the module that a target ships from the target's own checkpoint.",
+            "Write a copy of it with the trained module: headstart export HEADS --format checkpoint --out FOLDER",
+        )
+
+    def in_checkpoint(self) -> dict[str, Tensor]:
+        return super().in_checkpoint() if self.native is None else self.native.by_checkpoint_name()

@@ -32,7 +32,7 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     A file replaces a file and a folder replaces a folder, with everything in it. When `write` raises, or the disk is
     full, `path` is left as it was and no file beside it. A file is replaced in one step; between the two steps of a
     folder `path` does not exist. Files have the mode of any new file here, also where a library has written them for
-    their owner alone.
+    their owner alone; hard links to files that lie elsewhere as well are left as they are.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + PARTIAL)
@@ -40,7 +40,7 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     try:
         write(partial)
         for file in [partial, *partial.rglob("*")]:
-            if file.is_file():
+            if file.is_file() and file.stat().st_nlink == 1:
                 with file.open("rb+") as handle:
                     os.fsync(handle.fileno())
                 if file.stat().st_mode & 0o777 == _OWNER_ALONE:

@@ -31,6 +31,7 @@ from transformers.utils import cached_file
 from headstart.errors import UserError
 from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
 from headstart.target.loading import loadable_folder, silent, tensor_files
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
@@ -44,6 +45,7 @@ class Arrangement:
     """How a checkpoint names the parts of its modules.
 
     Attributes:
+        name: that heads note.
         found_by: matches the joining map's name; its group is the module's number, if any.
         parts: of the norm of the embedding, of that of the state, the joining map and the last norm.
         layer: where the decoder layer lies below a module's own names.
@@ -52,6 +54,7 @@ class Arrangement:
         final: whether the state is the one after the target's final norm.
     """
 
+    name: str
     found_by: str
     parts: tuple[str, str, str, str]
     layer: str = ""
@@ -61,14 +64,20 @@ class Arrangement:
 
 
 ARRANGEMENTS = (
-    Arrangement(r"^(?:.*\.)?layers\.(\d+)\.eh_proj\.weight$", ("enorm", "hnorm", "eh_proj", "shared_head.norm")),
     Arrangement(
+        "deepseek",
+        r"^(?:.*\.)?layers\.(\d+)\.eh_proj\.weight$",
+        ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+    ),
+    Arrangement(
+        "qwen",
         r"^(?:.*\.)?mtp\.fc\.weight$",
         ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"),
         "layers.{number}.",
         once=True,
     ),
     Arrangement(
+        "mimo",
         r"^(?:.*\.)?mtp_layers\.(\d+)\.input_proj\.weight$",
         ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
         state_first=True,
@@ -151,80 +160,151 @@ class Shipped:
     embedding_VE: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class ShippedFiles:
+    """Where a checkpoint keeps its modules.
+
+    Attributes:
+        target: that it is of.
+        folder: of its files, or its hub id.
+        file_of: by the names of all its tensors.
+        joins: names of the joining maps, one for each module.
+    """
+
+    target: FrozenModel
+    folder: str
+    file_of: Mapping[str, str]
+    arrangement: Arrangement
+    joins: Sequence[str]
+
+    @property
+    def state_layer(self) -> int:
+        """The layer of the target whose states the first module reads."""
+        return FINAL if self.arrangement.final else self.target.num_layers
+
+    def head(self, number: int) -> str:
+        """What the names of a module's parts begin with."""
+        return self.joins[number].removesuffix(f"{self.arrangement.parts[2]}.weight")
+
+    def below(self, number: int) -> str:
+        """What the names of its layer's tensors begin with."""
+        return self.head(number) + self.arrangement.layer.format(number=number)
+
+    def layer_config(self, number: int) -> Any:
+        """The config of a model of its layer alone."""
+        sparse = any(name.startswith(f"{self.below(number)}mlp.experts.") for name in self.file_of)
+        return _config(self.target.config, sparse)
+
+    def parts(self, number: int) -> list[Tensor]:
+        """Norm of the embedding, norm of the state, joining map and last norm."""
+        names = [f"{self.head(number)}{part}.weight" for part in self.arrangement.parts]
+        tensors = self._read(names)
+        return [tensors[name] for name in names]
+
+    def layer(self, number: int) -> dict[str, Tensor]:
+        """The tensors of its layer, by their names within it."""
+        below, others = self.below(number), (*_SHARED, *(f"{part}.weight" for part in self.arrangement.parts))
+        names = [name for name in self.file_of if name.startswith(below) and name.removeprefix(below) not in others]
+        return {name.removeprefix(below): tensor for name, tensor in self._read(names).items()}
+
+    def other_weights(self) -> list[Tensor | None]:
+        """LM head and embeddings that lie beside a module, where they are not the target's."""
+        names = [f"{self.below(number)}{name}" for number in range(len(self.joins)) for name in _SHARED]
+        shared = {
+            name.removeprefix(self.below(number)): tensor
+            for number in range(len(self.joins))
+            for name, tensor in self._read([name for name in names if name in self.file_of]).items()
+        }
+        of_target = (self.target.lm_head_weight, self.target.embedding_weight)
+        return [_if_other(shared.get(name), weight) for name, weight in zip(_SHARED, of_target, strict=True)]
+
+    def _read(self, wanted: Sequence[str]) -> dict[str, Tensor]:
+        """Tensors by name; a `UserError` where some are missing, packed, or cannot be read."""
+        if missing := sorted(set(wanted) - self.file_of.keys()):
+            raise UserError(
+                f"The checkpoint of {self.target.name} lacks {missing[0]} of its multi-token-prediction modules.",
+                "Fetch the checkpoint again, all of its files.",
+            )
+        revision = getattr(self.target.config, "_commit_hash", None)
+        tensors: dict[str, Tensor] = {}
+        for file in sorted({self.file_of[name] for name in wanted}):
+            try:
+                with safe_open(str(cached_file(self.folder, file, revision=revision)), "pt") as held:
+                    tensors |= {name: held.get_tensor(name) for name in wanted if self.file_of[name] == file}
+            except (OSError, SafetensorError) as error:
+                raise UserError(
+                    f"The file {file} of {self.target.name} cannot be read: {error}", "Fetch the checkpoint again."
+                ) from error
+        if packed := next((name for name, tensor in tensors.items() if _is_packed(name, tensor)), None):
+            raise UserError(
+                f"The multi-token-prediction modules of {self.target.name} are packed in few bits ({packed}).",
+                "Take the checkpoint in bfloat16.",
+            )
+        return tensors
+
+
+def shipped_files(target: FrozenModel) -> ShippedFiles:
+    """Where a target's checkpoint keeps its modules; a `UserError` where it has none."""
+    folder = _folder(target)
+    files = tensor_files(folder, getattr(target.config, "_commit_hash", None)) if folder else {}
+    for arrangement in ARRANGEMENTS:
+        if joins := _joins(arrangement, files, target.num_layers):
+            return ShippedFiles(target, folder, files, arrangement, joins)
+    raise UserError(
+        f"The checkpoint of {target.name} has no multi-token-prediction modules: there are no tensors "
+        f"model.layers.{target.num_layers}.eh_proj, mtp.fc or model.mtp_layers.0.input_proj. transformers leaves "
+        "them out of what it saves.",
+        "Name the checkpoint as it was published (a hub id or a folder with its safetensors files), or train MTP "
+        "heads: headstart run mtp target=...",
+    )
+
+
 def read_shipped(target: Target) -> Shipped:
     """The modules that a target's checkpoint brings along.
 
     Raises:
         UserError: no such tensors, some of them missing, packed ones, or layers that cannot take token trees.
     """
-    folder = _folder(target)
-    files = tensor_files(folder, getattr(target.config, "_commit_hash", None)) if folder else {}
-    named = ((arrangement, _joins(arrangement, files, target.num_layers)) for arrangement in ARRANGEMENTS)
-    arranged = next(((arrangement, joins) for arrangement, joins in named if joins), None)
-    if arranged is None:
-        raise UserError(
-            f"The checkpoint of {target.name} has no multi-token-prediction modules: there are no tensors "
-            f"model.layers.{target.num_layers}.eh_proj, mtp.fc or model.mtp_layers.0.input_proj. transformers leaves "
-            "them out of what it saves.",
-            "Name the checkpoint as it was published (a hub id or a folder with its safetensors files), or train MTP "
-            "heads: headstart run mtp target=...",
-        )
-    arrangement, joins = arranged
-    modules: list[ShippedModule] = []
-    shared: dict[str, Tensor] = {}
-    for number, join in enumerate(joins):
-        head = join.removesuffix(f"{arrangement.parts[2]}.weight")
-        below = head + arrangement.layer.format(number=number)
-        wanted = [name for name in files if name.startswith(below)]
-        wanted += [f"{head}{part}.weight" for part in arrangement.parts]
-        tensors = _tensors(target, folder, files, wanted)
-        if packed := next((name for name in tensors if name.endswith(("_scale_inv", "_scale", ".qweight"))), None):
-            raise UserError(
-                f"The multi-token-prediction modules of {target.name} are packed in few bits ({packed}).",
-                "Take the checkpoint in bfloat16.",
-            )
-        outer = [tensors.pop(f"{head}{part}.weight") for part in arrangement.parts]
-        inner = {name.removeprefix(below): tensor for name, tensor in tensors.items()}
-        shared |= {name: inner.pop(name) for name in _SHARED if name in inner}
-        modules.append(_module(target, inner, outer, state_first=arrangement.state_first, where=f"{below}*"))
-    of_target = (target.lm_head_weight, target.embedding_weight)
-    others = [_if_other(shared.get(name), weight) for name, weight in zip(_SHARED, of_target, strict=True)]
-    return Shipped(modules, FINAL if arrangement.final else target.num_layers, *others)
+    files = shipped_files(target)
+    modules = [_module(target, files, number) for number in range(len(files.joins))]
+    return Shipped(modules, files.state_layer, *files.other_weights())
 
 
-def _module(
-    target: Target, inner: Mapping[str, Tensor], outer: Sequence[Tensor], state_first: bool, where: str
-) -> ShippedModule:
-    sparse = any(name.startswith("mlp.experts.") for name in inner)
-    cls = type(target.model)
-    config = _config(target.config, sparse)
-    base = cls.base_model_prefix
-    tensors = {f"{base}.layers.0.{name}": tensor for name, tensor in inner.items()}
-    tensors[f"{base}.norm.weight"] = outer[3]
-    options: dict[str, Any] = {"dtype": target.dtype, "output_loading_info": True}
+def load_layer(files: ShippedFiles, number: int, cls: Any, config: Any, dtype: torch.dtype) -> Any:
+    """A model of one layer, of this class, with a module's layer and last norm; a `UserError` where it cannot be."""
+    where, base = f"{files.below(number)}*", cls.base_model_prefix
+    tensors = {f"{base}.layers.0.{name}": tensor for name, tensor in files.layer(number).items()}
+    tensors[f"{base}.norm.weight"] = files.parts(number)[3]
+    options: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
     try:
         with silent():
             model, info = cls.from_pretrained(None, config=config, state_dict=tensors, **options)
     except Exception as error:  # transformers raises many kinds; all mean the same to the user
         raise UserError(
-            f"The layer {where} of {target.name} cannot be built: {type(error).__name__}: {error}",
+            f"The layer {where} of {files.target.name} cannot be built: {type(error).__name__}: {error}",
             "Update transformers, or take another drafter.",
         ) from error
     lacking = sorted(name for name in info["missing_keys"] if ".layers." in name)
     if lacking:
         raise UserError(
-            f"The checkpoint of {target.name} lacks tensors of its layer {where}: {', '.join(lacking[:3])}.",
+            f"The checkpoint of {files.target.name} lacks tensors of its layer {where}: {', '.join(lacking[:3])}.",
             "Fetch the checkpoint again, all of its files.",
         )
-    layer = Target(model.to(target.device), None, f"{target.name} {where}", "tokens")
+    return model
+
+
+def _module(target: Target, files: ShippedFiles, number: int) -> ShippedModule:
+    parts = files.parts(number)
+    model = load_layer(files, number, type(target.model), files.layer_config(number), target.dtype)
+    layer = Target(model.to(target.device), None, f"{target.name} {files.below(number)}*", "tokens")
     norms = []
-    for weight in outer[:2]:
+    for weight in parts[:2]:
         norm = copy.deepcopy(layer.decoder.norm)
         norm.weight.copy_(weight)
         norms.append(norm)
-    join = nn.Linear(outer[2].shape[1], outer[2].shape[0], bias=False, device=target.device, dtype=target.dtype)
-    join.requires_grad_(False).weight.copy_(outer[2])
-    return ShippedModule(layer, (norms[0], norms[1]), join, state_first)
+    join = nn.Linear(parts[2].shape[1], parts[2].shape[0], bias=False, device=target.device, dtype=target.dtype)
+    join.requires_grad_(False).weight.copy_(parts[2])
+    return ShippedModule(layer, (norms[0], norms[1]), join, files.arrangement.state_first)
 
 
 def _config(known: Any, sparse: bool) -> Any:
@@ -246,10 +326,11 @@ def _config(known: Any, sparse: bool) -> Any:
     return config
 
 
-def _folder(target: Target) -> str:
+def _folder(target: FrozenModel) -> str:
     """Folder or hub id of the checkpoint; of a model that somebody else loaded, what transformers noted, if it did."""
+    spec = target.spec or str(getattr(target.config, "_name_or_path", ""))
     try:
-        return loadable_folder(target.spec or str(getattr(target.config, "_name_or_path", "")))
+        return loadable_folder(spec) if spec else ""
     except UserError:
         return ""
 
@@ -269,28 +350,12 @@ def _joins(arrangement: Arrangement, names: Mapping[str, Any], layers: int) -> l
     return joins
 
 
-def _tensors(target: Target, folder: str, files: Mapping[str, str], wanted: Sequence[str]) -> dict[str, Tensor]:
-    """Tensors of a checkpoint by name; a `UserError` where some are missing or cannot be read."""
-    if missing := sorted(set(wanted) - files.keys()):
-        raise UserError(
-            f"The checkpoint of {target.name} lacks {missing[0]} of its multi-token-prediction modules.",
-            "Fetch the checkpoint again, all of its files.",
-        )
-    revision = getattr(target.config, "_commit_hash", None)
-    tensors: dict[str, Tensor] = {}
-    for file in sorted({files[name] for name in wanted}):
-        try:
-            with safe_open(str(cached_file(folder, file, revision=revision)), "pt") as held:
-                tensors |= {name: held.get_tensor(name) for name in wanted if files[name] == file}
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"The file {file} of {target.name} cannot be read: {error}", "Fetch the checkpoint again."
-            ) from error
-    return tensors
+def _is_packed(name: str, tensor: Tensor) -> bool:
+    return name.endswith(("_scale_inv", "_scale", ".qweight")) or tensor.itemsize == 1 or not tensor.is_floating_point()
 
 
 def _if_other(shipped: Tensor | None, weight: Tensor) -> Tensor | None:
     """A module's copy of the target's weights, where it differs from them."""
-    if shipped is None or (shipped.shape == weight.shape and torch.equal(shipped.to(weight), weight)):
+    if shipped is None or weight.is_meta or (shipped.shape == weight.shape and torch.equal(shipped.to(weight), weight)):
         return None
     return shipped.to(weight)

@@ -81,7 +81,7 @@ class FinalStateHead(RecurrentHead):
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
         """Join state and embedding into the best linear guess of the next final state, by ridge regression."""
-        if self.config.init == "random":
+        if self.config.init != "target":
             return
 
         def read(batch: HeadBatch) -> tuple[Tensor, list[Tensor]]:

@@ -123,6 +123,14 @@ class Rotary:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _table(self, needed: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        longest = self._config.max_position_embeddings
+        indices = min(longest, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
+        index_1P = torch.arange(indices)[None]
+        cos, sin = self.embedding()(torch.zeros(1), index_1P)
+        return cos[0].to(device, dtype), sin[0].to(device, dtype)
+
+    def embedding(self) -> nn.Module:
+        """transformers' module for these positions."""
         config = self._config
         llama = LlamaConfig(
             hidden_size=config.num_attention_heads * config.head_dim,
@@ -131,10 +139,7 @@ class Rotary:
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=config.rope_parameters,
         )
-        indices = min(config.max_position_embeddings, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
-        index_1P = torch.arange(indices)[None]
-        cos, sin = LlamaRotaryEmbedding(llama)(torch.zeros(1), index_1P)
-        return cos[0].to(device, dtype), sin[0].to(device, dtype)
+        return LlamaRotaryEmbedding(llama)
 
 
 def angles(table: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -171,18 +171,44 @@ class RecurrentHead(GraphedHead):
         return *self.stack[0].read(attended, rotary, learning), stream
 
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
-        text: _Text | None = None
+        text: UnrolledText | None = None
         for step in range(self.draft_steps):
             origin_M = origins(batch, step)
             if not len(origin_M):
                 return
             if text is None:
-                text = _Text(self, self.project(self.select_states(batch.states)), batch, origin_M)
+                text = UnrolledText(self, self.project(self.select_states(batch.states)), batch, origin_M)
             else:
                 text.keep(origin_M)
             hidden_BAE, text.feedback_BAE = self.layer_output(text.step(step))
             feature_ME = self.feature(text.feedback_BAE[text.real_BA])
             yield self.prediction(hidden_BAE[text.real_BA], self.lm_head_DE, origin_M, step, feature_ME)
+
+    def over_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+        """The last layer's stream of every origin in the next step of training, [B, A, E], from what is fed back and
+        the tokens after that; keys and values are kept in `text`."""
+        first, index_BA = not text.kv, text.sight.index_BA
+        queries, keys, values, stream = self.light(self.enter, text.feedback_BAE, tokens, rotary, text.learning[0])
+        for number, layer in enumerate(self.stack):
+            if number:
+                queries, keys, values = self.light(layer.read, stream, rotary, text.learning[number])
+            alone = values.shape[1] - keys.shape[1]  # heads that find their own position, whose value is all they give
+            own_values, values = values[:, :alone], values[:, alone:]
+            if first:
+                text.kv.append((keys, values))
+                if number == len(self.layers) - 1:  # after the last layer only the origins matter
+                    stream = text.of_origins(stream)
+                    index_BA1 = index_BA[:, :, None]
+                    own_values = own_values.gather(2, index_BA1[:, None].expand(-1, alone, -1, own_values.shape[3]))
+                    index = index_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
+                    mixed = attend(queries.gather(3, index), keys, values, text.sight)
+                else:
+                    mixed = causal_attention(queries, keys, values, text.starts_BT)
+            else:
+                text.chains[number].append((keys, values))
+                mixed = attend(queries, *text.kv[number], text.sight, text.chains[number])
+            stream = self.light(layer.write, stream, with_own(own_values, mixed))
+        return stream
 
     # -- drafting ------------------------------------------------------------------------------------------------
 
@@ -405,7 +431,7 @@ def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool)
     return (index_BS < 0)[:, None] | (inside_BWS & ((index_BS >= 0) & (index_BS < new))[:, None])
 
 
-class _Text:
+class UnrolledText:
     """One batch while its origins are unrolled: entries of the text, and of each origin. `real_BA` says which origins
     are not padding, `feedback_BAE` what the step before feeds back; at step 0 the text's own, [B, T, E]."""
 
@@ -435,6 +461,10 @@ class _Text:
         at = row_B1[:, None], torch.arange(self.kv[0][0].shape[1], device=origin_M.device)[:, None], column_BA[:, None]
         self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
 
+    def of_origins(self, stream_BTE: Tensor) -> Tensor:
+        """The entries of the text that are origins, [B, A, E]."""
+        return stream_BTE.gather(1, self.sight.index_BA[:, :, None].expand(-1, -1, stream_BTE.shape[2]))
+
     def step(self, step: int) -> Tensor:
         """The last layer's stream of every origin, [B, A, E]."""
         heads, index_BA = self.heads, self.sight.index_BA
@@ -445,24 +475,4 @@ class _Text:
             tokens = self.tokens_BT.gather(1, (index_BA + step + 1).clamp(max=self.tokens_BT.shape[1] - 1))
             positions = (index_BA if self.sight.starts_BA is None else index_BA - self.sight.starts_BA) + step
         rotary = heads._rotary.at(positions, self.feedback_BAE.dtype, self.tokens_BT.shape[1] + step)
-        queries, keys, values, stream = heads.light(heads.enter, self.feedback_BAE, tokens, rotary, self.learning[0])
-        for number, layer in enumerate(heads.stack):
-            if number:
-                queries, keys, values = heads.light(layer.read, stream, rotary, self.learning[number])
-            alone = values.shape[1] - keys.shape[1]  # heads that find their own position, whose value is all they give
-            own_values, values = values[:, :alone], values[:, alone:]
-            if step == 0:
-                self.kv.append((keys, values))
-                if number == len(heads.layers) - 1:  # after the last layer only the origins matter
-                    index_BA1 = index_BA[:, :, None]
-                    stream = stream.gather(1, index_BA1.expand(-1, -1, stream.shape[2]))
-                    own_values = own_values.gather(2, index_BA1[:, None].expand(-1, alone, -1, own_values.shape[3]))
-                    index = index_BA[:, None, None, :, None].expand(-1, *queries.shape[1:3], -1, queries.shape[4])
-                    mixed = attend(queries.gather(3, index), keys, values, self.sight)
-                else:
-                    mixed = causal_attention(queries, keys, values, self.starts_BT)
-            else:
-                self.chains[number].append((keys, values))
-                mixed = attend(queries, *self.kv[number], self.sight, self.chains[number])
-            stream = heads.light(layer.write, stream, with_own(own_values, mixed))
-        return stream
+        return heads.over_text(self, tokens, rotary)

@@ -57,7 +57,7 @@ class Exported:
 
 def _format_named(name: str) -> Format:
     if name not in FORMATS:
-        raise UserError(f"Unknown format {name!r}.", nearest(name, ["headstart", *FORMATS]))
+        raise UserError(f"Unknown format {name!r}.", nearest(name, ["headstart", "checkpoint", *FORMATS]))
     return FORMATS[name]
 
 

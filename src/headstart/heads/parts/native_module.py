@@ -1,0 +1,221 @@
+"""The multi-token-prediction module that a target ships, as heads hold and train it.
+
+Its decoder layer is transformers' own of the target's kind (latent attention, gates, experts), so that every number of
+the checkpoint has its place. Such a layer computes queries, keys and values itself; what the queries find comes from
+`attend`, which is given with each call: over a text in training, over a tree and what is kept of the text in drafting.
+
+Shape suffixes: B rows, W entries, E hidden size, N key heads, G query heads that share a key head, d head size.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from headstart.errors import UserError
+from headstart.heads.parts.layer import LayerConfig, Rotary
+from headstart.target.fitting import FINAL
+from headstart.target.frozen import FrozenModel
+from headstart.target.shipped import ARRANGEMENTS, Arrangement, load_layer, shipped_files
+
+_ATTENTION = "headstart-heads"
+_LAYER = "layers.0."
+_OF_THE_FILES = ("_name_or_path", "architectures", "auto_map", "quantization_config", "transformers_version")
+"""Settings of a config that say nothing of the layer."""
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""What queries [B, N, G, W, d] find, of their shape, from their own keys and values [B, N, W, d] and earlier ones."""
+
+
+def _attention(
+    module: nn.Module,
+    query_BQWd: Tensor,
+    key_BNWd: Tensor,
+    value_BNWd: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    attend: Attend,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """transformers' interface over `attend`, which has one head size and its usual scale: latent attention has shorter
+    values than keys, and a scale of its own."""
+    size = max(key_BNWd.shape[-1], value_BNWd.shape[-1])
+    parts = (query_BQWd * (scaling * size**0.5), key_BNWd, value_BNWd)
+    query, key, value = (F.pad(part.to(value_BNWd.dtype), (0, size - part.shape[-1])) for part in parts)
+    mixed_BNGWd = attend(query.unflatten(1, (key.shape[1], -1)), key, value)
+    return mixed_BNGWd.flatten(1, 2)[..., : value_BNWd.shape[-1]].transpose(1, 2), None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+
+
+@dataclass(frozen=True)
+class NativeSettings:
+    """What a module is like, without its numbers; all of it is the target's.
+
+    Attributes:
+        arrangement: by name, see `ARRANGEMENTS`.
+        head: what the names of its parts begin with in the checkpoint.
+        state_layer: of the target, whose states it reads.
+        layer: config of a model of its layer alone, as transformers writes it.
+    """
+
+    arrangement: str
+    head: str
+    state_layer: int
+    layer: dict[str, Any]
+
+    @classmethod
+    def of(cls, target: FrozenModel) -> NativeSettings:
+        """Those of the target's only module; a `UserError` where it has none, or several."""
+        files = shipped_files(target)
+        if (count := len(files.joins)) > 1:
+            raise UserError(
+                f"{target.name} ships {count} multi-token-prediction modules, one for each draft, and one that takes "
+                "every draft can be trained.",
+                "Decode with all of them as they are (--drafter mtp), or leave out heads.init=native.",
+            )
+        config = files.layer_config(0)
+        # Code that a target brings along is a class that builds on one of transformers': its layer is that one's.
+        kinds = [kind for kind in type(config).__mro__ if getattr(kind, "model_type", "") in CONFIG_MAPPING]
+        known = next(kind for kind in kinds if CONFIG_MAPPING[kind.model_type] is kind)
+        settings = json.loads(config.to_json_string(use_diff=False)) | {"model_type": known.model_type}
+        layer = {name: value for name, value in settings.items() if name not in _OF_THE_FILES}
+        return cls(files.arrangement.name, files.head(0), files.state_layer, layer)
+
+    @property
+    def arranged(self) -> Arrangement:
+        return next(arrangement for arrangement in ARRANGEMENTS if arrangement.name == self.arrangement)
+
+    def config(self) -> Any:
+        return CONFIG_MAPPING[self.layer["model_type"]].from_dict(dict(self.layer))
+
+    def model(self) -> Any:
+        """A causal language model of this layer alone, with random numbers."""
+        return AutoModelForCausalLM.from_config(
+            self.config(), dtype=torch.float32, attn_implementation=_ATTENTION, experts_implementation="eager"
+        )
+
+    def rotary(self) -> nn.Module:
+        """The rotary positions of its layer."""
+        with torch.device("meta"):
+            kind = type(self.model().get_decoder().rotary_emb)
+        rotary: nn.Module = kind(self.config())
+        return rotary
+
+    def cache_shape(self) -> tuple[int, int]:
+        """Key heads, and the size of what is kept for each: the longer of a key and a value."""
+        rotary = self.rotary()(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
+        shapes: list[torch.Size] = []
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            shapes.append(key.shape)
+            return query
+
+        with torch.device("meta"):
+            module = NativeModule(self)
+            module.layer.self_attn(
+                torch.zeros(1, 1, module.norm.weight.shape[0]),
+                position_embeddings=tuple(part.to("meta") for part in rotary),
+                attention_mask=None,
+                attend=attend,
+            )
+        return shapes[0][1], shapes[0][3]
+
+
+class NativeRotary(Rotary):
+    """The rotary positions of the target's own kind of layer."""
+
+    def __init__(self, config: LayerConfig, settings: NativeSettings) -> None:
+        super().__init__(config)
+        self._settings = settings
+
+    def embedding(self) -> nn.Module:
+        return self._settings.rotary()
+
+
+class NativeModule(nn.Module):
+    """Norms of the embedding and of the state, the map that joins them, a decoder layer and the last norm."""
+
+    def __init__(self, settings: NativeSettings) -> None:
+        super().__init__()
+        self.settings = settings
+        decoder = settings.model().get_decoder()
+        size = decoder.norm.weight.shape[0]
+        self.enorm, self.hnorm, self.norm = (copy.deepcopy(decoder.norm) for _ in range(3))
+        self.eh_proj = nn.Linear(2 * size, size, bias=False)
+        self.layer = decoder.layers[0]
+
+    def learning(self) -> None:
+        """See `DraftLayer.learning`: all rows do."""
+
+    def joined(self, feedback: Tensor, embedded: Tensor) -> Tensor:
+        """What the layer reads."""
+        parts = [self.enorm(embedded), self.hnorm(feedback)]
+        joined: Tensor = self.eh_proj(torch.cat(parts[::-1] if self.settings.arranged.state_first else parts, dim=-1))
+        return joined
+
+    def run(self, joined_BWE: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        """The layer's stream, [B, W, E]."""
+        made = self.layer(joined_BWE, position_embeddings=rotary, attention_mask=None, attend=attend)
+        stream: Tensor = made[0] if isinstance(made, tuple) else made
+        return stream
+
+    @torch.no_grad()
+    def load(self, target: FrozenModel) -> None:
+        """Take the numbers of the target's checkpoint, in place."""
+        files = shipped_files(target)
+        with torch.device("meta"):
+            kind = type(self.settings.model())
+        model = load_layer(files, 0, kind, self.settings.config(), torch.float32)
+        self.layer.load_state_dict(model.get_decoder().layers[0].state_dict())
+        parts = (self.enorm, self.hnorm, self.eh_proj, self.norm)
+        for part, weight in zip(parts, files.parts(0), strict=True):
+            part.weight.copy_(weight)
+
+    def by_checkpoint_name(self) -> dict[str, Tensor]:
+        """What learns, by the names of the target's checkpoint: experts apart, where transformers stacks them."""
+        arranged = self.settings.arranged
+        parts = (self.enorm, self.hnorm, self.eh_proj, self.norm)
+        tensors = {
+            f"{self.settings.head}{name}.weight": part.weight.detach()
+            for name, part in zip(arranged.parts, parts, strict=True)
+        }
+        with torch.device("meta"):
+            model = self.settings.model()
+        before = f"{model.base_model_prefix}.{_LAYER}"
+        held = {before + name: weight.detach() for name, weight in self.layer.named_parameters()}
+        below = self.settings.head + arranged.layer.format(number=0)
+        split = revert_weight_conversion(model, held)
+        return tensors | {below + name.removeprefix(before): weight for name, weight in split.items()}
+
+
+def native_fields(target: FrozenModel) -> dict[str, Any]:
+    """Settings of heads that hold the target's module."""
+    settings = NativeSettings.of(target)
+    heads, size = settings.cache_shape()
+    return {"native": settings, "num_key_value_heads": heads, "head_dim": size}
+
+
+def other_weights(target: FrozenModel) -> tuple[Tensor | None, Tensor | None]:
+    """LM head and embeddings that the target ships for its module alone, where they are others than its own."""
+    try:
+        lm_head_VE, embedding_VE = shipped_files(target).other_weights()
+    except UserError:  # its files are elsewhere: the sizes alone are asked for, or it was made in memory
+        return None, None
+    return lm_head_VE, embedding_VE
+
+
+def state_layer(settings: NativeSettings | None) -> int:
+    """Whose states a module reads; the final one's, where it is not the target's own."""
+    return FINAL if settings is None else settings.state_layer

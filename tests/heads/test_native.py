@@ -1,0 +1,117 @@
+"""MTP heads that hold the module that a target ships: they draft as it does, keep the contract, and can be trained."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headstart.drafters.mtp import MtpDrafter
+from headstart.errors import UserError
+from headstart.heads.base import make_config
+from headstart.heads.io import load_heads, save_heads
+from headstart.heads.mtp import MtpHead
+from headstart.target.model import Target
+from headstart.tree.tree import Committed
+from tests.heads import test_contract as contract
+from tests.shipped import ONE_MODULE, WEIGHTS, ShippedTarget, reload, ship
+from tests.tiny import tiny_model
+
+TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6, 21, 44, 17]
+SETTINGS = {"family": "mtp", "init": "native", "draft_steps": 3}
+PROMISES = (contract.test_unroll_shapes_and_gradients, contract.test_drafting_equals_the_unrolled_training_forward)
+"""That depend on the kind of layer."""
+OTHERS = (
+    contract.test_a_teacher_stands_for_the_target_in_training,
+    contract.test_texts_without_an_answer_to_learn_from_predict_nothing,
+    contract.test_drafts_that_end_early_take_nothing_from_the_others,
+    contract.test_observing_in_rounds_equals_opening_afresh,
+    contract.test_rows_of_a_batch_are_independent,
+    contract.test_operations_of_a_draft_are_counted,
+)
+
+
+@pytest.fixture(scope="module", params=ONE_MODULE)
+def one(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ShippedTarget:
+    return ship(request.param, tmp_path_factory.mktemp("shipped") / request.param)
+
+
+@pytest.fixture(autouse=True)
+def case(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setitem(contract.CASES, "native", SETTINGS)
+    return "native"
+
+
+@torch.inference_mode()
+def test_untrained_heads_draft_as_the_module_that_is_shipped(one: ShippedTarget, case: str) -> None:
+    """Which is held to the published computation in tests/drafters/test_mtp.py. Two rows that accept unevenly."""
+    target, heads = one.target, contract.build(case, one.target).eval()
+    drafter = MtpDrafter(target, 3)
+    (layer,) = heads.aux_layers
+    assert drafter.aux_layers == (layer,)
+    texts, read = [TEXT, TEXT[::-1]], [2, 5]
+    known_BTE = torch.stack([states[layer] for states in target.hidden_states(texts, [layer])])
+    prompts = [text[:length] for text, length in zip(texts, read, strict=True)]
+    sessions = [drafting.prefill(prompts, {layer: known_BTE}) for drafting in (drafter, heads)]
+    here_B1 = torch.zeros(2, 1, dtype=torch.long)
+    for counts in ([3, 1], [1, 2], [2, 1]):
+        for depth in range(3):
+            tokens_B1 = torch.tensor([[text[length + depth]] for text, length in zip(texts, read, strict=True)])
+            theirs, ours = (
+                drafting.draft_step(session, tokens_B1, here_B1, depth)
+                for drafting, session in zip((drafter, heads), sessions, strict=True)
+            )
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5 * float(theirs.abs().max()))
+        accepted = [text[length : length + more] for text, length, more in zip(texts, read, counts, strict=True)]
+        parts = torch.stack([known_BTE[row, length : length + max(counts)] for row, length in enumerate(read)])
+        for drafting, session in zip((drafter, heads), sessions, strict=True):
+            drafting.commit(session, Committed.of(accepted, {layer: parts}))
+        read = [length + more for length, more in zip(read, counts, strict=True)]
+
+
+def test_every_kind_of_layer_keeps_the_contract_of_families(one: ShippedTarget, case: str) -> None:
+    for promise in PROMISES:
+        promise(case, one.target)
+
+
+@pytest.mark.parametrize("one", ["deepseek"], indirect=True)
+def test_the_contract_of_families_is_kept(one: ShippedTarget, case: str, tmp_path: Path) -> None:
+    given = {"name": case, "target": one.target, "tmp_path": tmp_path}
+    for promise in OTHERS:
+        promise(**{name: given[name] for name in inspect.signature(promise).parameters})
+
+
+@pytest.mark.parametrize("one", ["deepseek"], indirect=True)
+def test_heads_are_saved_and_bound_to_what_the_target_ships_beside_its_module(
+    one: ShippedTarget, case: str, tmp_path: Path
+) -> None:
+    """DeepSeek-V3's module has an LM head of its own in the file, which is the target's; here it is another."""
+    ship("deepseek", tmp_path / "target")
+    tensors = load_file(tmp_path / "target" / WEIGHTS)
+    other_VE = tensors["model.layers.2.shared_head.head.weight"].roll(1, 0).contiguous()
+    tensors["model.layers.2.shared_head.head.weight"] = other_VE
+    save_file(tensors, tmp_path / "target" / WEIGHTS, metadata={"format": "pt"})
+    target = reload(tmp_path / "target")
+    heads = contract.shake(contract.build(case, target))
+    save_heads(heads, tmp_path / "heads")
+    loaded = load_heads(tmp_path / "heads", target)
+    assert isinstance(loaded, MtpHead)
+    assert torch.equal(loaded.lm_head_DE, other_VE)
+    assert torch.equal(loaded.target_embeddings, target.embedding_weight)
+    batch = contract.batch_of(target, heads, [TEXT], prompt=3)
+    for ours, theirs in zip(loaded.unroll(batch), heads.unroll(batch), strict=True):
+        assert torch.equal(ours.logits_MD, theirs.logits_MD)
+
+
+@pytest.mark.parametrize("one", ["mimo"], indirect=True)
+def test_settings_and_targets_without_such_a_module_are_refused(one: ShippedTarget, tmp_path: Path) -> None:
+    for target, settings, said in (
+        (one.target, {"draft_vocab_size": 30}, r"drafts from the whole vocabulary.*heads\.draft_vocab_size=0"),
+        (Target(tiny_model("llama")), {}, r"has no multi-token-prediction modules.*as it was published"),
+        (ship("deepseek-two", tmp_path / "two").target, {}, r"ships 2 multi-token-prediction modules.*--drafter mtp"),
+    ):
+        with pytest.raises(UserError, match=said):
+            MtpHead(MtpHead.Config.model_validate(make_config({**SETTINGS, **settings}, target)))
