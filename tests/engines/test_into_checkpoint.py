@@ -120,11 +120,13 @@ def test_a_trained_module_goes_back_to_where_it_came_from(kind: str, tmp_path: P
     target = published(kind, source)
     heads = contract.build("native", target)
 
+    modes = {file: file.stat().st_mode for file in source.iterdir()}
     untrained = export_checkpoint(kept(heads, target, tmp_path / "untrained"), tmp_path / "same")
     assert untrained.changed == ()
     for file in source.iterdir():
         if file.is_file():
             assert file_hash(tmp_path / "same" / file.name) == file_hash(file), "bit for bit"
+            assert file.stat().st_mode == modes[file], "a link to a file is not the copy's to change"
     assert not (tmp_path / "same" / ".cache").exists()
 
     before = tokens_per_round(target, HeadDrafter(heads, TreeShape.chain(3)))
