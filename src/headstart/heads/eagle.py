@@ -10,7 +10,7 @@ Shape suffixes: E hidden size, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -37,6 +37,9 @@ class EagleConfig(FinalStateConfig):
     """Settings of EAGLE-1 heads."""
 
     family: str = "eagle"
+    init: Literal["target", "random"] = Field(
+        "target", description="Start from the target's last layer and a linear guess, or from random numbers."
+    )
     embedding_norm: bool = Field(
         True,
         description="Normalise the token's embedding, which is much smaller than a final state; false is EAGLE-1 as "

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -28,9 +28,7 @@ from headstart.target.frozen import FrozenModel
 class FinalStateConfig(RecurrentConfig):
     """Settings of heads that go from final state to final state."""
 
-    init: Literal["target", "random"] = Field(
-        "target", description="Start from the target's last layer and a linear guess, or from random numbers."
-    )
+    init: str = Field("target", description="What they start from; each family says what there is.")
 
 
 class FinalStateHead(RecurrentHead):

@@ -139,7 +139,8 @@ class Rotary:
             max_position_embeddings=config.max_position_embeddings,
             rope_parameters=config.rope_parameters,
         )
-        return LlamaRotaryEmbedding(llama)
+        rotary: nn.Module = LlamaRotaryEmbedding(llama)
+        return rotary
 
 
 def angles(table: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,8 @@ def _attention(
     size = max(key_BNWd.shape[-1], value_BNWd.shape[-1])
     parts = (query_BQWd * (scaling * size**0.5), key_BNWd, value_BNWd)
     query, key, value = (F.pad(part.to(value_BNWd.dtype), (0, size - part.shape[-1])) for part in parts)
-    mixed_BNGWd = attend(query.unflatten(1, (key.shape[1], -1)), key, value)
+    rows, kv_heads, width, _ = key.shape
+    mixed_BNGWd = attend(query.view(rows, kv_heads, -1, width, size), key, value)
     return mixed_BNGWd.flatten(1, 2)[..., : value_BNWd.shape[-1]].transpose(1, 2), None
 
 
@@ -87,9 +88,9 @@ class NativeSettings:
             )
         config = files.layer_config(0)
         # Code that a target brings along is a class that builds on one of transformers': its layer is that one's.
-        kinds = [kind for kind in type(config).__mro__ if getattr(kind, "model_type", "") in CONFIG_MAPPING]
-        known = next(kind for kind in kinds if CONFIG_MAPPING[kind.model_type] is kind)
-        settings = json.loads(config.to_json_string(use_diff=False)) | {"model_type": known.model_type}
+        names = [(getattr(kind, "model_type", ""), kind) for kind in type(config).__mro__]
+        known = next(name for name, kind in names if name in CONFIG_MAPPING and CONFIG_MAPPING[name] is kind)
+        settings = json.loads(config.to_json_string(use_diff=False)) | {"model_type": known}
         layer = {name: value for name, value in settings.items() if name not in _OF_THE_FILES}
         return cls(files.arrangement.name, files.head(0), files.state_layer, layer)
 
