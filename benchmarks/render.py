@@ -10,6 +10,8 @@ A page says what it wants between markers; what stands between them is written h
     <!-- table: on_gpu? -->                                            the same; without the file, what would write it
     <!-- value: mt_bench | heads | speedup_vs_plain -->               one figure: the row, named by its first key
     <!-- value: never_slower | float32, 4 | over_plain.heads -->      or by its first keys, and the column
+    <!-- ranking: leaderboard | tokens_per_round, name -->             the rows of all files in results/leaderboard,
+                                                                      those with most of the first column first
 
 each followed by `<!-- end -->`. Below the first table of a file stands what was measured, on what and when. How figures
 are written is in `tables.py`.
@@ -30,10 +32,12 @@ from tables import at, figures, written
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "BENCHMARKS.md", "docs/choosing.md")
+PAGES = ("README.md", "BENCHMARKS.md", "docs/choosing.md", "docs/leaderboard.md")
 END = "<!-- end -->"
-BLOCK = re.compile(r"(?P<mark><!-- (?P<kind>table|value): (?P<spec>[^>]*?) -->)(?P<body>.*?)<!-- end -->", re.DOTALL)
-MARK = re.compile(r"<!-- (table|value|end)\b")
+BLOCK = re.compile(
+    r"(?P<mark><!-- (?P<kind>table|value|ranking): (?P<spec>[^>]*?) -->)(?P<body>.*?)<!-- end -->", re.DOTALL
+)
+MARK = re.compile(r"<!-- (table|value|ranking|end)\b")
 
 
 class PageError(Exception):
@@ -79,6 +83,8 @@ def rendered(text: str, page: Path, results: Path = RESULTS) -> str:
         try:
             if match["kind"] == "value":
                 body = _value(match["spec"], results)
+            elif match["kind"] == "ranking":
+                body = f"\n{_ranking(match['spec'], page, results)}\n"
             else:
                 rows, caption = _table(match["spec"], page, results)
                 body = f"\n{rows}\n" + (f"\n{caption}\n" if caption not in captions else "")
@@ -117,16 +123,37 @@ def _table(spec: str, page: Path, results: Path) -> tuple[str, str]:
         if not (results / f"{name}.json").is_file():
             return "", f"Not measured yet: `python benchmarks/{name}.py` does it."
     content = read(name, results)
+    link = os.path.relpath(results / f"{name}.json", page.parent)
+    return _figures(content["rows"], _columns(chosen)), caption_of(content, link)
+
+
+def _ranking(spec: str, page: Path, results: Path) -> str:
+    name, _, chosen = (part.strip() for part in spec.partition("|"))
+    columns, rows = _columns(chosen), list[dict[str, Any]]()
+    for file in sorted((results / name).glob("*.json")):
+        content = read(f"{name}/{file.stem}", results)
+        link = f"[{file.stem}]({os.path.relpath(file, page.parent)})"
+        rows += [{**row, "date": content["date"][:10], "entry": link} for row in content["rows"]]
+    if not rows:
+        return f"No entries yet: `python benchmarks/{name}.py` makes one."
+    first = columns[0] if isinstance(columns[0], str) else columns[0][0]
+    return _figures(sorted(rows, key=lambda row: at(row, first), reverse=True), columns)
+
+
+def _columns(chosen: str) -> list[str | tuple[str, str]]:
+    """Columns as a page names them: paths, some with a heading of their own."""
     columns: list[str | tuple[str, str]] = []
     for column in re.split(r",\s*", chosen) if chosen else ():
         path, colon, heading = column.partition(": ")
         columns.append((path, heading) if colon else path)
+    return columns
+
+
+def _figures(rows: Sequence[Mapping[str, Any]], columns: Sequence[str | tuple[str, str]]) -> str:
     try:
-        rows = figures(content["rows"], columns)
+        return figures(rows, columns)
     except KeyError as error:
         raise PageError(f"no row has {error}.") from None
-    link = os.path.relpath(results / f"{name}.json", page.parent)
-    return rows, caption_of(content, link)
 
 
 def _value(spec: str, results: Path) -> str:

@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
-PAGES = ("README.md", "BENCHMARKS.md", "docs/choosing.md")
+RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
+PAGES = ("README.md", "BENCHMARKS.md", "docs/choosing.md", "docs/leaderboard.md")
 BY_OTHERS = {"docs/choosing.md": {"1.89x", "1.28x"}}
 """Speed-ups that somebody else reported, with their source."""
 
@@ -99,6 +99,21 @@ def test_a_table_may_wait_for_its_file(render: ModuleType, results: Path) -> Non
     (results / "later.json").write_text((results / "waits.json").read_text())
     text = render.rendered(text, page, results)
     assert "Not measured" not in text and "| heads | 2 | 1.20x |" in text
+
+
+def test_a_ranking_has_every_file_the_best_first_or_says_that_there_is_none(render: ModuleType, results: Path) -> None:
+    page, mark = results / "PAGE.md", "<!-- ranking: board | tau, name: who, entry, date --><!-- end -->"
+    text = render.rendered(mark, page, results)
+    assert "No entries yet: `python benchmarks/board.py` makes one." in text
+    (results / "board").mkdir()
+    for name, tau in (("first", 1.5), ("second", 2.25)):
+        content = {"date": "2026-11-04T09:07:31+00:00", "rows": [{"name": name, "tau": tau}]}
+        (results / "board" / f"{name}.json").write_text(json.dumps(content))
+    text = render.rendered(text, page, results)
+    assert "| τ | who | entry | date |" in text
+    rows = [line for line in text.splitlines() if "2026-11-04" in line]
+    assert rows[0] == "| 2.25 | second | [second](board/second.json) | 2026-11-04 |" and "| 1.50 | first |" in rows[1]
+    assert render.rendered(text, page, results) == text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,192 @@
+"""Make an entry for the leaderboard: tokens a round, from nothing in an hour of two cores.
+
+    python benchmarks/leaderboard.py quickstart minutes=60 --name my-heads --by "My name"
+
+trains a recipe within the budget, on two cores, and measures the heads on the 40 fixed questions. The entry,
+out/leaderboard/NAME.json, holds all that is needed to repeat it. docs/leaderboard.md has the rules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+from record import record
+from rich.console import Console
+
+from headstart.api import load
+from headstart.data.prompts.questions import read_questions
+from headstart.errors import UserError
+from headstart.eval.evaluate import evaluate
+from headstart.eval.options import EvalOptions
+from headstart.pipeline.run import HEADS, Run, content, execute
+from headstart.pipeline.stages import check_inputs, stages_until
+from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
+from headstart.support.files import read_json
+from headstart.support.provenance import FILE as PROVENANCE
+from headstart.support.terminal import format_seconds
+
+ROOT = Path(__file__).resolve().parents[1]
+QUESTIONS = ROOT / "benchmarks" / "leaderboard_questions.jsonl"
+ENTRIES = ROOT / "benchmarks" / "results" / "leaderboard"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What every entry keeps to.
+
+    Attributes:
+        target: that is drafted for, as it is.
+        prompts: where its conversations come from.
+        seconds: from the start of the command until the heads can be loaded.
+        cores: that all work is done on.
+        questions: asked of the file, from the first one on.
+        max_new_tokens: longest answer.
+    """
+
+    target: str = "smollm2-135m"
+    prompts: str = "self"
+    seconds: float = 3600.0
+    cores: int = 2
+    questions: int = 40
+    max_new_tokens: int = 128
+
+
+RULES = Rules()
+
+
+def main(arguments: Sequence[str] | None = None, rules: Rules = RULES) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe", help="packaged, or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
+    parser.add_argument("--name", required=True, help="of the entry, and of its file")
+    parser.add_argument("--by", required=True, help="who enters it")
+    parser.add_argument("--out", type=Path, default=Path("out/leaderboard"))
+    options = parser.parse_intermixed_args(arguments)
+
+    recipe = entered(load_recipe(options.recipe, options.overrides), options.name)
+    if broken := broken_by(recipe, rules):
+        raise UserError(f"The recipe breaks a rule: {broken[0]}.", "See docs/leaderboard.md.")
+    folder = options.out / options.name / "run"
+    if folder.parent.exists():
+        raise UserError(f"{folder.parent} is there already.", "An entry starts from nothing: choose another --name.")
+    pin(rules.cores)
+    run, began = Run(recipe, folder, Console()), perf_counter()
+    stages = stages_until("export")
+    check_inputs(recipe, stages)
+    execute(run, stages)
+    seconds = perf_counter() - began
+    if seconds > rules.seconds:
+        taken, allowed = format_seconds(seconds), format_seconds(rules.seconds)
+        raise UserError(f"This took {taken}, and {allowed} are allowed.", "Lower minutes.")
+
+    decoder = load(folder / HEADS, target=rules.target, dtype="float32", device="cpu")
+    results = evaluate(decoder, read_questions(QUESTIONS)[: rules.questions], measuring(rules, options.name), Console())
+    summary = results["summary"]
+    row = {
+        "name": options.name,
+        "by": options.by,
+        "family": recipe.heads.family,
+        "parameters": sum(weight.numel() for weight in decoder.heads.parameters()),
+        "tokens_per_round": summary["tokens_per_round"],
+        "acceptance_by_position": summary["acceptance_by_position"],
+        "speedup_vs_plain": summary["speedup_vs_plain"],
+        "seconds": seconds,
+        "outputs_different": summary["divergences"]["count"],
+    }
+    noted = recipe.model_copy(update={"data": recipe.data.model_copy(update={"exclude": (_relative(QUESTIONS),)})})
+    details = {
+        "recipe": noted.model_dump(mode="json"),
+        "stages": {stage.name: known.seconds for stage in stages if (known := run.record(stage.name))},
+        "provenance": {key: value for key, value in _provenance(folder).items() if key != "argv"},
+        "target_fingerprint": decoder.target.identity().fingerprint,
+        "files": {_relative(QUESTIONS): content(QUESTIONS)},
+        "per_prompt": [[prompt["id"], prompt["tokens_per_round"]] for prompt in results["per_prompt"]],
+    }
+    file = options.out / f"{options.name}.json"
+    what = (
+        f"{options.name}, by {options.by}: heads from nothing on {rules.cores} cores, then a greedy chain in float32."
+    )
+    entry = record(file, what, [row], results["environment"], __file__, arguments, asdict(rules), details)
+    for problem in problems(entry, rules):
+        print(f"Not to be entered: {problem}.")
+    print(f"{file}: {row['tokens_per_round']:.3f} tokens a round, made in {format_seconds(seconds)}")
+
+
+def entered(recipe: Recipe, name: str) -> Recipe:
+    """The recipe under the entry's name, on CPUs, with the questions kept out of its data."""
+    exclude = (*recipe.data.exclude, str(QUESTIONS))
+    update = {
+        "name": name,
+        "target": recipe.target.model_copy(update={"device": "cpu"}),
+        "data": recipe.data.model_copy(update={"exclude": exclude}),
+    }
+    return recipe.model_copy(update=update)
+
+
+def measuring(rules: Rules, name: str) -> EvalOptions:
+    """How every entry is measured: a greedy chain as deep as the heads draft, in every round. No clock decides."""
+    return EvalOptions(
+        max_new_tokens=rules.max_new_tokens, drafter="heads", tree="chain", draft="on", baselines=False, heads_name=name
+    )
+
+
+def broken_by(recipe: Recipe, rules: Rules = RULES) -> list[str]:
+    """The rules that a recipe breaks, as phrases."""
+    target, data, train = recipe.target, recipe.data, recipe.train
+    rules_kept = {
+        f"the target is {rules.target} as it is (no adapter, no quantization)": target.spec == rules.target
+        and target.adapter is None
+        and target.quantization == "none",
+        "the target does not learn (train.joint.rank=0)": train.joint.rank == 0,
+        f"the target writes prompts and answers itself (data.prompts={rules.prompts})": data.prompts == rules.prompts
+        and data.regenerate,
+        "nothing is computed elsewhere (data.server=null)": data.server is None,
+        "heads start from the target alone (train.start_from=null)": train.start_from is None,
+        "the questions are in data.exclude": any(Path(file).name == QUESTIONS.name for file in data.exclude),
+    }
+    return [rule for rule, kept in rules_kept.items() if not kept]
+
+
+def problems(entry: Mapping[str, Any], rules: Rules = RULES) -> list[str]:
+    """Why an entry cannot stand in the table, as phrases."""
+    details, (row,) = entry["details"], entry["rows"]
+    recipe = parse_recipe(details["recipe"])
+    checks = {
+        "its rules are other ones": entry["settings"] == json.loads(json.dumps(asdict(rules))),
+        "its questions are not those of today": details["files"] == {_relative(QUESTIONS): content(QUESTIONS)},
+        "it took too long": row["seconds"] <= rules.seconds,
+        "it used more cores": entry["machine"]["threads"] <= rules.cores,
+        "its answers are not plain decoding's": row["outputs_different"] == 0,
+        "it has not answered every question": len(details["per_prompt"]) == rules.questions,
+        "its code is in no commit": bool(entry["commit"]) and not entry["commit"].endswith("+"),
+    }
+    return [*broken_by(recipe, rules), *(problem for problem, kept in checks.items() if not kept)]
+
+
+def pin(cores: int) -> None:
+    """Keep this process and those that it starts to so many cores."""
+    if not hasattr(os, "sched_setaffinity"):
+        raise UserError("This system cannot keep a process to some cores.", "Make the entry on Linux.")
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    torch.set_num_threads(cores)
+
+
+def _relative(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def _provenance(folder: Path) -> dict[str, Any]:
+    """The command that made the heads, as the run keeps it."""
+    return dict(read_json(folder / PROVENANCE)["commands"][-1])
+
+
+if __name__ == "__main__":
+    main()
