@@ -105,9 +105,10 @@ def head_settings() -> dict[str, type[HeadSettings]]:
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """Recipes that ship with headstart, by name."""
+    """Recipes that ship with headstart, by name; those of the zoo come last."""
     folder = Path(str(resources.files("headstart") / "recipes"))
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    files = [file for pattern in ("*.yaml", "zoo/*.yaml") for file in sorted(folder.glob(pattern))]
+    return {file.stem: file for file in files}
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
@@ -137,7 +138,7 @@ def parse_recipe(values: Mapping[str, Any]) -> Recipe:
 def parse_heads(settings: Any) -> HeadSettings:
     """Check the settings of heads, each by itself; `HeadSettings.check` checks them together."""
     if not isinstance(settings, Mapping):
-        raise UserError(f"The recipe's 'heads' are {settings!r}.", "Write a family and its settings.")
+        raise UserError(f"Recipe key 'heads' is {settings!r}.", "Write a family and its settings.")
     known = head_settings()
     name = str(settings.get("family", ""))
     if name not in known:
@@ -245,7 +246,7 @@ def _explain(error: ValidationError, section: type[BaseModel], at: tuple[str, ..
     reason = first["msg"].removeprefix("Value error, ")
     return UserError(
         f"Recipe key {where!r} is {given!r}: {reason[0].lower()}{reason[1:]}.",
-        f"What it can be: headstart recipes show {_family_of(section) or 'quickstart'} --all.",
+        f"For what is allowed: headstart recipes show {_family_of(section) or 'quickstart'} --all.",
     )
 
 
