@@ -190,7 +190,7 @@ def two_nodes(place: Place, script: Command) -> None:
         except subprocess.TimeoutExpired:
             raise Failed(f"training has not left {grace:.0f} seconds after {sent.name}; see {log}") from None
     place.check(bool(first.returncode), "a job that was ended before its end says so")
-    stopped = re.search(r"Stopped after step (\d+); the same command goes on", log.read_text())
+    stopped = re.search(r"Stopped after step (\d+); the same command continues", log.read_text())
     place.check(stopped is not None, "training says where it stopped")
     held = "that a context of 128 tokens does not hold"  # as --max-model-len is substituted
     place.check(held in log.read_text(), "what the context of the servers does not hold is counted as left out")
@@ -198,7 +198,7 @@ def two_nodes(place: Place, script: Command) -> None:
 
     text = place.run(script, job=job)
     place.check("Training on 4 processes" in text, "all processes of both nodes train")
-    place.check("oing on from step" in text, "the second job goes on from the checkpoint")
+    place.check("ontinuing from step" in text, "the second job goes on from the checkpoint")
     place.check((heads / "report/report.html").is_file(), "the job ends with a report")
 
 
@@ -373,7 +373,7 @@ def served_by_vllm(place: Place, export: Command, serve: Command, chat: Command,
 def folders_are_checked(place: Place, *commands: Command) -> None:
     for command in commands:
         text = place.run(command, codes=(0, 1) if "sglang" in command.text else (0,))
-        place.check("is whole" in text or "sglang:" in text, f"{command} finds no fault: {text}")
+        place.check("is complete" in text or "sglang:" in text, f"{command} finds no fault: {text}")
 
 
 @part(

@@ -321,7 +321,7 @@ def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
         ({"prompt": "a", "stop": ["x", ""]}, "stop string is empty"),
         ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"prompt": "a", "temperature": -1.0}, "temperature is -1"),
-        ({"prompt": "a " * 2000}, "passes the 1024 tokens"),
+        ({"prompt": "a " * 2000}, "context of 1024"),
     ],
 )
 def test_bad_prompts_and_options(decoder: Decoder, arguments: dict[str, Any], message: str) -> None:

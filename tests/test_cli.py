@@ -121,7 +121,7 @@ def test_the_module_is_the_command() -> None:
 def test_run_ends_with_the_table_and_the_paths(finished: Path, recipe: Path) -> None:
     again = works("run", recipe, "--run-dir", finished).stdout
     assert again.count("done, ") == 7
-    assert "Nothing was left to do: the stages took " in again and "This took" not in again
+    assert "Nothing was left to do. The finished stages took " in again and "This took" not in again
     for text in ("tokens/s", "plain loop", "transformers generate", "prompt lookup", "τ ", "predicted"):
         assert text in again
     assert str(finished / "report" / "report.html") in again
@@ -158,7 +158,7 @@ def test_chat_keeps_the_conversation_and_shows_its_speed(finished: Path) -> None
 
 def test_chat_survives_a_conversation_that_has_grown_too_long(finished: Path) -> None:
     result = works("chat", finished / "heads", "--max-new-tokens", 6, stdin="word " * 2000 + "\nhello\n\n")
-    assert "/new begins anew" in result.stderr
+    assert "/new starts over" in result.stderr
     assert result.stderr.count("tokens/s, τ") == 1
 
 
@@ -311,7 +311,7 @@ def test_runs_are_listed_and_only_the_unused_is_freed(recipe: Path, finished: Pa
 def test_a_whole_run_in_one_of_several_processes_is_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = refused("run", recipe)
-    assert "headstart run is one process, and a launcher has started 2." in said
+    assert "headstart run works in one process, and a launcher started 2." in said
     assert "-m headstart.train RECIPE" in said
 
 
@@ -391,8 +391,8 @@ def test_a_tree_deeper_than_the_heads_is_refused(heads: Path) -> None:
 def test_prompts_longer_than_the_context_are_refused(finished: Path, tmp_path: Path, tiny_target: Target) -> None:
     long = tmp_path / "long.jsonl"
     long.write_text(json.dumps({"turns": ["word " * tiny_target.max_length]}) + "\n")
-    assert "1024 tokens" in refused("generate", finished / "heads", "--prompt", "word " * 1024)
-    assert "1024 tokens" in refused("eval", finished / "heads", "--questions", long, "--out", tmp_path / "out")
+    assert "context of 1024" in refused("generate", finished / "heads", "--prompt", "word " * 1024)
+    assert "context of 1024" in refused("eval", finished / "heads", "--questions", long, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -472,13 +472,13 @@ def test_an_earlier_report_is_not_lost(finished: Path, questions: Path, tmp_path
     works(*measure)
     before = {path: path.read_bytes() for path in out.iterdir()}
     line = refused(*measure)
-    assert "holds a report already (results.json, report.md, report.html)" in line and "--overwrite" in line
+    assert "already holds a report (results.json, report.md, report.html)" in line and "--overwrite" in line
     assert {path: path.read_bytes() for path in out.iterdir()} == before
     works(*measure, "--overwrite", "--seed", 7)
     assert json.loads((out / "results.json").read_text())["settings"]["seed"] == 7
     prove = ("audit", finished / "heads", "--out", out, "--limit", 1, "--drafters", "static", "--temperature", 0)
     works(*prove)
-    assert "holds a report already (audit.json, audit.md)" in refused(*prove)
+    assert "already holds a report (audit.json, audit.md)" in refused(*prove)
     works(*prove, "--overwrite")
     (out / "numbers.json").write_text("[1, 2]")
     assert "would be lost" in refused("doctor", finished, "--json", out / "numbers.json")

@@ -79,7 +79,7 @@ def test_a_run_stands_for_its_heads(heads: Path, run_folder: Path, questions: Pa
     works("audit", run_folder, "--limit", 1, "--drafters", "static", "--max-new-tokens", 4, "--temperature", 0)
     (run_folder / "heads" / "notes.txt").touch()
     shown = works("push", run_folder, "user/name", "--dry-run").stdout
-    assert "Would upload 6 files" in shown and "notes.txt  left out" in shown
+    assert "Would upload 6 files" in shown and "notes.txt  skipped" in shown
 
 
 def test_a_run_without_heads_is_refused(run_folder: Path) -> None:
@@ -134,10 +134,10 @@ def test_text_that_is_not_utf8_is_refused(heads: Path) -> None:
 
 def test_sampling_options_without_a_temperature_are_said_to_do_nothing(heads: Path) -> None:
     idle = said(heads, "--top-p", 0.5, "--top-k", 3)
-    assert idle.stderr.count("No effect without --temperature: --top-p, --top-k.") == 1
+    assert idle.stderr.count("--top-p, --top-k have no effect without --temperature.") == 1
     assert idle.stdout == said(heads).stdout
     for options in ((), ("--temperature", 1, "--top-p", 0.5)):
-        assert "No effect" not in said(heads, *options).stderr
+        assert "no effect" not in said(heads, *options).stderr
 
 
 def test_the_seed_of_a_sampled_answer_is_said_and_repeats_it(heads: Path) -> None:
@@ -180,7 +180,7 @@ def test_in_a_pipe_chat_writes_its_answers_alone(heads: Path) -> None:
     answer = works("generate", heads, "--prompt", "hello", *asked).stdout
     result = works("chat", heads, *asked, stdin="/help\nhello\n\n")
     assert result.stdout == answer
-    assert result.stderr.count("/new forgets what was said, /drafts shows") == 2, "at the start, and asked for"
+    assert result.stderr.count("/new starts over, /drafts colours") == 2, "at the start, and asked for"
     assert result.stderr.count("tokens/s, τ") == 1
 
 

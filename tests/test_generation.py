@@ -475,7 +475,7 @@ FOREIGN: dict[str, tuple[dict[str, Any], str]] = {
     "verifier": ({"verifier": "greedy_drafts"}, "Unknown verifier"),
     "draft": ({"draft": "sometimes"}, "draft is 'sometimes'"),
     "tree": ({"tree": "oak"}, "Unknown tree 'oak'"),
-    "too long": ({"max_new_tokens": 5000}, "passes the 1024 tokens"),
+    "too long": ({"max_new_tokens": 5000}, "context of 1024"),
 }
 
 

@@ -48,12 +48,12 @@ def test_the_states_of_a_run_come_from_vllm(recipe: Path, tmp_path: Path, tiny_t
 
     said = works("data", "import-states", recipe, tmp_path / "files", "--run-dir", run).stdout
     assert "Left out 1 file: it is cut short or no safetensors file (other.safetensors)." in said
-    assert f"States of {len(texts) - 1} conversations taken over.\n1 have none yet" in said
+    assert f"Imported the states of {len(texts) - 1} conversations.\n1 have no states yet" in said
     taken = set(states.glob("shard-*"))
     works("data", "build", recipe, "--run-dir", run)
     assert len(set(states.glob("shard-*")) - taken) == 1, "what was lacking is computed, and nothing else"
     said = works("data", "import-states", recipe, tmp_path / "files", "--run-dir", run).stdout
-    assert f"States of 0 conversations taken over; {len(texts)} had states before." in said
+    assert f"Imported the states of 0 conversations; {len(texts)} already had states." in said
 
 
 def test_there_are_none_to_take_over_where_training_computes_them(recipe: Path, tmp_path: Path) -> None:

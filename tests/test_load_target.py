@@ -73,7 +73,7 @@ def test_a_model_that_transformers_loaded(tmp_path: Path, tiny_target: Target, t
 
 
 def test_code_that_comes_with_a_target_runs_only_when_asked(tmp_path: Path, with_code: Path) -> None:
-    asked_for = r"brings Python code along.*trust_remote_code=True \(--trust-remote-code; in a recipe"
+    asked_for = r"needs Python code of its own.*trust_remote_code=True \(--trust-remote-code; in a recipe"
     with pytest.raises(UserError, match=asked_for):
         headstart.load(target=str(with_code))
     target = load_target(str(with_code), "float32", trust_remote_code=True)
@@ -230,7 +230,7 @@ def test_what_cannot_be_spread_is_refused(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("headstart.target.loading._fast_bfloat16", lambda _: True)
-    with pytest.raises(UserError, match="adapter is put together on one device"):
+    with pytest.raises(UserError, match="adapter can only be merged into a target on one device"):
         load_target(str(tiny_target_folder), "float32", "all", adapter=str(tmp_path / "adapter"))
     monkeypatch.setattr(
         "headstart.target.loading._read", lambda *_, **__: (SimpleNamespace(hf_device_map={"": "disk"}), None)

@@ -198,7 +198,7 @@ def test_a_run_killed_while_training_goes_on(
     run = Run(recipe, folder, Console(file=io.StringIO(), width=200))
     with pytest.raises(KeyboardInterrupt):
         execute(run, stages_until("train"))
-    assert f"Going on from step {before} " in said(run)
+    assert f"Continuing from step {before} " in said(run)
     assert newest_step(folder) == before + 1, "Ctrl-C ends the step and keeps it"
     record = run.record("train")
     assert record is not None
@@ -288,7 +288,7 @@ def test_longer_training_goes_on_and_the_shorter_one_is_kept(
     first = (folder / "train").resolve()
     run = Run(changed(recipe, train={"steps": 6}), folder, Console(file=io.StringIO(), width=200))
     execute(run, STAGES)
-    assert "Going on from step 4 " in said(run)
+    assert "Continuing from step 4 " in said(run)
     assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 6
     assert json.loads((first / "result.json").read_text())["steps"] == 4
     assert kept(before)
@@ -543,7 +543,7 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     assert set(plan.left) == {"train", "tune", "export", "eval"} and plan.disk_bytes > 0
     assert "train.steps changed from 4 to 6" in text and "again, after train" in text
     assert text.count("done: ") == 3 and "Nothing is left" not in text
-    assert "A drafted token" in text and "Conversations" not in dict(plan.facts)
+    assert "Compute per draft" in text and "Conversations" not in dict(plan.facts)
     before = make_plan(quiet(tmp_path / "none", recipe))
     assert before.left == dict.fromkeys(before.seconds, "") and "Hidden states on disk" in dict(before.facts)
     greedy = tiny_recipe(
@@ -570,7 +570,7 @@ def test_a_plan_knows_a_target_that_is_the_same_in_other_files(
         plan = make_plan(run := Run(moved, folder, Console(file=io.StringIO(), width=200)))
     assert list(plan.left) == ["target"] and plan.facts == []
     show_plan(run, plan)
-    assert "Nothing is left to do: the target is looked at again, and is the same." in said(run)
+    assert "Nothing is left to do: the target has new files, and is the same model." in said(run)
     assert "train" in make_plan(quiet(folder, changed(moved, train={"steps": 6}))).left
     other = moved.model_copy(update={"target": moved.target.model_copy(update={"dtype": "bfloat16"})})
     assert set(make_plan(quiet(folder, other)).left) == {stage.name for stage in STAGES}, "it is planned, not refused"

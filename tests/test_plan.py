@@ -299,7 +299,7 @@ class TestByTheConfigAlone:
     def test_eight_processes_share_the_steps_and_send_gradients(self, tmp_path: Path) -> None:
         one, eight = (on_paper("llama-3.1-8b", "eagle3-8b", tmp_path, processes) for processes in (1, 8))
         assert one.network == 0
-        heads = next(float(much.split()[3]) for what, much in eight.facts if what == "Heads")
+        heads = next(float(much.split()[4]) for what, much in eight.facts if what == "Heads")
         assert eight.network == pytest.approx(2 * 7 / 8 * 4 * heads * 1e6, rel=0.001)
         assert one.steps is not None and eight.steps is not None
         assert one.steps == pytest.approx(8 * eight.steps, rel=0.02)
@@ -318,7 +318,7 @@ class TestByTheConfigAlone:
         for plan in plans:
             assert plan.disk["states"] == 0 and plan.problems == []
             facts = dict(plan.facts)
-            assert facts["Hidden states"].startswith("none on disk: training computes")
+            assert facts["Hidden states"].startswith("not stored: training computes")
         steps = [plan.steps or 0 for plan in plans]
         tokens = [int(dict(plan.facts)["Conversations"].split(", ")[1].split()[0]) for plan in plans]
         assert steps[1] / steps[0] == pytest.approx(tokens[1] / tokens[0], rel=0.02), "no budget cuts them"
@@ -334,7 +334,7 @@ class TestByTheConfigAlone:
     def test_nothing_is_said_of_hours(self, tmp_path: Path) -> None:
         plan = on_paper("llama-3.1-8b", "eagle3-8b", tmp_path)
         assert plan.seconds == {} and plan.room is None and plan.free_bytes is None
-        assert "its weights are not here" in plan.how
+        assert "are not on this machine" in plan.how
         assert dict(plan.facts)["Memory while training"].startswith("at least 11.2 GB")
 
     def test_what_is_not_here_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
         ("heads.block_sise=4", r"'block_size' is a setting of dflash and dspark;"),
         ("heads.hidden_size=7.5", r"Recipe key 'heads\.hidden_size'"),
         ("heads.num_heads=40", r"'heads\.num_heads' is 40: input should be less .*headstart recipes show medusa --all"),
-        ("heads=medusa", "The recipe's 'heads' are 'medusa'"),
+        ("heads=medusa", "Recipe key 'heads' is 'medusa'"),
     ],
 )
 def test_mistakes_are_answered(override: str, said: str) -> None:

@@ -47,13 +47,14 @@ def test_a_file_sees_a_line_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "monotonic", lambda: now[0])
     where = console(terminal=False)
     with progress_bar(where, "writing", total=40, unit="answers") as bar:
-        for done, seconds in ((10, 30.0), (20, 60.0), (21, 30.0), (30, 60.0)):
+        for done, seconds in ((10, 30.0), (20, 60.0), (21, 30.0), (30, 60.0), (41, 60.0)):
             now[0] += seconds
             bar.update(done, note=" · 8 a minute")
     lines = [line.strip() for line in written(where).splitlines() if line.strip()]
     assert lines == [
         "writing 20/40 answers · 8 a minute · 1 min 30 s · 1 min 30 s left",
         "writing 30/40 answers · 8 a minute · 3 min 0 s · 1 min 0 s left",
+        "writing 41/40 answers · 8 a minute · 4 min 0 s · 0.0 s left",
     ]
     with progress_bar(silent := console(terminal=False), "training", total=4, lines=False) as bar:
         now[0] += 100

@@ -46,7 +46,7 @@ def test_where_the_target_is_not_heads_train_and_nothing_is_imported(data: tuple
         assert (run / "train" / "last").is_dir()
         for source in ([], [folder]):
             said = refused("data", "import-states", file, *source, "--run-dir", run)
-            assert "give it where the target is" in said
+            assert "run it where the target is" in said
     finally:
         (folder / "away").rename(folder / "target")
 
@@ -78,7 +78,7 @@ def test_an_interrupted_training_is_called_one_and_can_still_go_on(
     assert "a training interrupted at step 2, which no run asks for now" in left.what
     out = io.StringIO()
     execute(Run(recipe, runs / "run", Console(file=out, width=200)), stages_until("train"))
-    assert "Going on from step 2" in out.getvalue()
+    assert "Continuing from step 2" in out.getvalue()
     kinds = {one.what for one in unreferenced(runs)}
     assert "heads that no run refers to" in kinds, "those of the other rate, which are finished"
     assert free(runs, unreferenced(runs)) > 0
@@ -102,8 +102,8 @@ def test_the_disk_of_a_plan_adds_up(data: tuple[Recipe, Path]) -> None:
     plan = make_plan(quiet(folder / "nothing" / "run", recipe), prompt_tokens=20)
     every = sum(plan.disk.values())
     assert plan.disk_bytes > every, "nothing is done yet: all is still to write, and a checkpoint stands beside"
-    told = dict(plan.facts)["Disk in all"]
-    assert told.startswith(f"{format_bytes(every)}; at most {format_bytes(plan.disk_bytes)} is still to write")
+    told = dict(plan.facts)["Disk space"]
+    assert told.startswith(f"{format_bytes(every)} in all, up to {format_bytes(plan.disk_bytes)} of it still to write")
 
 
 REFUSED = {

@@ -47,7 +47,7 @@ def load(
     """
     check_names(options, LoadKeywords.__annotations__)
     if not isinstance(heads, str | Path | None):
-        raise UserError(f"heads are of the type {type(heads).__name__}.", "Name a folder of heads, a run or a Hub id.")
+        raise UserError(f"heads is of the type {type(heads).__name__}.", "Pass a folder of heads, a run or a Hub id.")
     if not isinstance(target, Target | PreTrainedModel | str | Path | None):
         raise UserError(
             f"target is of the type {type(target).__name__}.",
@@ -62,7 +62,7 @@ def load(
         None,
     ):
         raise UserError(
-            "dtype, device and quantization are those of the target, and it is loaded already.",
+            "dtype, device and quantization cannot be changed: the target is already loaded.",
             "Load it with them, or give headstart.load the target's name.",
         )
     if isinstance(target, PreTrainedModel):
@@ -71,7 +71,7 @@ def load(
         raise UserError("tokenizer belongs to a target that transformers loaded.", "Give the model as target, too.")
     if heads is None:
         if target is None:
-            raise UserError("Neither heads nor a target are named.", "Name a folder of heads, or give target=.")
+            raise UserError("Neither heads nor a target was given.", "Name a folder of heads, or give target=.")
         return Decoder(_loaded(target, asked, asked.quantization or "none", revision=asked.revision))
     folder = locate(heads, asked.revision, asked.token)
     check_folder(folder)

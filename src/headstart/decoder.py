@@ -160,7 +160,7 @@ class Decoder:
     ) -> list[int]:
         """Token ids that the target reads for a prompt; options and errors are those of `generate`."""
         tokenizer = self.target.tokenizer
-        empty = UserError("The prompt is empty.", "Write what the target is to answer.")
+        empty = UserError("The prompt is empty.", "Give a question or a text to continue.")
         if isinstance(prompt, str) and raw:
             if not prompt:
                 raise empty
@@ -168,7 +168,7 @@ class Decoder:
                 raise UserError("A text prompt needs a tokenizer.", "Pass token ids.")
             check_text(prompt, "The prompt")
             return list(tokenizer.encode(prompt))
-        unknown = UserError("A prompt of this kind is not understood.", "Pass a text, a list of messages or token ids.")
+        unknown = UserError("This kind of prompt is not supported.", "Pass a text, a list of messages or token ids.")
         if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
             raise unknown
         items: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

@@ -377,7 +377,7 @@ def test_a_refusal_costs_its_conversation(tiny_target: Target, tmp_path: Path, s
         ([500] * 10, r"did not answer: 500 no \(10 tries\).*goes on from there"),
         ([400] * 5, "answered 400: no"),
         (["none"], "writes no hidden states"),
-        (["short"], "read other token ids than those it was sent"),
+        (["short"], "did not read the token ids that it was sent"),
         (["unlocked"], "there is no such file here.*both see"),
         (["cut"], "cut short"),
         ([other_ids], "of other token ids than were asked for"),

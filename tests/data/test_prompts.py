@@ -162,20 +162,20 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ),
     ({"messages": [user("a"), {"role": "assistant", "tool_calls": "f"}]}, "1 with calls of tools that are no list"),
     ({"messages": [{"role": "wizard", "content": "a"}]}, "1 with a message of the role 'wizard'"),
-    ({"messages": [{"role": "user", "content": None}]}, "1 with a message without a text"),
-    ({"messages": [user("a"), {"role": "user"}]}, "1 with a message without a text"),
+    ({"messages": [{"role": "user", "content": None}]}, "1 with a message without text"),
+    ({"messages": [user("a"), {"role": "user"}]}, "1 with a message without text"),
     ({"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "1 with image content"),
     ({"messages": [{"role": ["user"], "content": "a"}]}, "1 with a message of the role ['user']"),
     ({"conversations": [{"from": "observation", "value": "a"}]}, "1 with a message of the role 'observation'"),
     (
         {"messages": [user("a"), {"role": "assistant", "content": {"text": "b"}}]},
-        "1 with a dict in the place of a text",
+        "1 with a dict where text is expected",
     ),
-    ({"prompt": None}, "1 with a message without a text"),
+    ({"prompt": None}, "1 with a message without text"),
     ({"text": "a"}, f"1 {PLAIN}"),
-    ({"text": " "}, "1 without a text"),
-    ({"prompt": 3}, "1 with a int in the place of a text"),
-    ({"turns": ["a", 1]}, "1 with a int in the place of a text"),
+    ({"text": " "}, "1 without text"),
+    ({"prompt": 3}, "1 with an int where text is expected"),
+    ({"turns": ["a", 1]}, "1 with an int where text is expected"),
     ({"prompt": " "}, "1 in which the user says nothing"),
     ({"turns": []}, "1 in which the user says nothing"),
     ({"messages": [assistant("a")]}, "1 in which the user says nothing"),
@@ -379,7 +379,7 @@ class TestDatasets:
         assert [prompt.turns for prompt in found.prompts] == [["a"]]
         assert found.left_out.counts == {
             "with a message of the role 'tool'": 1,
-            "with a message without a text": 1,
+            "with a message without text": 1,
             "in which the user says nothing": 1,
             "repeated": 1,
             "of a shape that is not understood": 1,
@@ -389,9 +389,9 @@ class TestDatasets:
         hub.error = ConnectionError("no network")
         assert find_origin("someone/chats").commit == OLD and len(load("someone/chats", limit=1).prompts) == 1
         assert len(load("someone/chats", limit=1, revision=OLD).prompts) == 1
-        with pytest.raises(UserError, match=f"another revision of 'someone/chats' than {NEW}"):
+        with pytest.raises(UserError, match=f"of 'someone/chats' only revision {OLD} was downloaded before, not {NEW}"):
             load("someone/chats", "train", limit=1, revision=NEW)
-        with pytest.raises(UserError, match="does not answer, so that revision 'v1' of 'someone/chats' is not known"):
+        with pytest.raises(UserError, match="does not answer, so revision 'v1' of 'someone/chats' cannot be looked up"):
             load("someone/chats", "train", limit=1, revision="v1")
 
     def test_a_folder_with_the_real_library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -433,8 +433,8 @@ class TestQuestions:
             ({"turns": []}, "'turns' is not a list of texts"),
             ({"turns": "a"}, "'turns' is not a list of texts"),
             ({"turns": ["a", " "]}, "'turns' is not a list of texts"),
-            ({"turns": ["a"], "question_id": True}, "'question_id' is a text or a whole number"),
-            ({"turns": ["a"], "category": 3}, "'category' a text"),
+            ({"turns": ["a"], "question_id": True}, "'question_id' must be text or a whole number"),
+            ({"turns": ["a"], "category": 3}, "'category' text"),
         ],
     )
     def test_malformed(self, tmp_path: Path, row: dict[str, Any], reason: str) -> None:

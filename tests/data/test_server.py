@@ -343,9 +343,9 @@ def test_an_end_that_is_the_servers_alone_does_not_end_an_answer(
 @pytest.mark.parametrize(
     ("kind", "extra", "said"),
     [
-        ("vllm", {"prompt_token_ids": [1, 5, 6, 7]}, "read other token ids .*: 4 token ids for 3"),
-        ("vllm", {"prompt_token_ids": [5, 6, 8]}, "read other token ids"),
-        ("llama.cpp", {"tokens_evaluated": 4}, "read other token ids .*: 4 token ids for 3"),
+        ("vllm", {"prompt_token_ids": [1, 5, 6, 7]}, "did not read the token ids .*: 4 token ids for 3"),
+        ("vllm", {"prompt_token_ids": [5, 6, 8]}, "did not read the token ids"),
+        ("llama.cpp", {"tokens_evaluated": 4}, "did not read the token ids .*: 4 token ids for 3"),
         ("vllm", {"token_ids": None}, "returns no token ids"),
     ],
 )

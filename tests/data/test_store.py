@@ -471,5 +471,5 @@ class TestRefusals:
         with pytest.raises(UserError, match="another format"):
             StateStore(tmp_path)
         (tmp_path / "manifest.json").write_text('{"format"')
-        with pytest.raises(UserError, match="not whole JSON"):
+        with pytest.raises(UserError, match="not valid JSON"):
             StateStore(tmp_path)

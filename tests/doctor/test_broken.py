@@ -33,9 +33,9 @@ def quickly(path: Path) -> dict[str, Finding]:
     [
         ("data/conversations/train.jsonl", "not valid JSON"),
         ("a shard", "cut short"),
-        ("data/states/validation/manifest.json", "not whole JSON"),
+        ("data/states/validation/manifest.json", "not valid JSON"),
         ("train/best/heads.safetensors", "cut short or damaged"),
-        ("train/best/config.json", "not whole JSON"),
+        ("train/best/config.json", "not valid JSON"),
     ],
 )
 def test_a_file_cut_short_is_named_once_and_the_rest_is_examined(run: Path, file: str, words: str) -> None:
@@ -54,7 +54,7 @@ def test_files_that_are_gone_are_nothing_wrong(run: Path) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
     found = quickly(run)
     assert [finding.check for finding in found.values() if finding.ok is False] == []
-    assert found["mask"].sentence == "Not looked at: there are no conversations of a run here."
+    assert found["mask"].sentence == "Not checked: there are no conversations of a run here."
     assert found["equality"].ok is True, "the target writes the texts"
 
 
@@ -146,7 +146,7 @@ def test_the_command_names_the_problem_and_fails(run: Path, tmp_path: Path) -> N
     printed = " ".join(result.stdout.split())
     assert "data: mask The mask is one token late" in printed
     assert "Fix: Build the data again" in printed
-    assert "Begin with mask (data)" in printed
+    assert "Start with mask (data)" in printed
     written = json.loads((tmp_path / "found.json").read_text())
     assert written["ok"] is False
     (wrong,) = [finding for finding in written["findings"] if finding["ok"] is False]

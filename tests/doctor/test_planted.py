@@ -87,7 +87,7 @@ def test_nothing_supervised(run: Path, tiny_target: Target) -> None:
 def test_another_template(run: Path, tiny_target: Target, tokenizer: Any) -> None:
     subject = find_subject(str(run), quick=True)
     subject.target = Target(tiny_target.model, tokenizer, "tiny")
-    planted(subject, "template", "template or the tokenizer is another one", "parts at token")
+    planted(subject, "template", "template or the tokenizer has changed", "differs from token")
 
 
 def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None:
@@ -152,7 +152,7 @@ def test_answers_of_somebody_else(run: Path, tiny_target: Target) -> None:
         return replace(item, tokens=[*item.tokens[:start], *words])
 
     rewrite(run, tiny_target, replace_answer)
-    planted(run, "teacher", "off-policy: they are said to be greedy")
+    planted(run, "teacher", "off-policy: they are marked as greedy")
 
 
 def test_answers_that_were_given(run: Path, tiny_target: Target) -> None:
@@ -164,7 +164,7 @@ def test_answers_that_were_given(run: Path, tiny_target: Target) -> None:
         return Conversation(item.id, tokens, supervised, messages, sampling={"source": "given"})
 
     rewrite(run, tiny_target, give)
-    assert "data.regenerate=true" in planted(run, "teacher", "they were given").remedy
+    assert "data.regenerate=true" in planted(run, "teacher", "they came with the prompts").remedy
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -211,8 +211,8 @@ def test_a_truncated_vocabulary(run: Path, tiny_target: Target) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda ids_D: ids_D.flip(0), "not sorted"),
-        (lambda ids_D: torch.cat([ids_D[:1], ids_D[:-1]]), "there twice"),
+        (lambda ids_D: ids_D.flip(0), "unsorted"),
+        (lambda ids_D: torch.cat([ids_D[:1], ids_D[:-1]]), "repeated"),
         (lambda ids_D: ids_D + 250, "do not exist in the target"),
     ],
 )
@@ -245,7 +245,7 @@ def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
     rewrite_heads(run, **{name: weight.detach() for name, weight in heads.named_parameters() if "block" not in name})
     zero = {name: torch.zeros_like(weight) for name, weight in heads.named_parameters() if "block" in name}
     rewrite_heads(run, **zero)
-    assert planted(run, "weights", "those of the warm start").stage == "training"
+    assert planted(run, "weights", "equal the warm start").stage == "training"
 
 
 def test_heads_that_had_nothing_left_to_learn(run: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,7 +307,7 @@ def examined_as(run: Path, cls: type[DraftHead]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("cls", "words", "figures"),
     [
-        (WrongHead, "draft 2 of 2 has other logits", {"step": 1, "observed_rounds": 0}),
+        (WrongHead, "draft 2 of 2 differ from", {"step": 1, "observed_rounds": 0}),
         (Forgetful, "1 committed rounds, draft 1", {"step": 0, "observed_rounds": 1}),
         (StateBefore, "0 committed rounds, draft 1", {"step": 0, "observed_rounds": 0}),
         (ReadsNothing, "0 committed rounds, draft 1", {"step": 0, "observed_rounds": 0}),
@@ -369,4 +369,4 @@ def test_a_family_is_examined_before_anything_is_trained(
     monkeypatch.setitem(base._FAMILIES, "medusa", cls)
     finding = drafting_checks.equality(subject)
     assert finding.ok is False
-    assert "other logits than the training unroll" in finding.sentence
+    assert "differ from the training unroll" in finding.sentence

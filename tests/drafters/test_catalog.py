@@ -56,7 +56,7 @@ def test_a_plus_in_a_path_does_not_join(tiny_target: Target) -> None:
         ("heads+n-gram", "Unknown drafter 'n-gram' in 'heads+n-gram'"),
         ("", "Unknown drafter ''. Known: draft-model, early-exit, heads"),
         ("heads", "needs trained heads"),
-        ("none+ngram", "Leave out none"),
+        ("none+ngram", "Leave out 'none'"),
         ("ngram:4", "takes no argument"),
         ("early-exit:", "no number of layers"),
         ("early-exit:9", "Use 1 to 3"),

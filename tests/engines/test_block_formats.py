@@ -195,9 +195,9 @@ def test_unequal_k_norms_are_pointed_out(target: Target, facts: TargetFacts) -> 
 def test_a_check_says_what_an_engine_does_not_do_everywhere(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     folder = written(random(Layout.DSPARK, target), "vllm", facts, tmp_path / "out")
     said = " ".join(works("export", "--check", folder).stdout.split())
-    assert "is whole" in said and "on GPUs alone" in said and "heads.num_layers=1" in said
+    assert "is complete" in said and "on GPUs alone" in said and "heads.num_layers=1" in said
     said = works("export", "--check", written(random(Layout.DSPARK, target), "gguf", facts, tmp_path / "gguf")).stdout
-    assert "is whole" in said and "GPU" not in said
+    assert "is complete" in said and "GPU" not in said
 
 
 # -- planted faults ----------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ def test_heads_of_a_run_are_exported_and_checked(made: Made, tmp_path: Path) -> 
     (run / "heads").symlink_to(made("eagle3")[1])
     works("export", run, "--format", "speculators", "--out", tmp_path / "out")
     said = works("export", "--check", tmp_path / "out", "--engine", "speculators,vllm", "--against", run).stdout
-    assert "is whole, and all of it is read by speculators and vllm" in " ".join(said.split())
+    assert "is complete; speculators and vllm read every tensor" in " ".join(said.split())
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
     (tmp_path / "out" / "config.json").write_text(json.dumps(config))
@@ -113,7 +113,7 @@ def test_import_on_the_command_line(made: Made, target: Target, tmp_path: Path) 
     options = ("--prompt", "hello", "--max-new-tokens", 4, "--dtype", "float32")
     with_heads = works("generate", tmp_path / "back", *options, "--drafter", "heads").stdout
     assert with_heads == works("generate", tmp_path / "back", *options, "--drafter", "none").stdout
-    assert "holds something else" in refused(*asked[:-3], tmp_path / "there" / "..", *asked[-2:])
+    assert "holds other files" in refused(*asked[:-3], tmp_path / "there" / "..", *asked[-2:])
 
 
 def test_what_no_engine_knows_is_refused_with_the_reason(made: Made, target: Target, tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_bad_input_is_refused(made: Made, target: Target, tmp_path: Path, monkey
     result = call("export", "--check", tmp_path / "vllm", "--engine", "llama.cpp,vllm")
     said = " ".join(result.stdout.split())
     assert result.exit_code == 1 and "llama.cpp: It does not read the format vllm" in said and "--format gguf" in said
-    assert "is whole, and all of it is read by vllm." in said, "the others are checked all the same"
+    assert "is complete; vllm reads every tensor." in said, "the others are checked all the same"
     weights = tmp_path / "vllm" / "model.safetensors"
     assert f"{weights} is a file, not a folder" in refused("export", "--check", weights)
     assert f"{weights} is a file, not a folder" in refused("export", weights, "--out", tmp_path / "x")

@@ -222,7 +222,7 @@ def test_heads_without_a_tree_are_audited_with_a_small_one(decoder: Decoder, mon
         (AuditOptions(top_p=2.0), "top_p is 2"),
         (AuditOptions(samples=0), "samples is 0"),
         (AuditOptions(depth=1), "depth is 1"),
-        (AuditOptions(max_new_tokens=5000), "passes the 256 tokens"),
+        (AuditOptions(max_new_tokens=5000), "context of 256"),
     ],
 )
 def test_bad_options_are_refused(decoder: Decoder, options: AuditOptions, message: str) -> None:

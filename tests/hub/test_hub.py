@@ -129,7 +129,7 @@ def test_private(hub: FakeHub, client: Client, folder: Path) -> None:
     client.call("push", folder=str(folder), repo_id="user/secret", private=True)
     client.call("push", folder=str(folder), repo_id="user/open")
     commits = len(hub.repos["user/open"].commits)
-    assert "and public" in client.refusal("push", folder=str(folder), repo_id="user/open", private=True)
+    assert "is public" in client.refusal("push", folder=str(folder), repo_id="user/open", private=True)
     assert len(hub.repos["user/open"].commits) == commits, "nothing was uploaded"
 
 

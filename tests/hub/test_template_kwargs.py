@@ -108,4 +108,4 @@ def test_the_command_line_takes_variables(folder: Path, decoder: Decoder) -> Non
         talk = ("chat", folder, "--max-new-tokens", 6, "--dtype", "float32", *options)
         assert works(*talk, stdin="Hi\n\n").stdout == wanted + "\n"
     for wrong in ("{", "[1]", "3"):
-        assert "is no JSON object" in refused(*asked, "--chat-template-kwargs", wrong)
+        assert "is not a JSON object" in refused(*asked, "--chat-template-kwargs", wrong)

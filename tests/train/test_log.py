@@ -41,7 +41,7 @@ def test_the_file_says_what_the_console_said_and_later_sessions_add_to_it(run: T
     assert lines(tmp_path) == shown(first).splitlines()
     run(tmp_path, second, steps=4)
     assert lines(tmp_path) == [*shown(first).splitlines(), *shown(second).splitlines()]
-    assert "Going on from step 2" in shown(second)
+    assert "Continuing from step 2" in shown(second)
 
 
 def test_a_silent_training_has_a_log_and_a_refused_one_leaves_none(run: Train, tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_every_family_goes_on_with_one_process_where_two_were_killed(
     train_alone(monkeypatch, tiny_target_folder, states, tmp_path, COUNT, how)
     for name in families():
         log = (tmp_path / name / "log.txt").read_text()
-        assert "Training on 1 process " in log and "Going on from step 2 " in log
+        assert "Training on 1 process " in log and "Continuing from step 2 " in log
         alone, start = (weights_of(made.alone / name / what) for what in ("of-0", "start-0"))
         assert_moved_alike(start, alone, weights_of(tmp_path / name / "of-0"))
         rows = [last_row(folder / name) for folder in (tmp_path, made.alone)]
@@ -286,7 +286,7 @@ def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
     assert_one_voice(ended, "Another process of this training has ended", "goes on from the last checkpoint")
     resumed = together(ranks.train_with_an_old_view, file, "--run-dir", run)
     assert_codes(resumed, 0, 0)
-    assert "Going on from step 3" in resumed[0].text and "Training on 2 processes" in resumed[0].text
+    assert "Continuing from step 3" in resumed[0].text and "Training on 2 processes" in resumed[0].text
     assert not resumed[1].text, "only the main process speaks"
     assert json.loads((run / "stages" / "train.json").read_text())["whole"]
     _, complete = workplace(tmp_path / "whole", steps=8)
@@ -321,7 +321,7 @@ def test_two_processes_go_on_where_one_was_stopped(
     start = {name.split("heads.", 1)[1]: tensor for name, tensor in middle.items() if "heads." in name}
     ended = together(ranks.train_some_steps, tiny_target_folder, states, tmp_path / "cut", "1", start_from)
     assert_codes(ended, 0, 0)
-    assert "Going on from step 4 " in (tmp_path / "cut" / "log.txt").read_text()
+    assert "Continuing from step 4 " in (tmp_path / "cut" / "log.txt").read_text()
     one, other = (load_heads(tmp_path / name / "last").state_dict() for name in ("whole", "cut"))
     assert one.keys() == start.keys()
     assert_moved_alike(start, one, other)
@@ -347,7 +347,7 @@ def test_ctrl_c_keeps_the_step_and_ends_both(together: Ranks, workplace: Callabl
     alone = run_to_end(file, "--run-dir", run, "train.gradient_accumulation_steps=2")
     assert alone.returncode == 0, alone.stderr
     assert "A training on another number of processes of these heads is there" in alone.stdout
-    assert "Going on from step 4" in alone.stdout and last_row(run / "train")["step"] == 8
+    assert "Continuing from step 4" in alone.stdout and last_row(run / "train")["step"] == 8
 
 
 def test_what_one_process_alone_refuses_is_said_once(

@@ -108,7 +108,7 @@ def test_a_checkpoint_cut_short_falls_back_to_the_one_before(
     console = Console(file=written, width=500)
     resumed = run(tmp_path / "cut", console=console)
     text = written.getvalue()
-    assert "step-00000008 is cut short" in text and "Going on from step 4" in text
+    assert "step-00000008 is cut short" in text and "Continuing from step 4" in text
     assert_same(complete.last_folder, resumed.last_folder)
 
 

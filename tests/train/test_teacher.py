@@ -136,14 +136,14 @@ def test_heads_of_a_70b_shape_reach_an_engine_without_its_weights(tmp_path: Path
         if file.name != "config.json":
             file.unlink()
     plan = make_plan(quiet(tmp_path / "planned", place.recipe()), prompt_tokens=20)
-    assert plan.problems == [] and "its weights are not here" in plan.how
+    assert plan.problems == [] and "are not on this machine" in plan.how
     assert NOT_LOADED in place.train()
 
     served, again = tmp_path / "served", tmp_path / "again"
     said = " ".join(works("export", place.run, "--format", "speculators", "--out", served).stdout.split())
-    assert "was not tuned yet" in said and "An untuned chain" in said and "vllm serve" in said
+    assert "is not tuned yet" in said and "An untuned chain" in said and "vllm serve" in said
     said = works("export", "--check", served, "--engine", "speculators,vllm", "--against", place.run).stdout
-    assert "is whole" in said
+    assert "is complete" in said
     assert "measures how many pay" in (served / "README.md").read_text()
     assert "a chain of 3 drafts, untuned" in (place.run / "heads" / "README.md").read_text()
     assert "headstart export" in refused("tune", place.run), "what can be done without the target"

@@ -55,9 +55,9 @@ app.add_typer(recipes_app, name="recipes")
 
 @app.command()
 def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
-    """Do everything, from nothing to a report: data, training, tuning, export, measuring.
+    """Train heads from nothing and measure them: write data, train, tune, export, report.
 
-    Stages that are done are skipped; an interrupted run goes on where it was.
+    Finished stages are skipped; an interrupted run continues where it stopped.
 
     Example: headstart run quickstart minutes=60
     """
@@ -68,15 +68,15 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(
-            f"headstart run is one process, and a launcher has started {os.environ['WORLD_SIZE']}.",
-            "Train with several as `-m headstart.train RECIPE` (written with a dot) after headstart data build.",
+            f"headstart run works in one process, and a launcher started {os.environ['WORLD_SIZE']}.",
+            "Run headstart data build first, then launch training alone: -m headstart.train RECIPE (with a dot).",
         )
     began = perf_counter()
     work = _run(recipe, overrides, run_dir)
     worked, now = _execute(work, STAGES), perf_counter() - began
     every = sum(record.seconds for stage in STAGES if (record := work.record(stage.name)))
     if not worked:
-        tell(work.console, f"Nothing was left to do: the stages took {format_seconds(every)} when they were done.\n")
+        tell(work.console, f"Nothing was left to do. The finished stages took {format_seconds(every)} in all.\n")
     else:
         earlier = f", with earlier commands {format_seconds(every)}" if every > 1.1 * now else ""
         tell(work.console, f"This took {format_seconds(now)}{earlier}.\n")
@@ -89,12 +89,12 @@ def run(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None)
     )
 
 
-Runs = Annotated[Path, typer.Option("--runs", help="Folder that the runs lie in.")]
+Runs = Annotated[Path, typer.Option("--runs", help="Folder that holds the runs.")]
 
 
 @app.command("runs")
 def list_runs(folder: Runs = Path("runs")) -> None:
-    """List the runs of a folder: how far each is, its heads, τ, speed-up, size and age.
+    """List the runs in a folder with their state, heads, τ, speed-up, size and age.
 
     Example: headstart runs
     """
@@ -120,10 +120,10 @@ def gc(
         ),
     ] = None,
 ) -> None:
-    """List what no run uses any more, with sizes, and delete it after asking.
+    """List files that no run uses any more, with their sizes, and delete them after asking.
 
-    Nothing else of headstart deletes what runs share. (A training drops its own older checkpoints, see
-    train.keep_checkpoints, and the heads and the report in a run's folder give way to newer ones.)
+    No other command deletes files that runs share. (Training drops its own older checkpoints, see
+    train.keep_checkpoints, and newer heads and reports replace those in a run's folder.)
 
     Example: headstart gc --dry-run
 
@@ -139,10 +139,10 @@ def gc(
         tell(console, f"{format_bytes(item.bytes):>9}  {item.path}  ({item.what})")
     total = format_bytes(sum(item.bytes for item in unused))
     if not unused:
-        tell(console, f"Nothing to delete: the runs in {folder} use everything that is there.")
+        tell(console, f"Nothing to delete: the runs in {folder} use every file there.")
     elif dry_run:
-        tell(console, f"{len(unused)} to delete, {total} at most.")
-    elif yes or typer.confirm(f"Delete these {len(unused)}, {total} at most?"):
+        tell(console, f"{len(unused)} items to delete, up to {total}.")
+    elif yes or typer.confirm(f"Delete these {len(unused)} items, up to {total}?"):
         tell(console, f"Freed {format_bytes(free(folder, unused, maximum))}.")
     else:
         tell(console, "Nothing was deleted.")
@@ -153,15 +153,16 @@ def plan(
     recipe: RecipeName,
     overrides: Overrides = None,
     run_dir: RunDir = None,
-    processes: Annotated[int, typer.Option(help="Train with so many processes, each on a device of its own.")] = 1,
+    processes: Annotated[int, typer.Option(help="Plan for this many training processes, each on its own device.")] = 1,
     prompt_tokens: Annotated[
-        int | None, typer.Option(help="Take prompts to be this long, instead of reading some of them.")
+        int | None, typer.Option(help="Assume prompts of this many tokens instead of reading some of them.")
     ] = None,
     json: JsonFile = None,
 ) -> None:
-    """Say what a run would cost in memory, disk, network and time, before any of it is spent.
+    """Estimate the memory, disk space, network traffic and time that a run will take.
 
-    Forwards are timed where the target's weights are on this machine. Everything else is computed from its config.json.
+    Times come from forwards measured here, if the target's weights are on this machine. The rest follows from its
+    config.json.
 
     Example: headstart plan quickstart data.conversations=5000
 
@@ -185,9 +186,9 @@ def plan(
 
 @data_app.command("build")
 def data_build(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
-    """Write the conversations of a recipe and the target's hidden states on them.
+    """Write a recipe's conversations and the target's hidden states for them.
 
-    Given several times at once for the same run, by hand or by torchrun, the processes share the work.
+    Several processes started for the same run, by hand or by torchrun, share the work.
 
     Example: headstart data build quickstart data.conversations=200
     """
@@ -214,7 +215,7 @@ def data_show(
     target: Annotated[str | None, typer.Option(help="Use this model's tokenizer, for a file outside a run.")] = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Print a conversation as training sees it: what the heads learn from is coloured.
+    """Print a conversation as training sees it, with the tokens that heads learn from in colour.
 
     Example: headstart data show runs/quickstart --index 3
     """
@@ -234,7 +235,7 @@ def data_show(
 
 @app.command()
 def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = None) -> None:
-    """Train heads. Data that is missing is written first.
+    """Train heads. Missing data is written first.
 
     On several GPUs or machines: headstart data build RECIPE, then accelerate launch -m headstart.train RECIPE.
 
@@ -259,14 +260,14 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
 def tune(
     path: Annotated[str, typer.Argument(metavar="RUN_OR_HEADS", help="A run's folder, or a folder of heads.")],
     conversations: Annotated[
-        Path | None, typer.Option(help="Read these validation conversations, for heads outside of their run.")
+        Path | None, typer.Option(help="Validation conversations to tune on, for heads outside their run.")
     ] = None,
     loading: Loading = Loading(),
     options: EngineOptions = EngineOptions(),
 ) -> None:
-    """Measure costs on this machine again and choose the tree that is fastest here.
+    """Measure costs on this machine and choose the fastest tree for it.
 
-    With --engine a serving engine is measured instead: with heads and without, for several numbers of drafts.
+    With --engine, measure a serving engine instead: with and without heads, for several numbers of drafts.
 
     Example: headstart tune runs/quickstart
 
@@ -274,11 +275,11 @@ def tune(
     """
     if options.engine and loading.dtype != "auto":
         raise UserError(
-            "--dtype is that of our own decoder.",
-            f"Give it to the engine: --engine-arguments='--dtype {loading.dtype}'",
+            "--dtype sets the dtype of headstart's decoder, not of an engine.",
+            f"Pass the engine its own: --engine-arguments='--dtype {loading.dtype}'",
         )
     if not options.engine and options != EngineOptions():
-        raise UserError("An option of engines was given, and no engine.", f"Name it with --engine: {ENGINES}.")
+        raise UserError("An option for engines was given without an engine.", f"Name one with --engine: {ENGINES}.")
     if options.engine:
         from headstart.pipeline.in_engine import describe_engine_tuning, tune_in_engine
 
@@ -304,13 +305,13 @@ def tune(
 def push(
     heads: Annotated[Path, typer.Argument(metavar="HEADS", help="A folder of heads, or the folder of a run.")],
     repo_id: Annotated[str, typer.Argument(metavar="USER/NAME", help="Repository on the Hub.")],
-    private: Annotated[bool, typer.Option(help="Create it for its owner's eyes only.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Only say what would be uploaded.")] = False,
+    private: Annotated[bool, typer.Option(help="Make the repository private.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="List what would be uploaded, and upload nothing.")] = False,
     revision: Annotated[
-        str | None, typer.Option(help="Upload to this branch, made if need be.", show_default="main")
+        str | None, typer.Option(help="Upload to this branch; it is created if missing.", show_default="main")
     ] = None,
     message: Annotated[
-        str | None, typer.Option(help="Of the commit.", show_default="Upload draft heads with headstart")
+        str | None, typer.Option(help="Message of the commit.", show_default="Upload draft heads with headstart")
     ] = None,
 ) -> None:
     """Upload heads to the Hub.
@@ -326,7 +327,7 @@ def push(
     for name, size in done.files:
         tell(console, f"  {name}  {format_bytes(size)}")
     for name in done.left_out:
-        tell(console, f"  {name}  left out: headstart did not write it")
+        tell(console, f"  {name}  skipped: headstart did not write it")
     verb = "Would upload" if dry_run else "Uploaded"
     total = format_bytes(sum(size for _, size in done.files))
     tell(console, f"{verb} {len(done.files)} files, {total}, to {done.url or repo_id}")
@@ -372,10 +373,10 @@ def recipes_show(
     recipe: RecipeName,
     overrides: Overrides = None,
     explained: Annotated[
-        bool, typer.Option("--all", help="Every setting with its value, its default and what it means.")
+        bool, typer.Option("--all", help="List every setting with its value, default and meaning.")
     ] = False,
 ) -> None:
-    """Print a recipe with every setting filled in, ready to be saved and changed.
+    """Print a recipe with every setting filled in, ready to save and edit.
 
     Example: headstart recipes show quickstart > mine.yaml
     """
@@ -392,7 +393,7 @@ def recipes_show(
 
 @recipes_app.command("docs")
 def recipes_docs() -> None:
-    """Print the page of every setting that recipes have, in Markdown.
+    """Print the page that explains every recipe setting, in Markdown.
 
     Example: headstart recipes docs > docs/recipes.md
     """

@@ -23,14 +23,14 @@ def doctor(
     ],
     run_dir: RunDir = None,
     questions: Annotated[
-        Path | None, typer.Option(help="JSONL with questions as people will ask them: do the heads know such texts?")
+        Path | None, typer.Option(help="JSONL with questions that people will ask: check acceptance on them, too.")
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Also write the findings as JSON to this file.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Check a sample only.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Check only a sample.")] = False,
     target: TargetOption = None,
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Find out why acceptance is low: which stage disagrees with which, and how to fix it. Exits with 1 if any does.
+    """Explain low acceptance: name the stages that disagree and how to fix them. Exits with 1 if any do.
 
     Example: headstart doctor runs/quickstart
     """
@@ -65,5 +65,5 @@ def _check_json(file: Path) -> None:
     if file.is_dir():
         raise UserError(f"{file} is a folder.", "Name a file.")
     if file.exists() and not (isinstance(content := read_json(file), dict) and "findings" in content):
-        raise UserError(f"{file} holds something else than findings, which would be lost.", "Name another file.")
+        raise UserError(f"{file} holds something other than findings, which would be lost.", "Name another file.")
     check_writable(file.parent)

@@ -24,7 +24,7 @@ def export(
     format: Annotated[
         list[str] | None,
         names(
-            f"headstart (our own), {FORMATS}, checkpoint (a copy of the target's, with its own module trained); gguf "
+            f"headstart (its own format), {FORMATS}, checkpoint (a copy of the target's, with its own module trained); gguf "
             "may be combined with one other format.",
             "headstart",
         ),
@@ -32,16 +32,16 @@ def export(
     out: Annotated[Path | None, typer.Option(help="Write this folder.")] = None,
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32", "q8_0"] | None,
-        typer.Option(help="Numbers to store weights in; q8_0 in GGUF files alone.", show_default="bfloat16"),
+        typer.Option(help="Dtype of the stored weights; q8_0 only in GGUF files.", show_default="bfloat16"),
     ] = None,
     target: TargetOption = None,
     trust_remote_code: TrustOption = False,
     check: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads, whoever wrote it.")
+        Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads, no matter who wrote it.")
     ] = None,
     engine: Annotated[list[str] | None, names(f"With --check: {READERS}.")] = None,
     against: Annotated[
-        Path | None, typer.Option(metavar="HEADS", help="With --check: headstart heads that the folder should hold.")
+        Path | None, typer.Option(metavar="HEADS", help="With --check: headstart heads that the folder should equal.")
     ] = None,
 ) -> None:
     """Write heads for serving engines and print the commands that serve them, or check a folder of heads.
@@ -54,9 +54,7 @@ def export(
     """
     if check is not None:
         if heads is not None or out is not None:
-            raise UserError(
-                "--check writes nothing.", f"Leave HEADS and --out away: {program()} export --check {check}"
-            )
+            raise UserError("--check writes nothing.", f"Leave out HEADS and --out: {program()} export --check {check}")
         _check(check, listed(engine), against, target, trust_remote_code)
         return
     if heads is None or out is None:
@@ -73,12 +71,12 @@ def export(
     if alone := next((name for name in formats if name in ("headstart", "checkpoint")), None):
         if len(formats) > 1:
             raise UserError(
-                f"The format {alone} has a config.json of its own, which goes with no other format.",
-                "Write it into another folder.",
+                f"The format {alone} has its own config.json, which goes with no other format.",
+                "Write it to a folder of its own.",
             )
         if dtype is not None:
             kept = "the heads have" if alone == "headstart" else "each tensor of the checkpoint has"
-            raise UserError(f"The format {alone} keeps the dtype that {kept}.", "Leave --dtype out.")
+            raise UserError(f"The format {alone} keeps the dtype that {kept}.", "Leave out --dtype.")
     if alone == "checkpoint":
         from headstart.hub.engines.into_checkpoint import export_checkpoint
 
@@ -116,14 +114,14 @@ def _of_run(folder: Path, console: Console) -> FrozenModel | None:
     except UserError:  # no run, or one of an older headstart, whose heads can be read all the same
         return None
     if keep_untuned(run):
-        tell(console, f"This run was not tuned yet: its heads, now in {folder / KEPT}, draft a chain.")
+        tell(console, f"This run is not tuned yet. Its heads are now in {folder / KEPT} and draft a chain.")
     return run.teacher()
 
 
 @with_options(without=("target", "any_target", "exact", "quantization"))
 def import_checkpoint(
     source: Annotated[
-        str, typer.Argument(metavar="FOLDER|USER/NAME", help="A published checkpoint: a folder, or a Hub id.")
+        str, typer.Argument(metavar="FOLDER|USER/NAME", help="A published checkpoint: a folder or a Hub id.")
     ],
     target: Annotated[str, typer.Option(help="The model that the heads were trained on.")],
     out: Annotated[Path, typer.Option(help="Write this folder.")],
@@ -131,7 +129,7 @@ def import_checkpoint(
 ) -> None:
     """Make headstart heads from a published EAGLE, EAGLE-3, DFlash, DSpark or Medusa checkpoint.
 
-    They decode, and can be tuned and trained further. Weights come from safetensors files; pickled ones are refused.
+    They can decode, be tuned and be trained further. Weights must be safetensors files; pickled files are refused.
 
     Example: headstart import user/eagle3-heads --target user/model --out heads
     """
@@ -176,7 +174,7 @@ def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target:
         tell(console, f"{finding.engine}: {finding.problem} {finding.remedy}")
     at_fault = {finding.engine for finding in findings}
     if sound := [engine for engine in readers_of(folder, engines) if engine not in at_fault]:
-        tell(console, f"{folder} is whole, and all of it is read by {' and '.join(sound)}.")
+        tell(console, f"{folder} is complete; {' and '.join(sound)} read{'s' * (len(sound) == 1)} every tensor.")
     if findings:
         raise typer.Exit(1)
     for remark in export_remarks(folder, engines):

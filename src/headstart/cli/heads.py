@@ -29,7 +29,7 @@ REPORT_FILES = ("results.json", "report.md", "report.html")
 AUDIT_FILES = ("audit.json", "audit.md")
 _OF_ONE_ANSWER = ("stop", "raw")
 _CHAT_HELP = (
-    "/new forgets what was said, /drafts shows which words were drafted, /help says this, an empty line or Ctrl-D ends."
+    "/new starts over, /drafts colours the words that were drafted, /help shows this, an empty line or Ctrl-D quits."
 )
 
 
@@ -51,7 +51,7 @@ def evaluate(
     options: EvalOptions = EvalOptions(),
     loading: Loading = Loading(),
 ) -> None:
-    """Measure heads, alone and with n-grams, on questions: against plain decoding, transformers, other drafters.
+    """Measure heads on questions, alone and with n-grams, against plain decoding, transformers and others.
 
     Example: headstart eval runs/quickstart --questions questions.jsonl --out report --compare all
 
@@ -83,19 +83,20 @@ def evaluate(
 def audit(
     heads: Heads,
     questions: Annotated[
-        list[Path] | None, typer.Option(help="JSONL with questions; may be repeated. Else a few of our own.")
+        list[Path] | None,
+        typer.Option(help="JSONL with questions; may be repeated.", show_default="a few of headstart's own"),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write audit.json and audit.md into this folder.")] = None,
     overwrite: Overwrite = False,
     options: AuditOptions = AuditOptions(),
     loading: Loading = Loading(),
 ) -> None:
-    """Prove on your own target and heads that drafts change nothing. Exits with 1 if they do.
+    """Prove on your own target and heads that drafting does not change the output. Exits with 1 if it does.
 
     The proof holds in float32, and in any dtype with --exact bits.
 
-    Greedy decoding writes the same tokens with every drafter as without. Sampling draws tokens as often as transformers
-    does, under every verifier.
+    Greedy decoding must write the same tokens with every drafter as without. Sampling must draw each token as often as
+    transformers does, with every verifier.
 
     Example: headstart audit runs/quickstart --out audit
     """
@@ -127,7 +128,7 @@ def generate(
     options: DecodeOptions = DecodeOptions(),
     loading: Loading = Loading(),
 ) -> None:
-    """Answer one prompt. The text goes to stdout, its figures to stderr.
+    """Answer one prompt. The text goes to stdout, the figures to stderr.
 
     Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
     """
@@ -143,7 +144,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     loading: Loading = Loading(),
 ) -> None:
-    """Talk with the target. Each answer is followed by its tokens/s and tokens a round (τ).
+    """Chat with the target. Each answer is followed by its tokens/s and its tokens per round (τ).
 
     Example: headstart chat runs/quickstart
     """
@@ -171,7 +172,7 @@ def chat(
         try:
             answer = _pour(decoder.stream(asked, kept_text, **_keywords(options)), shows_drafts)
         except UserError as error:
-            complain(error.problem, f"{error.remedy} /new begins anew.")
+            complain(error.problem, f"{error.remedy} /new starts over.")
             continue
         except KeyboardInterrupt:
             console.print("\nStopped this answer.", style="dim")
@@ -185,7 +186,7 @@ def read_prompt(prompt: str, raw: bool) -> str:
         prompt = _from_stdin(sys.stdin.read).removesuffix("\n")
     check_text(prompt, "The prompt")
     if not (prompt if raw else prompt.strip()):
-        raise UserError("The prompt is empty.", "Write what the target is to answer: --prompt TEXT.")
+        raise UserError("The prompt is empty.", "Give a question: --prompt TEXT.")
     return prompt
 
 
@@ -221,7 +222,8 @@ def load_decoder(heads: str, loading: Loading, options: DecodeOptions = DecodeOp
         ]
         if options.greedy and unused:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in unused)
-            tell(console, f"No effect without --temperature: {names}.", style="yellow")
+            verb = "has" if len(unused) == 1 else "have"
+            tell(console, f"{names} {verb} no effect without --temperature.", style="yellow")
         from headstart.api import load
         from headstart.hub.pull import has_heads
 
@@ -265,6 +267,6 @@ def _check_out(out: Path, files: Sequence[str], overwrite: bool) -> None:
     existing = [name for name in files if (out / name).exists()]
     if existing and not overwrite:
         raise UserError(
-            f"{out} holds a report already ({', '.join(existing)}).", "Choose another folder, or add --overwrite."
+            f"{out} already holds a report ({', '.join(existing)}).", "Choose another folder, or add --overwrite."
         )
     check_writable(out)

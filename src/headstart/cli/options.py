@@ -22,7 +22,8 @@ RecipeName = Annotated[
     str, typer.Argument(metavar="RECIPE", help="A packaged recipe (see `headstart recipes`) or a YAML file.")
 ]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Changes to the recipe, such as train.lr=3e-4.")
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings that replace the recipe's, such as train.lr=3e-4."),
 ]
 RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_default="runs/<name of the recipe>")]
 
@@ -30,7 +31,7 @@ RunDir = Annotated[Path | None, typer.Option(help="Folder of the run.", show_def
 
 HEADS = typer.Argument(metavar="HEADS", help="A folder of heads, the folder of a run, or a Hub id (user/name).")
 Heads = Annotated[str, HEADS]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a report that is there already.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing report.")]
 JsonFile = Annotated[Path | None, typer.Option(help="Also write the result as JSON to this file.")]
 
 
@@ -38,7 +39,7 @@ JsonFile = Annotated[Path | None, typer.Option(help="Also write the result as JS
 class Loading(LoadOptions):
     """How heads and their target are loaded, and where the target is."""
 
-    target: str | None = option(None, "Load the target from here, when it is not where the heads say.")
+    target: str | None = option(None, "Folder or Hub id of the target, if it is not where the heads expect it.")
 
 
 TargetOption = Annotated[str | None, typer.Option("--target", help=meaning(Loading, "target").text)]

@@ -20,16 +20,16 @@ def race(
     heads: Annotated[str | None, HEADS] = None,
     prompt: Annotated[str | None, typer.Option(help="What the user says; - reads it from standard input.")] = None,
     results: Annotated[
-        Path | None, typer.Option("--from", help="Show what a report measured instead: its results.json.")
+        Path | None, typer.Option("--from", help="Show a race from this results.json of a report instead.")
     ] = None,
     prompt_id: Annotated[
-        str | None, typer.Option(help="Of a report: this prompt, instead of the one with the middle speed-up.")
+        str | None, typer.Option(help="With --from: show this prompt instead of the one with the median speed-up.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Also draw the race, as an SVG that moves by itself.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the race to this file, as an animated SVG.")] = None,
     options: DecodeOptions = DecodeOptions(),
     loading: Loading = Loading(),
 ) -> None:
-    """Watch plain decoding and drafting side by side, in the time that they took: each decodes alone, then both replay.
+    """Watch plain decoding and drafting side by side. Each decodes alone first; both then replay at measured speed.
 
     Example: headstart race runs/quickstart --prompt "Why is the sky blue?"
 
@@ -45,7 +45,7 @@ def race(
     else:
         assert heads is not None
         if prompt is None:
-            raise UserError("There is no prompt.", "Write what the target is to answer: --prompt TEXT.")
+            raise UserError("There is no prompt.", "Give a question: --prompt TEXT.")
         from headstart.eval.environment import environment
 
         question = read_prompt(prompt, options.raw)

@@ -19,15 +19,15 @@ def import_states(
         str | None,
         typer.Argument(
             metavar="FOLDER|ADDRESS",
-            help="Folder of vLLM's files, or address of the server (several with commas). Without: how to start one.",
+            help="Folder of vLLM's files, or address of its server (several with commas). Without: how to start one.",
         ),
     ] = None,
     overrides: Overrides = None,
     run_dir: RunDir = None,
 ) -> None:
-    """Take the target's hidden states from vLLM's own extraction instead of computing them here.
+    """Import the target's hidden states from vLLM instead of computing them here.
 
-    Conversations that are missing are written first. What is taken over is compared with the target's own states.
+    Missing conversations are written first. Imported states are checked against the target's own.
 
     Example: headstart data import-states eagle3-8b
 
@@ -56,18 +56,16 @@ def import_states(
         execute(run, stages)
         done = take(run, source)
     except NoTarget as error:
-        compares = (
-            "import-states compares what it takes over with the target's own states: give it where the target is."
-        )
+        compares = "import-states checks imported states against the target's own: run it where the target is."
         raise UserError(error.problem, f"{error.remedy} {compares}") from None
     for reason, files in done.left_out.items():
         names = ", ".join(files[:3]) + (", ..." if len(files) > 3 else "")
         print(f"Left out {len(files)} file{'s' * (len(files) > 1)}: {reason} ({names}).")
     lacking = len(done.waiting)
     if done.left_out and not done.taken and lacking:
-        raise UserError("None of the files could be taken over.", "See the reasons above.")
-    before = f"; {done.known} had states before" if done.known else ""
-    print(f"States of {done.taken} conversations taken over{before}.")
+        raise UserError("None of the files could be imported.", "See the reasons above.")
+    before = f"; {done.known} already had states" if done.known else ""
+    print(f"Imported the states of {done.taken} conversations{before}.")
     if lacking:
-        print(f"{lacking} have none yet: headstart computes them here when states are next needed.")
+        print(f"{lacking} have no states yet: headstart computes them here when they are needed.")
     say(run.console, ("Train", f"{program()} train {' '.join([recipe, *changes])}"))

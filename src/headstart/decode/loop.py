@@ -448,7 +448,8 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
     check_processors(options, target.vocab_size, target.device)
     if unknown := [token for token in options.stop_token_ids if not 0 <= token < target.vocab_size]:
         raise UserError(
-            f"stop_token_ids has {unknown[0]}, and the target knows 0 to {target.vocab_size - 1}.", "Use its own ids."
+            f"stop_token_ids has {unknown[0]}, and the target's token ids end at {target.vocab_size - 1}.",
+            "Use its own ids.",
         )
     if options.stop_strings and target.tokenizer is None:
         raise UserError("Stop strings need a tokenizer.", "Load the target with its tokenizer.")
@@ -458,9 +459,10 @@ def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptio
         if not prompt:
             raise UserError(f"Prompt {number} is empty.", "Give each prompt at least one token.")
         if len(prompt) + options.max_new_tokens > target.max_length:
+            which = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
             raise UserError(
-                f"Prompt {number} has {len(prompt)} tokens; with {options.max_new_tokens} new ones it passes the "
-                f"{target.max_length} tokens that {target.name} can read.",
+                f"{which} ({len(prompt)} tokens) plus {options.max_new_tokens} new tokens exceeds {target.name}'s "
+                f"context of {target.max_length}.",
                 "Shorten the prompt, or lower --max-new-tokens.",
             )
 

@@ -85,7 +85,7 @@ def json_object(text: str) -> dict[str, Any]:
     except ValueError:
         values = None
     if not isinstance(values, dict):
-        raise UserError(f"{text!r} is no JSON object.", "Write it as '{\"enable_thinking\": false}'.")
+        raise UserError(f"{text!r} is not a JSON object.", "Write it as '{\"enable_thinking\": false}'.")
     return values
 
 
@@ -95,11 +95,11 @@ class SamplingOptions:
     """Which distribution a token is drawn from; `headstart.decode.sampling` computes it."""
 
     temperature: float = option(0.0, "0 is greedy; above 0 the target's distribution is sampled.", minimum=0)
-    top_k: int = option(0, "Sample from this many of the most likely tokens; 0 for all.", minimum=0)
-    top_p: float = option(1.0, "Sample from the fewest tokens that hold this share of the probability; 1 for all.")
-    min_p: float = option(0.0, "Leave out tokens less likely than this share of the most likely one; 0 for none.")
+    top_k: int = option(0, "Sample from this many of the most likely tokens; 0 takes all.", minimum=0)
+    top_p: float = option(1.0, "Sample from the smallest set of tokens with this much probability; 1 takes all.")
+    min_p: float = option(0.0, "Drop tokens less likely than this fraction of the most likely one; 0 drops none.")
     repetition_penalty: float = option(
-        1.0, "Above 1 makes tokens that were read or written already less likely; 1 changes nothing."
+        1.0, "Above 1, tokens that already occur in the text become less likely; 1 changes nothing."
     )
     processors: Sequence[Processor] = option(
         (), "transformers LogitsProcessors that depend on the text so far and the scores alone.", typed=False
@@ -138,23 +138,23 @@ class DecodeOptions(SamplingOptions):
     With `deterministic` they are those of the heads everywhere.
     """
 
-    max_new_tokens: int = option(128, "Longest answer in tokens, the one that ends the turn included.", minimum=1)
+    max_new_tokens: int = option(128, "Longest answer in tokens, its end token included.", minimum=1)
     _: KW_ONLY
     seed: int | None = option(
-        None, "Seed of sampling, to repeat an answer; prompt b of a batch takes seed + b.", shown="random"
+        None, "Seed for sampling, to repeat an answer; prompt b of a batch uses seed + b.", shown="random"
     )
     verifier: str = option(
         "auto",
-        "How drafts are made and accepted when sampling; the text always follows the target's distribution. top_k: "
-        "the most likely drafts, accepted where plain sampling with this seed draws them. greedy_draft, as with auto: "
-        "each node's last draft is drawn from the heads' distribution, and more are accepted.",
+        "How drafts are chosen and accepted when sampling; the text always follows the target's distribution. top_k "
+        "drafts the most likely tokens and accepts those that plain sampling with this seed draws. greedy_draft, the "
+        "same as auto, draws each node's last draft from the heads' distribution, so that more are accepted.",
         metavar="NAME",
     )
-    draft: Draft = option("auto", "auto pauses drafting where it does not pay, on always drafts, off never.")
+    draft: Draft = option("auto", "auto pauses drafting while it does not pay, on always drafts, off never drafts.")
     deterministic: bool = option(
         False,
-        "Decide on drafts by the costs stored with the heads and by what is accepted, never by the clock or by earlier "
-        "answers: equal calls give equal text, in every process. Drafts pay less where the costs are wrong.",
+        "Choose drafts by the costs stored with the heads and by acceptance, never by the clock or by earlier answers: "
+        "equal calls give equal text in every process. Drafting pays less where the stored costs are wrong.",
     )
     drafter: str = option(
         "heads+ngram",
@@ -163,16 +163,14 @@ class DecodeOptions(SamplingOptions):
         metavar="NAME",
     )
     tree: TreeKind | None = option(
-        None, "Shape of the heads' trees; by default what tuning measured fastest.", unset="tuned"
+        None, "Shape of the heads' trees; tuned is the shape that tuning measured as the fastest.", unset="tuned"
     )
-    stop: str | Sequence[str] = option((), "End the answer after this text; several may be given.", metavar="TEXT")
+    stop: str | Sequence[str] = option((), "End the answer after this text; may be repeated.", metavar="TEXT")
     stop_token_ids: Sequence[int] = option(
-        (), "End the answer with this token, beside the target's own ends; several may be given.", metavar="ID"
+        (), "End the answer with this token as well as with the target's own end tokens; may be repeated.", metavar="ID"
     )
-    min_new_tokens: int = option(
-        0, "Shortest answer in tokens: until then, no token that ends it has a probability.", minimum=0
-    )
-    raw: bool = option(False, "Read a text prompt as it is, without the chat template.")
+    min_new_tokens: int = option(0, "Shortest answer in tokens: until then, no token can end it.", minimum=0)
+    raw: bool = option(False, "Pass the prompt to the target as it is, without the chat template.")
     tools: Sequence[Any] = option(
         (),
         "Tools that the chat template tells the target of: functions or JSON schemas, as in transformers.",
@@ -180,7 +178,7 @@ class DecodeOptions(SamplingOptions):
     )
     chat_template_kwargs: Mapping[str, Any] | None = option(
         None,
-        "Variables for the chat template, in place of those that the heads were trained with.",
+        "Variables for the chat template, instead of those that the heads were trained with.",
         metavar="JSON",
         shown="those that the heads were trained with",
         parse=json_object,
@@ -273,18 +271,20 @@ class EngineOptions:
 
     engine: str = option(
         "",
-        f"Measure a serving engine instead, with heads and without ({ENGINES}). Says how many drafts pay there.",
+        f"Measure a serving engine with and without heads ({ENGINES}), and say how many drafts pay there.",
         metavar="NAME",
     )
-    engine_command: str = option("", "Start it with this, such as a path; else its usual command.", metavar="COMMAND")
+    engine_command: str = option(
+        "", "Command that starts the engine, such as a path; by default its usual one.", metavar="COMMAND"
+    )
     engine_target: str = option(
-        "", "Serve this target, such as another GGUF file; else the heads' own.", metavar="TARGET"
+        "", "Target to serve, such as another GGUF file; by default that of the heads.", metavar="TARGET"
     )
     engine_arguments: str = option(
-        "", "Give it more arguments of its own, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
+        "", "More arguments for the engine, such as '--dtype bfloat16 --max-model-len 2048'.", metavar="ARGUMENTS"
     )
     engine_drafts: str = option(
-        "", "Try these numbers of drafts; else 1, 2, 3 and 5, and all of a block.", metavar="N,N..."
+        "", "Numbers of drafts to try; by default 1, 2, 3 and 5, or a whole block.", metavar="N,N..."
     )
-    engine_prompts: int = option(8, "Ask so many prompts of the validation conversations.", minimum=1)
-    engine_tokens: int = option(64, "Longest answer of the engine in tokens.", minimum=2)
+    engine_prompts: int = option(8, "Number of validation prompts to ask.", minimum=1)
+    engine_tokens: int = option(64, "Longest answer of the engine, in tokens.", minimum=2)

@@ -50,17 +50,17 @@ def template(subject: Subject) -> Finding:
         if stored != tokens:
             index = common_beginning([stored, tokens])
             was, now = (tokenizer.decode(text[index : index + 1]) for text in (stored, tokens))
-            differing.append(f"{item.id!r} ({split}) parts at token {index}: stored {was!r}, now {now!r}")
+            differing.append(f"{item.id!r} ({split}) differs from token {index} on: stored {was!r}, now {now!r}")
     if not count:
         raise Absent("the conversations keep no messages to render")
     if not differing:
-        return good(f"{count} conversations rendered again give the tokens that are stored.")
-    where = f"{len(differing)} of {count} conversations are rendered otherwise now; conversation {differing[0]}."
+        return good(f"{count} conversations, rendered again, give the stored tokens.")
+    where = f"{len(differing)} of {count} conversations now render differently: conversation {differing[0]}."
     if "strftime_now" in str(tokenizer.chat_template):
         return unknown(f"The chat template writes the date. {where}")
     return bad(
-        f"The chat template or the tokenizer is another one than when the data were written. {where} In decoding the "
-        "heads read other prompts than those they learned from.",
+        f"The chat template or the tokenizer has changed since the data were written. {where} When decoding, the heads "
+        "read other prompts than they were trained on.",
         "Decode with the tokenizer and template that wrote the data (those in target/tokenizer of the run), or write "
         "the data again in another --run-dir.",
     )
@@ -109,13 +109,13 @@ def teacher(subject: Subject) -> Finding:
         return unknown("No answer is longer than a token.")
     agreement, excess = chosen / tokens, excess / tokens
     figures = {"answers": kind, "tokens": tokens, "agreement": round(agreement, 4), "excess_nats": round(excess, 4)}
-    choice = f"the target itself chooses {agreement:.0%} of their tokens ({tokens} looked at)"
+    choice = f"the target itself would choose {agreement:.0%} of their tokens ({tokens} checked)"
     if excess > _EXCESS if kind == "sampled" else agreement < _AGREE:
         reason = {
-            "greedy": f"they are said to be greedy, and {choice}",
-            "given": f"they were given, and {choice}; heads learn to draft texts that it does not write",
-            "sampled": f"they are said to be drawn from the target, and surprise it by {excess:.2f} nats a token more "
-            f"than its own draws would ({tokens} tokens looked at)",
+            "greedy": f"they are marked as greedy, but {choice}",
+            "given": f"they came with the prompts, and {choice}; heads learn to draft text that it would not write",
+            "sampled": f"they are marked as sampled from the target, but surprise it by {excess:.2f} nats per token "
+            f"more than its own samples would ({tokens} tokens checked)",
         }[kind]
         return bad(
             f"The answers are off-policy: {reason}.",
@@ -182,15 +182,14 @@ def mask(subject: Subject) -> Finding:
         sentence, shift = _difference(wrong[0], subject.target.end_tokens)
     if wrong:
         return bad(
-            f"{sentence} This is so in {wrong[0].id!r} of {wrong[0].file}; {len(wrong)} of {len(items)} masks are not "
-            "what they should be.",
+            f"{sentence} Seen in {wrong[0].id!r} of {wrong[0].file}; {len(wrong)} of {len(items)} masks are wrong.",
             "Build the data again: headstart data build RECIPE, in another --run-dir or with data/ removed.",
             shift=shift,
             **figures,
         )
     if all(item.expected is None for item in items):
         return unknown(
-            "Where the answers begin is not known, because the template gives other tokens now (see template); "
+            "Where the answers begin is unknown, because the template now gives other tokens (see template); "
             f"{share:.0%} of the tokens are supervised.",
             **figures,
         )

@@ -58,7 +58,7 @@ def vocabulary(subject: Subject) -> Finding:
     again = "Train again: the draft vocabulary is then picked from the data."
     if (ids_D.diff() <= 0).any() or ids_D[0] < 0 or ids_D[-1] >= target.vocab_size:
         return bad(
-            "The draft vocabulary is none: tokens are not sorted, there twice, or do not exist in the target.",
+            "The draft vocabulary is invalid: its tokens are unsorted, repeated, or do not exist in the target.",
             again,
         )
     try:
@@ -74,7 +74,7 @@ def vocabulary(subject: Subject) -> Finding:
         return bad(
             f"The draft vocabulary is truncated: {1 - covered:.1%} of the answers' tokens are not among its {size} "
             "tokens and can never be drafted.",
-            f"{again} If it was, raise heads.draft_vocab_size.",
+            f"{again} If it was already, raise heads.draft_vocab_size.",
             **figures,
         )
     return good(f"The draft vocabulary of {size} tokens covers {covered:.1%} of the answers' tokens.", **figures)
@@ -98,16 +98,16 @@ def weights(subject: Subject) -> Finding:
         real = decoded(subject, prompts_before(subject.heldout))
         if real.accepted >= _FULL * heads.draft_steps:
             return good(
-                f"All weights are finite, and those of the warm start: {real.accepted:.2f} of {heads.draft_steps} "
+                f"All weights are finite and equal the warm start: {real.accepted:.2f} of {heads.draft_steps} "
                 "drafts a round are accepted without any training.",
                 accepted=real.accepted,
             )
         untaught = bad(
-            "The heads are those of the warm start: training never made them better.",
+            "The heads equal the warm start: training never improved them.",
             "Look at train/metrics.jsonl: raise train.minutes or train.steps, lower train.lr if the loss rose.",
         )
         return replace(untaught, stage="training")
-    return good("All weights are finite, and training has moved them.")
+    return good("All weights are finite, and training changed them.")
 
 
 def untrained(config: HeadConfig, vocabulary_D: Tensor, target: Target) -> DraftHead:
@@ -142,8 +142,9 @@ def equality(subject: Subject) -> Finding:
                 if difference > _TOLERANCE:
                     return bad(
                         f"Decoding does not draft what training taught: after the prefill and {rounds} committed "
-                        f"rounds, draft {step + 1} of {heads.draft_steps} has other logits than the training unroll at "
-                        f"the same position ({difference:.1%} of the largest; token {origin} of {item.id!r}).",
+                        f"rounds, the logits of draft {step + 1} of {heads.draft_steps} differ from the training "
+                        f"unroll at the same position ({difference:.1%} of the largest; token {origin} of "
+                        f"{item.id!r}).",
                         "Fix the family in heads/. A first draft that is wrong right after the prefill lies in "
                         "`prefill` or `unroll`, one that is wrong after a committed round in `commit`, a later draft "
                         "in `draft_step` (tokens, positions, norms, what is fed back).",
@@ -155,7 +156,7 @@ def equality(subject: Subject) -> Finding:
     if not compared:
         raise Absent(f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead")
     return good(
-        f"Drafting equals the training unroll at {compared} positions, all {heads.draft_steps} steps.",
+        f"Drafting equals the training unroll at {compared} positions, in all {heads.draft_steps} steps.",
         positions=compared,
         difference=largest,
     )

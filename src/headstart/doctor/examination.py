@@ -61,17 +61,17 @@ def _outcome(check: Check, subject: Subject, reported: Sequence[str]) -> Finding
     try:
         return check(subject)
     except Absent as absent:
-        return unknown(f"Not looked at: {absent}.")
+        return unknown(f"Not checked: {absent}.")
     except UserError as error:
         if any(error.problem in sentence for sentence in reported):
-            return unknown("Not looked at, for a reason given above.")
+            return unknown("Not checked, for a reason given above.")
         return bad(error.problem, error.remedy)
     except Exception as error:  # whatever breaks a check is what the user came to hear about
         where = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return bad(
-            f"This check broke off with {reason} ({Path(where.filename).name}, line {where.lineno}, {where.name}).",
-            "What it looked at is damaged, or the code of this head family is: fix the findings above first; the "
-            "full traceback is in the file that --json writes.",
+            f"This check failed with {reason} ({Path(where.filename).name}, line {where.lineno}, {where.name}).",
+            "Fix the findings above first. If none explains it, the checked files are damaged or this head family has "
+            "a bug: --json writes the full traceback.",
             traceback="".join(traceback.format_exception(error)),
         )

@@ -66,8 +66,8 @@ def show(findings: Sequence[Finding], console: Console) -> None:
     if problems:
         first = problems[0]
         verdict = (
-            f"{len(problems)} of {checked} checks found something. Begin with {first.check} ({first.stage}): what an "
-            "early stage does wrong explains later findings."
+            f"{len(problems)} of {checked} checks found a problem. Start with {first.check} ({first.stage}): an early "
+            "mistake causes later findings."
         )
     console.print(Text(f"\n{verdict}"))
 

@@ -41,7 +41,7 @@ def check_drafter(name: str) -> None:
     """Refuse a name that stands for no drafter; nothing is loaded."""
     names = parts_of(name)
     if "none" in names and len(names) > 1:
-        raise UserError(f"The drafter {name!r} joins plain decoding with another.", "Leave out none.")
+        raise UserError(f"The drafter {name!r} joins none (plain decoding) with another drafter.", "Leave out 'none'.")
     for part in names:
         kind, colon, argument = part.partition(":")
         if kind not in DRAFTERS:
@@ -90,7 +90,7 @@ def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
         case "heads":
             if heads is None:
                 raise UserError(
-                    f"The drafter {name!r} needs trained heads, and none are given.", "Name a heads folder."
+                    f"The drafter {name!r} needs trained heads, and none were given.", "Name a heads folder."
                 )
             return heads
     raise AssertionError(f"no case for {name}")

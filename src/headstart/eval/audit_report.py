@@ -75,7 +75,7 @@ def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     bits = results["bits"]
     exact = results["environment"]["exact"] == "bits"
     verdict = _mark(not bits["differ"]) if exact else "[dim]not promised[/]"
-    yield "bits of logits, trees and single steps", f"{bits['rows']} rows", f"{bits['differ']} differ", verdict
+    yield "logits of trees and of single steps, bit by bit", f"{bits['rows']} rows", f"{bits['differ']} differ", verdict
     for row in results["sampling"]:
         yield (
             f"{row['verifier']}, temperature {row['temperature']:g}, prompt {row['prompt']}",

@@ -259,7 +259,7 @@ def _check_fits(target: Target, tokenizer: Any, question: Question, options: Eva
     length, new = len(prompt_tokens(messages[:-1], tokenizer)), len(question.turns) * options.max_new_tokens
     if length + new > target.max_length:
         raise UserError(
-            f"Question {question.question_id} has {length} tokens; with {new} new ones it passes the "
-            f"{target.max_length} tokens that {target.name} can read.",
+            f"Question {question.question_id} ({length} tokens) plus {new} new tokens exceeds {target.name}'s "
+            f"context of {target.max_length}.",
             "Leave it out, or lower --max-new-tokens.",
         )

@@ -17,19 +17,19 @@ class EvalOptions(DecodeOptions):
     """How to measure: `DecodeOptions` for every method as far as they apply to it, and what else there is to say."""
 
     drafter: str = option("heads", meaning(DecodeOptions, "drafter").text, metavar="NAME")
-    seed: int = option(0, "Seed of sampling; prompt b takes seed + b.")
+    seed: int = option(0, "Seed for sampling; prompt b uses seed + b.")
     compare: Sequence[str] = option(
         (),
         "Also measure these drafters, alternating with the heads: names as for --drafter, dynamic, static, chain "
         "(the heads, with such trees), or all (every one that needs no second model).",
         metavar="NAME,NAME...",
     )
-    limit: int | None = option(None, "Questions at most.", minimum=1)
+    limit: int | None = option(None, "Ask at most this many questions.", minimum=1)
     batch_size: int = option(
-        1, "Decode so many prompts together. transformers' prompt lookup takes one only.", minimum=1
+        1, "Decode this many prompts together. transformers' prompt lookup takes only one.", minimum=1
     )
     multi_turn: bool = option(
-        False, "Ask every turn, after the plain loop's answers to the earlier ones; without it the first only."
+        False, "Ask every turn, following plain decoding's answers to the earlier ones; by default only the first."
     )
     baselines: bool = option(True, "Measure transformers, too.", typed=False)
     heads_name: str = option("heads", "What the report calls the heads.", typed=False)
@@ -53,9 +53,9 @@ class AuditOptions:
         (), "Sample at this temperature; may be repeated. 0 is the greedy proof alone.", shown="0.7 and 1"
     )
     top_p: float = option(0.9, meaning(DecodeOptions, "top_p").text)
-    samples: int = option(2000, "Draw so many for each prompt, verifier and temperature.", minimum=1)
+    samples: int = option(2000, "Samples for each prompt, verifier and temperature.", minimum=1)
     texts: int = option(2, "Sample after so many prompts, those that test it most sharply.", typed=False)
     depth: int = option(3, "Tokens of a sample; all but the first are decided by verifying drafts.", typed=False)
     seed: int = option(0, meaning(DecodeOptions, "seed").text)
-    limit: int | None = option(None, "Questions at most.", minimum=1)
+    limit: int | None = option(None, "Ask at most this many questions.", minimum=1)
     heads_name: str = option("heads", "What the report calls the heads.", typed=False)

@@ -57,7 +57,7 @@ def run_race(source: Source, prompt: Sequence[int], question: str, options: Deco
     if error := runs[options.drafter].drafter_error:
         raise UserError(f"The drafter failed ({error}).", "Ask headstart doctor what is wrong with the heads.")
     if any(began_anew(run, 0) for run in runs.values()):
-        raise UserError("Memory ran out on the way, and the answer began anew.", "Lower --max-new-tokens.")
+        raise UserError("Memory ran out during decoding, and the answer had to start again.", "Lower --max-new-tokens.")
     answers = [replay(name, run, 0, target.tokenizer) for name, run in runs.items()]
     return {"id": "", "question": question, "rank": 1, "ranked": 1, "answers": answers}
 

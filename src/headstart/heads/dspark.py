@@ -62,9 +62,7 @@ class DSparkConfig(BlockConfig):
 
     family: str = "dspark"
     markov_rank: int = Field(64, ge=1, description="Rank of the Markov head; its two tables have a row for each token.")
-    confidence: bool = Field(
-        False, description="Train a head that tells serving engines how likely a draft is accepted."
-    )
+    confidence: bool = Field(False, description="Also train a head that predicts how likely each draft is accepted.")
 
 
 @register

@@ -74,14 +74,14 @@ class Eagle3Config(RecurrentConfig):
     )
     init: Literal["target", "transition", "random"] = Field(
         "target",
-        description="Start from the target's last layer, norm and LM head; from a step to the next final state that is "
-        "solved for, with attention heads enough to hold its linear map; or from random numbers.",
+        description="target: start from the target's last layer, norm and LM head. transition: from a linear map to "
+        "the next final state, solved from the data and held by added attention heads. random: from random numbers.",
     )
     feedback: Literal["pre_norm", "post_norm"] = Field(
-        "pre_norm", description="Feed back the layer's output as it is, or normed (EAGLE-3.1)."
+        "pre_norm", description="Feed back the layer's output as it is or, as EAGLE-3.1 does, normed."
     )
     norm_before_residual: bool = Field(
-        False, description="Add to the normed fused state instead of the fused state; SGLang does not know it."
+        False, description="Add to the normed fused state instead of the fused state; not supported by SGLang."
     )
 
     @classmethod

@@ -17,11 +17,13 @@ Quantization = Literal["none", "int8", "int4"]
 class LoadOptions:
     """How heads and their target are loaded. A target that is loaded already keeps dtype, device and quantization."""
 
-    dtype: Dtype = option("auto", "Numbers to compute in; auto is bfloat16 where the machine is fast at it.")
+    dtype: Dtype = option(
+        "auto", "Dtype to compute in; auto is bfloat16 where the machine is fast at it, else float32."
+    )
     device: str = option(
         "auto", "Where to compute; auto is a GPU where there is one, all spreads the target over all of them."
     )
-    any_target: bool = option(False, "Take a target that the heads were not trained on, if its sizes fit.")
+    any_target: bool = option(False, "Accept a target that the heads were not trained on, if its sizes fit.")
     exact: Exact = option(
         "auto",
         "bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower). "
@@ -29,11 +31,11 @@ class LoadOptions:
     )
     quantization: Quantization | None = option(
         None,
-        "Put the target's linear layers into so many bits (needs torchao).",
+        "Quantise the target's linear layers (needs torchao).",
         shown="as when the heads were exported or tuned",
     )
     revision: str | None = option(None, "Branch, tag or commit of heads on the Hub.")
-    trust_remote_code: bool = option(False, "Run Python code that the target's folder or repository brings along.")
+    trust_remote_code: bool = option(False, "Run Python code from the target's folder or repository.")
     token: str | bool | None = option(
         None, "Of the Hub; by default the one of `hf auth login` or HF_TOKEN.", typed=False
     )

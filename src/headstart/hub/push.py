@@ -77,7 +77,7 @@ def push(
         url = huggingface_hub.create_repo(repo_id, private=private, exist_ok=True)
         if private and not huggingface_hub.model_info(repo_id).private:
             raise UserError(
-                f"{repo_id} is there already, and public.", "Make it private in its settings, or choose another name."
+                f"{repo_id} already exists and is public.", "Make it private in its settings, or choose another name."
             )
         if revision is not None:
             huggingface_hub.create_branch(repo_id, branch=revision, exist_ok=True)

@@ -112,7 +112,7 @@ def show_runs(states: Sequence[RunState], console: Console) -> None:
     table = Table(box=None)
     for name in ("run", "state", "heads"):
         table.add_column(name)
-    for name in ("τ", "predicted τ", "over plain", "size", "age"):
+    for name in ("τ", "predicted τ", "speed-up", "size", "age"):
         table.add_column(name, justify="right")
     now = datetime.now(UTC)
 
@@ -124,7 +124,10 @@ def show_runs(states: Sequence[RunState], console: Console) -> None:
         age = _age((now - run.changed).total_seconds())
         table.add_row(escape(str(run.folder)), run.state, run.family, *figures, format_bytes(run.bytes), age)
     console.print(table)
-    note = "τ is measured by the report; predicted τ is training's, for a chain. Sizes count what runs share for each."
+    note = (
+        "τ and speed-up (over plain decoding) come from the report, predicted τ from training, for a chain. Files that "
+        "runs share count for each of them."
+    )
     console.print(note, style="dim", soft_wrap=True)
 
 
@@ -140,7 +143,7 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
         known = references(run)
         if any(record.get("artifact") and name not in known for name, record in _records(run).items()):
             raise UserError(
-                f"What {run} refers to cannot be read, so nothing can be said to be unused.",
+                f"The references of {run} cannot be read, so headstart cannot tell what is unused.",
                 "Run it once more (headstart run), or move it away.",
             )
     used = {path.resolve() for run in runs for path in _artifacts_of(run)}

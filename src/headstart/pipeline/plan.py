@@ -89,7 +89,7 @@ def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) ->
     that would stop the run before its first minute is a UserError.
     """
     if processes < 1:
-        raise UserError(f"A plan for {processes} processes.", "Give --processes 1 or more.")
+        raise UserError(f"There is no plan for {processes} processes.", "Give --processes 1 or more.")
     section = run.recipe.target
     left, here = left_to_do(run, STAGES), weights_are_here(section.spec, section.revision)
     if "target" in left and here and (record := run.whole_record("target")):
@@ -141,7 +141,7 @@ def _timed(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
         room=held + free_bytes(target.device) // processes,
         free_bytes=free_disk(run.folder),
         seconds={"target": loading, **plan.seconds},
-        how="Times come from forwards and steps timed on this machine now.",
+        how="Times come from forwards and training steps measured on this machine now.",
     )
     return _estimate(run, planned, plan)
 
@@ -158,7 +158,7 @@ def _sized(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
     lengths, problems = _lengths(run, target, plan, prompt_tokens)
     held, needed = target.parameters * target.dtype.itemsize, sorted({*heads.aux_layers, FINAL})
     planned = Planned(recipe, target, heads, needed, lengths, Speeds(), processes, held=held)
-    how = f"Times are not known: they come from forwards of {target.name}, and its weights are not here."
+    how = f"Times are unknown, because the weights of {target.name} are not on this machine."
     return replace(_estimate(run, planned, replace(plan, problems=problems)), seconds=plan.seconds, how=how)
 
 
@@ -221,8 +221,8 @@ def _problems(planned: Planned, plan: Plan) -> list[str]:
         needed = plan.memory.get(stage, 0)
         if plan.room is not None and needed > plan.room:
             problems.append(
-                f"{what} takes about {format_bytes(needed)}, and a process can have {format_bytes(plan.room)} on "
-                f"{target.device}: {remedy}."
+                f"{what} takes about {format_bytes(needed)}, and {format_bytes(plan.room)} is available to a process "
+                f"on {target.device}: {remedy}."
             )
     return problems
 
@@ -238,36 +238,39 @@ def _facts(planned: Planned, plan: Plan) -> list[tuple[str, str]]:
     facts = [
         ("Target", f"{target.name}, {str(target.dtype).removeprefix('torch.')}{where}"),
         ("Parameters", f"{count}, {format_bytes(target.parameters * target.dtype.itemsize)}"),
-        ("Heads", f"{heads.config.family}, {heads.draft_steps} steps, {planned.learning / 1e6:.1f} M to train"),
-        ("A drafted token", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
+        (
+            "Heads",
+            f"{heads.config.family}, {heads.draft_steps} draft steps, {planned.learning / 1e6:.1f} M weights to train",
+        ),
+        ("Compute per draft", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
     ]
     if "conversations" in plan.left:
         turns = f"{lengths.turns:.1f} answers" if lengths.turns else "answers as given"
         facts += [
             (
                 "Conversations",
-                f"about {planned.conversations:.0f} (of {data.conversations} at most), {planned.tokens} tokens",
+                f"about {planned.conversations:.0f} (at most {data.conversations}), {planned.tokens} tokens",
             ),
             ("A conversation", f"about {lengths.tokens:.0f} tokens, {turns} ({lengths.source})"),
         ]
         if data.server:
             servers = ", ".join(data.server)
-            facts.append(("Written by", f"{servers}; time and memory below are as if these devices wrote"))
+            facts.append(
+                ("Written by", f"{servers}; the times and memory below assume that this machine writes instead")
+            )
     if planned.recipe.data.online and plan.left.keys() & {"states", "train"}:
-        facts.append(
-            ("Hidden states", f"none on disk: training computes {len(planned.needed)} of each token, each epoch")
-        )
+        facts.append(("Hidden states", f"not stored: training computes {len(planned.needed)} per token in each epoch"))
     elif "states" in plan.left:
-        states = f"{format_bytes(planned.states)}, {len(planned.needed)} of each token"
+        states = f"{format_bytes(planned.states)}, {len(planned.needed)} per token"
         if planned.states < planned.wanted_states:
-            states += f"; all would take {format_bytes(planned.wanted_states)} (data.cache_gigabytes)"
+            states += f"; storing all would take {format_bytes(planned.wanted_states)} (data.cache_gigabytes)"
         facts.append(("Hidden states on disk", states))
     free = "" if plan.free_bytes is None else f"; {format_bytes(plan.free_bytes)} free"
     every, to_write = format_bytes(sum(plan.disk.values())), format_bytes(plan.disk_bytes)
-    facts.append(("Disk in all", f"{every}; at most {to_write} is still to write{free}"))
+    facts.append(("Disk space", f"{every} in all, up to {to_write} of it still to write{free}"))
     about, room = "at least", ""
     if plan.room is not None:
-        about, room = "about", f" of {format_bytes(plan.room)} that a process can have"
+        about, room = "about", f" of {format_bytes(plan.room)} available to a process"
     names = {"conversations": "while writing data", "train": "while training", "eval": "of the report"}
     facts += [
         (f"Memory {name}", f"{about} {format_bytes(plan.memory[stage])}{room}")
@@ -277,7 +280,7 @@ def _facts(planned: Planned, plan: Plan) -> list[tuple[str, str]]:
     if plan.steps is not None:
         facts.append(("Training", f"about {plan.steps:.0f} steps of {step_tokens(planned)} tokens"))
     if plan.steps is not None and plan.network:
-        facts.append(("Network", f"{format_bytes(plan.network)} sent by each process in a step (DDP)"))
+        facts.append(("Network", f"each process sends {format_bytes(plan.network)} per step (DDP)"))
     return facts
 
 
@@ -303,7 +306,7 @@ def show_plan(run: Run, plan: Plan) -> None:
         stages.add_row("left", format_seconds(sum(plan.seconds[name] for name in plan.left)), style="bold")
     console.print(stages)
     if not plan.left.keys() - {"target"}:
-        again = "every stage is done" if not plan.left else "the target is looked at again, and is the same"
+        again = "every stage is done" if not plan.left else "the target has new files, and is the same model"
         console.print(f"Nothing is left to do: {again}.", style="bold")
 
 

@@ -82,7 +82,7 @@ def keep_untuned(run: Run) -> bool:
         return False
     if run.whole_record("export") is not None:
         raise UserError(
-            f"The heads in {run.folder / HEADS} are those of an earlier training of this run.",
+            f"The heads in {run.folder / HEADS} are from an earlier training of this run.",
             f"Tune the new ones first: headstart tune {run.folder}.",
         )
     with locked(run.folder):

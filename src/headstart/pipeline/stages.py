@@ -40,7 +40,9 @@ def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
         for source in recipe.data.sources:
             prompts = Path(source.source).expanduser()
             if prompts.suffix in (".json", ".jsonl") and not prompts.is_file():
-                raise UserError(f"No file at {source.source}.", "Check data.prompts; a relative path starts here.")
+                raise UserError(
+                    f"No file at {source.source}.", "Check data.prompts; a relative path starts at the current folder."
+                )
         for file in recipe.data.exclude:
             read_questions(Path(file).expanduser())
     if "eval" not in names:

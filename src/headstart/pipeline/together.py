@@ -97,7 +97,7 @@ def train_together(run: Run) -> None:
         if unfinished and count_processes() > 1:
             stage, reason = next(iter(unfinished.items()))
             raise UserError(
-                f"Several processes train on data that is there, and in {run.folder} it is not "
+                f"Several processes can only train on finished data, and {run.folder} lacks it "
                 f"({stage}: {reason or 'missing'}).",
                 "Write it first: headstart data build, with the same recipe, settings and --run-dir.",
             )

@@ -24,7 +24,7 @@ FILES = "vllm-states"
 def refuse_online(run: Run) -> None:
     if run.recipe.data.online:
         raise UserError(
-            "The recipe lets training compute the hidden states (data.states=online): there are none to take over.",
+            "The recipe lets training compute the hidden states (data.states=online): there are none to import.",
             "Add data.states=stored, here and in the commands that follow.",
         )
 

@@ -105,16 +105,14 @@ class TargetSection(Section):
         description="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower); "
         "tokens, which auto takes: equal up to rounding at near-ties.",
     )
-    trust_remote_code: bool = Field(
-        False, description="Run Python code that the target's folder or repository brings along."
-    )
+    trust_remote_code: bool = Field(False, description="Run Python code from the target's folder or repository.")
 
 
 class PromptSource(Section):
     """One of several sources of prompts."""
 
     source: str = Field(description="A .jsonl/.json file, or a datasets name.")
-    weight: float = Field(1.0, gt=0, description="Its share, against the weights of the others.")
+    weight: float = Field(1.0, gt=0, description="Its share of the prompts, relative to the other weights.")
     split: str | None = Field(None, description="Split of a dataset; data.split by default.")
     revision: str | None = Field(None, description="Branch, tag or commit of a dataset of the hub.")
 
@@ -133,19 +131,21 @@ class DataSection(Section):
     revision: str | None = Field(None, description="Branch, tag or commit, when prompts is a dataset of the hub.")
     exclude: tuple[str, ...] = Field(
         (),
-        description="Question files: prompts that equal one of their questions, or have 50 words in a row from one, "
-        "are left out.",
+        description="Question files: prompts that equal one of their questions, or share 50 consecutive words with "
+        "one, are left out.",
     )
     seed_prompts: Literal["broad", "none"] = Field(
-        "broad", description="Self-prompts start from seed prompts over what people ask, or from nothing."
+        "broad", description="Where self-prompts start: from seed prompts on many everyday subjects, or from nothing."
     )
-    conversations: int = Field(1600, ge=1, description="Training conversations at most.")
+    conversations: int = Field(1600, ge=1, description="Most training conversations.")
     heldout: int = Field(64, ge=0, description="Conversations kept out of training, for reports.")
     validation: int = Field(48, ge=1, description="Conversations kept out of training, for validation and tuning.")
     minutes: float | None = Field(None, gt=0, description="Stop writing training conversations after this long.")
-    max_prompt_tokens: int = Field(384, ge=8, description="Longer prompts are left out, later turns as well.")
+    max_prompt_tokens: int = Field(
+        384, ge=8, description="Longest prompt; longer prompts and later turns are left out."
+    )
     prefix_tokens: int = Field(
-        64, ge=1, description="Of rows of plain text, for targets without a chat template: tokens that are the prompt."
+        64, ge=1, description="For targets without a chat template: how many tokens of each plain text are the prompt."
     )
     chat_template_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Variables for the chat template, such as {enable_thinking: false}."
@@ -163,11 +163,11 @@ class DataSection(Section):
         description="stored: hidden states are computed before training and kept on disk; online: training computes "
         "them with the target, and nothing is kept.",
     )
-    cache_gigabytes: float = Field(4.0, gt=0, description="Most bytes of hidden states kept on disk, in 1e9.")
+    cache_gigabytes: float = Field(4.0, gt=0, description="Most gigabytes (1e9 bytes) of hidden states kept on disk.")
     states_dtype: Literal["auto", "int8", "fp8"] = Field(
         "auto",
-        description="How hidden states are stored: in the target's dtype (auto), or one byte a number with a scale for "
-        "each token.",
+        description="How hidden states are stored: in the target's dtype (auto), or in one byte per number with a "
+        "scale for each token.",
     )
     server: tuple[str, ...] | None = Field(
         None,
@@ -175,7 +175,7 @@ class DataSection(Section):
         "several with commas between them; null writes them in this process.",
     )
     server_requests: int | None = Field(
-        None, ge=1, description="Requests under way at a time, over all servers; null is 64 for each address."
+        None, ge=1, description="Concurrent requests over all servers; null means 64 per address."
     )
 
     @field_validator("server", mode="before")
@@ -240,7 +240,7 @@ class JointSection(Section):
 
     rank: int = Field(0, ge=0, description="Rank of the target's LoRA adapter; 0 leaves the target as it is.")
     alpha: float = Field(16.0, gt=0, description="LoRA's alpha: what it adds is scaled by alpha / rank.")
-    dropout: float = Field(0.05, ge=0, lt=1, description="Dropout of what the adapter reads.")
+    dropout: float = Field(0.05, ge=0, lt=1, description="Dropout on the adapter's input.")
     lr_ratio: float = Field(0.25, gt=0, description="Learning rate of the adapter, as a share of the heads'.")
     warmup: float = Field(
         0.4, ge=0, lt=1, description="Share of the run, at its start, in which the heads learn alone."
@@ -248,7 +248,7 @@ class JointSection(Section):
     heads_weight: float = Field(
         0.2,
         gt=0,
-        description="Weight of the heads' loss; that of staying what the target is without the adapter is 1.",
+        description="Weight of the heads' loss; the loss that keeps the target close to itself has weight 1.",
     )
 
 
@@ -259,32 +259,31 @@ class TrainSection(Section):
 
     steps: int | None = Field(None, ge=1, description="Optimiser steps; with minutes, whichever ends first.")
     minutes: float | None = Field(None, gt=0, description="Wall-clock budget; the schedule follows the clock.")
-    epochs: int = Field(50, ge=1, description="Passes over the data at most.")
+    epochs: int = Field(50, ge=1, description="Most passes over the data.")
     batch_tokens: int = Field(4096, ge=64, description="Tokens of a batch, padding included.")
     packing: bool = Field(
         False,
-        description="Put the conversations of a batch into one row, one after the other, without padding; none sees "
-        "another.",
+        description="Pack the conversations of a batch into one row without padding; none attends to another.",
     )
     anchors: int | None = Field(
         None,
         ge=1,
-        description="Positions of a conversation that drafts start from at most, drawn anew for each batch; null is "
-        "every one. Heads that draft a block in one pass run one for each.",
+        description="Most positions of a conversation that drafts start from, drawn anew for each batch; null uses "
+        "all. Block drafters run one block for each.",
     )
     gradient_accumulation_steps: int = Field(1, ge=1, description="Batches per optimiser step.")
     gradient_checkpointing: bool = Field(
-        False, description="Compute what lies inside of layers again for the gradients: less memory, more time."
+        False, description="Recompute activations inside layers for the gradients: less memory, more time."
     )
     shard_target: bool = Field(
         False,
         description="With data.states=online on several processes: each holds a part of the target's weights, by "
         "transformers' tensor parallelism, and all run every forward.",
     )
-    prefetch: int = Field(2, ge=0, description="Steps whose batches are read while one computes; 0 reads them in turn.")
+    prefetch: int = Field(2, ge=0, description="Steps whose batches are read ahead; 0 reads each when it is needed.")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="muon makes the updates of matrices orthogonal; LM heads, norms and biases stay with AdamW.",
+        description="muon orthogonalises the updates of matrices; LM heads, norms and biases use AdamW.",
     )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
     min_lr_ratio: float = Field(0.05, ge=0, le=1, description="Final learning rate, as a share of the peak.")
@@ -295,26 +294,26 @@ class TrainSection(Section):
     loss: LossName = Field("soft_ce", description="Loss between draft and target distributions.")
     position_weight: PositionWeight = Field(
         "exponential",
-        description="How much each step of a draft counts: step_weight to the power k; subsampled (the same on "
-        "average: that share of the drafts goes on to step k, and less is computed); dpace (by what the expected "
-        "length gains).",
+        description="How much step k of a draft counts. exponential: step_weight to the power k; subsampled: the same "
+        "on average, computed for that share of the drafts only; dpace: by its gain in expected length.",
     )
     step_weight: float = Field(0.8, gt=0, le=1, description="Step k of a draft weighs this to the power k.")
     feature_weight: float = Field(
         0.0, ge=0, description="Weight of a smooth L1 loss between drafted features and final states; 0 is none."
     )
     joint: JointSection = JointSection()
-    start_from: str | None = Field(None, description="Folder of earlier heads whose fitting weights are taken over.")
+    start_from: str | None = Field(
+        None, description="Folder of earlier heads, whose weights are reused where they fit."
+    )
     lora_rank: int = Field(
         0,
         ge=0,
-        description="Adapts the heads of start_from by low-rank updates of their matrices, of this rank; nothing else "
-        "of them learns. 0 trains all weights.",
+        description="Train only low-rank updates, of this rank, of the heads in start_from; 0 trains all weights.",
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")
     eval_every: int = Field(100, ge=1, description="Optimiser steps between validations.")
     save_every: int = Field(200, ge=1, description="Optimiser steps between checkpoints.")
-    keep_checkpoints: int = Field(2, ge=1, description="Newest checkpoints kept.")
+    keep_checkpoints: int = Field(2, ge=1, description="How many of the newest checkpoints are kept.")
     log_every: int = Field(10, ge=1, description="Optimiser steps between logged losses.")
     tracker: Literal["none", "wandb", "trackio", "tensorboard"] = Field("none", description="accelerate tracker.")
     project: str = Field("headstart", description="Project name for the tracker.")
@@ -344,15 +343,15 @@ class TuneSection(Section):
     )
     context: int = Field(256, ge=8, description="Tokens in the cache while timing.")
     max_nodes: int = Field(64, ge=1, le=1024, description="Widest tree, root included.")
-    max_rank: int = Field(10, ge=1, description="Drafts of a depth considered.")
+    max_rank: int = Field(10, ge=1, description="Candidate drafts considered at each depth.")
 
 
 class EvalSection(Section):
     """The report at the end of a run."""
 
     questions: str = Field("heldout", description="'heldout' (the run's own held-out prompts) or a question file.")
-    limit: int | None = Field(16, ge=1, description="Prompts measured at most.")
-    max_new_tokens: int = Field(128, ge=1, description="Longest answer in tokens, the one that ends the turn included.")
+    limit: int | None = Field(16, ge=1, description="Most prompts measured.")
+    max_new_tokens: int = Field(128, ge=1, description="Longest answer in tokens, its end token included.")
     temperature: float = Field(0.0, ge=0, description="0 is greedy; above 0 the target's distribution is sampled.")
     compare: tuple[str, ...] = Field(
         ("heads+ngram",), description="Other drafters in the same report; see `headstart eval --compare`."
@@ -364,8 +363,8 @@ class ExportSection(Section):
 
     formats: tuple[FormatName, ...] = Field(
         (),
-        description="Formats of engines that `headstart export` is to write later: settings of heads that one of them "
-        "cannot hold are refused before any work.",
+        description="Engine formats that you will export to: head settings that one of them cannot hold are refused "
+        "before any work.",
     )
 
 

@@ -114,7 +114,7 @@ class Server:
         try:
             return read_counters(self._endpoint.send("GET", "/metrics").text)
         except Later as error:
-            raise UserError(f"{self.engine.name} went away: {error}", f"Its log is {self.log}.") from None
+            raise UserError(f"{self.engine.name} stopped unexpectedly: {error}", f"Its log is {self.log}.") from None
 
     def version(self) -> str:
         """What the running engine says of its version; empty when it does not say."""

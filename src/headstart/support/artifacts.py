@@ -72,7 +72,9 @@ def artifact(run_folder: Path, kind: str, slug: str, identity: Mapping[str, Any]
 def root_of(run_folder: Path) -> Path:
     path = run_folder.resolve()
     if path.name == FOLDER:
-        raise UserError(f"A run cannot be called {FOLDER!r}: that folder holds what runs share.", "Choose another.")
+        raise UserError(
+            f"A run cannot be called {FOLDER!r}: that folder holds the files that runs share.", "Choose another name."
+        )
     return path.parent / FOLDER
 
 

@@ -148,7 +148,7 @@ def read_json(path: Path, again: str = "Delete it and run the command again.") -
     except FileNotFoundError:
         raise UserError(f"{path} does not exist.", "Check the path.") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not whole JSON ({error}).", again) from None
+        raise UserError(f"{path} is not valid JSON ({error}).", again) from None
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -233,8 +233,8 @@ def refuse_others(folder: Path, known: Collection[str]) -> None:
         raise UserError(f"{folder} is a file.", "Give a folder.")
     if other := sorted({path.name for path in folder.iterdir()} - set(known)):
         raise UserError(
-            f"{folder} holds something else, which would be lost: {', '.join(other[:3])}.",
-            "Move that away, or choose another folder.",
+            f"{folder} holds other files, which would be lost: {', '.join(other[:3])}.",
+            "Move them away, or choose another folder.",
         )
 
 

@@ -65,7 +65,7 @@ class Commands(Group):
             raise SystemExit(2) from None
         except KeyboardInterrupt:
             again = (
-                f" Go on with: {shlex.join(['headstart', *sys.argv[1:]])}"
+                f" Continue with: {shlex.join(['headstart', *sys.argv[1:]])}"
                 if ctx.invoked_subcommand in RESUMABLE
                 else ""
             )
@@ -206,7 +206,7 @@ class Bar:
         parts[0] = f"{parts[0]} {self._unit}".rstrip()
         parts += [str(task.fields["note"]).strip(" ·"), format_seconds(seconds)]
         if task.total and task.completed:
-            parts.append(f"{format_seconds(seconds * (task.total / task.completed - 1))} left")
+            parts.append(f"{format_seconds(max(0.0, seconds * (task.total / task.completed - 1)))} left")
         return " · ".join(part for part in parts if part)
 
 

@@ -148,7 +148,7 @@ def differs(
     """
     rounded = rounded or bool(sketched.get("rounded"))
     if sketched.get("architecture") != architecture:
-        return f"it is built otherwise ({architecture}, not {sketched.get('architecture')})"
+        return f"its architecture differs ({architecture}, not {sketched.get('architecture')})"
     theirs, ours = sketched.get("vocabulary"), vocabulary_hash(tokenizer)
     if theirs is not None and ours is not None and theirs != ours:
         return "its tokenizer has other tokens"

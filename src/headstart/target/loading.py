@@ -86,7 +86,7 @@ def load_target(
     straight = where.type == "cuda" and known_adapter is None
     if device == SPREAD and known_adapter is not None:
         raise UserError(
-            "A target with an adapter is put together on one device, and `all` spreads it over several.",
+            "An adapter can only be merged into a target on one device, and `all` spreads the target over several.",
             "Save it with its adapter merged (target.save in Python), and load that folder without the adapter.",
         )
     places = {"device_map": "balanced" if device == SPREAD else {"": where}} if straight else {}
@@ -181,8 +181,8 @@ def refuse_code(spec: str, error: Exception) -> None:
     """Raise what to say where transformers refuses to run the code that a target brings along, if that is the error."""
     if "trust_remote_code" in str(error):
         raise UserError(
-            f"The target {spec!r} brings Python code along, which has to run to load it.",
-            "Read it, and if you trust it, pass trust_remote_code=True (--trust-remote-code; in a recipe "
+            f"The target {spec!r} needs Python code of its own to load.",
+            "Read that code, and if you trust it, pass trust_remote_code=True (--trust-remote-code; in a recipe "
             "target.trust_remote_code=true).",
         ) from error
 
@@ -302,7 +302,7 @@ def _dequantised(folder: Path, gguf: str) -> Path:
             handle = (cache / f"{path.name}.lock").open("w")
         except OSError as error:
             raise UserError(
-                f"{gguf} is converted once, and cannot be kept in {cache} ({error.strerror}).",
+                f"{gguf} is converted once, and the result cannot be kept in {cache} ({error.strerror}).",
                 f"Make room for it there, or {elsewhere}.",
             ) from None
         with handle as lock:  # the processes of one training all come here at once
@@ -325,7 +325,7 @@ def _check_range(model: torch.nn.Module, spec: str) -> None:
     for name, weight in model.named_parameters():
         if weight.is_floating_point() and not weight.isfinite().all():
             raise UserError(
-                f"float16 ends at 65504, and {name} of {spec} has larger numbers.", "Use bfloat16 or float32."
+                f"{name} of {spec} has numbers above 65504, the largest that float16 holds.", "Use bfloat16 or float32."
             )
 
 

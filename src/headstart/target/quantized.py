@@ -27,7 +27,7 @@ def check_quantization(kind: str, device: torch.device) -> None:
         raise UserError(f"Unknown quantization {kind!r}.", nearest(kind, get_args(Quantization)))
     if kind == "int4" and device.type == "cuda":
         raise UserError(
-            "On a GPU the 4 bits that torchao packs here save no memory, and are unpacked in every forward.",
+            "On a GPU, torchao's 4 bits save no memory here: they are unpacked in every forward.",
             "Use int8, or a model that was saved in 4 bits (bitsandbytes, GPTQ, AWQ).",
         )
     if kind != "none" and find_spec("torchao") is None:

@@ -272,7 +272,7 @@ class _Trainer:
         if saved != state.step or (not asked and self._fraction(state.elapsed) < 1):
             self._save()
         if asked:
-            self.log.say(f"Stopped after step {state.step}; the same command goes on from there.")
+            self.log.say(f"Stopped after step {state.step}; the same command continues from there.")
             raise KeyboardInterrupt
 
     def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, fraction: float) -> float:
@@ -503,4 +503,4 @@ class _Trainer:
         if self.accelerator.is_main_process:  # what came after the checkpoint never happened to this run
             checkpoint.restore_best(path, self.folder / "best")
             write_jsonl(self.folder / "metrics.jsonl", self.records)
-        self.log.say(f"Going on from step {state.step} ({format_seconds(state.elapsed)} spent).")
+        self.log.say(f"Continuing from step {state.step} ({format_seconds(state.elapsed)} spent).")

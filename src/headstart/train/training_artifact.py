@@ -78,8 +78,8 @@ def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> 
     shutil.copyfile(path.parent.parent / "metrics.jsonl", of.folder / "metrics.jsonl")
     shutil.copytree(path, partial, copy_function=link_or_copy)
     partial.rename(checkpoints / path.name)
-    what = "A shorter training" if only_shorter else "A training on another number of processes"
-    say(f"{what} of these heads is there ({path.parent.parent.name}): going on from it.")
+    what = "a shorter training" if only_shorter else "a training on another number of processes"
+    say(f"Continuing from {what} of these heads ({path.parent.parent.name}).")
 
 
 def _without_accumulation(of: Artifact) -> dict[str, Any]:

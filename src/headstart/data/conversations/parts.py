@@ -64,7 +64,7 @@ class Part:
                 raise
             raise UserError(
                 f"{file} is not a part of conversations ({error}).",
-                "Move it away: further parts are written instead of it.",
+                "Move it away; headstart then writes a new one.",
             ) from None
 
 

@@ -35,7 +35,7 @@ def read_questions(path: Path) -> list[Question]:
         category = row.get("category") or ""
         if isinstance(name, bool) or not isinstance(name, str | int) or not isinstance(category, str):
             raise UserError(
-                f"{path}, line {number}: 'question_id' is a text or a whole number, and 'category' a text.",
+                f"{path}, line {number}: 'question_id' must be text or a whole number, and 'category' text.",
                 "Correct the line.",
             )
         questions.append(Question(name, category, list(turns)))

@@ -130,7 +130,7 @@ def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
         return [request, {"role": "assistant", "content": output}] if output else [request]
     text = _text(value)
     if column == "text" and not text.strip():
-        raise Unusable("without a text")
+        raise Unusable("without text")
     return [{"role": "user", "content": text}]
 
 
@@ -202,9 +202,10 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "".join(_part(part) for part in value)
     if value is None:
-        raise Unusable("with a message without a text")
+        raise Unusable("with a message without text")
     if not isinstance(value, str):
-        raise Unusable(f"with a {type(value).__name__} in the place of a text")
+        kind = type(value).__name__
+        raise Unusable(f"with {'an' if kind[0] in 'aeiou' else 'a'} {kind} where text is expected")
     return value
 
 

@@ -170,7 +170,7 @@ def _commit_of(source: str, revision: str | None) -> str:
     except Exception as error:
         raise _unreadable(repr(source), error) from error
     raise UserError(
-        f"The hub does not answer, so that revision {revision!r} of {name!r} is not known.",
+        f"The hub does not answer, so revision {revision!r} of {name!r} cannot be looked up.",
         "Connect to the network, or set data.revision to the commit that was downloaded before.",
     )
 
@@ -183,8 +183,7 @@ def _bytes_of(name: str, config: str, commit: str) -> int:
     downloaded = _downloaded(name, config)
     if downloaded != commit:  # `datasets` would take it for the one that was asked for
         raise UserError(
-            f"The hub does not answer, and another revision of {name!r} than {commit} was downloaded before: "
-            f"{downloaded}.",
+            f"The hub does not answer, and of {name!r} only revision {downloaded} was downloaded before, not {commit}.",
             "Connect to the network, or set data.revision to that one.",
         )
     return 0

@@ -66,7 +66,7 @@ def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
         raise UserError(f"{endpoint.url} answers, and writes no hidden states.", _RESTART) from None
     if read not in (None, list(tokens)):
         raise UserError(
-            f"{endpoint.url} read other token ids than those it was sent: {len(read or ())} for {len(tokens)}.",
+            f"{endpoint.url} did not read the token ids that it was sent: {len(read or ())} for {len(tokens)}.",
             "It may add or cut tokens: give it a longer context.",
         )
     if _lock_of(file).is_file():  # held while vLLM writes

@@ -111,8 +111,8 @@ class Servers:
             # llama-server also ends at tokens that the target reads on from (those of other templates, say).
             if not (tokens and at_own_end):
                 raise UserError(
-                    f"{endpoint.url} ended an answer after {len(added)} of {ask.max_new_tokens} tokens, and not at one "
-                    f"that ends a turn of {self._target.name}.",
+                    f"{endpoint.url} ended an answer after {len(added)} of {ask.max_new_tokens} tokens, but not at "
+                    f"an end-of-turn token of {self._target.name}.",
                     "Its context may be shorter than data.max_prompt_tokens + data.max_new_tokens, or it serves "
                     "another model.",
                 )
@@ -136,7 +136,7 @@ class Servers:
         if reply.prompt not in (None, prompt) or reply.prompt_length not in (None, len(prompt)):
             length = len(reply.prompt) if reply.prompt is not None else reply.prompt_length
             raise UserError(
-                f"{endpoint.url} read other token ids than those it was asked to continue: {length} token ids for "
+                f"{endpoint.url} did not read the token ids that it was asked to continue: {length} token ids for "
                 f"{len(prompt)}.",
                 "It may add or cut tokens: give it a longer context, and no prompt template of its own.",
             )
@@ -156,7 +156,7 @@ class Servers:
         if len(tokens) > most:
             raise UserError(
                 f"{endpoint.url} wrote {len(tokens)} tokens where {most} were asked for.",
-                "It does not keep to OpenAI's max_tokens: use vLLM or llama-server.",
+                "It ignores max_tokens: use vLLM or llama-server.",
             )
 
     def _meet(self, endpoint: Endpoint) -> Served:

@@ -35,7 +35,7 @@ class BlockConfig(LayerConfig):
         "last; (2, L // 2, L - 1). Published configs count one less (target_layer_ids).",
     )
     mask_token_id: Annotated[int, FromTarget()] = Field(
-        -1, ge=0, description="Token that stands in a block for what is not drafted yet: one that no text has."
+        -1, ge=0, description="Token that fills the slots of a block before they are drafted; no text may contain it."
     )
     sliding_window: int = Field(
         0,
@@ -51,8 +51,9 @@ class BlockConfig(LayerConfig):
     )
     init: Literal["target", "linear", "random"] = Field(
         "target",
-        description="Start from the target's last layers and norm; from these with attention heads added that look at "
-        "the newest state and at the root, and with output maps that are solved for; or from random numbers.",
+        description="target: start from the target's last layers and norm. linear: from these, with added attention "
+        "heads that look at the newest state and the root, and output maps solved from the data. random: from "
+        "random numbers.",
     )
 
     @classmethod

@@ -57,7 +57,7 @@ _WORTH_A_COPY = 0.9
 class RecurrentConfig(LayerConfig):
     """Settings of heads that feed their own state back."""
 
-    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in drafting.")
+    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in decoding.")
 
 
 @dataclass
