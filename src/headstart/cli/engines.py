@@ -24,8 +24,8 @@ def export(
     format: Annotated[
         list[str] | None,
         names(
-            f"headstart (its own format), {FORMATS}, checkpoint (a copy of the target's, with its own module trained); gguf "
-            "may be combined with one other format.",
+            f"headstart (its own format), {FORMATS}, checkpoint (a copy of the target's, with its own module trained); "
+            "gguf may be combined with one other format.",
             "headstart",
         ),
     ] = None,
