@@ -15,7 +15,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("README.md", "docs/scaling.md", "docs/serving.md", "docs/comparing.md")
+HISTORY = ("docs/log.md", "CHANGELOG.md")
+"""Pages of what once was: their commands are no advice."""
+PAGES = (
+    "README.md",
+    *(
+        page.relative_to(ROOT).as_posix()
+        for folder in (ROOT, ROOT / "docs", ROOT / "examples", *sorted(ROOT.glob("examples/*/")))
+        for page in sorted(folder.glob("*.md"))
+        if page != ROOT / "README.md" and page.relative_to(ROOT).as_posix() not in HISTORY
+    ),
+)
+"""README first, since a command counts where it comes first."""
 _PROGRAMS = "headstart accelerate torchrun make vllm python curl llama-server pip srun rsync convert_hf_to_gguf.py"
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _IN_SENTENCE = re.compile(

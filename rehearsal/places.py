@@ -250,10 +250,11 @@ def set_up(folder: Path, engines: Engines) -> Place:
     target, gguf = toy_target, toy_target
     if engines.llama_server is not None:  # which loads no target but a GGUF file
         target, gguf = "smollm2-135m", bfloat16_gguf(folder / "models", engines.llama_server[0])
-    for recipe in RECIPES:
+    example = {"own_model": str(ROOT / "examples" / "own_model" / "recipe.yaml")}
+    for recipe, extended in (dict(zip(RECIPES, RECIPES, strict=True)) | example).items():
         sizes = {name: dict(section) for name, section in TOY_SIZES.items()}
         sizes["data"]["prompts"] = str(folder / "prompts.jsonl")
-        values = {"extends": recipe, "name": recipe, "target": toy_target, **sizes}
+        values = {"extends": extended, "name": recipe, "target": toy_target, **sizes}
         (folder / "recipes" / f"{recipe}.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     tuning = "--engine-drafts 3 --engine-prompts 2 --engine-tokens 24"
     connector = '"ExampleHiddenStatesConnector"'
@@ -261,7 +262,7 @@ def set_up(folder: Path, engines: Engines) -> Place:
         connector = '"CpuHiddenStates", "kv_connector_module_path": "states_connector"'
     words = {
         "place": str(folder), "recipes": str(folder / "recipes"), "toy": toy_target,
-        "target": target, "gguf": gguf, "tuning": tuning, "connector": connector,
+        "target": target, "gguf": gguf, "tuning": tuning, "examples": str(ROOT / "examples"), "connector": connector,
         "tuning_llama": "--engine-command llama-server" + f" --engine-target {gguf}",
     }  # fmt: skip
     _programs(folder / "bin", engines)

@@ -1,4 +1,4 @@
-"""Run the commands that README.md, docs/scaling.md and docs/serving.md print, at toy size on CPUs.
+"""Run the commands that README.md, the pages in docs/ and the examples print, at toy size on CPUs.
 
     python rehearsal/rehearse.py                             everything, with the engines that are installed
     python rehearsal/rehearse.py --stand-in --short          without engines, and without what tests do as well
@@ -79,13 +79,28 @@ def named(begins: str, commands: Sequence[Command]) -> Command:
     return chosen[0]
 
 
-# -- README.md ---------------------------------------------------------------------------------------------------------
+# -- README.md, docs/start.md ------------------------------------------------------------------------------------------
 
 
-@part("own", "headstart run quickstart target=")
+@part("own", "headstart run quickstart target=path/to/model")
 def a_model_of_ones_own(place: Place, run: Command) -> None:
     place.run(run)
     place.check((place.here / "runs/mine/heads/heads.safetensors").is_file(), "the run ends with heads")
+
+
+@part(
+    "gpu",
+    "headstart plan eagle3-8b target=path/to/model",
+    "headstart run eagle3-8b target=path/to/model",
+    "headstart audit runs/mine",
+    "headstart run quickstart target=HuggingFaceTB/SmolLM2-360M-Instruct",
+    short=False,
+)
+def a_recipe_for_gpus(place: Place, plan: Command, run: Command, audit: Command, small: Command) -> None:
+    place.check("disk" in place.run(plan), "a plan says bytes")
+    place.run(run)
+    place.run(audit, codes=(0, 1))  # heads that know next to nothing may be found fault with
+    place.run(small)
 
 
 @part(
@@ -235,12 +250,23 @@ def measured_where_it_is_served(place: Place, export: Command, tune: Command) ->
     "vllm serve meta-llama/Llama-3.1-8B-Instruct --port 8000",
     "headstart data build eagle3-8b data.server=",
     "headstart train eagle3-8b data.server=",
+    "vllm serve meta-llama/Llama-3.1-8B-Instruct --port 8000 --data-parallel-size 8",
+    "accelerate launch --num_processes 8 -m headstart.train eagle3-8b data.server=",
+    "headstart run eagle3-8b data.server=",
     short=False,
 )
-def written_by_a_server(place: Place, serve: Command, build: Command, train: Command) -> None:
+def written_by_a_server(
+    place: Place, serve: Command, build: Command, train: Command, spread: Command, launch: Command, run: Command
+) -> None:
     with place.serving(serve, 8000):
         place.run(build)
     place.run(train)
+    shutil.rmtree(place.here / "runs")
+    with place.serving(spread, 8000):
+        place.run(build)
+    place.check("Training on" in place.run(launch), "all processes train")
+    place.run(run)
+    place.check((place.here / "runs/eagle3-8b/report/report.html").is_file(), "the run ends with a report")
 
 
 @part(
@@ -351,13 +377,17 @@ def states_online(place: Place, run: Command, launch: Command, sharded: Command)
     "vllm serve TARGET --speculative-config",
     "curl http://localhost:8000/v1/chat/completions",
     "curl -s http://localhost:8000/metrics | grep spec_decode",
+    'python client.py "Why is the sky blue?"',
 )
-def served_by_vllm(place: Place, export: Command, serve: Command, chat: Command, metrics: Command) -> None:
+def served_by_vllm(
+    place: Place, export: Command, serve: Command, chat: Command, metrics: Command, client: Command
+) -> None:
     text = place.run(export)
     place.check("vllm serve" in text and "--speculative-config" in text, "export prints what serves the heads")
     with place.serving(serve, 8000):
         place.check('"content"' in place.run(chat), "it answers")
         counted = place.run(metrics)
+        place.check("accepted drafts a round" in place.run(client), "the client says what was accepted")
     accepted = re.search(r"^vllm:spec_decode_num_drafts_total\S* ([\d.]+)", counted, re.MULTILINE)
     place.check(accepted is not None and float(accepted[1]) > 0, "drafts are counted")
 
@@ -425,6 +455,25 @@ def measured_in_engines(place: Place, vllm: Command, llama_cpp: Command) -> None
         ours, theirs = row["our_accepted_on_its_texts"], row["accepted_per_round"]
         print(f"    {engine} {row['version']}: {theirs:.3f} drafts accepted a round, ours {ours:.3f} on its texts")
         place.check(abs(theirs - ours) <= 0.05 * ours, f"{engine} accepts {theirs} a round, our decoder {ours}")
+
+
+# -- examples ----------------------------------------------------------------------------------------------------------
+
+
+@part(
+    "example",
+    "headstart plan recipe.yaml target=path/to/model",
+    "headstart run recipe.yaml target=path/to/model",
+    "headstart doctor runs/own_model",
+    "headstart export runs/own_model --format vllm",
+    short=False,
+)
+def an_own_recipe(place: Place, plan: Command, run: Command, doctor: Command, export: Command) -> None:
+    place.run(plan)
+    place.run(run)
+    place.run(doctor, codes=(0, 1))
+    place.run(export)
+    place.check((place.here / "served/model.safetensors").is_file(), "heads are exported")
 
 
 # -- around them -------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ SUBSTITUTIONS = (
     # models
     ("meta-llama/Llama-3.1-8B-Instruct", "{toy}"),
     ("HuggingFaceTB/SmolLM2-360M-Instruct", "{target}"),
+    ("path/to/model", "{target}"),
     ("TARGET.gguf", "{gguf}"),
     ("TARGET", "{target}"),
     # machines: two nodes of two processes are addresses of this one
@@ -48,6 +49,9 @@ SUBSTITUTIONS = (
     ("--num_processes 8", "--num_processes 2"),
     ("--num_processes 16", "--num_processes 4"),
     ("$((8 *", "$((2 *"),
+    # examples
+    ("recipe.yaml", "{recipes}/own_model.yaml"),
+    ("client.py", "{examples}/vllm/client.py"),
     # sizes
     ("sleep 10", "sleep 1"),
     ("--max-model-len 8192", "--max-model-len 128"),
@@ -72,24 +76,139 @@ SUBSTITUTIONS = (
     ("DIR", "served"),
 )  # fmt: skip
 
-_PLANS = "tests/test_plan.py::test_the_page_on_scaling_says_what_plans_say"
-_MODULES = "tests/test_cli_heads.py::test_a_target_with_modules_of_its_own_needs_no_heads"
-_DIFF = "tests/eval/test_diff.py::test_the_exit_code_says_whether_it_fell"
-_NATIVE = "tests/engines/test_into_checkpoint.py::test_the_command_says_what_serves_the_copy"
+_TESTED: dict[str, dict[str, tuple[str, ...]]] = {
+    "tests/test_plan.py": {
+        "test_the_page_on_scaling_says_what_plans_say": (
+            "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.server=",
+            "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.conversations=",
+            "headstart plan eagle3-70b target=docs/plans/llama-3.3-70b",
+            "headstart plan eagle3-70b target=docs/plans/qwen3-coder-480b",
+        ),
+    },
+    "tests/test_cli_heads.py": {
+        "test_a_target_with_modules_of_its_own_needs_no_heads": (".venv/bin/headstart chat zai-org/GLM-4.5-Air",),
+        "test_audit_ends_clean_and_leaves_evidence": (
+            ".venv/bin/headstart audit runs/quickstart/heads --out",
+            ".venv/bin/headstart audit runs/quickstart/heads --questions",
+        ),
+        "test_eval_compares": (
+            ".venv/bin/headstart eval runs/quickstart/heads --questions runs/quickstart/data",
+            ".venv/bin/headstart eval runs/quickstart/heads --questions QUESTIONS.jsonl",
+            "headstart eval HEADS --questions FILE.jsonl --out DIR --batch-size 32",
+        ),
+    },
+    "tests/test_cli_race.py": {
+        "test_a_race_decodes_both_ways": (".venv/bin/headstart race runs/quickstart --prompt",),
+    },
+    "tests/test_adapted_runs.py": {
+        "test_heads_for_a_target_with_an_adapter": ("headstart run quickstart target.adapter=",),
+        "test_medusa_2_from_prompts_to_a_report": ("headstart run medusa2",),
+    },
+    "tests/hub/test_adapter.py": {
+        "test_engines_are_given_the_merged_model": ("headstart export HEADS --format vllm --target merged",),
+        "test_loading_finds_the_adapter_beside_the_heads": ('headstart generate runs/mine --prompt "Why',),
+    },
+    "tests/train/test_joint.py": {
+        "test_every_family_learns_with_an_adapter": ("headstart run eagle3 train.joint.rank=32",),
+    },
+    "tests/test_base_target.py": {
+        "test_a_run_from_texts_to_the_report": ("headstart generate --raw",),
+    },
+    "tests/test_recipe.py": {
+        "test_minutes_scale_writing_training_and_report": ("headstart run quickstart minutes=60",),
+    },
+    "tests/test_stages.py": {
+        "test_recipes_survive_being_written": ("headstart recipes show medusa-8b > mine.yaml",),
+    },
+    "tests/test_cli.py": {
+        "test_run_ends_with_the_table_and_the_paths": (
+            "headstart run mine.yaml",
+            ".venv/bin/headstart run eagle3 data.minutes=30",
+        ),
+    },
+    "tests/doctor/test_broken.py": {
+        "test_the_command_says_that_nothing_is_wrong": ("headstart doctor runs/quickstart",),
+        "test_heads_in_a_run_are_examined_with_it": ("headstart doctor runs/quickstart/heads",),
+        "test_a_recipe_without_a_run": ("headstart doctor quickstart --run-dir",),
+        "test_a_check_of_ones_own_is_one_function": ("from headstart.doctor.examination import",),
+    },
+    "tests/doctor/test_planted.py": {
+        "test_questions_that_the_data_do_not_cover": ("headstart doctor user/name --questions",),
+    },
+    "tests/test_generation.py": {
+        "test_a_folder_of_heads": (
+            "from transformers import AutoModelForCausalLM",
+            "model.generate(**inputs",
+        ),
+    },
+    "tests/test_pipeline.py": {
+        "test_longer_training_goes_on_and_the_shorter_one_is_kept": ("headstart run quickstart train.minutes=14",),
+        "test_more_conversations_are_added_to_those_that_are_there": ("headstart run quickstart data.minutes=20",),
+        "test_only_what_no_run_refers_to_is_freed": ("headstart gc --dry-run",),
+    },
+    "tests/test_states_budget.py": {
+        "test_the_command": ("headstart gc --states-gigabytes 200",),
+    },
+    "tests/train/test_low_rank.py": {
+        "test_every_family_learns_updates_of_this_rank_and_nothing_else": ("headstart run adapt train.start_from=",),
+    },
+    "tests/test_recipe_docs.py": {
+        "test_the_page_is_that_of_the_schema": ("headstart recipes docs > docs/recipes.md",),
+    },
+    "tests/test_figures.py": {
+        "test_a_page_that_differs_is_named": ("python benchmarks/render.py",),
+    },
+    "tests/test_benchmarks.py": {
+        "test_a_report_becomes_a_results_file": ("python benchmarks/record.py",),
+        "test_families": (".venv/bin/python benchmarks/families.py",),
+        "test_published_recipe": (".venv/bin/python benchmarks/published_recipe.py",),
+        "test_arrangements": (".venv/bin/python benchmarks/arrangements.py",),
+        "test_learning_curve": (".venv/bin/python benchmarks/learning_curve.py",),
+        "test_never_slower": (".venv/bin/python benchmarks/never_slower.py",),
+        "test_kills": (".venv/bin/python benchmarks/kills.py",),
+    },
+    "tests/test_on_gpu.py": {
+        "test_every_section_at_toy_size": (
+            "python benchmarks/on_gpu.py",
+            ".venv/bin/python benchmarks/on_gpu.py",
+        ),
+    },
+    "tests/test_small_benchmarks.py": {
+        "test_writing": (".venv/bin/python benchmarks/writing.py",),
+        "test_plan_accuracy": (".venv/bin/python benchmarks/plan_accuracy.py",),
+    },
+    "tests/heads/test_new_family.py": {
+        "test_a_toy_family_keeps_the_whole_contract": (
+            "cp examples/linear.py src/headstart/heads/",
+            '"linear": {"family": "linear"',
+            "headstart run quickstart heads.family=linear",
+        ),
+    },
+    "tests/eval/test_diff.py": {
+        "test_the_exit_code_says_whether_it_fell": (
+            "headstart report diff BASE OTHER",
+            "headstart report diff runs/before runs/after",
+        ),
+        "test_the_page_has_all_reports": ("headstart report diff before after another",),
+    },
+    "tests/data/test_suites.py": {
+        "test_a_copy_is_asked_turn_by_turn": ("headstart eval runs/quickstart --suite mt-bench",),
+    },
+    "tests/engines/test_into_checkpoint.py": {
+        "test_the_command_says_what_serves_the_copy": ("headstart export runs/native --format checkpoint",),
+    },
+    "tests/hub/test_hub.py": {
+        "test_pushed_heads_come_back_and_decode": ("headstart push HEADS user/name",),
+    },
+    "tests/engines/test_sharing.py": {
+        "test_two_formats_in_one_repository": ("headstart push served user/name",),
+    },
+}
 TESTED = {
-    "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.server=": _PLANS,
-    "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.conversations=": _PLANS,
-    "headstart plan eagle3-70b target=docs/plans/llama-3.3-70b": _PLANS,
-    "headstart plan eagle3-70b target=docs/plans/qwen3-coder-480b": _PLANS,
-    "headstart report diff BASE OTHER": _DIFF,
-    "headstart report diff runs/before runs/after": _DIFF,
-    "headstart report diff before after another": "tests/eval/test_diff.py::test_the_page_has_all_reports",
-    "headstart eval runs/quickstart --suite mt-bench": "tests/data/test_suites.py::test_a_copy_is_asked_turn_by_turn",
-    ".venv/bin/headstart chat zai-org/GLM-4.5-Air": _MODULES,
-    "headstart export runs/native --format checkpoint": _NATIVE,
-    "model.generate(**inputs": "tests/test_generation.py::test_a_folder_of_heads",
-    "headstart push HEADS user/name": "tests/hub/test_hub.py::test_pushed_heads_come_back_and_decode",
-    "headstart push served user/name": "tests/engines/test_sharing.py::test_two_formats_in_one_repository",
+    begins: f"{file}::{test}"
+    for file, tests in _TESTED.items()
+    for test, commands in tests.items()
+    for begins in commands
 }
 """Beginnings of commands, and the test that does what each says."""
 
@@ -98,15 +217,34 @@ NOT_RUN = {
     "make quickstart": "25 minutes of installing and training: `.ci/run` installs and runs the same recipe at toy size",
     "make quickstart PYTHON=python3.12": "as `make quickstart`, with another interpreter",
     "make test": "the tests themselves; `.ci/run` runs them",
+    "make docs": "the site; `.ci/run` builds it",
+    "make check": "static checks; `.ci/run` runs them",
+    ".ci/run": "what runs these",
+    "make rehearsal": "the rehearsal itself",
+    "make coverage": "the tests, counted",
+    "pip install -c constraints.txt '.[gguf]'": "installs from an index; tests/test_wheel.py installs the wheel",
+    "pip install torchao": "installs from an index; tests/target/test_quantized.py needs it",
+    "headstart plan eagle3-8b target=Qwen/Qwen2.5-7B-Instruct": "as with path/to/model, which is run, with a Hub id",
+    "headstart run eagle3-8b target=Qwen/Qwen2.5-7B-Instruct": "as with path/to/model, which is run, with a Hub id",
+    "python -m headstart.train RECIPE": "what `headstart train RECIPE` and launchers start, which are run",
+    "python -m headstart.train RECIPE train.gradient_accumulation_steps=2": "goes on from what torchrun began, and "
+    "tests/train/test_ranks.py trains so",
+    "headstart tune HEADS --quantization int8": "needs torchao; tests/target/test_quantized.py decodes so",
+    "headstart run quickstart train.lr=3e-4": "an override among many: tests/test_recipe.py reads them",
+    "headstart eval HEADS --questions FILE": "`headstart eval HEADS` is run with a whole file name",
     "python -m sglang.launch_server": "SGLang needs a GPU, and the page says that it was not run",
     "vllm serve served": "needs a target that ships a module, and the page says that it was not run",
     "pip install 'headstart[gguf]'": "installs from an index; `make rehearsal` installs the same extra",
     "python -m vllm.entrypoints.openai.api_server --model TARGET": "what the rehearsal's `vllm` is, where vLLM is real",
     "convert_hf_to_gguf.py served": "a script of llama.cpp for DFlash and DSpark heads, and `served` holds EAGLE-3's",
-    "headstart tune runs/mine --engine vllm": "with an engine's arguments it is printed in docs/serving.md, and run",
+    "headstart tune --engine vllm": _NAME,
     "srun --gpus-per-task 1": "an option of srun, named",
     "accelerate launch": "the name of a launcher",
-    **{f"headstart {name}": _NAME for name in ("plan", "tune", "audit", "export", "import", "eval", "data build")},
+    **{f"headstart {name}": _NAME for name in (
+        "plan", "tune", "audit", "export", "import", "eval", "data build", "run", "train", "doctor", "generate", "race",
+        "chat", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
+        "recipes show NAME --all", "run quickstart",
+    )},
     **dict.fromkeys(("vllm serve", "headstart tune --engine", "headstart export --check"), _NAME),
     "headstart audit --questions FILE.jsonl": "`headstart audit HEADS` is run; its heads are left out in the sentence",
 }  # fmt: skip

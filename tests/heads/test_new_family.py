@@ -1,6 +1,6 @@
 """A new family costs one file and one row: two toy families keep the whole contract, each from nothing else.
 
-One drafts all depths in one forward: the worked example of CONTRIBUTING.md, as it stands there. The other drafts level
+One drafts all depths in one forward: examples/linear.py, with the row that CONTRIBUTING.md says. The other drafts level
 by level.
 """
 
@@ -26,9 +26,10 @@ from tests.tiny import tiny_model
 
 GUIDE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), flags=re.DOTALL)
+EXAMPLE = (GUIDE.parent / "examples" / "linear.py").read_text(encoding="utf-8")
 LEVELWISE = Path(__file__).with_name("toy_levelwise.py").read_text(encoding="utf-8")
 TOYS = {
-    "linear": tuple(next(block for block in BLOCKS if mark in block) for mark in ("class LinearHead", '"linear": {')),
+    "linear": (EXAMPLE, next(block for block in BLOCKS if '"linear": {' in block)),
     "toy-levelwise": (LEVELWISE, '"toy-levelwise": {"family": "toy-levelwise", "num_steps": 3}'),
 }
 """By name of the family: its file and its row."""
