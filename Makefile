@@ -1,7 +1,8 @@
 # make quickstart   install into .venv, train heads for the packaged model, measure them
 # make test         the tests
 # make coverage     the tests of the core rooms, and what of these rooms they do not run
-# make rehearsal    the commands that README.md, docs/scaling.md and docs/serving.md print, at toy size on CPUs
+# make rehearsal    the commands that README.md, docs and examples print, at toy size on CPUs
+# make docs         the site, in out/site, from the pages of this repository; no warnings
 # make check        ruff, mypy, import-linter; then how many lines each room has
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ CORE := target heads decode drafters tuning tree
 
 SOURCES := pyproject.toml constraints.txt Makefile
 
-.PHONY: quickstart test coverage rehearsal check format clean
+.PHONY: quickstart test coverage rehearsal docs check format clean
 .DELETE_ON_ERROR:
 
 quickstart: $(VENV)/.quickstart
@@ -30,6 +31,9 @@ coverage: $(VENV)/.dev
 rehearsal: $(VENV)/.dev
 	rm -rf out/rehearsal
 	$(BIN)/python rehearsal/rehearse.py --out out/rehearsal
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -56,6 +60,10 @@ $(VENV)/.quickstart: $(SOURCES)
 
 $(VENV)/.dev: $(VENV)/.quickstart
 	$(PIP) -e '.[quickstart,dev]'
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.quickstart
+	$(PIP) -e '.[quickstart,docs]'
 	@touch $@
 
 clean:
