@@ -33,7 +33,7 @@ rehearsal: $(VENV)/.dev
 	$(BIN)/python rehearsal/rehearse.py --out out/rehearsal
 
 docs: $(VENV)/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
