@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shlex
 import signal
 import socket
@@ -19,7 +20,7 @@ from typing import IO
 import yaml
 
 from rehearsal.pages import ROOT, Command
-from rehearsal.table import RECIPES, TOY_SIZES, toy
+from rehearsal.table import PORTS, RECIPES, TOY_SIZES, toy
 
 BIN = Path(__file__).with_name("bin")
 NODES = ("127.0.0.1", "127.0.0.2")
@@ -48,7 +49,7 @@ class Place:
 
     Attributes:
         folder: of everything that is written.
-        words: what fills the braces of the table.
+        words: what fills the braces of the table, and the port that stands for each printed one.
         engines: real ones, or None for each that is stood in for.
         done: rows of part, command, seconds.
     """
@@ -105,10 +106,9 @@ class Place:
         return texts
 
     @contextmanager
-    def serving(self, command: Command | str, port: int) -> Iterator[None]:
+    def serving(self, command: Command | str, printed_port: str) -> Iterator[None]:
         """A server that has come up, until the block is left."""
-        began, log = time.monotonic(), self._log()
-        refuse_taken(port)
+        began, log, port = time.monotonic(), self._log(), self.words[printed_port]
         with log.open("w", encoding="utf-8") as out:
             process = self._start(command, out, {}, "")
         try:
@@ -208,18 +208,20 @@ def until(holds: Callable[[], bool], what: str, seconds: float = LONGEST) -> Non
         time.sleep(0.05)
 
 
-def healthy(host: str, port: int) -> bool:
+def healthy(host: str, port: str) -> bool:
     """Whether a server answers there."""
     asked = ["curl", "-sf", "-m", "5", "-o", "/dev/null", f"http://{host}:{port}/health"]
     return subprocess.run(asked, check=False).returncode == 0
 
 
-def refuse_taken(port: int) -> None:
-    """`Failed` where something listens at a port that pages print."""
-    for node in NODES:
-        with socket.socket() as tried:
-            if tried.connect_ex((node, port)) == 0:
-                raise Failed(f"Something listens at {node}:{port} already, which the pages print. Stop it first.")
+def free_port() -> str:
+    """A port that is free on every node, and below those that systems give to connections."""
+    while True:
+        port = random.randrange(20000, 32000)
+        with socket.socket() as first, socket.socket() as second, suppress(OSError):
+            for node, tried in zip(NODES, (first, second), strict=True):
+                tried.bind((node, port))
+            return str(port)
 
 
 def end(process: Process, sent: signal.Signals = signal.SIGTERM) -> None:
@@ -260,12 +262,12 @@ def set_up(folder: Path, engines: Engines) -> Place:
     connector = '"ExampleHiddenStatesConnector"'
     if engines.vllm is not None:
         connector = '"CpuHiddenStates", "kv_connector_module_path": "states_connector"'
-    words = {
+    words = {port: free_port() for port in PORTS} | {
         "place": str(folder), "recipes": str(folder / "recipes"), "toy": toy_target,
         "target": target, "gguf": gguf, "tuning": tuning, "examples": str(ROOT / "examples"), "connector": connector,
         "tuning_llama": "--engine-command llama-server" + f" --engine-target {gguf}",
     }  # fmt: skip
-    _programs(folder / "bin", engines)
+    _programs(folder / "bin", engines, words)
     return Place(folder, words, engines)
 
 
@@ -310,11 +312,12 @@ def bfloat16_gguf(folder: Path, llama_server: str) -> str:
     return str(file)
 
 
-def _programs(folder: Path, engines: Engines) -> None:
+def _programs(folder: Path, engines: Engines, words: Mapping[str, str]) -> None:
     """`vllm` and `llama-server` as the pages call them, on the address of the node that starts them."""
-    node = f'--host "${{SLURMD_NODENAME:-{NODES[0]}}}"'
+    node = f'--host "${{SLURMD_NODENAME:-{NODES[0]}}}" --port {words["8000"]}'
     stand_in = shlex.join([sys.executable, str(ROOT / "rehearsal" / "stand_in.py")])
-    vllm, llama = f'{stand_in} vllm serve "$2" {node} "${{@:3}}"', f'{stand_in} llama-server "$@"'
+    llama_port = f"--port {words['8080']}"
+    vllm, llama = f'{stand_in} vllm serve "$2" {node} "${{@:3}}"', f'{stand_in} llama-server {llama_port} "$@"'
     if engines.vllm is not None:
         from headstart.target.loading import pick_device, pick_dtype
 
@@ -323,7 +326,7 @@ def _programs(folder: Path, engines: Engines) -> None:
         variables = f"VLLM_CPU_KVCACHE_SPACE=1 PYTHONPATH={ROOT}/benchmarks/vllm_cpu"
         vllm = f'env {variables} {shlex.join(engines.vllm)} --model "$2" {small} "${{@:3}}"'
     if engines.llama_server is not None:
-        llama = f'{shlex.join(engines.llama_server)} -c 1024 -t 2 "$@"'
-    for name, words in (("vllm", vllm), ("llama-server", llama)):
-        (folder / name).write_text(f"#!/bin/bash\nexec {words}\n")
+        llama = f'{shlex.join(engines.llama_server)} -c 1024 -t 2 {llama_port} "$@"'
+    for name, started in (("vllm", vllm), ("llama-server", llama)):
+        (folder / name).write_text(f"#!/bin/bash\nexec {started}\n")
         (folder / name).chmod(0o755)

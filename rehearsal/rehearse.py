@@ -31,7 +31,7 @@ import psutil
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: its links are called train, data, eval ...
 
 from rehearsal.pages import ROOT, Command, printed
-from rehearsal.places import NODES, Engines, Failed, Place, refuse_taken, set_up, until
+from rehearsal.places import NODES, Engines, Failed, Place, set_up, until
 
 VLLM, LLAMA_SERVER = ROOT / "engines" / "vllm", ROOT / "engines" / "llama.cpp"
 HOW_TO_INSTALL = f"""Small servers stand in for engines that are not installed. To install them (several GB):
@@ -186,7 +186,6 @@ def two_nodes(place: Place, script: Command) -> None:
     sent, grace = signal.Signals[f"SIG{asked[1]}"], float(asked[2])
     job = place.job()
     steps = Path(job["REHEARSAL_STEPS"])
-    refuse_taken(8000)
     heads = place.folder / "shared/runs/heads"
     log = place.folder / "logs/cluster/00.log"
 
@@ -258,11 +257,11 @@ def measured_where_it_is_served(place: Place, export: Command, tune: Command) ->
 def written_by_a_server(
     place: Place, serve: Command, build: Command, train: Command, spread: Command, launch: Command, run: Command
 ) -> None:
-    with place.serving(serve, 8000):
+    with place.serving(serve, "8000"):
         place.run(build)
     place.run(train)
     shutil.rmtree(place.here / "runs")
-    with place.serving(spread, 8000):
+    with place.serving(spread, "8000"):
         place.run(build)
     place.check("Training on" in place.run(launch), "all processes train")
     place.run(run)
@@ -307,7 +306,7 @@ def states_written_by_vllm(place: Place, show: Command, take: Command, train: Co
     place.run(f"headstart data build {place.words['recipes']}/eagle3-8b.yaml data.states=stored")
     for shard in place.here.glob("runs/artifacts/states/*/shard-*"):
         shard.unlink()
-    with place.serving(command, 8000):
+    with place.serving(command, "8000"):
         text = place.run(take)
     taken = re.search(r"States of [1-9]\d* conversations taken over", text)
     place.check(taken is not None, f"states are taken: {text}")
@@ -326,11 +325,11 @@ def states_of_a_folder(place: Place, take: Command) -> None:
     files = place.folder / "shared/vllm-states"
     command = re.sub(r'"shared_storage_path": "[^"]*"', f'"shared_storage_path": "{files}"', command)
     rows = [json.loads(line) for line in (place.here / "runs/eagle3-8b/data/conversations/train.jsonl").open()]
-    with place.serving(command, 8000):
+    with place.serving(command, "8000"):
         for row in rows[:3]:
             body = {"model": place.words["toy"], "prompt": row["tokens"], "max_tokens": 1, "temperature": 0}
             asked = f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
-            place.run(f"curl -sf http://localhost:8000/v1/completions {asked}")
+            place.run(f"curl -sf http://localhost:{place.words['8000']}/v1/completions {asked}")
     taken = Command(take.page, take.line, take.text + " heads.aux_layers=[1,3,6]")
     place.check("States of 3 conversations taken over" in place.run(taken), "the files of the folder are taken")
 
@@ -384,7 +383,7 @@ def served_by_vllm(
 ) -> None:
     text = place.run(export)
     place.check("vllm serve" in text and "--speculative-config" in text, "export prints what serves the heads")
-    with place.serving(serve, 8000):
+    with place.serving(serve, "8000"):
         place.check('"content"' in place.run(chat), "it answers")
         counted = place.run(metrics)
         place.check("accepted drafts a round" in place.run(client), "the client says what was accepted")
@@ -433,7 +432,7 @@ def published_heads(
 )
 def served_by_llama_cpp(place: Place, export: Command, serve: Command, chat: Command) -> None:
     place.run(export)
-    with place.serving(serve, 8080):
+    with place.serving(serve, "8080"):
         place.check('"content"' in place.run(chat), "it answers")
 
 

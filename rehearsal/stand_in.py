@@ -1,7 +1,7 @@
 """A small server in place of vLLM or llama-server: it answers from a tiny model, with exported heads if there are any.
 
-    python -m rehearsal.stand_in vllm serve TARGET [--port N] [--speculative-config JSON] ...
-    python -m rehearsal.stand_in llama-server -m TARGET [-md HEADS.gguf --spec-draft-n-max N] ...
+    python -m rehearsal.stand_in vllm serve TARGET --port N [--speculative-config JSON] ...
+    python -m rehearsal.stand_in llama-server -m TARGET --port N [-md HEADS.gguf --spec-draft-n-max N] ...
 
 It decodes with headstart's own loop, so it says nothing of an engine's speed or rounding. Heads are read from the
 exported files. With `extract_hidden_states` it writes states as vLLM's connector does. Options that it does not know
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         parser.add_argument("-m", dest="target", required=True)
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000 if kind == "vllm" else 8080)
+    parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--served-model-name")
     parser.add_argument("--max-model-len", type=int)
     parser.add_argument("--dtype", default="auto")

@@ -24,6 +24,9 @@ TOY_SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Settings of the toy recipes."""
 
+PORTS = ("8000", "8080", "29500")
+"""Ports that pages print; a free one of this machine is put in the place of each."""
+
 SUBSTITUTIONS = (
     # printed, in its place: {words} are paths of the rehearsal
     (".venv/bin/headstart", "headstart"),
@@ -252,12 +255,14 @@ NOT_RUN = {
 
 
 def toy(text: str, words: Mapping[str, str]) -> str:
-    """A printed command with toy words in place of its own; `words` fill the braces of `SUBSTITUTIONS`.
+    """A printed command with toy words in place of its own; `words` fill the braces of `SUBSTITUTIONS`, and are ports.
 
     A word is replaced where it stands alone: not in `runs/quickstart`, and not as a variable's name.
 
     >>> toy('headstart train RECIPE --run-dir runs/RECIPE # $TARGET', {"recipes": "r"})
     'headstart train r/eagle3-8b.yaml --run-dir runs/RECIPE # $TARGET'
+    >>> toy("curl http://localhost:8000/metrics", {"8000": "40123"})
+    'curl http://localhost:40123/metrics'
     """
     known = dict(SUBSTITUTIONS)
     alone = [_alone(printed) for printed in sorted(known, key=len, reverse=True)]
@@ -265,7 +270,7 @@ def toy(text: str, words: Mapping[str, str]) -> str:
     def instead(match: re.Match[str]) -> str:
         return re.sub(r"\{(\w+)\}", lambda name: words[name[1]], known[match[0]])
 
-    return re.sub("|".join(alone), instead, text)
+    return re.sub(rf"\b({'|'.join(PORTS)})\b", lambda port: words[port[0]], re.sub("|".join(alone), instead, text))
 
 
 def _alone(printed: str) -> str:
