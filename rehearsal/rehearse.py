@@ -439,12 +439,13 @@ def served_by_llama_cpp(place: Place, export: Command, serve: Command, chat: Com
 @part(
     "own",
     "headstart tune runs/mine --engine vllm --engine-arguments=",
+    "headstart tune runs/mine --engine vllm --engine-requests 1,2,4,8",
     "headstart tune runs/mine --engine llama.cpp",
     short=False,
 )
-def measured_in_engines(place: Place, vllm: Command, llama_cpp: Command) -> None:
+def measured_in_engines(place: Place, vllm: Command, by_load: Command, llama_cpp: Command) -> None:
     """Also: of the same texts, each engine has as many drafts accepted as our own decoder would, within 5 %."""
-    for command in (vllm, llama_cpp):
+    for command in (vllm, by_load, llama_cpp):
         place.check("tokens/s" in place.run(command), "an engine was measured")
     gguf = f" --engine-target {place.words['gguf']}"
     for engine, target in (("vllm", ""), ("llama.cpp", gguf)):

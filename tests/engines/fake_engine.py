@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: its links are called train, data, eval ...
@@ -18,6 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: its links are
 from rehearsal.engine_http import Refused, StandIn, serve
 
 KIND, FAULT, REST = sys.argv[1], sys.argv[2], sys.argv[3:]
+COUNTING = Lock()
 
 
 def drafts_asked() -> int:
@@ -40,8 +42,9 @@ def answer(prompt: list[int], count: int, body: dict[str, Any]) -> tuple[list[in
         raise Refused("the prompt is too long")
     if FAULT != "silent" and ENGINE.drafts:
         rounds = count // 2  # the first token is the prompt's; what goes beyond the end is cut off
-        ENGINE.rounds += rounds
-        ENGINE.accepted[0] += rounds
+        with COUNTING:
+            ENGINE.rounds += rounds
+            ENGINE.accepted[0] += rounds
     return [7 + number for number in range(count)], {}
 
 

@@ -151,7 +151,7 @@ def test_the_commands_ask_for_the_whole_block(target: Target, facts: TargetFacts
     assert '"method": "dflash"' in commands["vllm"][-1] and '"num_speculative_tokens": 3' in commands["vllm"][-1]
     assert commands["sglang"][-1] == "4" and "DFLASH" in commands["sglang"]
     assert commands["llama.cpp"][-4:] == ["--spec-type", "draft-dflash", "--spec-draft-n-max", "3"]
-    words = serve_commands(engines, "served", dspark, facts, {"llama.cpp": 2})["llama.cpp"]
+    words = serve_commands(engines, "served", dspark, facts, {"llama.cpp": {1: 2}})["llama.cpp"]
     assert words[-4:] == ["--spec-type", "draft-dspark", "--spec-draft-n-max", "2"]
     assert "speculators" not in commands
     assert drafts_to_try(dspark, [1, 2, 3, 5]) == [1, 2, 3, 4]

@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,7 @@ from headstart.hub.engines.export import export_for
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
 from headstart.servers.engines import ENGINES
-from headstart.servers.process import Server, read_counters
+from headstart.servers.process import EngineAnswer, Server, read_counters
 from headstart.support.files import read_json
 from headstart.target.model import Target
 from tests.test_benchmarks import script
@@ -99,6 +100,37 @@ def paying(measured: EngineTuning, drafts: int) -> EngineTuning:
     return replace(measured, rows=rows)
 
 
+def test_vllm_is_given_a_number_of_drafts_for_each_load(heads: Path, texts: Path, tmp_path: Path) -> None:
+    """Chains of 3 pay for one request at a time, of 1 for two and three, none for four; 8 is as 4."""
+    said = works(
+        *("tune", heads, "--conversations", texts, "--engine", "vllm", "--engine-command", command("vllm")),
+        *("--engine-drafts", "1,3", "--engine-requests", "1,2,4,8", "--engine-tokens", 9),
+    ).stdout
+    assert "with 4 requests at a time" in " ".join(said.split())
+    measured = read_engine_tunings(heads)["vllm"]
+    assert [(row.drafts, row.requests) for row in measured.rows] == [(d, r) for d in (1, 3) for r in (1, 2, 4, 8)]
+    assert measured.same_texts == (2 * (3 + 4 + 4 + 8),) * 2, "three prompts; the first are asked again"
+    assert all(row.accepted == row.by_position[0] == 1 for row in measured.rows)
+    pays = {1: 3, 2: 1, 4: 0, 8: 0}
+    rows = [replace(row, expected=1.5 if row.drafts == pays[row.requests] else 0.5) for row in measured.rows]
+    write_engine_tuning(heads, replace(measured, rows=tuple(rows)))
+    words = shlex.split(export_for(heads, tmp_path / "served", "vllm").commands["vllm"])
+    config = json.loads(words[words.index("--speculative-config") + 1])
+    assert config["num_speculative_tokens"] == 3
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 1, 3], [2, 3, 1], [4, 4096, 0]]
+
+
+def test_prompts_are_asked_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, all_are_there = Server(ENGINES["vllm"], "target", (), tmp_path / "log"), threading.Barrier(4)
+
+    def answer(prompt: list[int], most: int) -> EngineAnswer:
+        all_are_there.wait(30)
+        return EngineAnswer((*prompt, most), 1.0)
+
+    monkeypatch.setattr(server, "answer", answer)
+    assert [each.tokens for each in server.answers([[1], [2], [3], [4]], 9)] == [(1, 9), (2, 9), (3, 9), (4, 9)]
+
+
 def test_the_figures_stay_when_the_heads_are_tuned_and_copied(heads: Path, texts: Path, tmp_path: Path) -> None:
     options = ("--conversations", texts, "--engine", "vllm", "--engine-command", command("vllm"))
     works("tune", heads, *options, "--engine-drafts", "1", "--engine-tokens", 5)
@@ -146,6 +178,8 @@ def test_bad_input_is_refused(heads: Path, made: Made, texts: Path) -> None:
     asked = ("tune", heads, "--conversations", texts, "--engine")
     assert "vllm" in refused(*asked, "vlm")
     assert "--engine-drafts" in refused(*asked, "vllm", "--engine-drafts", "none")
+    assert "--engine-requests" in refused(*asked, "vllm", "--engine-requests", "0")
+    assert "drafts the same number" in refused(*asked, "llama.cpp", "--engine-requests", "1,2")
     assert "--engine-target" in refused(*asked, "llama.cpp", "--engine-command", command("llama.cpp"))
     assert "--conversations" in refused("tune", heads, "--engine", "vllm")
     medusa = made("medusa")[1]

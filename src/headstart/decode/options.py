@@ -286,5 +286,10 @@ class EngineOptions:
     engine_drafts: str = option(
         "", "Numbers of drafts to try; by default 1, 2, 3 and 5, or a whole block.", metavar="N,N..."
     )
+    engine_requests: str = option(
+        "1",
+        "Numbers of requests at a time, such as 1,2,4,8; vLLM is given a number of drafts for each.",
+        metavar="N,N...",
+    )
     engine_prompts: int = option(8, "Number of validation prompts to ask.", minimum=1)
     engine_tokens: int = option(64, "Longest answer of the engine, in tokens.", minimum=2)

@@ -1,9 +1,10 @@
 """How many drafts pay in a serving engine on this machine: measured in the engine itself, and kept beside the heads.
 
-Engines draft chains of a number of tokens that is fixed when they start. For each number that is tried the engine runs
-twice, with heads and without, and both answer the same prompts in turns: machines whose speed changes from minute to
-minute then favour neither. What a round takes is nearly the same for all texts; how many drafts are accepted is not,
-and is taken from the calibration of the heads, which has seen more texts than can be asked here.
+Engines draft chains of a number of tokens that is fixed when they start, or for each number of requests at a time.
+For each number that is tried the engine runs twice, with heads and without, and both answer the same prompts in
+turns: machines whose speed changes from minute to minute then favour neither. What a round takes is nearly the same
+for all texts; how many drafts are accepted is not, and is taken from the calibration of the heads, which has seen
+more texts than can be asked here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 from operator import eq, mul
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,14 @@ Start = Callable[[Sequence[str], str], Server]
 
 @dataclass(frozen=True)
 class DraftsRow:
-    """What chains of a number of `drafts` came to; tokens/s are with prompts, milliseconds without.
+    """What chains of a number of `drafts` came to, with so many `requests` at a time.
 
-    `accepted` are drafts a round on the prompts that were asked, `by_position` those at each place of the chain.
-    `expected` is the speed-up over plain decoding when drafts are accepted as in the heads' calibration.
+    Tokens/s are those of a request, with its prompt; milliseconds are without. `accepted` are drafts a round on the
+    prompts that were asked, `by_position` those at each place of the chain. `expected` is the speed-up over plain
+    decoding when drafts are accepted as in the heads' calibration.
     """
 
+    requests: int
     drafts: int
     round_ms: float
     plain_ms: float
@@ -76,13 +79,23 @@ class EngineTuning:
         return f"{named}{cores}" if named else "one machine"
 
     @property
-    def best(self) -> DraftsRow:
-        return max(self.rows, key=lambda row: row.expected)
+    def best(self) -> dict[int, DraftsRow]:
+        """For each number of requests at a time, the number of drafts with the highest expected speed-up."""
+        rows = sorted(self.rows, key=lambda row: (row.requests, row.expected))
+        return {row.requests: row for row in rows}
 
     @property
-    def drafts(self) -> int:
-        """The number that pays most; 0 when plain decoding is faster than any."""
-        return self.best.drafts if self.best.expected > 1 else 0
+    def drafts(self) -> dict[int, int]:
+        """From so many requests at a time on (the first is 1), the number of drafts that pays most, or 0.
+
+        Empty when plain decoding is always faster.
+        """
+        changes: dict[int, int] = {}
+        for requests, row in self.best.items():
+            drafts = row.drafts if row.expected > 1 else 0
+            if drafts != next(reversed(changes.values()), None):
+                changes[requests if changes else 1] = drafts
+        return changes if any(changes.values()) else {}
 
 
 _TUNINGS = TypeAdapter(dict[str, EngineTuning])
@@ -93,11 +106,12 @@ _TUNINGS = TypeAdapter(dict[str, EngineTuning])
 
 @dataclass(frozen=True)
 class Asked:
-    """What engines are asked, and the heads' acceptance by depth and rank, as in `Tuning`."""
+    """What engines are asked, how many requests at a time, and the heads' acceptance as in `Tuning`."""
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
     acceptance: Sequence[Sequence[float]]
+    requests: Sequence[int] = (1,)
 
 
 @dataclass(frozen=True)
@@ -130,23 +144,28 @@ def tune_engine(
             progress(f"starting {plain.engine.name} with {count} drafts")
             with start(drafting(count), f"drafts-{count}") as drafted:
                 progress(f"asking {plain.engine.name} with {count} drafts")
-                compared.append(measure_drafts(plain, drafted, count, asked))
+                compared += [measure_drafts(plain, drafted, count, asked, requests) for requests in asked.requests]
         return plain.version(), compared
 
 
-def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked) -> Compared:
-    """Ask both servers the same prompts in turns, another one first each time; a UserError where nothing is drafted."""
-    servers, prompts = (plain, drafted), asked.prompts
+def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, requests: int = 1) -> Compared:
+    """Ask both servers the same prompts in turns, another one first each time; a UserError where nothing is drafted.
+
+    So many `requests` are under way at a time: all prompts are asked, some again where the last of them are fewer.
+    """
+    servers = (plain, drafted)
+    prompts = list(islice(cycle(asked.prompts), -(-len(asked.prompts) // requests) * requests))
     for server in servers:
-        server.answer(prompts[0], min(8, asked.max_new_tokens))  # buffers are made and caches are warmed
+        server.answers(prompts[:requests], min(8, asked.max_new_tokens))  # buffers are made and caches are warmed
     counted: Counter[str | int] = Counter()
     answers: tuple[list[EngineAnswer], list[EngineAnswer]] = ([], [])
     reading_seconds = [0.0, 0.0]
-    for number, prompt in enumerate(prompts):
-        for which in (0, 1) if number % 2 else (1, 0):
-            reading_seconds[which] += servers[which].answer(prompt, 1).seconds
+    for first in range(0, len(prompts), requests):
+        together = prompts[first : first + requests]
+        for which in (0, 1) if first // requests % 2 else (1, 0):
+            reading_seconds[which] += sum(answer.seconds for answer in servers[which].answers(together, 1))
             before = servers[which].counters()
-            answers[which].append(servers[which].answer(prompt, asked.max_new_tokens))
+            answers[which].extend(servers[which].answers(together, asked.max_new_tokens))
             counted += servers[which].counters() - before
     if not counted["drafts"] or not counted["draft_tokens"]:
         raise UserError(
@@ -161,6 +180,7 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked) ->
     round_ms = 1e3 * (seconds - reading_seconds[1]) / rounds
     first_ranks = [level[0] for level in asked.acceptance[:drafts]]
     row = DraftsRow(
+        requests=requests,
         drafts=drafts,
         round_ms=round_ms,
         plain_ms=plain_ms,
@@ -195,8 +215,8 @@ def read_engine_tunings(folder: Path) -> dict[str, EngineTuning]:
         raise UserError(f"{file} cannot be read ({problem}).", "Delete it and tune for the engines again.") from None
 
 
-def tuned_drafts(measured: Mapping[str, EngineTuning]) -> dict[str, int]:
-    """Tokens of the chain that pay most, by engine, where any pay."""
+def tuned_drafts(measured: Mapping[str, EngineTuning]) -> dict[str, dict[int, int]]:
+    """Tokens of the chain that pay most, by engine and by requests at a time, where any pay."""
     return {name: tuning.drafts for name, tuning in measured.items() if tuning.drafts}
 
 
@@ -206,6 +226,7 @@ def engine_rows(measured: Mapping[str, EngineTuning]) -> list[dict[str, str]]:
         {
             "engine": " ".join((name, tuning.version)).strip(),
             "target": tuning.target,
+            "requests": str(row.requests),
             "drafts": str(row.drafts),
             "plain, tokens/s": f"{row.plain_tokens_per_second:.1f}",
             "with heads, tokens/s": f"{row.tokens_per_second:.1f}",

@@ -30,7 +30,7 @@ from headstart.support.terminal import program
 
 def served_with(engine: ServingEngine, exported: Exported, drafts: int) -> list[str]:
     """Arguments that add exported heads to an engine which serves their target: what `export` prints, behind that."""
-    words = exported.words({engine.name: drafts})[engine.name]
+    words = exported.words({engine.name: {1: drafts}})[engine.name]
     return words[len(shlex.split(engine.command)) + len(engine.target_option) + 1 :]
 
 
@@ -45,7 +45,12 @@ def tune_in_engine(
     name, folder = options.engine, heads_folder(heads)
     if name not in ENGINES:
         raise UserError(f"Unknown engine {name!r}.", nearest(name, list(ENGINES)))
-    engine, drafts = ENGINES[name], _numbers(options.engine_drafts)
+    engine, drafts = ENGINES[name], _numbers(options.engine_drafts, "--engine-drafts", 16)
+    requests = sorted(set(_numbers(options.engine_requests, "--engine-requests", 1024))) or [1]
+    if requests != [1] and not engine.drafts_by_load:
+        raise UserError(
+            f"{name} drafts the same number of tokens, however many requests there are.", "Leave out --engine-requests."
+        )
     refuse_other_files(folder)
     conversations = read_conversations(validation_file(folder, validation))
     prompts = [item.tokens[: item.supervised_spans[0][0]] for item in conversations if item.supervised_spans]
@@ -76,7 +81,7 @@ def tune_in_engine(
                 engine, served, drafting, log, command=options.engine_command, options=options.engine_arguments
             )
 
-        asked = Asked(prompts[: options.engine_prompts], options.engine_tokens, measured_here["acceptance"])
+        asked = Asked(prompts[: options.engine_prompts], options.engine_tokens, measured_here["acceptance"], requests)
         try:
             version, compared = tune_engine(
                 start,
@@ -95,7 +100,7 @@ def tune_in_engine(
         target=Path(served).name,
         prompts=len(asked.prompts),
         max_new_tokens=asked.max_new_tokens,
-        same_texts=(sum(each.same for each in compared), len(asked.prompts) * len(compared)),
+        same_texts=(sum(each.same for each in compared), sum(len(each.drafted) for each in compared)),
         rows=tuple(each.row for each in compared),
         environment=machine(),
     )
@@ -105,24 +110,25 @@ def tune_in_engine(
 
 
 def describe_engine_tuning(tuning: EngineTuning) -> str:
-    best = tuning.best
-    figures = (
-        f"expected {best.expected:.2f}x over its plain decoding with {best.drafts} drafts "
-        f"(measured {best.speedup:.2f}x: {best.tokens_per_second:.1f} against {best.plain_tokens_per_second:.1f} "
-        "tokens/s)"
-    )
-    if not tuning.drafts:
-        return f"No number of drafts pays in {tuning.engine} on this machine: {figures}"
-    return f"{tuning.engine}: {figures}"
-
-
-def _numbers(typed: str) -> list[int]:
-    """Numbers of drafts from what was typed; none where nothing was."""
-    parts = [part.strip() for part in typed.split(",") if part.strip()]
-    if any(not part.isdigit() or not 1 <= int(part) <= 16 for part in parts):
-        raise UserError(
-            f"--engine-drafts is {typed!r}, not numbers from 1 to 16.", "For example: --engine-drafts 1,2,3"
+    """A line for each number of requests at a time."""
+    lines = []
+    for requests, best in tuning.best.items():
+        figures = (
+            f"expected {best.expected:.2f}x over its plain decoding with {best.drafts} drafts "
+            f"(measured {best.speedup:.2f}x: {best.tokens_per_second:.1f} against {best.plain_tokens_per_second:.1f} "
+            "tokens/s)"
         )
+        at = f"{tuning.engine} with {requests} requests at a time" if requests > 1 else tuning.engine
+        pays = f"{at}: " if best.expected > 1 else f"No number of drafts pays in {at} on this machine: "
+        lines.append(pays + figures)
+    return "\n".join(lines)
+
+
+def _numbers(typed: str, option: str, most: int) -> list[int]:
+    """Numbers from what was typed; none where nothing was."""
+    parts = [part.strip() for part in typed.split(",") if part.strip()]
+    if any(not part.isdigit() or not 1 <= int(part) <= most for part in parts):
+        raise UserError(f"{option} is {typed!r}, not numbers from 1 to {most}.", f"For example: {option} 1,2,3")
     return [int(part) for part in parts]
 
 

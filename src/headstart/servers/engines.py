@@ -20,6 +20,7 @@ class ServingEngine:
         version_page: path, and the key there, of what the running engine says of its version.
         needs_gguf: whether it loads targets from GGUF files alone.
         model: what it calls its target; empty where it needs no name.
+        drafts_by_load: whether it drafts another number of tokens with more requests at a time.
         two_at_a_time: what to do where two of them do not fit into memory, as a sentence.
     """
 
@@ -32,6 +33,7 @@ class ServingEngine:
     target_option: tuple[str, ...] = ()
     needs_gguf: bool = False
     model: str = ""
+    drafts_by_load: bool = False
     two_at_a_time: str = ""
 
     def own_target(self, folder: str, gguf: Path | None) -> str:
@@ -48,6 +50,7 @@ _VLLM = ServingEngine(
     server_options=("--served-model-name", "target", "--no-enable-prefix-caching"),
     version_page=("/version", "version"),
     model="target",
+    drafts_by_load=True,
     two_at_a_time="Two servers run at a time: leave memory for both with "
     '--engine-arguments "--gpu-memory-utilization 0.4" (which stands for main memory on a CPU).',
 )

@@ -11,6 +11,7 @@ import subprocess
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,6 +109,11 @@ class Server:
         except (Later, KeyError, IndexError, TypeError) as error:
             problem = f"{type(error).__name__}: {error}"
         raise UserError(f"{self.engine.name} did not answer: {problem[:300]}", f"Its log is {self.log}.")
+
+    def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[EngineAnswer]:
+        """The answers to several prompts that are asked at the same time."""
+        with ThreadPoolExecutor(len(prompts)) as requests:
+            return list(requests.map(lambda prompt: self.answer(prompt, max_new_tokens), prompts))
 
     def counters(self) -> Counter[str | int]:
         """What it has counted since it was started; see `read_counters`."""

@@ -36,13 +36,13 @@ _SAME = 0.02
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote; `drafts` are tokens of the chain by engine, where they were measured."""
+    """What an export wrote; `drafts` are tokens of the chain by engine and by requests at a time, where measured."""
 
     folder: Path
     engines: tuple[str, ...]
     published: Published
     facts: TargetFacts
-    drafts: Mapping[str, int]
+    drafts: Mapping[str, Mapping[int, int]]
     remarks: tuple[str, ...] = ()
 
     @property
@@ -50,7 +50,7 @@ class Exported:
         """What to type to serve target and heads, by engine."""
         return {engine: shlex.join(words) for engine, words in self.words(self.drafts).items()}
 
-    def words(self, drafts: Mapping[str, int]) -> dict[str, list[str]]:
+    def words(self, drafts: Mapping[str, Mapping[int, int]]) -> dict[str, list[str]]:
         """The same commands in words, with other numbers of drafts."""
         return serve_commands(self.engines, self.folder, self.published, self.facts, drafts)
 
@@ -154,9 +154,10 @@ def _not_paying(formats: Sequence[Format], measured: Mapping[str, EngineTuning])
     read_by = {engine for format in formats for engine in format.readers}
     for engine, tuning in measured.items():
         if engine in read_by and not tuning.drafts:
+            best = max(tuning.rows, key=lambda row: row.expected)
             yield (
                 f"{engine} was measured with these heads on {tuning.machine}: no number of drafts pays there, the best "
-                f"of them, {tuning.best.drafts}, makes {tuning.best.expected:.2f} times its plain speed."
+                f"of them, {best.drafts}, makes {best.expected:.2f} times its plain speed."
             )
 
 

@@ -31,7 +31,7 @@ from headstart.hub.engines.base import (
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, checkpoint_of, offsets, open_checkpoint
 from headstart.hub.engines.reading import SPECULATORS, read_published
 from headstart.hub.engines.rules import checkpoint_faults
-from headstart.hub.engines.serving import drafts_of
+from headstart.hub.engines.serving import usual_drafts
 from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.support.files import write_json, write_tensors
 
@@ -128,7 +128,7 @@ class Speculators(FolderFormat):
     def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
         proposal = {
             "proposal_type": "greedy",
-            "speculative_tokens": drafts_of(held),
+            "speculative_tokens": usual_drafts(held),
             "verifier_accept_k": 1,
             "accept_tolerance": 0.0,
         }

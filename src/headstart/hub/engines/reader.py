@@ -33,8 +33,8 @@ class Reader:
         adds_bias: whether it adds the bias of an EAGLE-1 head's joining map; it has no such tensor otherwise.
         holds_verifier: whether it knows tensors of the target in folders of block drafters.
         faults: by arrangement, what it alone gets wrong with a folder that holds such heads.
-        command: the words that serve target and heads, from the heads' folder, both, and how many tokens are drafted;
-            None where it is no server.
+        command: the words that serve target and heads, from the heads' folder, both, and how many tokens are drafted,
+            from so many requests at a time on; None where it is no server.
         remarks: what the user should know of heads that it reads as they are, and does not serve everywhere.
     """
 
@@ -57,7 +57,7 @@ class Reader:
     adds_bias: bool = False
     holds_verifier: bool = False
     faults: Mapping[Layout, Callable[[Checkpoint, Published], Faults]] = field(default_factory=dict)
-    command: Callable[[str, Published, TargetFacts, int], list[str]] | None = None
+    command: Callable[[str, Published, TargetFacts, Mapping[int, int]], list[str]] | None = None
     remarks: Callable[[Published], list[str]] = lambda _: []
 
 

@@ -6,6 +6,8 @@ Read in vLLM 0.32, SGLang of mid-2026 and speculators 0.9. What holds for every 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, Layout, Published
 from headstart.hub.engines.base import AGAIN, DFLASH, DSPARK, EAGLE3, EAGLE3_NORMED, HEADS_GGUF, SGLANG_EAGLE, Faults
@@ -24,6 +26,8 @@ _TWO_KINDS = (
     "vLLM runs blocks with sliding layers and full ones in its newer model runner alone "
     "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build does not have."
 )
+_MOST_REQUESTS = 4096
+"""The end of the last range of vLLM's schedule; it cuts ranges at its own `--max-num-seqs`."""
 _UNEQUAL_NORMS = (
     "vLLM's CPU build norms the text's keys in every layer with the k_norm of the first, and accepts fewer "
     "drafts; its GPU builds do not. For a CPU train with heads.num_layers=1, or serve these with llama.cpp."
@@ -111,8 +115,17 @@ def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
         yield "SGLang reads sliding layers in layer_types alone, and not use_swa.", WRITE
 
 
-def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: int) -> list[str]:
-    config = {"method": str(published.layout), "model": folder, "num_speculative_tokens": drafts}
+def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
+    config: dict[str, Any] = {
+        "method": str(published.layout),
+        "model": folder,
+        "num_speculative_tokens": max(drafts.values()),
+    }
+    if len(drafts) > 1:
+        lasts = [*(first - 1 for first in list(drafts)[1:]), _MOST_REQUESTS]
+        config["num_speculative_tokens_per_batch_size"] = [
+            [first, last, count] for (first, count), last in zip(drafts.items(), lasts, strict=True)
+        ]
     return ["vllm", "serve", facts.folder or "TARGET", *_trust(facts), "--speculative-config", json.dumps(config)]
 
 
@@ -165,13 +178,14 @@ def _eagle3_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
         yield "SGLang leaves out the biases of the attention.", "Serve it with vLLM."
 
 
-def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: int) -> list[str]:
+def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
     algorithm = {Layout.EAGLE3: "EAGLE3", Layout.DFLASH: "DFLASH"}.get(published.layout, "EAGLE")
     words = ["python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET", *_trust(facts)]
+    count = max(drafts.values())
     words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", folder]
     if published.layout is not Layout.DFLASH:
-        words += ["--speculative-num-steps", str(drafts), "--speculative-eagle-topk", "1"]
-    return [*words, "--speculative-num-draft-tokens", str(drafts + 1)]  # the root is one of them
+        words += ["--speculative-num-steps", str(count), "--speculative-eagle-topk", "1"]
+    return [*words, "--speculative-num-draft-tokens", str(count + 1)]  # the root is one of them
 
 
 _SGLANG = Reader(
@@ -209,9 +223,9 @@ _SPECULATORS = Reader(
 # -- llama.cpp ---------------------------------------------------------------------------------------------------------
 
 
-def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: int) -> list[str]:
+def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
     words = ["llama-server", "-m", str(facts.gguf or "TARGET.gguf"), "-md", f"{folder}/{HEADS_GGUF}"]
-    return [*words, "--spec-type", f"draft-{published.layout}", "--spec-draft-n-max", str(drafts)]
+    return [*words, "--spec-type", f"draft-{published.layout}", "--spec-draft-n-max", str(max(drafts.values()))]
 
 
 LLAMA_CPP = Reader(

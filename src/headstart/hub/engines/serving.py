@@ -18,23 +18,23 @@ def serve_commands(
     folder: Path | str,
     published: Published,
     facts: TargetFacts,
-    drafts: Mapping[str, int],
+    drafts: Mapping[str, Mapping[int, int]],
 ) -> dict[str, list[str]]:
     """The words of the command that serves target and heads, for each engine that is a server.
 
-    `drafts` are tokens of the chain by engine, where they were measured.
+    `drafts` are tokens of the chain by engine and by requests at a time, where they were measured.
     """
     makers = {engine: READERS[engine].command for engine in engines}
     return {
-        engine: make(str(folder), published, facts, drafts_of(published, drafts.get(engine, 0)))
+        engine: make(str(folder), published, facts, drafts.get(engine, {1: usual_drafts(published)}))
         for engine, make in makers.items()
         if make is not None
     }
 
 
-def drafts_of(published: Published, drafts: int = 0) -> int:
-    """Tokens of the chain that an engine drafts: those measured to pay, else a few; later ones are seldom accepted."""
-    return min(drafts or (published.steps if published.layout in _WHOLE else 3), published.steps)
+def usual_drafts(published: Published) -> int:
+    """Tokens of the chain that an engine drafts where nobody has measured: a few, later ones are seldom accepted."""
+    return published.steps if published.layout in _WHOLE else min(3, published.steps)
 
 
 def drafts_to_try(published: Published, usual: Sequence[int]) -> list[int]:
