@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -381,8 +381,10 @@ def states_online(place: Place, run: Command, launch: Command, sharded: Command)
 def served_by_vllm(
     place: Place, export: Command, serve: Command, chat: Command, metrics: Command, client: Command
 ) -> None:
-    text = place.run(export)
-    place.check("vllm serve" in text and "--speculative-config" in text, "export prints what serves the heads")
+    said = re.search(r"vllm serve (\S+) --speculative-config", place.run(export))
+    if said is None:
+        raise Failed("export does not print what serves the heads")
+    serve, chat = (replace(each, text=each.text.replace("TARGET", said[1])) for each in (serve, chat))
     with place.serving(serve, "8000"):
         place.check('"content"' in place.run(chat), "it answers")
         counted = place.run(metrics)
