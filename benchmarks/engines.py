@@ -98,7 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     }
                 )
     for row, written in zip(rows, texts, strict=True):
-        row |= ours(decoder.target, HeadDrafter(decoder.heads, TreeShape.chain(row["drafts"])), prompts, options)
+        chain = HeadDrafter(decoder.heads, TreeShape.chain(row["drafts"]))
+        row |= ours(decoder.target, chain, prompts, written, options.max_new_tokens)
         row["our_accepted_on_its_texts"] = replayed(decoder.target, decoder.heads, written, row["drafts"])
         accepted = row["our_accepted_on_its_texts"]
         row["share_of_ours"] = row["accepted_per_round"] / accepted if accepted else None
@@ -114,13 +115,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(report(rows))
 
 
-def ours(target: Target, drafter: HeadDrafter, prompts: Sequence[list[int]], options: Any) -> dict[str, Any]:
-    """Drafts that our decoder accepts in chains of the same length, a round, and at each place."""
-    engine, asked = Engine(target, drafter), DecodeOptions(options.max_new_tokens, draft="on")
-    rounds = [done for prompt in prompts for done in engine.generate([prompt], asked)[0].rounds if done.nodes > 1]
+def ours(
+    target: Target, drafter: HeadDrafter, prompts: Sequence[list[int]], texts: Sequence[Text], most: int
+) -> dict[str, Any]:
+    """Drafts that our decoder accepts in chains of the same length, a round, and at each place; how many of its texts
+    are the engine's."""
+    engine, asked = Engine(target, drafter), DecodeOptions(most, draft="on")
+    answers = [engine.generate([prompt], asked)[0] for prompt in prompts]
+    rounds = [done for answer in answers for done in answer.rounds if done.nodes > 1]
+    pairs = zip(prompts, answers, texts, strict=True)
+    same = sum([*prompt, *answer.tokens] == list(text.tokens) for prompt, answer, text in pairs)
     depth = max((done.nodes for done in rounds), default=1)
     places = [sum(done.emitted > place for done in rounds) / len(rounds) for place in range(1, depth)]
-    return {"our_accepted_per_round": sum(places), "our_acceptance_by_place": places, "our_rounds": len(rounds)}
+    counted = {"our_accepted_per_round": sum(places), "our_acceptance_by_place": places, "our_rounds": len(rounds)}
+    return counted | {"our_texts_the_same": same}
 
 
 def replayed(target: Target, heads: DraftHead, texts: Sequence[Text], drafts: int) -> float:
