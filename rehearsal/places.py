@@ -81,7 +81,7 @@ class Place:
             try:
                 code = process.wait(LONGEST)
             except subprocess.TimeoutExpired:
-                end(process, signal.SIGKILL)
+                end(process)  # politely first: it ends the engines that it has started
                 code = -1
         self._note(command, time.monotonic() - began)
         text = log.read_text(encoding="utf-8", errors="replace")
