@@ -194,6 +194,15 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_the_page_has_all_reports": ("headstart report diff before after another",),
     },
+    "tests/test_leaderboard.py": {
+        "test_an_entry_has_all_that_repeats_it_and_what_breaks_a_rule_is_named": (
+            "python benchmarks/leaderboard.py",
+            "python benchmarks/leaderboard.py quickstart minutes=60",
+        ),
+    },
+    "tests/heads/test_native.py": {
+        "test_the_contract_of_families_is_kept": ("headstart run mtp target=zai-org/GLM-4.5-Air heads.init=native",),
+    },
     "tests/data/test_suites.py": {
         "test_a_copy_is_asked_turn_by_turn": ("headstart eval runs/quickstart --suite mt-bench",),
     },
@@ -245,7 +254,7 @@ NOT_RUN = {
     "accelerate launch": "the name of a launcher",
     **{f"headstart {name}": _NAME for name in (
         "plan", "tune", "audit", "export", "import", "eval", "data build", "run", "train", "doctor", "generate", "race",
-        "chat", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
+        "chat", "report diff", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
         "recipes show NAME --all", "run quickstart",
     )},
     **dict.fromkeys(("vllm serve", "headstart tune --engine", "headstart export --check"), _NAME),
