@@ -171,10 +171,10 @@ def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
 def test_what_cannot_go_back_is_refused(tmp_path: Path) -> None:
     target = published("mimo", tmp_path / "target")
     heads = kept(contract.shake(contract.build("native", target)), target, tmp_path / "heads")
-    with pytest.raises(UserError, match=r"holds something else.*config\.json"):
+    with pytest.raises(UserError, match=r"holds other files.*config\.json"):
         export_checkpoint(heads, tmp_path / "target")
     plain = kept(contract.build("mtp", target), target, tmp_path / "plain")
-    with pytest.raises(UserError, match=r"no place for mtp heads of our own.*heads\.init=native"):
+    with pytest.raises(UserError, match=r"no place for mtp heads of their own layout.*heads\.init=native"):
         export_checkpoint(plain, tmp_path / "out")
 
     other = published("glm", tmp_path / "glm")

@@ -271,7 +271,7 @@ class DraftHead(nn.Module, ABC):
             UserError: the heads are no part of one.
         """
         raise UserError(
-            f"The target's checkpoint has no place for {self.family} heads of our own.",
+            f"The target's checkpoint has no place for {self.family} heads of their own layout.",
             "Train the module that the target ships (heads.family=mtp heads.init=native), or export these heads for an "
             "engine.",
         )
