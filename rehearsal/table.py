@@ -54,7 +54,7 @@ SUBSTITUTIONS = (
     ("$((8 *", "$((2 *"),
     # examples
     ("recipe.yaml", "{recipes}/own_model.yaml"),
-    ("client.py", "{examples}/vllm/client.py"),
+    ("client.py", "{examples}/vllm/client.py --server http://localhost:8000"),
     # sizes
     ("sleep 10", "sleep 1"),
     ("--max-model-len 8192", "--max-model-len 128"),
