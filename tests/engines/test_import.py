@@ -265,6 +265,13 @@ def test_other_targets_and_variants_are_refused(theirs: Path, target: Target, ti
     assert "d2t names neither" in problem(theirs, target)
 
 
+def test_layers_that_compute_otherwise_are_refused(theirs: Path, target: Target) -> None:
+    change(theirs, layer_types=["sliding_attention"], sliding_window=16)
+    assert "sliding window" in problem(theirs, target)
+    change(theirs, layer_types=["full_attention"], sliding_window=None, rope_is_neox_style=False)
+    assert "rotates neighbouring numbers" in problem(theirs, target)
+
+
 def test_a_speculators_config_that_leaves_the_residual_open_is_refused(target: Target, tmp_path: Path) -> None:
     folder = foreign("speculators", target, tmp_path / "theirs")
     config = json.loads((folder / "config.json").read_text())

@@ -72,6 +72,10 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         raise UserError(
             f"The checkpoint's heads are {size} wide and their target {config['target_hidden_size']}.", ANOTHER
         )
+    if "sliding_attention" in (config.get("layer_types") or ()):
+        raise UserError("The checkpoint's layers see a sliding window of the text; headstart's see all of it.", ANOTHER)
+    if config.get("rope_is_neox_style") is False:
+        raise UserError("The checkpoint rotates neighbouring numbers; headstart rotates halves.", ANOTHER)
     fused = layout is Layout.EAGLE3
     return Published(
         layout=layout,
