@@ -81,7 +81,7 @@ def test_load_refuses(tmp_path: Path, tiny_target: Target) -> None:
     other = Target(tiny_model("llama", seed=1, vocab_size=tiny_target.vocab_size), None, "other-model")
     with pytest.raises(UserError, match="another model"):
         headstart.load(tmp_path / "heads", target=other)
-    with pytest.raises(UserError, match="loaded already"):
+    with pytest.raises(UserError, match="already loaded"):
         headstart.load(tmp_path / "heads", target=tiny_target, dtype="bfloat16")
     with pytest.raises(UserError, match="Unknown target 'tiny'"):
         headstart.load(tmp_path / "heads")
@@ -260,9 +260,9 @@ def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
     ("arguments", "message"),
     [
         ({"prompt": []}, "empty"),
-        ({"prompt": None}, "not understood"),
-        ({"prompt": 5}, "not understood"),
-        ({"prompt": b"Hi"}, "not understood"),
+        ({"prompt": None}, "kind of prompt is not supported"),
+        ({"prompt": 5}, "kind of prompt is not supported"),
+        ({"prompt": b"Hi"}, "kind of prompt is not supported"),
         ({"prompt": "a\ud800"}, "The prompt is not UTF-8: character 2 is"),
         ({"prompt": "\ud800", "raw": True}, "The prompt is not UTF-8"),
         ({"prompt": [{"role": "system", "content": "\ud800"}]}, "The prompt is not UTF-8"),
@@ -283,8 +283,8 @@ def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
             {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": " "}]},
             "The prompt is empty",
         ),
-        ({"prompt": [1, "a"]}, "not understood"),
-        ({"prompt": [{"role": "user", "content": "a"}, 3]}, "not understood"),
+        ({"prompt": [1, "a"]}, "kind of prompt is not supported"),
+        ({"prompt": [{"role": "user", "content": "a"}, 3]}, "kind of prompt is not supported"),
         ({"prompt": [{"role": "user"}]}, "A message lacks role or content"),
         ({"prompt": [1, 100_000]}, "Token ids run from 1 to 100000"),
         ({"prompt": [-1]}, "Token ids"),
@@ -302,7 +302,7 @@ def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
         ({"prompt": "a", "draft": "always"}, "draft is 'always'"),
         ({"prompt": "a", "processors": [lambda ids, scores: scores + torch.rand(1)]}, "keeps a state or draws random"),
         ({"prompt": "a", "min_new_tokens": -1}, "min_new_tokens is -1"),
-        ({"prompt": "a", "stop_token_ids": [1, 5000]}, "stop_token_ids has 5000, and the target knows 0 to"),
+        ({"prompt": "a", "stop_token_ids": [1, 5000]}, "stop_token_ids has 5000, and the target's token ids end at"),
         ({"prompt": "a", "stop_token_ids": "ab"}, "stop_token_ids is 'ab'"),
         ({"prompt": "a", "stop": 5}, "stop is 5. Give a text"),
         ({"prompt": "a", "stop": ["x", 5]}, "stop is .*'x', 5"),
@@ -592,7 +592,7 @@ def test_load_refuses_arguments_of_other_kinds(tiny_target: Target, tiny_target_
     assert headstart.load(target=tiny_target_folder, dtype="float32").target.name == str(tiny_target_folder)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"target": 5}, "target is of the type int. Give a model that transformers loaded"),
-        ({"heads": 5}, "heads are of the type int"),
+        ({"heads": 5}, "heads is of the type int"),
         ({"target": tiny_target, "dtyp": "float32"}, "Unknown option 'dtyp'. Did you mean 'dtype'"),
     ]
     for arguments, message in wrong:

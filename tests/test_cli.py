@@ -516,4 +516,4 @@ def test_ctrl_c_says_how_to_go_on(recipe: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(sys, "argv", ["headstart", "run", "tiny.yaml"])
     result = call("run", recipe, "--run-dir", tmp_path / "run")
     assert result.exit_code == 130
-    assert "Go on with: headstart run tiny.yaml" in result.stderr
+    assert "Continue with: headstart run tiny.yaml" in result.stderr

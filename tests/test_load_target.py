@@ -66,7 +66,7 @@ def test_a_model_that_transformers_loaded(tmp_path: Path, tiny_target: Target, t
     assert decoder.generate("Hello", max_new_tokens=8).text == wanted.text
     assert headstart.load(tmp_path / "heads", target=model).generate([5, 6], max_new_tokens=4).tokens
     assert headstart.load(target=model, tokenizer=tokenizer).generate("Hello", max_new_tokens=8).text == wanted.text
-    with pytest.raises(UserError, match="loaded already"):
+    with pytest.raises(UserError, match="already loaded"):
         headstart.load(tmp_path / "heads", target=model, dtype="bfloat16")
     with pytest.raises(UserError, match="tokenizer belongs to a target that transformers loaded"):
         headstart.load(tmp_path / "heads", target=str(tiny_target_folder), tokenizer=tokenizer)

@@ -241,7 +241,7 @@ class TestMemory:
         data = {"prompts": prompt_file(tmp_path, 2), "conversations": 10_000}
         run = Run(recipe(tmp_path, tiny_target_folder, data=data), tmp_path / "run", Console(file=io.StringIO()))
         facts = dict(make_plan(run).facts)
-        assert facts["Conversations"].startswith("about 32 (of 10000")
+        assert facts["Conversations"].startswith("about 32 (at most 10000")
         assert "2.0 answers (from 40 of the prompts)" in facts["A conversation"]
         show_plan(run, make_plan(run))
 

@@ -104,7 +104,7 @@ def test_the_command(tmp_path: Path) -> None:
     run(tmp_path, "one", "abcd")
     listed = works("gc", "--runs", tmp_path, "--states-gigabytes", "0.000002", "--dry-run").stdout
     assert "shard-d.safetensors  (hidden states of finished trainings, last read" in listed
-    assert "2 to delete, 2.0 kB at most." in listed
+    assert "2 items to delete, up to 2.0 kB." in listed
     assert len(list(path.glob("shard-*"))) == 4
     works("gc", "--runs", tmp_path, "--states-gigabytes", "0.000002", "--yes")
     assert sorted(file.name[6] for file in path.glob("shard-*")) == ["a", "b"]

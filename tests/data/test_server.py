@@ -306,7 +306,7 @@ def test_servers_share_the_work(tiny_target: Target, serve: Callable[..., Fake])
         ([5, -1], "wrote token id -1"),
         ([5, "word"], "wrote token id 'word'"),
         ([5] * 7, "wrote 7 tokens where 6 were asked for"),
-        ([5] * 4, "after 4 of 6 tokens, and not at one that ends a turn"),
+        ([5] * 4, "after 4 of 6 tokens, but not at an end-of-turn token"),
         ([], "after 0 of 6 tokens"),
     ],
 )

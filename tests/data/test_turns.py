@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from headstart.data.conversations.answers import Answers
 from headstart.data.conversations.records import Conversation
-from headstart.data.prompts.reading import LeftOut
+from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.states.shards import Capture
 from headstart.data.writing.kept import TurnCaches

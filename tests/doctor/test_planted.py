@@ -308,9 +308,9 @@ def examined_as(run: Path, cls: type[DraftHead]) -> dict[str, Any]:
     ("cls", "words", "figures"),
     [
         (WrongHead, "draft 2 of 2 differ from", {"step": 1, "observed_rounds": 0}),
-        (Forgetful, "1 committed rounds, draft 1", {"step": 0, "observed_rounds": 1}),
-        (StateBefore, "0 committed rounds, draft 1", {"step": 0, "observed_rounds": 0}),
-        (ReadsNothing, "0 committed rounds, draft 1", {"step": 0, "observed_rounds": 0}),
+        (Forgetful, "1 committed rounds, the logits of draft 1", {"step": 0, "observed_rounds": 1}),
+        (StateBefore, "0 committed rounds, the logits of draft 1", {"step": 0, "observed_rounds": 0}),
+        (ReadsNothing, "0 committed rounds, the logits of draft 1", {"step": 0, "observed_rounds": 0}),
     ],
 )
 def test_drafting_that_is_not_what_was_trained(run: Path, cls: Any, words: str, figures: dict[str, int]) -> None:

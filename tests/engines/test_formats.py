@@ -108,7 +108,7 @@ def test_an_engine_is_one_reader(made: Made, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setitem(READERS, "new", new)
     monkeypatch.setattr(FORMATS["vllm"], "also", ("new",), raising=False)
     done = export_for(made("eagle3")[1], tmp_path / "out", "vllm", dtype="float32")
-    assert "It is new." in done.remarks and done.commands["new"] == f"serve {tmp_path / 'out'} 3"
+    assert "It is new." in done.remarks and done.commands["new"] == f"serve {tmp_path / 'out'} '{{1: 3}}'"
     assert check_export(tmp_path / "out", ["new"]) == []
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     (tmp_path / "out" / "config.json").write_text(json.dumps({**config, "stop": True}))

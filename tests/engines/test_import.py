@@ -210,7 +210,7 @@ def test_pickled_weights_are_refused(theirs: Path, target: Target) -> None:
 def test_a_folder_of_something_else_is_not_replaced(theirs: Path, target: Target, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.txt").write_text("years")
-    with pytest.raises(UserError, match=r"holds something else, which would be lost: thesis\.txt"):
+    with pytest.raises(UserError, match=r"holds other files, which would be lost: thesis\.txt"):
         headstart.import_heads(theirs, target, tmp_path / "work")
     assert (tmp_path / "work" / "thesis.txt").read_text() == "years"
 

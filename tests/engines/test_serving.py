@@ -185,7 +185,7 @@ def test_bad_input_is_refused(heads: Path, made: Made, texts: Path) -> None:
     medusa = made("medusa")[1]
     assert "up to 3" in refused(*asked, "vllm", "--engine-drafts", "1,4")
     assert "--engine-arguments=" in refused(*asked, "vllm", "--dtype", "float32")
-    assert "no engine" in refused("tune", heads, "--engine-drafts", "1")
+    assert "without an engine" in refused("tune", heads, "--engine-drafts", "1")
     assert "EAGLE-3" in refused("tune", medusa, "--conversations", texts, "--engine", "llama.cpp")
 
 

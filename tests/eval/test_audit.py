@@ -103,7 +103,7 @@ def test_texts_without_a_doubt_prove_nothing_about_sampling(tmp_path: Path) -> N
     assert sentence(found).endswith("In 1 of 1 checks of sampling the text is all but certain, so nothing shows.")
     write_audit(found, tmp_path)
     assert "| nothing to see |" in (tmp_path / "audit.md").read_text()
-    console = Console(record=True, width=120)
+    console = Console(record=True, width=140)
     show_audit(found, console)
     assert "seen from –" in (shown := console.export_text()) and "nothing to see" in shown
 

@@ -95,7 +95,7 @@ def test_transformers_decodes_with_heads_on_the_hub(client: Client, folder: Path
         answer = client.call("transformers", heads="user/my-heads-0.1", target=target, tokens=[9, 40, 12], **options)
         assert answer == {"same": True, "attention": "sdpa"}
     other = {"heads": "user/my-heads-0.1", "target": target, "tokens": [9] * 4000}
-    assert "1024 tokens" in client.refusal("transformers", **other)
+    assert "context of 1024" in client.refusal("transformers", **other)
 
 
 def test_revisions(hub: FakeHub, client: Client, folder: Path, tmp_path: Path, tiny_target: Target) -> None:

@@ -346,7 +346,7 @@ def test_ctrl_c_keeps_the_step_and_ends_both(together: Ranks, workplace: Callabl
     assert [path.name for path in (run / "train" / "checkpoints").iterdir()] == ["step-00000004"]
     alone = run_to_end(file, "--run-dir", run, "train.gradient_accumulation_steps=2")
     assert alone.returncode == 0, alone.stderr
-    assert "A training on another number of processes of these heads is there" in alone.stdout
+    assert "Continuing from a training on another number of processes of these heads" in alone.stdout
     assert "Continuing from step 4" in alone.stdout and last_row(run / "train")["step"] == 8
 
 
