@@ -23,7 +23,7 @@ from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.questions import Question
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
-from headstart.decode.loop import Engine, Round
+from headstart.decode.loop import DecodeLoop, Round
 from headstart.errors import UserError
 from headstart.eval.audit import decode_in_batches
 from headstart.eval.figures import Prompt, Unit, acceptance_by_position, mean_round_ms, method_rounds, rate, speedup
@@ -204,7 +204,7 @@ def answered(target: Target, questions: Sequence[Question], file: Path, max_new_
     key = {"target": target.identity().fingerprint, "max_new_tokens": max_new_tokens, "prompts": prompts}
     kept = read_json(file) if file.is_file() else {}
     if {name: kept.get(name) for name in key} != key:
-        outputs = decode_in_batches(Engine(target), prompts, max_new_tokens, 16)
+        outputs = decode_in_batches(DecodeLoop(target), prompts, max_new_tokens, 16)
         kept = {**key, "answers": [output.tokens for output in outputs]}
         write_json(file, kept)
     return [Text.of(prompt, answer) for prompt, answer in zip(prompts, kept["answers"], strict=True)]

@@ -23,7 +23,7 @@ import torch
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from record import record
 
-from headstart.decode.loop import Drafter, Engine
+from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -93,7 +93,7 @@ def counted(
     options = DecodeOptions(max_new_tokens=tokens, temperature=temperature, seed=0, ignore_end=True)
 
     def decode() -> None:
-        Engine(target, *drafters).generate(prompts, options)
+        DecodeLoop(target, *drafters).generate(prompts, options)
 
     decode()
     return rounds_of(device, target, decode)

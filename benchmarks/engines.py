@@ -23,7 +23,7 @@ from record import record
 from tables import table
 
 import headstart
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.environment import environment
@@ -120,8 +120,8 @@ def ours(
 ) -> dict[str, Any]:
     """Drafts that our decoder accepts in chains of the same length, a round, and at each place; how many of its texts
     are the engine's."""
-    engine, asked = Engine(target, drafter), DecodeOptions(most, draft="on")
-    answers = [engine.generate([prompt], asked)[0] for prompt in prompts]
+    loop, asked = DecodeLoop(target, drafter), DecodeOptions(most, draft="on")
+    answers = [loop.generate([prompt], asked)[0] for prompt in prompts]
     rounds = [done for answer in answers for done in answer.rounds if done.nodes > 1]
     pairs = zip(prompts, answers, texts, strict=True)
     same = sum([*prompt, *answer.tokens] == list(text.tokens) for prompt, answer, text in pairs)

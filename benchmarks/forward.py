@@ -29,7 +29,7 @@ from tables import table
 import headstart
 from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.questions import read_questions
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT
 from headstart.eval.environment import environment
@@ -151,21 +151,21 @@ def decoded(options: argparse.Namespace) -> tuple[Target, list[dict[str, Any]]]:
         prompt_tokens([{"role": "user", "content": item.turns[0]}], decoders[MODULES].target.tokenizer)
         for item in read_questions(options.questions)[: options.limit]
     ]
-    engines: dict[tuple[str, str], Engine] = {}
+    loops: dict[tuple[str, str], DecodeLoop] = {}
     seconds = dict.fromkeys([(drafter, way) for drafter in DRAFTERS for way in WAYS], 0.0)
     emitted, rounds = dict.fromkeys(seconds, 0), dict.fromkeys(seconds, 0)
     decoding = DecodeOptions(options.max_new_tokens)
     for way, decoder in decoders.items():
         with running(decoder.target, way):
             for drafter in DRAFTERS:
-                engines[drafter, way] = decoder.engine(drafter)
-                engines[drafter, way].generate([prompts[0]], DecodeOptions(8))
+                loops[drafter, way] = decoder.loop(drafter)
+                loops[drafter, way].generate([prompts[0]], DecodeOptions(8))
     for number, prompt in enumerate(prompts):
-        keys = list(engines)
+        keys = list(loops)
         for drafter, way in keys[number % len(keys) :] + keys[: number % len(keys)]:
             with running(decoders[way].target, way):
                 start = perf_counter()
-                (answer,) = engines[drafter, way].generate([prompt], decoding)
+                (answer,) = loops[drafter, way].generate([prompt], decoding)
                 seconds[drafter, way] += perf_counter() - start
             emitted[drafter, way] += len(answer.tokens)
             rounds[drafter, way] += len(answer.rounds)

@@ -4,7 +4,7 @@
     python benchmarks/never_slower.py runs/quickstart/heads --quick
 
 Each cell decodes the same prompts plainly, with the heads, with the default drafter and plainly once more, in turns,
-another one going first each time, and all of it --repeats times with engines that have learned nothing yet. What it
+another one going first each time, and all of it --repeats times with loops that have learned nothing yet. What it
 says is tokens a second over those of all plain runs; the second plain runs over the first say how far the hour's noise
 reaches. Where no round drafted, the same was computed as plainly, and what differs from 1 is noise. The conditions:
 
@@ -40,7 +40,7 @@ from headstart.api import Decoder
 from headstart.data.prompts.chat import prompt_tokens
 from headstart.data.prompts.questions import read_questions
 from headstart.decode.costs import Conditions
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT
 from headstart.eval.environment import environment
@@ -238,16 +238,16 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
     count = max(2, -(-len(prompts) // batch))
     for number in range(count * repeats):
         if number % count == 0:
-            plain = Engine(decoder.target)
-            drafting = {name: anew(decoder.engine(name)) for name in DRAFTERS}
-            engines = {"plain": plain, **drafting, NOISE: plain}
-            for engine in engines.values():
-                engine.generate([prompts[0]] * batch, replace(options, max_new_tokens=2, draft="off"))
+            plain = DecodeLoop(decoder.target)
+            drafting = {name: anew(decoder.loop(name)) for name in DRAFTERS}
+            loops = {"plain": plain, **drafting, NOISE: plain}
+            for loop in loops.values():
+                loop.generate([prompts[0]] * batch, replace(options, max_new_tokens=2, draft="off"))
         asked = [prompts[(number * batch + row) % len(prompts)] for row in range(batch)]
         first = number % len(names)
         for name in names[first:] + names[:first]:
             start = perf_counter()
-            outputs = engines[name].generate(asked, options)
+            outputs = loops[name].generate(asked, options)
             seconds[name] += perf_counter() - start
             emitted[name] += sum(len(output.tokens) for output in outputs)
             rounds[name] += sum(len(output.rounds) for output in outputs)
@@ -266,9 +266,9 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
     }
 
 
-def anew(engine: Engine) -> Engine:
+def anew(loop: DecodeLoop) -> DecodeLoop:
     """The same drafters and costs, and nothing learned."""
-    return Engine(engine.target, *engine.drafters, costs=engine.costs)
+    return DecodeLoop(loop.target, *loop.drafters, costs=loop.costs)
 
 
 def line(row: Mapping[str, Any]) -> str:

@@ -39,7 +39,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from headstart.api import load
 from headstart.data.prompts.chat import has_template, prompt_tokens
-from headstart.decode.loop import Engine, Generation
+from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
 from headstart.decoder import Decoder
@@ -236,11 +236,11 @@ def waits(bench: Bench) -> None:
         return
     target, tokens = bench.decoder.target, bench.sizes.new_tokens
     for drafter, temperature, rows in product(("none", "heads"), (0.0, 1.0), bench.sizes.batches[:2]):
-        engine, prompts = bench.decoder.engine(drafter), bench.prompts(target, rows)
+        loop, prompts = bench.decoder.loop(drafter), bench.prompts(target, rows)
         counts = []
         for length in (tokens, tokens, tokens // 2):  # the first one captures graphs
             asked = DecodeOptions(length, temperature=temperature, seed=0, ignore_end=True)
-            counts.append(counted(engine, prompts, asked))
+            counts.append(counted(loop, prompts, asked))
         _, longer, shorter = counts
         rounds = longer["rounds"] - shorter["rounds"]
         figures = {key: (longer[key] - shorter[key]) / rounds for key in longer if key != "rounds"}
@@ -260,21 +260,20 @@ def forwards(bench: Bench) -> None:
 def decoding(bench: Bench) -> None:
     """Tokens a second with heads and plainly, in turns; greedy."""
     target, decoder = bench.decoder.target, bench.decoder
-    engines = {"plain": decoder.engine("none"), "heads": decoder.engine("heads")}
+    loops = {"plain": decoder.loop("none"), "heads": decoder.loop("heads")}
     asked = DecodeOptions(bench.sizes.new_tokens, ignore_end=True)
     for rows in bench.sizes.batches:
         prompts = bench.prompts(target, rows)
-        seconds, outputs = dict.fromkeys(engines, 0.0), dict[str, list[Generation]]()
+        seconds, outputs = dict.fromkeys(loops, 0.0), dict[str, list[Generation]]()
         for number in range(4):
-            for name in engines if number % 2 else reversed(engines):
+            for name in loops if number % 2 else reversed(loops):
                 start = clock(target)
-                outputs[name] = generate(engines[name], prompts, asked)
+                outputs[name] = generate(loops[name], prompts, asked)
                 seconds[name] += (clock(target) - start) if number else 0.0  # the first one captures graphs
-        speeds = {name: 3 * rows * asked.max_new_tokens / seconds[name] for name in engines}
-        rounds = {name: [done for output in outputs[name] for done in output.rounds] for name in engines}
+        speeds = {name: 3 * rows * asked.max_new_tokens / seconds[name] for name in loops}
+        rounds = {name: [done for output in outputs[name] for done in output.rounds] for name in loops}
         mean_ms = {
-            name: {part: mean(getattr(done, f"{part}_ms") for done in rounds[name]) for part in PARTS}
-            for name in engines
+            name: {part: mean(getattr(done, f"{part}_ms") for done in rounds[name]) for part in PARTS} for name in loops
         }
         bench.note(
             f"batch {rows}",
@@ -323,12 +322,12 @@ def training(bench: Bench) -> None:
 
 def memory(bench: Bench) -> None:
     """What decoding takes at most, beside the free memory that a batch is asked to have before it begins."""
-    target, engine = bench.decoder.target, bench.decoder.engine("heads")
+    target, loop = bench.decoder.target, bench.decoder.loop("heads")
     asked = DecodeOptions(bench.sizes.new_tokens, ignore_end=True)
     for rows in bench.sizes.batches:
         prompts = bench.prompts(target, rows)
-        needed = needed_bytes(engine, prompts, asked)
-        peak = peak_bytes(bench, lambda: generate(engine, prompts, asked))  # noqa: B023  # called at once
+        needed = needed_bytes(loop, prompts, asked)
+        peak = peak_bytes(bench, lambda: generate(loop, prompts, asked))  # noqa: B023  # called at once
         figures = {"asked_gigabytes": needed / GIGABYTE, "peak_gigabytes": peak / GIGABYTE}
         bench.note(f"batch {rows}", **figures, peak_of_asked=peak / needed)
 
@@ -336,12 +335,12 @@ def memory(bench: Bench) -> None:
 def splitting(bench: Bench) -> None:
     """A batch that memory does not hold is decoded in parts, with the same texts: where that is counted before, and on
     a GPU where an allocation fails."""
-    target, engine = bench.small.target, bench.small.engine("heads")
+    target, loop = bench.small.target, bench.small.loop("heads")
     prompts = bench.prompts(target, bench.sizes.batches[-1])
     asked = DecodeOptions(bench.sizes.new_tokens, ignore_end=True)
     expected: list[list[int]] = []
-    peak = peak_bytes(bench, lambda: expected.extend(out.tokens for out in generate(engine, prompts, asked)))
-    half = needed_bytes(engine, prompts[: len(prompts) // 2], asked)
+    peak = peak_bytes(bench, lambda: expected.extend(out.tokens for out in generate(loop, prompts, asked)))
+    half = needed_bytes(loop, prompts[: len(prompts) // 2], asked)
 
     def counted_as(device: torch.device) -> int:
         return half - target.spare_bytes
@@ -353,7 +352,7 @@ def splitting(bench: Bench) -> None:
     for name, shortage in ways.items():
         forget(target)
         with shortage, batches_of() as batches:
-            texts = [out.tokens for out in generate(engine, prompts, asked)]
+            texts = [out.tokens for out in generate(loop, prompts, asked)]
         bench.note(name, batches=batches, different_texts=sum(map(list.__ne__, texts, expected)))
         refuse(["It was not split."] if len(batches) < 3 else [])
         refuse(["The texts are others."] if texts != expected else [])
@@ -380,25 +379,25 @@ def refuse(problems: Sequence[str]) -> None:
         raise RuntimeError(" ".join(problems))
 
 
-def generate(engine: Engine, prompts: Sequence[Sequence[int]], asked: DecodeOptions) -> list[Generation]:
+def generate(loop: DecodeLoop, prompts: Sequence[Sequence[int]], asked: DecodeOptions) -> list[Generation]:
     """Decode, with no drafter failing."""
-    outputs = engine.generate(prompts, asked)
+    outputs = loop.generate(prompts, asked)
     refuse([error for output in outputs[:1] if (error := output.drafter_error)])
     return outputs
 
 
-def counted(engine: Engine, prompts: Sequence[Sequence[int]], asked: DecodeOptions) -> dict[str, int]:
+def counted(loop: DecodeLoop, prompts: Sequence[Sequence[int]], asked: DecodeOptions) -> dict[str, int]:
     """Rounds of a decode, waits of the host that torch can see, and calls that put work into the device's queue."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            outputs = generate(engine, prompts, asked)
+            outputs = generate(loop, prompts, asked)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     waits = sum("called a synchronizing" in str(warning.message) for warning in caught)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        generate(engine, prompts, asked)
+        generate(loop, prompts, asked)
     calls: Counter[str] = Counter()
     for event in profiled.key_averages():
         for kind, word in (("kernels", "LaunchKernel"), ("graphs", "GraphLaunch"), ("copies", "MemcpyAsync")):
@@ -408,14 +407,14 @@ def counted(engine: Engine, prompts: Sequence[Sequence[int]], asked: DecodeOptio
     return {"rounds": rounds, "waits": waits, **{kind: calls[kind] for kind in ("kernels", "graphs", "copies")}}
 
 
-def needed_bytes(engine: Engine, prompts: Sequence[Sequence[int]], asked: DecodeOptions) -> int:
+def needed_bytes(loop: DecodeLoop, prompts: Sequence[Sequence[int]], asked: DecodeOptions) -> int:
     """The least free memory in which `reserve` lets a batch begin with all the nodes of its drafters."""
-    nodes = 1 + sum(drafter.max_nodes - 1 for drafter in engine.drafters)
-    keep = sum(getattr(drafter, "bytes_per_token", 0) for drafter in engine.drafters)
+    nodes = 1 + sum(drafter.max_nodes - 1 for drafter in loop.drafters)
+    keep = sum(getattr(drafter, "bytes_per_token", 0) for drafter in loop.drafters)
 
     def fits(free: int) -> bool:
         try:
-            return reserve(engine.target, prompts, asked.max_new_tokens, nodes, keep, free) == nodes
+            return reserve(loop.target, prompts, asked.max_new_tokens, nodes, keep, free) == nodes
         except UserError:
             return False
 
@@ -459,15 +458,15 @@ def memory_for(bench: Bench, more: int) -> Iterator[None]:
 
 @contextmanager
 def batches_of() -> Iterator[list[int]]:
-    """The rows of each batch that engines begin within this context."""
+    """The rows of each batch that loops begin within this context."""
     batches: list[int] = []
-    decode = Engine._decode
+    decode = DecodeLoop._decode
 
-    def noted(engine: Engine, call: Any, numbers: Sequence[int]) -> bool:
+    def noted(loop: DecodeLoop, call: Any, numbers: Sequence[int]) -> bool:
         batches.append(len(numbers))
-        return decode(engine, call, numbers)
+        return decode(loop, call, numbers)
 
-    with mock.patch.object(Engine, "_decode", noted):
+    with mock.patch.object(DecodeLoop, "_decode", noted):
         yield batches
 
 

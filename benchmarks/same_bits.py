@@ -23,7 +23,7 @@ from never_slower import prompts_of
 from tables import table
 
 import headstart
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.eval.audit import count_bits
 from headstart.eval.environment import environment
@@ -58,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     decoder = headstart.load(options.heads, options.target, dtype=options.dtype, exact="bits")
     target = decoder.target
     prompts = prompts_of(target, options.questions, options.limit)
-    # An engine each: what one learns of the costs of rounds must not serve the other setting.
-    engines: dict[tuple[str, Exact], Engine] = {}
+    # A loop each: what one learns of the costs of rounds must not serve the other setting.
+    loops: dict[tuple[str, Exact], DecodeLoop] = {}
     for name, exact in product((PLAIN, *options.methods), options.exact):
-        engine = decoder.engine(name) if name != PLAIN else None
-        engines[name, exact] = Engine(target, *engine.drafters, costs=engine.costs) if engine else Engine(target)
+        loop = decoder.loop(name) if name != PLAIN else None
+        loops[name, exact] = DecodeLoop(target, *loop.drafters, costs=loop.costs) if loop else DecodeLoop(target)
     asked = DecodeOptions(options.max_new_tokens, draft=options.draft)
     rows: list[dict[str, Any]] = []
     results = {
@@ -74,31 +74,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "rows": rows,
     }
     for batch in options.batches:
-        rows += cell(engines, prompts, batch, asked)
+        rows += cell(loops, prompts, batch, asked)
         print(report([row for row in rows if row["batch"] == batch]), flush=True)
         if options.out:
             write_json(options.out, results)
 
 
 def cell(
-    engines: Mapping[tuple[str, Exact], Engine], prompts: Sequence[list[int]], batch: int, asked: DecodeOptions
+    loops: Mapping[tuple[str, Exact], DecodeLoop], prompts: Sequence[list[int]], batch: int, asked: DecodeOptions
 ) -> list[dict[str, Any]]:
     """All methods over all questions, so many at a time: a row for each."""
-    names = list(engines)
-    target = engines[names[0]].target
+    names = list(loops)
+    target = loops[names[0]].target
     outputs: dict[tuple[str, Exact], list[list[int]]] = {name: [] for name in names}
     seconds, rounds = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     errors: dict[tuple[str, Exact], set[str]] = {name: set() for name in names}
-    for name, engine in engines.items():
+    for name, loop in loops.items():
         target.exact = name[1]
-        engine.generate([prompts[0]] * batch, replace(asked, max_new_tokens=2))
+        loop.generate([prompts[0]] * batch, replace(asked, max_new_tokens=2))
     for number, start in enumerate(range(0, len(prompts), batch)):
         texts = prompts[start : start + batch]
         first = number % len(names)
         for name in names[first:] + names[:first]:
             target.exact = name[1]
             began = perf_counter()
-            generations = engines[name].generate(texts, asked)
+            generations = loops[name].generate(texts, asked)
             seconds[name] += perf_counter() - began
             outputs[name] += [output.tokens for output in generations]
             rounds[name] += sum(len(output.rounds) for output in generations)

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # last: its links are called train, data, eval ...
 
 import headstart
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.hub.engines.importing import import_heads
@@ -96,7 +96,7 @@ class Writer:
                 heads = headstart.load(Path(place) / "heads", target).heads
                 assert heads is not None
                 drafter = HeadDrafter(heads, TreeShape.chain(drafts))
-        self._engine = Engine(target, *([drafter] if drafter else []))
+        self._loop = DecodeLoop(target, *([drafter] if drafter else []))
 
     def answer(self, prompt: list[int], most: int, body: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
         time.sleep(self._pause)
@@ -111,7 +111,7 @@ class Writer:
             stop_token_ids=body.get("stop_token_ids", ()),
         )
         with self._lock:
-            (written,) = self._engine.generate([prompt], asked)
+            (written,) = self._loop.generate([prompt], asked)
             assert written.drafter_error is None, written.drafter_error
             for done in written.rounds if self._drafts else ():
                 if done.nodes > 1:

@@ -15,8 +15,8 @@ With a model that says "the cat sat down":
          └─ dog ─┬─ ...     committed: the, cat, sat
                  └─ ...     the next root: down
 
-Greedy decoding is sampling from a distribution that holds one token. `headstart.decode.loop.Engine` decodes the same
-text, for the same seed: `tests/test_reference.py` compares the two, and `tests/decode/test_rules.py` proves by
+Greedy decoding is sampling from a distribution that holds one token. `headstart.decode.loop.DecodeLoop` decodes the
+same text, for the same seed: `tests/test_reference.py` compares the two, and `tests/decode/test_rules.py` proves by
 enumeration that `next_token` is lossless.
 
 Shape suffixes: T tokens, W nodes of a level, V vocabulary, D draft vocabulary, E hidden size.

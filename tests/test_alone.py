@@ -68,7 +68,7 @@ def test_what_is_around_the_suite_does_not_reach_it(tmp_path: Path, started_in: 
 FAILING = """
 import pytest
 from headstart.decode.options import DecodeOptions
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from tests.decode.drafters import IdleDrafter
 
 class Failing(IdleDrafter):
@@ -78,7 +78,7 @@ class Failing(IdleDrafter):
         raise ValueError("no drafts today")
 
 def decode(target):
-    return Engine(target, Failing()).generate([[3, 9]], DecodeOptions(max_new_tokens=4))[0]
+    return DecodeLoop(target, Failing()).generate([[3, 9]], DecodeOptions(max_new_tokens=4))[0]
 
 @pytest.fixture(scope="module")
 def made(tiny_target):

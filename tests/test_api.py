@@ -15,7 +15,7 @@ from transformers import MinNewTokensLengthLogitsProcessor
 
 import headstart
 from headstart.api import Decoder
-from headstart.decode.loop import Engine, Generation, Round
+from headstart.decode.loop import DecodeLoop, Generation, Round
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.hub.format import export_heads
@@ -108,7 +108,7 @@ def test_the_figures_of_an_answer(decoder: Decoder, monkeypatch: pytest.MonkeyPa
     """Four tokens in two rounds, the last one 40 ms after the call."""
     rounds = [Round(4, 2, 1.0, 8.0, 1.0), Round(4, 1, 1.0, 8.0, 1.0)]
     made = Generation([70, 71, 72, 73], "length", [10.0, 30.0, 30.0, 40.0], rounds)
-    monkeypatch.setattr(Engine, "generate", lambda *_: [made])
+    monkeypatch.setattr(DecodeLoop, "generate", lambda *_: [made])
     answer = decoder.generate("Hello")
     assert (answer.tokens, answer.finish_reason, answer.first_token_ms) == ([70, 71, 72, 73], "length", 10.0)
     assert answer.tokens_per_second == pytest.approx(100.0)
@@ -163,7 +163,7 @@ def test_kinds_of_trees(tiny_target: Target) -> None:
     }  # fmt: skip
     assert kinds["chain"][0].max_nodes == 2
     assert tuned.costs is not None and tuned.costs.widths == (1, 2, 4)
-    assert tuned.engine("heads", "chain") is tuned.engine("heads", "chain"), "made once"
+    assert tuned.loop("heads", "chain") is tuned.loop("heads", "chain"), "made once"
     words = {tuple(tuned.generate("Hello", max_new_tokens=12, tree=tree).tokens) for tree in kinds}
     assert len(words) == 1
     untuned = Decoder(tiny_target, heads, shape)

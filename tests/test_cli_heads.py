@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from headstart.cli import heads as cli_heads
 from headstart.cli.app import app
 from headstart.cli.options import Loading
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.heads.medusa import MedusaHead
 from headstart.support.detokenizer import decode_text
@@ -192,7 +192,7 @@ def test_a_target_with_modules_of_its_own_needs_no_heads(questions: Path, heads:
     prompt = target.tokenizer.apply_chat_template(
         [{"role": "user", "content": "one two one two"}], add_generation_prompt=True, return_dict=False
     )
-    (plain,) = Engine(target).generate([prompt], DecodeOptions(max_new_tokens=10))
+    (plain,) = DecodeLoop(target).generate([prompt], DecodeOptions(max_new_tokens=10))
     words = decode_text(target.tokenizer, [token for token in plain.tokens if token not in target.end_tokens])
     for drafter in ("mtp", "mtp:1", "mtp+ngram"):
         assert said(folder, "--drafter", drafter).stdout == words + "\n"

@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 
 import headstart
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -54,21 +54,21 @@ def test_one_round_needs_the_types_that_the_page_names() -> None:
 
 
 def test_what_passes_between_rooms_in_a_round_is_named_there(tiny_target: Target) -> None:
-    """Whatever the loop of `Engine._decode` is given, holds or returns while it decodes."""
+    """Whatever the loop of `DecodeLoop._decode` is given, holds or returns while it decodes."""
     seen: set[type] = set()
 
     def watch(frame: FrameType, event: str, _: object) -> None:
-        if event == "return" and frame.f_code.co_qualname == "Engine._decode":
+        if event == "return" and frame.f_code.co_qualname == "DecodeLoop._decode":
             seen.update(type(value) for value in frame.f_locals.values())
             seen.update(type(part) for value in frame.f_locals.values() if isinstance(value, list) for part in value)
 
     heads = HeadDrafter(make_heads(tiny_target), TreeShape.chain(2), "dynamic")
     sys.setprofile(watch)
     try:
-        Engine(tiny_target, heads, NgramDrafter()).generate([[3, 4, 3]], DecodeOptions(8, ignore_end=True))
+        DecodeLoop(tiny_target, heads, NgramDrafter()).generate([[3, 4, 3]], DecodeOptions(8, ignore_end=True))
     finally:
         sys.setprofile(None)
     ours = {kind.__name__ for kind in seen if kind.__module__.startswith("headstart.")}
-    assert {"Engine", "Target", "Budget", "Verifier", "TreeBatch", "Committed"} <= ours, "it was watched"
+    assert {"DecodeLoop", "Target", "Budget", "Verifier", "TreeBatch", "Committed"} <= ours, "it was watched"
     opaque = {"TreeCache", "_Row"}  # what target and drafters remember, which the loop hands on
     assert {name for name in ours if f"`{name}`" not in ROUND} <= opaque

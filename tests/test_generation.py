@@ -115,11 +115,11 @@ def same(model: Any, folder: str, inputs: dict[str, Tensor], tokenizer: Any = No
     length = inputs["input_ids"].shape[1]
     known = [[*text.tolist(), *row[length:].tolist()] for text, row in zip(texts, plain, strict=True)]
     ((_, _, decoder),) = lend._PREPARED[model].decoders.values()
-    engine = decoder.engine()
-    drafters, engine.drafters = engine.drafters, (Foresight(known),)
+    loop = decoder.loop()
+    drafters, loop.drafters = loop.drafters, (Foresight(known),)
     before = [criterion.calls for criterion in stops]
     output = model.generate(**inputs, custom_generate=heads, draft="on", return_dict_in_generate=True, **options)
-    engine.drafters = drafters
+    loop.drafters = drafters
     assert torch.equal(output.sequences, plain)
     if plain.shape[1] > length + 2:
         assert output.tokens_per_round.max() > 2

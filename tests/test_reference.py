@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import warp
 from headstart.drafters.heads import HeadDrafter
@@ -52,7 +52,7 @@ def test_the_engine_writes_what_the_reference_writes(name: str, temperature: flo
     emitted, rounds = 0, 0
     for seed in range(3 if temperature else 1):
         options = DecodeOptions(max_new_tokens=NEW, temperature=temperature, seed=seed, ignore_end=True)
-        (found,) = Engine(target, HeadDrafter(heads, SHAPE)).generate([PROMPT], options)
+        (found,) = DecodeLoop(target, HeadDrafter(heads, SHAPE)).generate([PROMPT], options)
         warper = partial(warp, SamplingOptions(temperature=temperature)) if temperature else reference.greedy
         assert found.tokens == reference.generate(model, heads, PROMPT, NEW, warper, seed if temperature else None)
         emitted, rounds = emitted + len(found.tokens), rounds + len(found.rounds)

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads.base import HeadBatch, family, make_config
@@ -94,7 +94,7 @@ def test_a_recipe_fits_a_tiny_model_of_the_architecture(name: str, tmp_path: Pat
 
     options = DecodeOptions(max_new_tokens=16, ignore_end=True, draft="on")
     drafter = HeadDrafter(heads.eval(), TreeShape.chain(heads.draft_steps), "chain")
-    (plain,), (drafted,) = (Engine(target, *use).generate([tokens], options) for use in ((), (drafter,)))
+    (plain,), (drafted,) = (DecodeLoop(target, *use).generate([tokens], options) for use in ((), (drafter,)))
     assert drafted.tokens == plain.tokens and drafted.drafter_error is None
 
     assert recipe.export.formats == ("vllm",)

@@ -12,7 +12,7 @@ from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.shapes import Unusable, parse_prompt
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.kept_text import KeptText
-from headstart.decode.loop import Drafter, Engine, Generation, check, check_options
+from headstart.decode.loop import DecodeLoop, Drafter, Generation, check, check_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
 from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, parts_of
 from headstart.drafters.heads import HeadDrafter
@@ -58,7 +58,7 @@ class Decoder:
         self.shape = shape or TreeShape.chain(0)
         self.calibration = calibration or {}
         self.tuning = _tuning(self.calibration)
-        self._engines: dict[tuple[str, TreeKind | None, bool, bool], Engine] = {}
+        self._loops: dict[tuple[str, TreeKind | None, bool, bool], DecodeLoop] = {}
         self._conditions: Conditions | None = None
         self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
         self._there: Tuning | None = None  # the tuning as it is, once that was asked for
@@ -83,9 +83,9 @@ class Decoder:
         _check_drafting(name, tree)
         return self._drafters(name, tree, self.tuning if name == "none" else self._tuned_here())
 
-    def engine(
+    def loop(
         self, drafter: str = DEFAULT, tree: TreeKind | None = None, drafts: bool = True, deterministic: bool = False
-    ) -> Engine:
+    ) -> DecodeLoop:
         """The decode loop with a drafter, made once; costs are measured first, but for those of `deterministic`
         decoding, and without `drafts` there are none."""
         _check_drafting(drafter, tree)
@@ -96,12 +96,12 @@ class Decoder:
             else:
                 tuning = self._here or self.tuning
             key = (drafter, tree, drafts, deterministic)
-            if key not in self._engines:
+            if key not in self._loops:
                 costs = tuning.costs if tuning and drafts else None
-                self._engines[key] = Engine(self.target, *self._drafters(drafter, tree, tuning), costs=costs)
-            if tuning and drafts and self._loaded is not None:  # both kinds of engines draft with the same heads
+                self._loops[key] = DecodeLoop(self.target, *self._drafters(drafter, tree, tuning), costs=costs)
+            if tuning and drafts and self._loaded is not None:  # both kinds of loops draft with the same heads
                 tuning.pack(self._loaded)
-            return self._engines[key]
+            return self._loops[key]
 
     def generate(self, prompt: Prompt, **options: Unpack[DecodeKeywords]) -> Answer:
         """Answer one prompt.
@@ -142,11 +142,11 @@ class Decoder:
         if tokenizer is None:
             raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
         asked = DecodeOptions.of(options)
-        tokens, engine = self._prepared([prompt], asked)
+        tokens, loop = self._prepared([prompt], asked)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
         return Stream(
             lambda on_tokens, check: self._answer(
-                engine.generate(tokens, asked, on_tokens, check, kept_text)[0], asked, engine
+                loop.generate(tokens, asked, on_tokens, check, kept_text)[0], asked, loop
             ),
             pieces,
         )
@@ -192,16 +192,16 @@ class Decoder:
 
     def _answers(self, prompts: Iterable[Prompt], options: DecodeKeywords) -> list[Answer]:
         asked = DecodeOptions.of(options)
-        tokens, engine = self._prepared(prompts, asked)
-        answers = [self._answer(generation, asked, engine) for generation in engine.generate(tokens, asked)]
+        tokens, loop = self._prepared(prompts, asked)
+        answers = [self._answer(generation, asked, loop) for generation in loop.generate(tokens, asked)]
         warn_of_failures(answers)
         return answers
 
-    def _prepared(self, prompts: Iterable[Prompt], asked: DecodeOptions) -> tuple[list[list[int]], Engine]:
+    def _prepared(self, prompts: Iterable[Prompt], asked: DecodeOptions) -> tuple[list[list[int]], DecodeLoop]:
         check_options(asked)
         tokens = [self.tokens(prompt, asked.raw, asked.tools, asked.chat_template_kwargs) for prompt in prompts]
         check(self.target, tokens, asked)
-        return tokens, self.engine(asked.drafter, asked.tree, asked.draft != "off", asked.deterministic)
+        return tokens, self.loop(asked.drafter, asked.tree, asked.draft != "off", asked.deterministic)
 
     def _tuned_here(self) -> Tuning | None:
         """The tuning with costs that hold here and now, measured once for each set of conditions."""
@@ -212,7 +212,7 @@ class Decoder:
             if conditions != self._conditions:
                 self._here = tuned_here(self.tuning, self.heads, self.target, conditions)
                 self._conditions = conditions
-                self._engines.clear()
+                self._loops.clear()
             return self._here
 
     def _tuned_there(self) -> Tuning | None:
@@ -233,7 +233,7 @@ class Decoder:
             return tuning.drafter(self.heads, tree)
         return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
 
-    def _answer(self, generation: Generation, asked: DecodeOptions, engine: Engine) -> Answer:
+    def _answer(self, generation: Generation, asked: DecodeOptions, loop: DecodeLoop) -> Answer:
         tokenizer, ends, rounds = self.target.tokenizer, self.target.end_tokens, len(generation.rounds)
         drafts = asked.drafter != "none" and asked.draft != "off"  # or tuning found no tree that pays
         words = [token for token in generation.tokens if token not in ends]
@@ -246,7 +246,7 @@ class Decoder:
             first_token_ms=generation.token_ms[0],
             drafter_error=generation.drafter_error,
             rounds=rounds,
-            paused_rounds=generation.paused_rounds if engine.drafters or not drafts else rounds,
+            paused_rounds=generation.paused_rounds if loop.drafters or not drafts else rounds,
             seed=generation.seed,
         )
 

@@ -23,7 +23,7 @@ from headstart.data.prompts import self_prompts
 from headstart.data.prompts.seed_prompts import SEED_PROMPTS, seed_prompt_list
 from headstart.data.writing.in_process import CACHE_PEAK, InProcess, next_tokens
 from headstart.data.writing.writer import Continuation
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection
@@ -58,7 +58,7 @@ def test_answers_are_the_targets_own_greedy_tokens(tiny_target: Target, tmp_path
         first = item.supervised.index(True)
         answer = item.tokens[first:]
         assert item.supervised[first:] == [True] * len(answer), "everything after the prompt is the target's"
-        plain = Engine(tiny_target).generate([item.tokens[:first]], DecodeOptions(max_new_tokens=12))[0].tokens
+        plain = DecodeLoop(tiny_target).generate([item.tokens[:first]], DecodeOptions(max_new_tokens=12))[0].tokens
         assert answer == plain
         asked = [{"role": "user", "content": item.messages[0]["content"]}]
         rendered = tiny_target.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
@@ -72,7 +72,7 @@ def test_a_share_of_the_training_answers_is_sampled_and_no_other(tiny_target: Ta
     assert [item.sampling["temperature"] for item in splits.train].count(1.0) == 4
     for item in splits.train + splits.validation:
         first = item.supervised.index(True)
-        plain = Engine(tiny_target).generate([item.tokens[:first]], DecodeOptions(max_new_tokens=12))[0].tokens
+        plain = DecodeLoop(tiny_target).generate([item.tokens[:first]], DecodeOptions(max_new_tokens=12))[0].tokens
         assert (item.tokens[first:] == plain) is (item.sampling["temperature"] == 0)
 
 

@@ -71,8 +71,8 @@ class Decoding:
         return self.plain_ms / self.ms
 
 
-class Engine:
-    """Calls the budget as the decode loop does, and keeps what it learned as the engine does.
+class SimulatedLoop:
+    """Calls the budget as the decode loop does, and keeps what it learned as the loop does.
 
     Args:
         machine: where it runs.
@@ -180,11 +180,13 @@ class Engine:
         return LEVELS + 1
 
 
-def best_fixed(machine: Callable[[], Machine], calls: Callable[[Engine], None], accepted: Sequence[float]) -> float:
+def best_fixed(
+    machine: Callable[[], Machine], calls: Callable[[SimulatedLoop], None], accepted: Sequence[float]
+) -> float:
     """The speed-up of the best tree that never changes, plain decoding included."""
     found = [1.0]
     for nodes in (2, 3, 4, 5, 6, 8, 12, 16):
-        engine = Engine(machine(), machine().truth, accepted, accepted, fixed=nodes)
-        calls(engine)
-        found.append(engine.came_to.speedup)
+        loop = SimulatedLoop(machine(), machine().truth, accepted, accepted, fixed=nodes)
+        calls(loop)
+        found.append(loop.came_to.speedup)
     return max(found)

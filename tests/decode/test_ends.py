@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import RULES
 from headstart.drafters.heads import HeadDrafter
@@ -21,37 +21,35 @@ OPTIONS = DecodeOptions(24, draft="on")
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_target: Target) -> Engine:
-    return Engine(tiny_target)
+def plain(tiny_target: Target) -> DecodeLoop:
+    return DecodeLoop(tiny_target)
 
 
 @pytest.fixture(scope="module")
-def drafted(tiny_target: Target) -> Engine:
+def drafted(tiny_target: Target) -> DecodeLoop:
     heads = HeadDrafter(make_heads(tiny_target), TreeShape.from_paths(TUNING["paths"]), "static")
-    return Engine(tiny_target, heads, NgramDrafter())
+    return DecodeLoop(tiny_target, heads, NgramDrafter())
 
 
-def ends_early(engine: Engine) -> tuple[int, int]:
+def ends_early(loop: DecodeLoop) -> tuple[int, int]:
     """A token of the first prompt's greedy text, and its first place in it."""
-    (text,) = engine.generate(PROMPTS[:1], OPTIONS)
+    (text,) = loop.generate(PROMPTS[:1], OPTIONS)
     place = next(place for place in range(2, 20) if text.tokens[place] not in text.tokens[:place])
     return text.tokens[place], place
 
 
-def test_a_stop_token_ends_the_text_and_is_kept(plain: Engine, drafted: Engine) -> None:
+def test_a_stop_token_ends_the_text_and_is_kept(plain: DecodeLoop, drafted: DecodeLoop) -> None:
     token, place = ends_early(plain)
-    for engine in (plain, drafted):
-        (text,) = engine.generate(PROMPTS[:1], replace(OPTIONS, stop_token_ids=[token, 3]))
+    for loop in (plain, drafted):
+        (text,) = loop.generate(PROMPTS[:1], replace(OPTIONS, stop_token_ids=[token, 3]))
         assert (text.tokens[-1], len(text.tokens), text.finish_reason) == (token, place + 1, "stop")
 
 
-def test_no_end_comes_before_the_shortest_text(plain: Engine, drafted: Engine, tiny_target: Target) -> None:
+def test_no_end_comes_before_the_shortest_text(plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target) -> None:
     """Greedy, rows of different lengths: the text of transformers, with the same tokens as ends."""
     token, place = ends_early(plain)
     options = replace(OPTIONS, stop_token_ids=[token], min_new_tokens=place + 4)
-    for prompt, *texts in zip(
-        PROMPTS, *(engine.generate(PROMPTS, options) for engine in (plain, drafted)), strict=True
-    ):
+    for prompt, *texts in zip(PROMPTS, *(loop.generate(PROMPTS, options) for loop in (plain, drafted)), strict=True):
         with tiny_target.stock() as model:
             theirs = model.generate(
                 torch.tensor([prompt]),
@@ -66,17 +64,17 @@ def test_no_end_comes_before_the_shortest_text(plain: Engine, drafted: Engine, t
 
 
 @pytest.mark.parametrize("verifier", RULES)
-def test_sampling_keeps_to_it_too(plain: Engine, drafted: Engine, tiny_target: Target, verifier: str) -> None:
+def test_sampling_keeps_to_it_too(plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target, verifier: str) -> None:
     """Every second token would end the text."""
     ends = list(range(0, tiny_target.vocab_size, 2))
     options = replace(
         OPTIONS, temperature=1.0, seed=1, stop_token_ids=ends, min_new_tokens=9, max_new_tokens=12, verifier=verifier
     )
-    for engine in (plain, drafted):
-        for text in engine.generate(PROMPTS, options):
+    for loop in (plain, drafted):
+        for text in loop.generate(PROMPTS, options):
             assert len(text.tokens) >= 10 and not set(text.tokens[:9]) & set(ends)
     if verifier == "top_k":
-        texts = [[text.tokens for text in engine.generate(PROMPTS, options)] for engine in (plain, drafted)]
+        texts = [[text.tokens for text in loop.generate(PROMPTS, options)] for loop in (plain, drafted)]
         assert texts[0] == texts[1], "the very text that plain sampling draws"
     (short,) = plain.generate(PROMPTS[:1], replace(options, min_new_tokens=0))
     assert len(short.tokens) < 9, "else nothing was tested"

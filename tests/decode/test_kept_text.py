@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headstart.decode.kept_text import KeptText
-from headstart.decode.loop import Drafter, Engine, Generation
+from headstart.decode.loop import DecodeLoop, Drafter, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -50,21 +50,21 @@ def drafters_of(target: Target, name: str) -> tuple[Drafter, ...]:
     return Noted(heads.eval().requires_grad_(False), TreeShape.from_paths([(0,), (1,), (0, 0)])), NgramDrafter()
 
 
-def drafts(engine: Engine) -> list[list[int]]:
+def drafts(loop: DecodeLoop) -> list[list[int]]:
     """What the heads drafted since this was asked last."""
-    (heads, _) = engine.drafters
+    (heads, _) = loop.drafters
     assert isinstance(heads, Noted)
     noted, heads.drafts = heads.drafts, []
     return noted
 
 
-def turns(engine: Engine, prompt: list[int], kept_text: KeptText | None) -> list[tuple[Generation, list[list[int]]]]:
+def turns(loop: DecodeLoop, prompt: list[int], kept_text: KeptText | None) -> list[tuple[Generation, list[list[int]]]]:
     """Three turns of a conversation, each after the answer of the one before, but for its last token."""
     answers = []
     for turn in range(3):
         prompt = [*prompt, 7 + turn, 8, 9, 8, 9]
-        (answer,) = engine.generate([prompt], OPTIONS, kept_text=kept_text)
-        answers.append((answer, drafts(engine)))
+        (answer,) = loop.generate([prompt], OPTIONS, kept_text=kept_text)
+        answers.append((answer, drafts(loop)))
         prompt = [*prompt, *answer.tokens[:-1]]
     return answers
 
@@ -73,8 +73,8 @@ def turns(engine: Engine, prompt: list[int], kept_text: KeptText | None) -> list
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_drafts_and_text_are_those_of_reading_it_anew(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(kind)
-    engine = Engine(target, *drafters_of(target, name))
-    anew = turns(engine, [3, 4, 5], None)
+    loop = DecodeLoop(target, *drafters_of(target, name))
+    anew = turns(loop, [3, 4, 5], None)
     read: list[int] = []
     prefill = Target.prefill
 
@@ -83,7 +83,7 @@ def test_drafts_and_text_are_those_of_reading_it_anew(kind: str, name: str, monk
         return prefill(self, cache, rows, aux_layers)
 
     monkeypatch.setattr(Target, "prefill", counted)
-    on = turns(engine, [3, 4, 5], KeptText())
+    on = turns(loop, [3, 4, 5], KeptText())
     assert [(answer.tokens, noted) for answer, noted in on] == [(answer.tokens, noted) for answer, noted in anew]
     assert [[done.nodes for done in answer.rounds] for answer, _ in on] == [
         [done.nodes for done in answer.rounds] for answer, _ in anew
@@ -93,30 +93,30 @@ def test_drafts_and_text_are_those_of_reading_it_anew(kind: str, name: str, monk
 
 def test_a_text_that_differs_is_read_from_there() -> None:
     target = target_of("llama")
-    engine = Engine(target, *drafters_of(target, "eagle3"))
+    loop = DecodeLoop(target, *drafters_of(target, "eagle3"))
     kept_text = KeptText()
-    engine.generate([[3, 4, 5, 6, 7]], OPTIONS, kept_text=kept_text)
+    loop.generate([[3, 4, 5, 6, 7]], OPTIONS, kept_text=kept_text)
     for prompt in ([3, 4, 5, 9, 9, 9], [9, 9], [9], [9, 9, 9]):
-        drafts(engine)
-        (on,) = engine.generate([prompt], OPTIONS, kept_text=kept_text)
-        noted = drafts(engine)
-        (anew,) = engine.generate([prompt], OPTIONS)
-        assert (on.tokens, noted) == (anew.tokens, drafts(engine))
+        drafts(loop)
+        (on,) = loop.generate([prompt], OPTIONS, kept_text=kept_text)
+        noted = drafts(loop)
+        (anew,) = loop.generate([prompt], OPTIONS)
+        assert (on.tokens, noted) == (anew.tokens, drafts(loop))
 
 
 def test_a_broken_off_answer_leaves_nothing_wrong() -> None:
     target = target_of("llama")
-    engine = Engine(target, *drafters_of(target, "eagle3"))
+    loop = DecodeLoop(target, *drafters_of(target, "eagle3"))
     kept_text = KeptText()
-    engine.generate([[3, 4, 5, 6, 7]], OPTIONS, kept_text=kept_text)
+    loop.generate([[3, 4, 5, 6, 7]], OPTIONS, kept_text=kept_text)
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        engine.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, kept_text=kept_text)
-    (on,) = engine.generate([[3, 4, 5, 6, 7, 9]], OPTIONS, kept_text=kept_text)
-    (anew,) = engine.generate([[3, 4, 5, 6, 7, 9]], OPTIONS)
+        loop.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, kept_text=kept_text)
+    (on,) = loop.generate([[3, 4, 5, 6, 7, 9]], OPTIONS, kept_text=kept_text)
+    (anew,) = loop.generate([[3, 4, 5, 6, 7, 9]], OPTIONS)
     assert on.tokens == anew.tokens
 
 
@@ -124,7 +124,7 @@ def test_a_broken_off_answer_leaves_nothing_wrong() -> None:
 def test_changing_rotary_frequencies_are_read_anew(kind: str) -> None:
     """They change at 24 tokens."""
     target = target_of(kind)
-    plain, kept_text = Engine(target), KeptText()
+    plain, kept_text = DecodeLoop(target), KeptText()
     prompt = list(range(3, 13))
     for _ in range(3):
         (on,) = plain.generate([prompt], OPTIONS, kept_text=kept_text)
@@ -137,11 +137,11 @@ def test_drafting_that_paused_or_a_plain_answer_may_draft_later() -> None:
     """States are kept of what was decoded without drafts, too."""
     target = target_of("llama")
     drafters = drafters_of(target, "eagle3")
-    engine, kept_text = Engine(target, *drafters), KeptText()
+    loop, kept_text = DecodeLoop(target, *drafters), KeptText()
     off = DecodeOptions(14, draft="off", ignore_end=True)
-    (first,) = engine.generate([[3, 4, 5]], off, kept_text=kept_text)
+    (first,) = loop.generate([[3, 4, 5]], off, kept_text=kept_text)
     prompt = [3, 4, 5, *first.tokens, 8]
-    (on,) = engine.generate([prompt], OPTIONS, kept_text=kept_text)
-    noted = drafts(engine)
-    (anew,) = engine.generate([prompt], OPTIONS)
-    assert (on.tokens, noted) == (anew.tokens, drafts(engine))
+    (on,) = loop.generate([prompt], OPTIONS, kept_text=kept_text)
+    noted = drafts(loop)
+    (anew,) = loop.generate([prompt], OPTIONS)
+    assert (on.tokens, noted) == (anew.tokens, drafts(loop))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import Engine, Generation, Verifier
+from headstart.decode.loop import DecodeLoop, Generation, Verifier
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
@@ -31,7 +31,7 @@ def prompts(vocab: int, lengths: Sequence[int] = (3, 17, 9), seed: int = 0) -> l
 
 
 def plain(target: Target, texts: list[list[int]], options: DecodeOptions = OPTIONS) -> list[list[int]]:
-    return [Engine(target).generate([text], options)[0].tokens for text in texts]
+    return [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *LONG])
@@ -49,12 +49,12 @@ def test_every_architecture_with_random_trees(kind: str) -> None:
     assert expected == stock
     for seed, right in enumerate((0.0, 0.5, 0.9)):
         drafter = ReplayDrafter(expected, 61, right, seed=seed)
-        together = Engine(target, drafter).generate(texts, OPTIONS)
+        together = DecodeLoop(target, drafter).generate(texts, OPTIONS)
         assert [row.tokens for row in together] == expected
         if right == 0.9:
             assert all(row.tokens_per_round > 1.3 for row in together), "the proof must exercise accepted drafts"
         for row, text in enumerate(texts):
-            alone = Engine(target, ReplayDrafter([expected[row]], 61, right, seed=seed)).generate([text], OPTIONS)
+            alone = DecodeLoop(target, ReplayDrafter([expected[row]], 61, right, seed=seed)).generate([text], OPTIONS)
             assert alone[0].tokens == expected[row]
 
 
@@ -68,7 +68,7 @@ def test_random_heads(shape: TreeShape, dtype: torch.dtype) -> None:
     heads.warm_start(target)
     torch.nn.init.normal_(heads.block_weight_KLEE)  # type: ignore[arg-type]  # a parameter, which torch types as a module, too
     texts = prompts(61)
-    together = Engine(target, HeadDrafter(heads.to(dtype), shape)).generate(texts, OPTIONS)
+    together = DecodeLoop(target, HeadDrafter(heads.to(dtype), shape)).generate(texts, OPTIONS)
     assert [row.tokens for row in together] == plain(target, texts)
 
 
@@ -81,7 +81,7 @@ def test_rows_that_end_at_different_times_do_not_disturb_the_others() -> None:
     options = DecodeOptions(max_new_tokens=NEW)
     expected = plain(target, texts, options)
     assert len({len(tokens) for tokens in expected}) > 1
-    rows = Engine(target, ReplayDrafter(whole, 61, 0.8)).generate(texts, options)
+    rows = DecodeLoop(target, ReplayDrafter(whole, 61, 0.8)).generate(texts, options)
     assert [row.tokens for row in rows] == expected
     for row in rows:
         assert row.finish_reason == ("end" if row.tokens[-1] in ends else "length")
@@ -93,7 +93,9 @@ def test_end_of_turn_inside_an_accepted_path_cuts_the_rest() -> None:
     whole = plain(target, text)[0]
     index = next(i for i in range(3, NEW) if whole[i] not in whole[:i])
     target.end_tokens = frozenset({whole[index]})
-    out = Engine(target, ReplayDrafter([whole], 61, 1.0, nodes=12)).generate(text, DecodeOptions(max_new_tokens=NEW))
+    out = DecodeLoop(target, ReplayDrafter([whole], 61, 1.0, nodes=12)).generate(
+        text, DecodeOptions(max_new_tokens=NEW)
+    )
     assert out[0].tokens == whole[: index + 1]
     assert out[0].finish_reason == "end"
 
@@ -104,7 +106,7 @@ def test_token_limit_is_exact(limit: int) -> None:
     text = prompts(61)[:1]
     whole = plain(target, text)[0]
     options = DecodeOptions(max_new_tokens=limit, ignore_end=True)
-    out = Engine(target, ReplayDrafter([whole], 61, 1.0)).generate(text, options)[0]
+    out = DecodeLoop(target, ReplayDrafter([whole], 61, 1.0)).generate(text, options)[0]
     assert out.tokens == whole[:limit]
     assert out.finish_reason == "length"
 
@@ -114,24 +116,24 @@ def test_context_can_be_filled_to_the_last_token() -> None:
     text = prompts(61, (16,))
     options = DecodeOptions(max_new_tokens=48, ignore_end=True)
     whole = plain(target, text, options)[0]
-    assert Engine(target, ReplayDrafter([whole], 61, 0.9)).generate(text, options)[0].tokens == whole
+    assert DecodeLoop(target, ReplayDrafter([whole], 61, 0.9)).generate(text, options)[0].tokens == whole
     with pytest.raises(UserError, match="context of 64"):
-        Engine(target).generate(text, DecodeOptions(max_new_tokens=49))
+        DecodeLoop(target).generate(text, DecodeOptions(max_new_tokens=49))
 
 
 def test_stop_string_across_tokens(tiny_target: Target) -> None:
     text = [tiny_target.tokenizer("user: the")["input_ids"]]
     options = DecodeOptions(max_new_tokens=40, ignore_end=True)
-    whole = Engine(tiny_target).generate(text, options)[0].tokens
+    whole = DecodeLoop(tiny_target).generate(text, options)[0].tokens
     decoded = tiny_target.tokenizer.decode(whole[:12], skip_special_tokens=True)
     stop = decoded[len(decoded) // 2 :][:3]
     stopped = DecodeOptions(max_new_tokens=40, ignore_end=True, stop=(stop,))
-    expected = Engine(tiny_target).generate(text, stopped)[0]
+    expected = DecodeLoop(tiny_target).generate(text, stopped)[0]
     assert expected.finish_reason == "stop"
     assert stop in tiny_target.tokenizer.decode(expected.tokens, skip_special_tokens=True)
     assert stop not in tiny_target.tokenizer.decode(expected.tokens[:-1], skip_special_tokens=True)
     drafter = ReplayDrafter([whole], tiny_target.vocab_size, 1.0)
-    assert Engine(tiny_target, drafter).generate(text, stopped)[0].tokens == expected.tokens
+    assert DecodeLoop(tiny_target, drafter).generate(text, stopped)[0].tokens == expected.tokens
 
 
 def test_a_stop_string_with_a_space_before_punctuation_is_seen(tiny_target: Target) -> None:
@@ -159,7 +161,7 @@ def test_streaming_gives_every_token_once_in_order() -> None:
         drafts[row] += drafted
 
     known = plain(target, texts)
-    rows = Engine(target, ReplayDrafter(known, 61, 0.7)).generate(texts, OPTIONS, on_tokens)
+    rows = DecodeLoop(target, ReplayDrafter(known, 61, 0.7)).generate(texts, OPTIONS, on_tokens)
     assert [seen[row] for row in range(3)] == [row.tokens for row in rows] == known
     for row, drafted in zip(rows, drafts, strict=True):
         assert drafted > 0
@@ -171,7 +173,7 @@ def test_rounds_account_for_every_token() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     texts = prompts(61)[:1]
     known = plain(target, texts)
-    out = Engine(target, ReplayDrafter(known, 61, 0.7)).generate(texts, OPTIONS)[0]
+    out = DecodeLoop(target, ReplayDrafter(known, 61, 0.7)).generate(texts, OPTIONS)[0]
     emitted = sum(step.emitted for step in out.rounds)
     assert NEW <= 1 + emitted < NEW + 9, "the first token comes from the prefill, the last round may overrun"
     assert len(out.token_ms) == NEW
@@ -193,7 +195,7 @@ def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("headstart.decode.loop.Verifier", _AcceptsEverything)
     drafter = ReplayDrafter(known, 61, 0.0, nodes=4)
     monkeypatch.setattr(drafter.rng, "randint", lambda *_: 4)
-    assert Engine(target, drafter).generate(texts, OPTIONS)[0].tokens != known[0]
+    assert DecodeLoop(target, drafter).generate(texts, OPTIONS)[0].tokens != known[0]
 
 
 @pytest.mark.parametrize(
@@ -208,15 +210,15 @@ def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch) ->
 def test_bad_options_are_refused(options: DecodeOptions, message: str) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     with pytest.raises(UserError, match=message):
-        Engine(target).generate([[1, 2]], options)
+        DecodeLoop(target).generate([[1, 2]], options)
 
 
 def test_bad_prompts_are_refused() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     with pytest.raises(UserError, match="Prompt 1 is empty"):
-        Engine(target).generate([[1], []], OPTIONS)
+        DecodeLoop(target).generate([[1], []], OPTIONS)
     with pytest.raises(UserError, match="no prompt"):
-        Engine(target).generate([], OPTIONS)
+        DecodeLoop(target).generate([], OPTIONS)
 
 
 def test_tree_deeper_than_the_heads_is_refused() -> None:

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from headstart.decode.costs import Costs
-from tests.decode.simulated import BF16, FAIR, FP32, GOOD, LEVELS, NONE, Engine, Machine, best_fixed
+from tests.decode.simulated import BF16, FAIR, FP32, GOOD, LEVELS, NONE, Machine, SimulatedLoop, best_fixed
 
 FLAT = replace(BF16, verify_ms=(23.7,) * 7)
 STEEP = replace(BF16, verify_ms=tuple(23.7 + 8 * (width - 1) for width in BF16.widths))
@@ -54,30 +54,30 @@ def noisy(ms: float) -> float:
     return 1.8 if int(ms / 3000) % 2 else 1.0
 
 
-def calls(engine: Engine, shape: str) -> Engine:
+def calls(loop: SimulatedLoop, shape: str) -> SimulatedLoop:
     tokens, count, rows = SHAPES[shape]
     for _ in range(count):
-        engine.call(tokens, rows)
-    return engine
+        loop.call(tokens, rows)
+    return loop
 
 
-def seeds(engine: Engine, shape: str) -> Engine:
-    """Six engines' calls, each with an experience and a luck of its own."""
+def seeds(loop: SimulatedLoop, shape: str) -> SimulatedLoop:
+    """Six loops' calls, each with an experience and a luck of its own."""
     for seed in range(1, 7):
-        engine.experience, engine.rng = {}, random.Random(seed)
-        calls(engine, shape)
-    return engine
+        loop.experience, loop.rng = {}, random.Random(seed)
+        calls(loop, shape)
+    return loop
 
 
 @cache
 def best_tree(accepted: tuple[float, ...], shape: str) -> float:
-    return best_fixed(lambda: Machine(BF16), lambda engine: seeds(engine, shape), accepted)
+    return best_fixed(lambda: Machine(BF16), lambda loop: seeds(loop, shape), accepted)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("told", TOLD)
 def test_where_nothing_is_accepted_drafting_costs_less_than_3_percent(told: str, shape: str) -> None:
-    came_to = calls(Engine(Machine(BF16), TOLD[told], accepted=NONE), shape).came_to
+    came_to = calls(SimulatedLoop(Machine(BF16), TOLD[told], accepted=NONE), shape).came_to
     assert came_to.drafted, "it is tried"
     assert came_to.speedup >= 0.97
 
@@ -87,14 +87,14 @@ def test_where_nothing_is_accepted_drafting_costs_less_than_3_percent(told: str,
 def test_the_table_of_the_benchmark(
     truth: Costs, told: Costs, tokens: int, rows: int, accepted: tuple[float, ...]
 ) -> None:
-    """As few calls as there, over three engines. Where drafts bring just what they cost, as FAIR ones in four rows,
+    """As few calls as there, over three loops. Where drafts bring just what they cost, as FAIR ones in four rows,
     finding that out takes a larger share of 80 tokens: 0.95."""
-    engine = Engine(Machine(truth), told, accepted=accepted)
+    loop = SimulatedLoop(Machine(truth), told, accepted=accepted)
     for seed in range(1, 4):
-        engine.experience, engine.rng = {}, random.Random(seed)
+        loop.experience, loop.rng = {}, random.Random(seed)
         for _ in range(max(2, 16 // rows)):
-            engine.call(tokens, rows)
-    assert engine.came_to.speedup >= 0.97
+            loop.call(tokens, rows)
+    assert loop.came_to.speedup >= 0.97
 
 
 @pytest.mark.parametrize(
@@ -107,14 +107,14 @@ def test_the_table_of_the_benchmark(
 )
 @pytest.mark.parametrize("told", [FP32, replace(FP32, verify_ms=(46.0,) * 7)])
 def test_dearer_than_the_costs_say_is_noticed(truth: Costs, told: Costs) -> None:
-    assert calls(Engine(Machine(truth), told), "128").came_to.speedup >= 0.97
+    assert calls(SimulatedLoop(Machine(truth), told), "128").came_to.speedup >= 0.97
 
 
 @pytest.mark.parametrize("shape", ["4 rows", "16 rows"])
 def test_what_batches_really_cost_is_noticed(shape: str) -> None:
     """Forwards over trees of several rows are twice as dear as those of as many tokens in one row."""
     machine = Machine(BF16, by_rows=lambda rows, nodes: 2.0 if rows > 1 and nodes > 1 else 1.0)
-    assert calls(Engine(machine, BF16), shape).came_to.speedup >= 0.97
+    assert calls(SimulatedLoop(machine, BF16), shape).came_to.speedup >= 0.97
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_what_batches_really_cost_is_noticed(shape: str) -> None:
 def test_where_drafting_pays_its_gain_is_kept(accepted: tuple[float, ...], shape: str, greedy: bool) -> None:
     """At least 95 % of what the best tree that never changes would gain; of small gains, chance takes some more."""
     best = best_tree(accepted, shape)
-    came_to = seeds(Engine(Machine(BF16), BF16, accepted, accepted, greedy), shape).came_to
+    came_to = seeds(SimulatedLoop(Machine(BF16), BF16, accepted, accepted, greedy), shape).came_to
     assert best > 1.15
     assert (came_to.speedup - 1) / (best - 1) >= (0.9 if accepted is FAIR or "rows" in shape else 0.95)
 
@@ -132,45 +132,45 @@ def test_where_drafting_pays_its_gain_is_kept(accepted: tuple[float, ...], shape
 @pytest.mark.parametrize("told", ["a GPU's", "cheap drafts", "dear drafts"])
 def test_costs_that_lie_are_found_out(told: str) -> None:
     """Costs that claim dear drafts are tried later than others: the first call and a half are plain."""
-    right = calls(Engine(Machine(BF16), BF16), "128").came_to.speedup
+    right = calls(SimulatedLoop(Machine(BF16), BF16), "128").came_to.speedup
     share = 0.9 if told == "dear drafts" else 0.95
-    assert calls(Engine(Machine(BF16), TOLD[told]), "128").came_to.speedup >= share * right
+    assert calls(SimulatedLoop(Machine(BF16), TOLD[told]), "128").came_to.speedup >= share * right
 
 
 @pytest.mark.parametrize("accepted", [GOOD, FAIR, NONE])
 def test_a_neighbour_who_slows_everything_changes_nothing(accepted: tuple[float, ...]) -> None:
-    quiet = calls(Engine(Machine(BF16), BF16, accepted, accepted), "128").came_to
-    disturbed = calls(Engine(Machine(BF16, noisy), BF16, accepted, accepted), "128").came_to
+    quiet = calls(SimulatedLoop(Machine(BF16), BF16, accepted, accepted), "128").came_to
+    disturbed = calls(SimulatedLoop(Machine(BF16, noisy), BF16, accepted, accepted), "128").came_to
     assert disturbed.speedup == pytest.approx(quiet.speedup, rel=0.01)
 
 
 def test_a_text_that_turns_easy_is_drafted_again() -> None:
-    engine = Engine(Machine(BF16), BF16, accepted=NONE)
-    calls(engine, "128")
-    engine.accepted, before = GOOD, replace(engine.came_to)
-    calls(engine, "128")
-    assert (engine.came_to.plain_ms - before.plain_ms) / (engine.came_to.ms - before.ms) >= 1.4
+    loop = SimulatedLoop(Machine(BF16), BF16, accepted=NONE)
+    calls(loop, "128")
+    loop.accepted, before = GOOD, replace(loop.came_to)
+    calls(loop, "128")
+    assert (loop.came_to.plain_ms - before.plain_ms) / (loop.came_to.ms - before.ms) >= 1.4
 
 
 def test_a_text_that_turns_hard_is_soon_decoded_plainly() -> None:
-    engine = calls(Engine(Machine(BF16), BF16), "128")
-    engine.accepted, before = NONE, replace(engine.came_to)
-    calls(engine, "128")
-    assert (engine.came_to.plain_ms - before.plain_ms) / (engine.came_to.ms - before.ms) >= 0.97
+    loop = calls(SimulatedLoop(Machine(BF16), BF16), "128")
+    loop.accepted, before = NONE, replace(loop.came_to)
+    calls(loop, "128")
+    assert (loop.came_to.plain_ms - before.plain_ms) / (loop.came_to.ms - before.ms) >= 0.97
 
 
 def test_seeded_decisions_do_not_depend_on_the_clock_or_on_earlier_calls() -> None:
     """Without experience, what rounds take is not even looked at."""
 
     def drafted(truth: Costs, accepted: tuple[float, ...], seed: int) -> list[int]:
-        engine = Engine(Machine(truth, noisy), BF16, FAIR, accepted, greedy=False)
+        loop = SimulatedLoop(Machine(truth, noisy), BF16, FAIR, accepted, greedy=False)
         counts = []
         for number in range(6):
-            engine.accepted = accepted if number < 5 else FAIR
-            engine.rng.seed(seed + number if number < 5 else 0)
-            before = engine.came_to.drafted, engine.came_to.rounds
-            engine.call(128)
-            counts += [engine.came_to.drafted - before[0], engine.came_to.rounds - before[1]]
+            loop.accepted = accepted if number < 5 else FAIR
+            loop.rng.seed(seed + number if number < 5 else 0)
+            before = loop.came_to.drafted, loop.came_to.rounds
+            loop.call(128)
+            counts += [loop.came_to.drafted - before[0], loop.came_to.rounds - before[1]]
         return counts[-2:]
 
     assert drafted(BF16, NONE, 1) == drafted(FP32, GOOD, 2)

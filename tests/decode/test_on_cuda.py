@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.drafters.heads import HeadDrafter
 from headstart.recipes.sections import TrainSection
@@ -31,7 +31,7 @@ def target() -> Target:
 
 
 def test_forwards_are_graphs(target: Target) -> None:
-    Engine(target).generate(TEXTS, DecodeOptions(max_new_tokens=6, ignore_end=True))
+    DecodeLoop(target).generate(TEXTS, DecodeOptions(max_new_tokens=6, ignore_end=True))
     assert target.forwards == "CUDA graphs"
 
 
@@ -44,10 +44,10 @@ def test_heads_change_no_text(name: str, tree: TreeKind, rows: int, target: Targ
     heads.bind(target)
     options = DecodeOptions(max_new_tokens=32, ignore_end=True, draft="on")
     texts = (TEXTS * rows)[:rows]
-    outputs = Engine(target, HeadDrafter(heads, SHAPE, tree, max_nodes=8)).generate(texts, options)
+    outputs = DecodeLoop(target, HeadDrafter(heads, SHAPE, tree, max_nodes=8)).generate(texts, options)
     assert [output.drafter_error for output in outputs] == [None] * rows
     assert [output.tokens for output in outputs] == [
-        Engine(target).generate([text], options)[0].tokens for text in texts
+        DecodeLoop(target).generate([text], options)[0].tokens for text in texts
     ]
 
 

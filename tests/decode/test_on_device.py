@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import Drafter, Engine
+from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import RULES
 from headstart.drafters.catalog import make_drafters
@@ -46,7 +46,7 @@ def target() -> Target:
 
 
 def texts_of(target: Target, *drafters: Drafter, options: DecodeOptions = GREEDY) -> list[list[int]]:
-    outputs = Engine(target, *drafters).generate(TEXTS, options)
+    outputs = DecodeLoop(target, *drafters).generate(TEXTS, options)
     assert [output.drafter_error for output in outputs] == [None] * len(TEXTS)
     return [output.tokens for output in outputs]
 

@@ -19,7 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, Processor, SamplingOptions
 from headstart.decode.sampling import Prefixes, process, warp
 from headstart.decode.verify import SamplingVerifier, streams
@@ -148,25 +148,25 @@ def test_seeded_and_independent_of_the_batch() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     options = DecodeOptions(max_new_tokens=20, temperature=1.0, seed=3, ignore_end=True)
     texts = [[1, 2, 3], [4, 5, 6, 7]]
-    once = [row.tokens for row in Engine(target).generate(texts, options)]
-    again = [row.tokens for row in Engine(target).generate(texts, options)]
+    once = [row.tokens for row in DecodeLoop(target).generate(texts, options)]
+    again = [row.tokens for row in DecodeLoop(target).generate(texts, options)]
     assert once == again
-    assert Engine(target).generate(texts[:1], options)[0].tokens == once[0]
+    assert DecodeLoop(target).generate(texts[:1], options)[0].tokens == once[0]
     second = DecodeOptions(max_new_tokens=20, temperature=1.0, seed=4, ignore_end=True)
-    assert Engine(target).generate(texts[1:], second)[0].tokens == once[1]
-    drafted = Engine(target, ReplayDrafter(once, 61, 0.5)).generate(texts, options)
+    assert DecodeLoop(target).generate(texts[1:], second)[0].tokens == once[1]
+    drafted = DecodeLoop(target, ReplayDrafter(once, 61, 0.5)).generate(texts, options)
     assert all(len(row.tokens) == 20 for row in drafted)
 
 
 def test_each_row_says_the_seed_that_repeats_it() -> None:
-    engine, texts = Engine(Target(tiny_model("llama", vocab_size=61))), [[1, 2, 3], [4, 5, 6, 7]]
+    loop, texts = DecodeLoop(Target(tiny_model("llama", vocab_size=61))), [[1, 2, 3], [4, 5, 6, 7]]
     options = DecodeOptions(max_new_tokens=20, temperature=1.0, ignore_end=True)
-    rows = engine.generate(texts, options)
+    rows = loop.generate(texts, options)
     for text, row in zip(texts, rows, strict=True):
         assert row.seed is not None
-        assert engine.generate([text], replace(options, seed=row.seed))[0].tokens == row.tokens
-    assert rows[0].seed != engine.generate(texts, options)[0].seed, "drawn for each call"
-    assert engine.generate(texts, DecodeOptions(4))[0].seed is None, "greedy"
+        assert loop.generate([text], replace(options, seed=row.seed))[0].tokens == row.tokens
+    assert rows[0].seed != loop.generate(texts, options)[0].seed, "drawn for each call"
+    assert loop.generate(texts, DecodeOptions(4))[0].seed is None, "greedy"
 
 
 def test_path_dependent_processors_see_each_nodes_own_prefix() -> None:
@@ -180,12 +180,12 @@ def test_path_dependent_processors_see_each_nodes_own_prefix() -> None:
         max_new_tokens=24, repetition_penalty=1.3, processors=(never_twice_in_a_row,), ignore_end=True
     )
     texts = [[1, 2, 3], [4, 5, 6, 7]]
-    plain = [row.tokens for row in Engine(target).generate(texts, options)]
+    plain = [row.tokens for row in DecodeLoop(target).generate(texts, options)]
     for right in (1.0, 0.6):
-        drafted = Engine(target, ReplayDrafter(plain, 61, right)).generate(texts, options)
+        drafted = DecodeLoop(target, ReplayDrafter(plain, 61, right)).generate(texts, options)
         assert [row.tokens for row in drafted] == plain
     assert sum(len(row.rounds) for row in drafted) < 2 * 23, "some drafts were accepted"
-    stock = Engine(target).generate(texts, DecodeOptions(max_new_tokens=24, ignore_end=True))
+    stock = DecodeLoop(target).generate(texts, DecodeOptions(max_new_tokens=24, ignore_end=True))
     assert [row.tokens for row in stock] != plain, "the processors matter here"
 
 
@@ -222,12 +222,12 @@ class Counting:
 def test_bad_options_are_refused(options: DecodeOptions, message: str) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     with pytest.raises(UserError, match=message):
-        Engine(target).generate([[1, 2]], options)
+        DecodeLoop(target).generate([[1, 2]], options)
 
 
 def test_every_row_has_a_seed_of_64_bits() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     last = DecodeOptions(max_new_tokens=1, temperature=1.0, seed=(1 << 63) - 1)
-    assert len(Engine(target).generate([[1, 2]], last)) == 1
+    assert len(DecodeLoop(target).generate([[1, 2]], last)) == 1
     with pytest.raises(UserError, match="seed is 9223372036854775807"):
-        Engine(target).generate([[1, 2], [3]], last)
+        DecodeLoop(target).generate([[1, 2], [3]], last)

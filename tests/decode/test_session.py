@@ -1,4 +1,4 @@
-"""A drafter that fails, batches that memory does not hold, and what an engine learned."""
+"""A drafter that fails, batches that memory does not hold, and what an loop learned."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.decode.costs import Costs
-from headstart.decode.loop import Engine, Verifier
+from headstart.decode.loop import DecodeLoop, Verifier
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import decided_on_device
@@ -63,8 +63,8 @@ class FailingDrafter(ReplayDrafter):
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
 def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    plain = Engine(target).generate(TEXTS, OPTIONS)
-    outputs = Engine(target, FailingDrafter([row.tokens for row in plain], where)).generate(TEXTS, OPTIONS)
+    plain = DecodeLoop(target).generate(TEXTS, OPTIONS)
+    outputs = DecodeLoop(target, FailingDrafter([row.tokens for row in plain], where)).generate(TEXTS, OPTIONS)
     assert [row.tokens for row in outputs] == [row.tokens for row in plain]
     assert all(row.drafter_error == "RuntimeError: out of ideas" for row in outputs)
     assert all(round.emitted == 1 for row in outputs for round in row.rounds[4:])
@@ -74,16 +74,18 @@ def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> Non
 @pytest.mark.drafter_fails
 def test_a_failure_is_named_even_where_the_first_token_ends_the_text() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    (output,) = Engine(target, FailingDrafter([[1]], "prefill")).generate(TEXTS[:1], DecodeOptions(max_new_tokens=1))
+    (output,) = DecodeLoop(target, FailingDrafter([[1]], "prefill")).generate(
+        TEXTS[:1], DecodeOptions(max_new_tokens=1)
+    )
     assert len(output.tokens) == 1 and not output.rounds
     assert output.drafter_error == "RuntimeError: out of ideas"
 
 
 def test_no_drafter_is_asked_where_there_is_room_for_the_root_only(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    plain = [row.tokens for row in Engine(target).generate(TEXTS, OPTIONS)]
+    plain = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
     monkeypatch.setattr("headstart.decode.loop.reserve", lambda *_: 1)
-    outputs = Engine(target, FailingDrafter(plain, "propose")).generate(TEXTS, OPTIONS)
+    outputs = DecodeLoop(target, FailingDrafter(plain, "propose")).generate(TEXTS, OPTIONS)
     assert [row.tokens for row in outputs] == plain
     assert all(row.drafter_error is None for row in outputs)
 
@@ -125,13 +127,13 @@ def test_heads_and_draft_models_say_what_they_keep(monkeypatch: pytest.MonkeyPat
         heads = build(name, target)
         drafter = HeadDrafter(heads, TreeShape.chain(2))
         asked.clear()
-        Engine(target, drafter).generate(TEXTS[:1], OPTIONS)
+        DecodeLoop(target, drafter).generate(TEXTS[:1], OPTIONS)
         session = drafter.prefill([[1]], {layer: torch.zeros(1, 1, target.hidden_size) for layer in heads.aux_layers})
         kv = session.cache.kv if hasattr(session, "cache") else []
         cached = sum(keys[0, :, 0].nbytes + values[0, :, 0].nbytes for keys, values in kv)
         assert asked == [len(heads.aux_layers) * target.hidden_size * 4 + 2 * cached]
     small = Target(tiny_model("llama", seed=1, vocab_size=61))
-    Engine(target, DraftModelDrafter(small, target)).generate(TEXTS[:1], OPTIONS)
+    DecodeLoop(target, DraftModelDrafter(small, target)).generate(TEXTS[:1], OPTIONS)
     assert asked[-1] == small.kv_bytes_per_token
 
 
@@ -144,8 +146,8 @@ def test_a_drafter_without_memory_names_what_to_lower(where: str) -> None:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     target = Target(tiny_model("llama", vocab_size=61))
-    plain = Engine(target).generate(TEXTS[:1], OPTIONS)
-    (output,) = Engine(target, Hungry([row.tokens for row in plain], where)).generate(TEXTS[:1], OPTIONS)
+    plain = DecodeLoop(target).generate(TEXTS[:1], OPTIONS)
+    (output,) = DecodeLoop(target, Hungry([row.tokens for row in plain], where)).generate(TEXTS[:1], OPTIONS)
     assert output.tokens == plain[0].tokens
     assert output.drafter_error is not None
     for setting in ("prompt", "--max-new-tokens", "max_nodes"):
@@ -154,9 +156,9 @@ def test_a_drafter_without_memory_names_what_to_lower(where: str) -> None:
 
 def test_a_narrow_budget_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    plain = [row.tokens for row in Engine(target).generate(TEXTS, OPTIONS)]
+    plain = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
     monkeypatch.setattr("headstart.decode.loop.reserve", lambda *_: 3)
-    outputs = Engine(target, ReplayDrafter(plain, 61, 0.8)).generate(TEXTS, OPTIONS)
+    outputs = DecodeLoop(target, ReplayDrafter(plain, 61, 0.8)).generate(TEXTS, OPTIONS)
     assert [row.tokens for row in outputs] == plain
     assert max(round.nodes for row in outputs for round in row.rounds) == 3
 
@@ -192,9 +194,9 @@ def test_a_batch_that_does_not_fit_is_decoded_in_halves_and_says_the_same(
     """Chains of 2 for every row, as no memory is short: seeds and random numbers of a row are those of its number."""
     target = Target(tiny_model("llama", vocab_size=61))
     options = replace(OPTIONS, temperature=temperature, verifier=verifier, seed=5)
-    known = [row.tokens for row in Engine(target).generate(ROWS, options)]
+    known = [row.tokens for row in DecodeLoop(target).generate(ROWS, options)]
     # A drafter that knows the texts would know them by the number of a row in its own batch.
-    together = Engine(target, NgramDrafter()).generate(ROWS, options)
+    together = DecodeLoop(target, NgramDrafter()).generate(ROWS, options)
     reading, asked = Reading(target, monkeypatch), list[int]()
 
     def short(_target: Target, prompts: Sequence[Sequence[int]], *_: int) -> int:
@@ -202,7 +204,7 @@ def test_a_batch_that_does_not_fit_is_decoded_in_halves_and_says_the_same(
         return 32 if len(prompts) == 1 else 0
 
     monkeypatch.setattr("headstart.decode.loop.reserve", short)
-    outputs = Engine(target, NgramDrafter()).generate(ROWS, options, reading.on_tokens)
+    outputs = DecodeLoop(target, NgramDrafter()).generate(ROWS, options, reading.on_tokens)
     assert asked == [1, 4, 2, 1, 1, 2, 1, 1] and reading.caches == [1, 1, 1, 1]
     assert [row.tokens for row in outputs] == [row.tokens for row in together]
     assert reading.tokens == {number: row.tokens for number, row in enumerate(outputs)}
@@ -217,7 +219,7 @@ def test_a_batch_that_runs_out_of_memory_goes_on_in_halves_from_what_was_said(
 ) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     options = replace(OPTIONS, temperature=temperature, seed=5, repetition_penalty=1.2)
-    plain = [row.tokens for row in Engine(target).generate(ROWS, options)]
+    plain = [row.tokens for row in DecodeLoop(target).generate(ROWS, options)]
     reading, honest, calls = Reading(target, monkeypatch), getattr(Target, where), itertools.count()
 
     def short(target: Target, cache: Any, *rest: Any) -> TargetOutput:
@@ -226,7 +228,7 @@ def test_a_batch_that_runs_out_of_memory_goes_on_in_halves_from_what_was_said(
         return honest(target, cache, *rest)
 
     monkeypatch.setattr(Target, where, short)
-    outputs = Engine(target).generate(ROWS, options, reading.on_tokens)
+    outputs = DecodeLoop(target).generate(ROWS, options, reading.on_tokens)
     assert reading.caches == [4, 2, 2]
     assert [row.tokens for row in outputs] == plain
     assert reading.tokens == dict(enumerate(plain))
@@ -236,7 +238,7 @@ def test_a_batch_that_runs_out_of_memory_goes_on_in_halves_from_what_was_said(
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
 def test_a_drafter_that_runs_out_of_memory_drafts_for_fewer_rows(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
-    plain = [row.tokens for row in Engine(target).generate(ROWS, OPTIONS)]
+    plain = [row.tokens for row in DecodeLoop(target).generate(ROWS, OPTIONS)]
     reading, honest = Reading(target, monkeypatch), getattr(NgramDrafter, where)
 
     def short(drafter: NgramDrafter, session: Any, *rest: Any) -> Any:
@@ -245,7 +247,7 @@ def test_a_drafter_that_runs_out_of_memory_drafts_for_fewer_rows(where: str, mon
         return honest(drafter, session, *rest)
 
     monkeypatch.setattr(NgramDrafter, where, short)
-    outputs = Engine(target, NgramDrafter()).generate(ROWS, OPTIONS)
+    outputs = DecodeLoop(target, NgramDrafter()).generate(ROWS, OPTIONS)
     assert reading.caches == [4, 2, 2] and [row.tokens for row in outputs] == plain
     assert all(row.drafter_error is None for row in outputs)
 
@@ -255,7 +257,7 @@ def test_a_single_prompt_that_does_not_fit_is_refused_before_any_is_decoded(monk
     reading = Reading(target, monkeypatch)
     monkeypatch.setattr("headstart.decode.memory.free_bytes", lambda _: 1000)
     with pytest.raises(UserError, match="Decoding a prompt to 29 tokens takes"):
-        Engine(target).generate(ROWS, OPTIONS)
+        DecodeLoop(target).generate(ROWS, OPTIONS)
     assert not reading.caches
 
 
@@ -267,7 +269,7 @@ def test_a_single_prompt_that_runs_out_of_memory_is_a_users_error(monkeypatch: p
 
     monkeypatch.setattr(Target, "forward_tree", fail)
     with pytest.raises(UserError, match="Decoding a single prompt takes more memory than cpu has"):
-        Engine(target).generate(ROWS, OPTIONS)
+        DecodeLoop(target).generate(ROWS, OPTIONS)
 
 
 # -- what was learned ------------------------------------------------------------------------------------------------
@@ -290,17 +292,17 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
 ) -> None:
     """On a machine where everything takes as long as everything else, and on one where drafts take for ever."""
     target = Target(tiny_model("llama", vocab_size=61))
-    known = [row.tokens for row in Engine(target).generate(TEXTS, OPTIONS)]
+    known = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
     options = replace(OPTIONS, temperature=temperature, seed=3, deterministic=deterministic)
     found = []
     for ticks, earlier in (((1e-3,), 0), ((1e-3, 1.0, 1e-3, 1e-3), 3)):
         monkeypatch.setattr("headstart.decode.loop.perf_counter", Clock(*ticks))
         drafter = ReplayDrafter(known, 61, 1.0)
-        engine = Engine(target, drafter, costs=Costs((1, 64), (10.0, 11.0), 1.0, 0.1, 8))
+        loop = DecodeLoop(target, drafter, costs=Costs((1, 64), (10.0, 11.0), 1.0, 0.1, 8))
         for number in range(earlier):
-            engine.generate([[9, 8, 7], [5]], replace(options, seed=number))
+            loop.generate([[9, 8, 7], [5]], replace(options, seed=number))
         drafter.rng.seed(0)
-        outputs = engine.generate(TEXTS, options)
+        outputs = loop.generate(TEXTS, options)
         found.append([(row.tokens, [one.nodes for one in row.rounds]) for row in outputs])
     assert [tokens for tokens, _ in found[0]] == [tokens for tokens, _ in found[1]]
     assert (found[0] == found[1]) == (temperature > 0 or deterministic), "the number of drafts"
@@ -322,8 +324,8 @@ def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(
     monkeypatch.setattr(Target, "forward_tree", noted)
     dear = Costs((1, 64), (1.0, 100.0), draft_ms=50.0)
     options = DecodeOptions(max_new_tokens=24, ignore_end=True)
-    answer = Engine(tiny_target, drafter, costs=dear).generate([[4, 5, 6]], options)[0]
-    assert answer.tokens == Engine(tiny_target).generate([[4, 5, 6]], options)[0].tokens
+    answer = DecodeLoop(tiny_target, drafter, costs=dear).generate([[4, 5, 6]], options)[0]
+    assert answer.tokens == DecodeLoop(tiny_target).generate([[4, 5, 6]], options)[0].tokens
     used = aux[: len(answer.rounds)]
     assert used[-1] == (), "no hidden states are read at the end"
     assert sorted(used, reverse=True) == used, "and never again once it was not"
@@ -375,8 +377,8 @@ def test_what_is_drafted_ahead_of_a_limit_is_verified() -> None:
     target = Target(tiny_model("phi3_long", vocab_size=61))
     text = [[*range(3, 19)]]
     options = DecodeOptions(max_new_tokens=14, ignore_end=True, draft="on")
-    plain = Engine(target).generate(text, options)[0].tokens
-    found = Engine(target, LongestChains([plain], 61, 1.0)).generate(text, options)[0]
+    plain = DecodeLoop(target).generate(text, options)[0].tokens
+    found = DecodeLoop(target, LongestChains([plain], 61, 1.0)).generate(text, options)[0]
     nodes = [one.nodes for one in found.rounds]
     assert found.tokens == plain and found.drafter_error is None
     assert nodes[:8] == [8, 7, 6, 5, 4, 3, 2, 1] and set(nodes[8:]) == {9}

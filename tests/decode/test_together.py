@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.decode import verify
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import warp
 from headstart.decode.verify import SamplingVerifier, accept_or_draw, streams
@@ -210,8 +210,8 @@ def test_drafts_that_do_not_depend_on_the_batch_leave_a_rows_text_to_itself(targ
     def options(seed: int) -> DecodeOptions:
         return DecodeOptions(max_new_tokens=16, temperature=0.4, seed=seed, ignore_end=True)
 
-    together = [row.tokens for row in Engine(target, NgramDrafter()).generate(TEXTS, options(5))]
-    alone = [Engine(target, NgramDrafter()).generate([text], options(5 + row))[0] for row, text in enumerate(TEXTS)]
+    together = [row.tokens for row in DecodeLoop(target, NgramDrafter()).generate(TEXTS, options(5))]
+    alone = [DecodeLoop(target, NgramDrafter()).generate([text], options(5 + row))[0] for row, text in enumerate(TEXTS)]
     assert together == [row.tokens for row in alone]
     assert any(step.nodes > 1 for row in alone for step in row.rounds)
 
@@ -219,8 +219,8 @@ def test_drafts_that_do_not_depend_on_the_batch_leave_a_rows_text_to_itself(targ
 def test_top_k_draws_the_text_that_plain_sampling_draws(target: Target) -> None:
     """Each token takes its own number, whether a draft holds it or not."""
     options = DecodeOptions(max_new_tokens=20, temperature=1.0, seed=3, ignore_end=True, verifier="top_k")
-    plain = [row.tokens for row in Engine(target).generate(TEXTS, options)]
-    drafted = Engine(target, ReplayDrafter(plain, 61, 0.7)).generate(TEXTS, options)
+    plain = [row.tokens for row in DecodeLoop(target).generate(TEXTS, options)]
+    drafted = DecodeLoop(target, ReplayDrafter(plain, 61, 0.7)).generate(TEXTS, options)
     assert [row.tokens for row in drafted] == plain
     assert sum(len(row.rounds) for row in drafted) < 3 * 19, "some drafts were accepted"
 
@@ -240,6 +240,6 @@ def test_processors_see_each_rows_own_text(rule: str, target: Target) -> None:
         for _ in range(12):
             whole.append((whole[-2] + 1) % 61)
         expected.append(whole[len(text) :])
-    drafted = Engine(target, ReplayDrafter(expected, 61, 0.8)).generate(TEXTS, options)
+    drafted = DecodeLoop(target, ReplayDrafter(expected, 61, 0.8)).generate(TEXTS, options)
     assert [row.tokens for row in drafted] == expected
     assert sum(len(row.rounds) for row in drafted) < 3 * 11

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from headstart.decode.loop import Drafter, Engine
+from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -47,8 +47,8 @@ def test_waits_of_a_round(name: str, rows: int, temperature: float, limits: dict
     host = Target(tiny_model("llama", vocab_size=61))
     with StandIn() as device:
         target = Target(tiny_model("llama", vocab_size=61).to(CUDA))
-        engine = Engine(target, *make_drafters(name, target, host))
-        rounds = rounds_of(device, target, lambda: engine.generate(prompts, options))
+        loop = DecodeLoop(target, *make_drafters(name, target, host))
+        rounds = rounds_of(device, target, lambda: loop.generate(prompts, options))
     assert rounds
     for one in rounds:
         waits = [event for event in one.events if event.kind == "wait"]

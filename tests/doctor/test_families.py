@@ -11,7 +11,7 @@ import pytest
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
 from headstart.decode.kept_text import common_beginning
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.doctor.examination import examine
 from headstart.doctor.findings import Finding
@@ -116,9 +116,9 @@ def accepted(target: Target, heads: DraftHead, item: Conversation) -> list[int]:
     """Drafts accepted in each round, while decoding writes what was learned and a whole round of it remains."""
     start = item.supervised.index(True)
     answer = item.tokens[start:]
-    engine = Engine(target, HeadDrafter(heads, TreeShape.chain(heads.draft_steps), "chain"))
+    loop = DecodeLoop(target, HeadDrafter(heads, TreeShape.chain(heads.draft_steps), "chain"))
     options = DecodeOptions(max_new_tokens=len(answer), draft="on")
-    (output,) = engine.generate([item.tokens[:start]], options)
+    (output,) = loop.generate([item.tokens[:start]], options)
     learned = common_beginning([output.tokens, answer])
     counts, position = [], 1  # the first token comes from the prompt
     for done in output.rounds:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -77,7 +77,7 @@ def drafted(
         return proposed
 
     with patch.object(drafter, "propose", noting):
-        outputs = Engine(target, drafter).generate(texts, options)
+        outputs = DecodeLoop(target, drafter).generate(texts, options)
     assert [output.drafter_error for output in outputs] == [None] * len(texts)
     return [output.tokens for output in outputs], trees
 

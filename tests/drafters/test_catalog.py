@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from headstart.cli import heads as cli_heads
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.catalog import DEFAULT, make_drafters
 from headstart.drafters.draft_model import DraftModelDrafter
@@ -39,8 +39,8 @@ def test_names(tiny_target: Target, tiny_target_folder: Path) -> None:
     model = make_drafters(f"draft-model:{tiny_target_folder}+ngram", tiny_target)
     options = DecodeOptions(max_new_tokens=12, ignore_end=True)
     text = [[5, 6, 7]]
-    expected = Engine(tiny_target).generate(text, options)[0].tokens
-    assert Engine(tiny_target, *model).generate(text, options)[0].tokens == expected
+    expected = DecodeLoop(tiny_target).generate(text, options)[0].tokens
+    assert DecodeLoop(tiny_target, *model).generate(text, options)[0].tokens == expected
 
 
 def test_a_plus_in_a_path_does_not_join(tiny_target: Target) -> None:

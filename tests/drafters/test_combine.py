@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import Drafter, Engine
+from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
@@ -112,7 +112,9 @@ class Recorder(IdleDrafter):
 def test_all_are_asked_and_told_everything() -> None:
     target, drafters = tiny(), (Recorder((-1, 1)), Recorder((1, 2)))
     expected = plain(target)
-    rows = Engine(target, *drafters).generate(texts(), replace(OPTIONS, stop_test=lambda row, text: row == len(text)))
+    rows = DecodeLoop(target, *drafters).generate(
+        texts(), replace(OPTIONS, stop_test=lambda row, text: row == len(text))
+    )
     assert [row.tokens for row in rows] == [text[: row or None] for row, text in enumerate(expected)]
     assert drafters[0].calls == drafters[1].calls
     assert drafters[0].calls[0] == ("prefill", [-1, 1, 2])
@@ -123,7 +125,7 @@ def test_all_are_asked_and_told_everything() -> None:
 def test_one_of_them_draws(first_draws: bool) -> None:
     """One random stream, and one distribution, is enough."""
     target, drafters = tiny(), (Recorder(draws=first_draws), Recorder())
-    Engine(target, *drafters).generate(texts(), replace(OPTIONS, temperature=1.0, seed=0))
+    DecodeLoop(target, *drafters).generate(texts(), replace(OPTIONS, temperature=1.0, seed=0))
     draws = [{asked for name, asked in drafter.calls if name == "propose"} for drafter in drafters]
     assert draws == [{True}, {not first_draws}]
 
@@ -143,7 +145,7 @@ def test_one_that_fails_is_left_out_alone(failing: int, where: str) -> None:
     else:
         setattr(drafters[failing], where, fail)
     options = replace(OPTIONS, stop_test=lambda row, text: row == len(text))
-    rows = Engine(target, *drafters).generate(texts(), options)
+    rows = DecodeLoop(target, *drafters).generate(texts(), options)
     assert [row.tokens for row in rows] == [text[: row or None] for row, text in enumerate(expected)]
     errors = {row.drafter_error for row in rows} - {None}
     assert len(errors) == 1 and str(errors.pop()).startswith("ValueError: ")
@@ -168,11 +170,11 @@ def test_output_is_that_of_plain_decoding(pair: str, temperature: float) -> None
     target = tiny()
     known = plain(target)
     options = replace(OPTIONS, temperature=temperature, seed=0)
-    rows = Engine(target, *pairs(target, known)[pair]).generate(texts(), options)
+    rows = DecodeLoop(target, *pairs(target, known)[pair]).generate(texts(), options)
     assert all(row.drafter_error is None for row in rows)
     if temperature == 0:
         assert [row.tokens for row in rows] == known
-        assert Engine(target, *pairs(target, known[2:])[pair]).generate(texts()[2:], options)[0].tokens == known[2]
+        assert DecodeLoop(target, *pairs(target, known[2:])[pair]).generate(texts()[2:], options)[0].tokens == known[2]
 
 
 @pytest.mark.parametrize("family", ["medusa", "hydra", "eagle3", "dflash", "dspark"])
@@ -192,8 +194,8 @@ def test_heads_beside_n_grams(family: str, temperature: float) -> None:
         return trees
 
     drafter.propose = propose
-    engine = Engine(target, drafter, NgramDrafter())
-    rows = [engine.generate([text], replace(OPTIONS, temperature=temperature, seed=0))[0] for text in texts()]
+    loop = DecodeLoop(target, drafter, NgramDrafter())
+    rows = [loop.generate([text], replace(OPTIONS, temperature=temperature, seed=0))[0] for text in texts()]
     assert all(row.drafter_error is None for row in rows)
     if temperature == 0:
         assert [row.tokens for row in rows] == plain(target)

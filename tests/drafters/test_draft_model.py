@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import warp
 from headstart.drafters.draft_model import DraftModelDrafter, check_tokenizers, early_exit
@@ -32,7 +32,7 @@ def texts(lengths: tuple[int, ...] = (3, 17, 9)) -> list[list[int]]:
 
 
 def plain(target: Target) -> list[list[int]]:
-    return [Engine(target).generate([text], OPTIONS)[0].tokens for text in texts()]
+    return [DecodeLoop(target).generate([text], OPTIONS)[0].tokens for text in texts()]
 
 
 @pytest.mark.parametrize(("seed", "right"), [(0, True), (1, False)])
@@ -42,10 +42,10 @@ def test_output_is_that_of_plain_decoding(seed: int, right: bool, spare: int, mo
     target = tiny()
     drafter = DraftModelDrafter(tiny(seed), target, draft_steps=5)
     expected = plain(target)
-    together = Engine(target, drafter).generate(texts(), OPTIONS)
+    together = DecodeLoop(target, drafter).generate(texts(), OPTIONS)
     assert all(row.drafter_error is None for row in together)
     assert [row.tokens for row in together] == expected
-    assert [Engine(target, drafter).generate([text], OPTIONS)[0].tokens for text in texts()] == expected
+    assert [DecodeLoop(target, drafter).generate([text], OPTIONS)[0].tokens for text in texts()] == expected
     if right:  # the draft is the target: only a cache that holds the right tokens accepts everything
         assert all(round.emitted == 6 for row in together for round in row.rounds)
 
@@ -55,7 +55,7 @@ def test_embeddings_may_be_padded_differently(vocab: int, monkeypatch: pytest.Mo
     monkeypatch.setattr("headstart.drafters.draft_model.check_tokenizers", lambda draft, target: None)
     target = tiny()
     drafter = DraftModelDrafter(tiny(1, vocab), target)
-    rows = Engine(target, drafter).generate(texts(), OPTIONS)
+    rows = DecodeLoop(target, drafter).generate(texts(), OPTIONS)
     assert all(row.drafter_error is None for row in rows)
     assert [row.tokens for row in rows] == plain(target)
     session = drafter.prefill(texts(), {})
@@ -155,7 +155,7 @@ def test_sampled_chains_follow_the_warped_distribution() -> None:
 def test_sampling_runs_with_sampled_drafts() -> None:
     target = tiny()
     options = DecodeOptions(max_new_tokens=30, ignore_end=True, temperature=1.0, top_p=0.9, seed=0)
-    rows = Engine(target, DraftModelDrafter(tiny(), target)).generate(texts(), options)
+    rows = DecodeLoop(target, DraftModelDrafter(tiny(), target)).generate(texts(), options)
     assert all(row.drafter_error is None for row in rows)
     assert all(row.tokens_per_round > 5 for row in rows), "a draft that is the target is accepted whole"
 
@@ -163,14 +163,14 @@ def test_sampling_runs_with_sampled_drafts() -> None:
 def test_a_full_draft_context_ends_drafting() -> None:
     target = tiny()
     draft = tiny(max_length=32)
-    rows = Engine(target, DraftModelDrafter(draft, target)).generate(texts(), OPTIONS)
+    rows = DecodeLoop(target, DraftModelDrafter(draft, target)).generate(texts(), OPTIONS)
     assert all(row.drafter_error is None for row in rows)
     assert [row.tokens for row in rows] == plain(target)
     assert rows[0].rounds[0].nodes > 1 and rows[0].rounds[-1].nodes == 1
     long = texts((40,))
     short = DecodeOptions(max_new_tokens=8, ignore_end=True)
-    out = Engine(target, DraftModelDrafter(draft, target)).generate(long, short)[0]
-    assert out.tokens == Engine(target).generate(long, short)[0].tokens
+    out = DecodeLoop(target, DraftModelDrafter(draft, target)).generate(long, short)[0]
+    assert out.tokens == DecodeLoop(target).generate(long, short)[0].tokens
 
 
 def test_other_tokenizers_are_refused() -> None:
@@ -193,7 +193,7 @@ def test_early_exit_is_the_first_layers_and_leaves_the_target_alone(kind: str) -
     modules = {name: id(module) for name, module in target.model.named_modules()}
     memory = {parameter.data_ptr() for parameter in target.model.parameters()}
     text = texts()[1]
-    answer = Engine(target).generate([text], OPTIONS)[0].tokens
+    answer = DecodeLoop(target).generate([text], OPTIONS)[0].tokens
     states = target.hidden_states([text], (1, 2, FINAL))[0]
 
     short = early_exit(target, 2)
@@ -210,7 +210,7 @@ def test_early_exit_is_the_first_layers_and_leaves_the_target_alone(kind: str) -
     assert target.identity() == before
     assert target.model.config.to_dict() == settings
     drafter = DraftModelDrafter(short, target)
-    out = Engine(target, drafter).generate([text], OPTIONS)[0]
+    out = DecodeLoop(target, drafter).generate([text], OPTIONS)[0]
     assert (out.tokens, out.drafter_error) == (answer, None)
     after = target.hidden_states([text], (1, 2, FINAL))[0]
     assert all(torch.equal(after[layer], states[layer]) for layer in states)

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.target.model import Target
@@ -72,12 +72,12 @@ def test_output_is_that_of_plain_decoding(settings: dict[str, int]) -> None:
     rng = random.Random(2)
     texts = [[rng.randrange(31) for _ in range(length)] for length in (4, 23, 11)]
     options = DecodeOptions(max_new_tokens=48, ignore_end=True)
-    plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
+    plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
     drafter = LookaheadDrafter(**settings)
-    together = Engine(target, drafter).generate(texts, options)
+    together = DecodeLoop(target, drafter).generate(texts, options)
     assert all(row.drafter_error is None for row in together)
     assert [row.tokens for row in together] == plain
-    assert [Engine(target, drafter).generate([text], options)[0].tokens for text in texts] == plain
+    assert [DecodeLoop(target, drafter).generate([text], options)[0].tokens for text in texts] == plain
 
 
 def test_the_window_finds_what_the_text_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,9 +92,9 @@ def test_the_window_finds_what_the_text_does_not_hold(monkeypatch: pytest.Monkey
     options = DecodeOptions(max_new_tokens=55, ignore_end=True)
     texts = [[19, 3, 44, 25, 8]]
     expected = [(8 + 7 * step) % 61 for step in range(1, 56)]
-    ours = Engine(target, LookaheadDrafter(window=8)).generate(texts, options)[0]
+    ours = DecodeLoop(target, LookaheadDrafter(window=8)).generate(texts, options)[0]
     monkeypatch.setattr(LookaheadDrafter, "_step", lambda self, row, tree, choices: None)
-    deaf = Engine(target, LookaheadDrafter(window=8)).generate(texts, options)[0]
+    deaf = DecodeLoop(target, LookaheadDrafter(window=8)).generate(texts, options)[0]
     assert ours.tokens == deaf.tokens == expected
     assert deaf.tokens_per_round < 1.2 < 1.4 < ours.tokens_per_round
 
@@ -106,7 +106,7 @@ def test_it_learns_what_the_target_would_choose_greedily(temperature: float, mon
     monkeypatch.setattr(LookaheadDrafter, "_step", lambda self, row, tree, choices: seen.append(choices))
     target = Target(tiny_model("llama", vocab_size=31))
     options = DecodeOptions(max_new_tokens=6, temperature=temperature, seed=0, ignore_end=True)
-    [output] = Engine(target, LookaheadDrafter()).generate([[4, 9, 3]], options)
+    [output] = DecodeLoop(target, LookaheadDrafter()).generate([[4, 9, 3]], options)
     assert output.drafter_error is None
     assert list(map(len, seen)) == [one.nodes for one in output.rounds]
     text = [4, 9, 3, *output.tokens]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters import mtp
 from headstart.drafters.catalog import make_drafters
@@ -30,7 +30,7 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ShippedTarget
 
 
 class Reference:
-    """A module's entries one after the other, as the papers and engines write them down."""
+    """A module's entries one after the other, as the papers and loops write them down."""
 
     def __init__(self, one: ShippedTarget, number: int) -> None:
         self.one, self.layer, self.outer = one, one.layers[number], one.outer[number]
@@ -114,12 +114,12 @@ def test_text_is_that_of_plain_decoding(kind: str, shipped: dict[str, ShippedTar
     target = shipped[kind].target
     options = DecodeOptions(max_new_tokens=12, ignore_end=True)
     texts = [[3], [8, 40, 12, 5, 51, 22], [9, 14, 27]]
-    plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
+    plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
     stock = target.model.generate(torch.tensor(texts[1:2]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert stock[0, 6:].tolist() == plain[1]
     drafter = MtpDrafter(target)
     for drafters in ([drafter], [drafter, NgramDrafter()]):
-        rows = Engine(target, *drafters).generate(texts, options)
+        rows = DecodeLoop(target, *drafters).generate(texts, options)
         assert [row.tokens for row in rows] == plain
         assert [row.drafter_error for row in rows] == [None] * 3
     assert max(one.nodes for row in rows for one in row.rounds) > 2
@@ -150,7 +150,7 @@ def test_modules_that_know_the_target_have_every_draft_accepted(kind: str, tmp_p
     save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     target = reload(tmp_path)
     drafter = MtpDrafter(target)
-    (row,) = Engine(target, drafter).generate([[3, 9, 14]], DecodeOptions(max_new_tokens=25, ignore_end=True))
+    (row,) = DecodeLoop(target, drafter).generate([[3, 9, 14]], DecodeOptions(max_new_tokens=25, ignore_end=True))
     assert row.tokens_per_round == drafter.draft_steps + 1
 
 

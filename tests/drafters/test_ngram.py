@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.ngram import PRIORS, Index, NgramDrafter
 from headstart.target.model import Target
@@ -113,11 +113,11 @@ def test_output_is_that_of_plain_decoding() -> None:
     rng = random.Random(1)
     texts = [[rng.randrange(6) for _ in range(length)] for length in (30, 5, 17)]
     options = DecodeOptions(max_new_tokens=40, ignore_end=True)
-    plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
-    together = Engine(target, NgramDrafter()).generate(texts, options)
+    plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
+    together = DecodeLoop(target, NgramDrafter()).generate(texts, options)
     assert all(row.drafter_error is None for row in together)
     assert [row.tokens for row in together] == plain
-    assert [Engine(target, NgramDrafter()).generate([text], options)[0].tokens for text in texts] == plain
+    assert [DecodeLoop(target, NgramDrafter()).generate([text], options)[0].tokens for text in texts] == plain
     assert max(row.tokens_per_round for row in together) > 1.2, "the proof must exercise accepted drafts"
     assert any(round.emitted == 1 < round.nodes for row in together for round in row.rounds), "and rejected ones"
 

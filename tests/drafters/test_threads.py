@@ -37,7 +37,7 @@ def switching() -> Iterator[None]:
 def said(decoder: Decoder, drafter: str, number: int) -> tuple[list[int], list[tuple[int, int]], str | None]:
     """The text, nodes and tokens of each round, and what a drafter raised."""
     options = DecodeOptions(12, temperature=0.7 * (number == 1), seed=number, ignore_end=True)
-    (text,) = decoder.engine(drafter).generate([PROMPTS[number]], options)
+    (text,) = decoder.loop(drafter).generate([PROMPTS[number]], options)
     return text.tokens, [(done.nodes, done.emitted) for done in text.rounds], text.drafter_error
 
 

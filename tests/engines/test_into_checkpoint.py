@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.mtp import MtpDrafter
@@ -93,7 +93,7 @@ def bytes_of(folder: Path) -> dict[str, tuple[str, Tensor]]:
 
 def train(heads: DraftHead, target: Target) -> tuple[float, float]:
     """First and last loss of a short training on the target's own answers."""
-    rows = Engine(target).generate(PROMPTS, OPTIONS)
+    rows = DecodeLoop(target).generate(PROMPTS, OPTIONS)
     texts = [prompt + row.tokens for prompt, row in zip(PROMPTS, rows, strict=True)]
     batch = contract.batch_of(target, heads, texts, prompt=3)
     optimizer, losses = torch.optim.Adam(heads.parameters(), lr=1e-2), []
@@ -109,7 +109,7 @@ def train(heads: DraftHead, target: Target) -> tuple[float, float]:
 
 
 def tokens_per_round(target: Target, drafter: Any) -> float:
-    rows = Engine(target, drafter).generate(PROMPTS, OPTIONS)
+    rows = DecodeLoop(target, drafter).generate(PROMPTS, OPTIONS)
     assert [row.drafter_error for row in rows] == [None] * len(rows)
     return sum(row.tokens_per_round for row in rows) / len(rows)
 

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from headstart.decode.loop import Engine, Generation, Verifier
+from headstart.decode.loop import DecodeLoop, Generation, Verifier
 from headstart.decode.options import DecodeOptions
 from headstart.decode.sampling import argmax
 from headstart.drafters.heads import HeadDrafter
@@ -48,7 +48,7 @@ def prompts() -> list[list[int]]:
 
 
 def plain(target: Target, prompts: list[list[int]], batch_size: int) -> list[list[int]]:
-    return [output.tokens for output in decode_in_batches(Engine(target), prompts, NEW, batch_size)]
+    return [output.tokens for output in decode_in_batches(DecodeLoop(target), prompts, NEW, batch_size)]
 
 
 def test_honest_drafters_change_nothing(target: Target, heads: DraftHead, prompts: list[list[int]]) -> None:
@@ -57,7 +57,7 @@ def test_honest_drafters_change_nothing(target: Target, heads: DraftHead, prompt
     wrong = AlwaysWrongDrafter(SHAPE, unused_tokens(answers, target.vocab_size, SHAPE.width))
     for drafter in (HeadDrafter(heads, SHAPE), HeadDrafter(random_weights(heads), SHAPE), wrong):
         counts = tokens_that_differ(
-            answers, decode_in_batches(Engine(target, drafter), prompts, NEW, 3, advance=batches.append)
+            answers, decode_in_batches(DecodeLoop(target, drafter), prompts, NEW, 3, advance=batches.append)
         )
         assert counts["tokens"] == sum(map(len, answers))
         assert counts["different_tokens"] == 0
@@ -82,7 +82,7 @@ def test_a_verifier_that_accepts_anything_is_caught(
     answers = plain(target, prompts, 4)
     wrong = AlwaysWrongDrafter(SHAPE, unused_tokens(answers, target.vocab_size, 2))
     monkeypatch.setattr(Verifier, "accept", accept)
-    outputs = decode_in_batches(Engine(target, wrong), prompts, NEW, 4)
+    outputs = decode_in_batches(DecodeLoop(target, wrong), prompts, NEW, 4)
     assert tokens_that_differ(answers, outputs)["different_tokens"] >= len(prompts)
     differences = [first_difference(0, answer, output.tokens) for answer, output in zip(answers, outputs, strict=True)]
     assert all(difference and difference.position == 1 for difference in differences), "the first draft of all"
@@ -109,5 +109,5 @@ def test_random_weights_share_what_is_the_targets(target: Target) -> None:
     assert noisy._embedding_VE.data_ptr() == target.embedding_weight.data_ptr()
     assert noisy.lm_head_DE.data_ptr() == heads.lm_head_DE.data_ptr()
     options = DecodeOptions(max_new_tokens=NEW, ignore_end=True)
-    (output,) = Engine(target, HeadDrafter(noisy, TreeShape.chain(2))).generate([[3, 4]], options)
+    (output,) = DecodeLoop(target, HeadDrafter(noisy, TreeShape.chain(2))).generate([[3, 4]], options)
     assert output.drafter_error is None

@@ -10,7 +10,7 @@ import torch
 
 from headstart.api import Decoder
 from headstart.data.prompts.questions import Question
-from headstart.decode.loop import Engine, Round
+from headstart.decode.loop import DecodeLoop, Round
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.sampling import process, warp
 from headstart.errors import UserError
@@ -153,9 +153,9 @@ def test_every_method_ends_where_it_is_asked_to(decoder: Decoder) -> None:
 
 def test_margins_are_measured_where_no_token_may_end_the_answer(tiny_target: Target) -> None:
     prompt = [5, 9, 7, 30]
-    (plain,) = Engine(tiny_target).generate([prompt], DecodeOptions(max_new_tokens=12))
+    (plain,) = DecodeLoop(tiny_target).generate([prompt], DecodeOptions(max_new_tokens=12))
     options = DecodeOptions(max_new_tokens=12, stop_token_ids=plain.tokens, min_new_tokens=12)
-    answer = Engine(tiny_target).generate([prompt], options)[0].tokens
+    answer = DecodeLoop(tiny_target).generate([prompt], options)[0].tokens
     judge = Judge(tiny_target, options)
     assert not set(answer) & set(plain.tokens), "else nothing was tested"
     for index, token in enumerate(answer):
@@ -165,7 +165,7 @@ def test_margins_are_measured_where_no_token_may_end_the_answer(tiny_target: Tar
 def test_margins_are_measured_after_the_repetition_penalty(tiny_target: Target) -> None:
     prompt = [5, 9, 7, 30]
     options = DecodeOptions(max_new_tokens=12, repetition_penalty=1.5)
-    answer = Engine(tiny_target).generate([prompt], options)[0].tokens
+    answer = DecodeLoop(tiny_target).generate([prompt], options)[0].tokens
     judge = Judge(tiny_target, options)
     for index, token in enumerate(answer):
         assert judge.margin(prompt, answer[:index], [token]) < 1e-4, "what was chosen is the best"

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.eval import divergence
 from headstart.eval.divergence import EXACT_MARGIN, Judge, first_difference, gap_error, in_float32
@@ -25,7 +25,7 @@ def targets() -> tuple[Target, Target]:
 
 def plain(target: Target) -> list[list[int]]:
     options = DecodeOptions(max_new_tokens=10, ignore_end=True)
-    return [output.tokens for output in Engine(target).generate(PROMPTS, options)]
+    return [output.tokens for output in DecodeLoop(target).generate(PROMPTS, options)]
 
 
 def ranked(target: Target, prefix: list[int]) -> tuple[torch.Tensor, list[int]]:

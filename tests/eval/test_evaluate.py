@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 from headstart.data.prompts.questions import Question
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
@@ -80,8 +80,8 @@ def test_schema(results: dict[str, Any]) -> None:
 
 def test_rounds_say_how_deep_they_drafted(tiny_target: Target, drafter: HeadDrafter) -> None:
     options = DecodeOptions(max_new_tokens=12, ignore_end=True, draft="on")
-    for engine, depth in ((Engine(tiny_target, drafter), 2), (Engine(tiny_target), 0)):
-        outputs = engine.generate([[5, 9], [7, 8, 9]], options)
+    for loop, depth in ((DecodeLoop(tiny_target, drafter), 2), (DecodeLoop(tiny_target), 0)):
+        outputs = loop.generate([[5, 9], [7, 8, 9]], options)
         assert {done.depth for output in outputs for done in output.rounds} == {depth}
 
 
@@ -154,7 +154,7 @@ def test_later_turns_read_the_plain_answers(tiny_target: Target, drafter: HeadDr
     tokenizer = tiny_target.tokenizer
     asked = [{"role": "user", "content": QUESTIONS[0].turns[0]}]
     first = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-    answer = Engine(tiny_target).generate([first], DecodeOptions(max_new_tokens=6))[0].tokens
+    answer = DecodeLoop(tiny_target).generate([first], DecodeOptions(max_new_tokens=6))[0].tokens
     text = tokenizer.decode(answer, skip_special_tokens=True)
     asked += [{"role": "assistant", "content": text}, {"role": "user", "content": QUESTIONS[0].turns[1]}]
     second = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
@@ -167,7 +167,7 @@ def test_every_method_stops_at_the_end_of_the_turn(batch: int, drafter: HeadDraf
     tokenizer = tiny_tokenizer()
     target = Target(tiny_model("llama", vocab_size=len(tokenizer), max_length=256), tokenizer, "tiny")
     text = [5, 9, 7, 30]
-    free = Engine(target).generate([text], DecodeOptions(max_new_tokens=20, ignore_end=True))[0].tokens
+    free = DecodeLoop(target).generate([text], DecodeOptions(max_new_tokens=20, ignore_end=True))[0].tokens
     end = free[6]
     target.__dict__["end_tokens"] = frozenset({end})
     # The model's own defaults would change the output, were they not set aside.

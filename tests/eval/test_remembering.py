@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval import remembering
@@ -79,18 +79,18 @@ def test_samples_through_the_memory_are_those_without_it(
     monkeypatch.setattr(remembering, "_MAX_NODES", 16)
     monkeypatch.setattr(remembering, "MAX_TEXTS", 100)
     for prompt in ([3, 1, 4, 1], [2, 7]):
-        expected = [row.tokens for row in Engine(target, drafter).generate([prompt] * 16, options)]
+        expected = [row.tokens for row in DecodeLoop(target, drafter).generate([prompt] * 16, options)]
         view = RememberingTarget(target)
         for _ in range(2):
-            assert [row.tokens for row in Engine(view, drafter).generate([prompt] * 16, options)] == expected
+            assert [row.tokens for row in DecodeLoop(view, drafter).generate([prompt] * 16, options)] == expected
 
 
 def test_a_horizon_leaves_the_first_tokens_as_they_are(target: Target, drafter: HeadDrafter) -> None:
     options = DecodeOptions(max_new_tokens=3, temperature=1.0, ignore_end=True, draft="on", seed=0)
     for verifier in ("top_k", "greedy_draft"):  # decided from the root down: the very same draws
         asked = replace(options, verifier=verifier)
-        expected = [row.tokens for row in Engine(target, drafter).generate([[3, 1, 4]] * 32, asked)]
-        near = Engine(RememberingTarget(target, horizon=2), drafter).generate([[3, 1, 4]] * 32, asked)
+        expected = [row.tokens for row in DecodeLoop(target, drafter).generate([[3, 1, 4]] * 32, asked)]
+        near = DecodeLoop(RememberingTarget(target, horizon=2), drafter).generate([[3, 1, 4]] * 32, asked)
         assert [row.tokens for row in near] == expected
 
 
@@ -106,5 +106,5 @@ def test_a_text_is_read_once(target: Target, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Target, "forward_tree", counted)
     view = RememberingTarget(target)
     for _ in range(3):
-        Engine(view).generate([[3, 1, 4]] * 8, DecodeOptions(max_new_tokens=4, ignore_end=True))
+        DecodeLoop(view).generate([[3, 1, 4]] * 8, DecodeOptions(max_new_tokens=4, ignore_end=True))
     assert read == [2, 3, 4], "greedy rows are all alike: one new text a round, after the prompt's last token"

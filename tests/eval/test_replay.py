@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headstart.data.prompts.questions import Question
-from headstart.decode.loop import Engine, Round
+from headstart.decode.loop import DecodeLoop, Round
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -118,7 +118,7 @@ def test_replays_are_the_answers_of_the_report(tiny_target: Target, results: dic
         row = next(row for row in results["per_prompt"] if row["id"] == race["id"])
         assert race["question"] == QUESTIONS[int(race["id"])].turns[0]
         assert [answer["name"] for answer in race["answers"]] == ["plain", "heads", "heads+ngram"]
-        (plain,) = Engine(tiny_target).generate(
+        (plain,) = DecodeLoop(tiny_target).generate(
             [tiny_target.tokenizer.apply_chat_template([{"role": "user", "content": race["question"]}],
              add_generation_prompt=True, return_dict=False)], DecodeOptions(max_new_tokens=12),
         )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
@@ -309,9 +309,9 @@ def test_greedy_output_is_the_targets_own(name: str, target: Target) -> None:
     heads = shake(build(name, target))
     options = DecodeOptions(max_new_tokens=32, ignore_end=True, draft="on")
     texts = [[3, 9, 14], [8, 40, 12, 5, 51, 22]]
-    plain = [Engine(target).generate([text], options)[0].tokens for text in texts]
+    plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
     drafter = HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1, 0), (2,)]))
-    rows = Engine(target, drafter).generate(texts, options)
+    rows = DecodeLoop(target, drafter).generate(texts, options)
     assert [row.tokens for row in rows] == plain
     assert [row.drafter_error for row in rows] == [None, None]
     assert all(one.nodes == drafter.max_nodes for row in rows for one in row.rounds), "every round was drafted"

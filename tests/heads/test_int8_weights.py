@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads import int8_weights
@@ -182,9 +182,9 @@ def test_every_family_drafts_alike_and_decodes_the_same_tokens(name: str, target
     assert not torch.equal(drafted[drop_int8], drafted[to_int8]), "the packed weights are used"
     together = torch.stack([drafted[drop_int8].flatten(), drafted[to_int8].flatten()])
     assert torch.corrcoef(together)[0, 1] > 0.99
-    engine = Engine(target, HeadDrafter(heads, TreeShape.chain(heads.draft_steps)))
-    plain = Engine(target).generate([prompt, prompt[:3]], DecodeOptions(24))
-    for row, other in zip(engine.generate([prompt, prompt[:3]], DecodeOptions(24)), plain, strict=True):
+    loop = DecodeLoop(target, HeadDrafter(heads, TreeShape.chain(heads.draft_steps)))
+    plain = DecodeLoop(target).generate([prompt, prompt[:3]], DecodeOptions(24))
+    for row, other in zip(loop.generate([prompt, prompt[:3]], DecodeOptions(24)), plain, strict=True):
         assert row.tokens == other.tokens
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.target.attention import Scores, TreeMask, _reference, causal_attention
@@ -226,9 +226,9 @@ def test_drafted_texts_are_the_plain_loops(kind: str, batch: int) -> None:
     target = Target(tiny_model(kind).bfloat16(), exact="bits")
     options = DecodeOptions(max_new_tokens=24, draft="on", stop_test=lambda row, tokens: len(tokens) > 12 + 4 * row)
     prompts = TEXTS[:batch]
-    plain = Engine(target).generate(prompts, options)
+    plain = DecodeLoop(target).generate(prompts, options)
     drafter = ReplayDrafter([output.tokens for output in plain], target.vocab_size, right=0.6, nodes=12, seed=3)
-    drafted = Engine(target, drafter).generate(prompts, options)
+    drafted = DecodeLoop(target, drafter).generate(prompts, options)
     assert [output.tokens for output in drafted] == [output.tokens for output in plain]
     assert max(output.tokens_per_round for output in drafted) > 1.2
 

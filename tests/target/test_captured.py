@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.decode.costs import Conditions
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.decoder import Decoder
 from headstart.drafters.draft_model import DraftModelDrafter
@@ -267,7 +267,7 @@ def test_the_first_decoding_records_once(recordings: list[bool]) -> None:
     """Outside of inference mode, which decoding is in: the recording serves who is not."""
     target = Target(tiny_model("llama"))
     for _ in range(2):
-        Engine(target).generate([TEXTS[0]], DecodeOptions(4))
+        DecodeLoop(target).generate([TEXTS[0]], DecodeOptions(4))
     assert recordings == [False]
     assert target.eager is None and recordings == [False]
 
@@ -308,7 +308,7 @@ def test_of_two_threads_the_second_waits_for_the_recording(monkeypatch: pytest.M
 
     monkeypatch.setattr(Captured, "__init__", slow)
     with ThreadPoolExecutor(2) as pool:
-        decoded = [pool.submit(Engine(target).generate, [TEXTS[0]], DecodeOptions(8)) for _ in range(2)]
+        decoded = [pool.submit(DecodeLoop(target).generate, [TEXTS[0]], DecodeOptions(8)) for _ in range(2)]
     assert decoded[0].result()[0].tokens == decoded[1].result()[0].tokens
     assert len(begun) == 1 and captured_by(target)
 

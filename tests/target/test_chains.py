@@ -12,7 +12,7 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
@@ -126,7 +126,7 @@ def test_texts_are_those_of_the_model_itself(target: Target) -> None:
     ]
     options = DecodeOptions(max_new_tokens=16, ignore_end=True)
     for drafters in ([], [NgramDrafter()], [LookaheadDrafter()]):
-        rows = Engine(target, *drafters).generate(prompts, options)
+        rows = DecodeLoop(target, *drafters).generate(prompts, options)
         assert [row.tokens for row in rows] == plain
         assert [row.drafter_error for row in rows] == [None] * 3
     assert InProcess(target).continue_rows(prompts, Continuation(16, [0.0] * 3, frozenset(), 0)) == plain
@@ -169,9 +169,9 @@ def test_heads_are_tuned_to_chains(target: Target) -> None:
     found = tune(target, heads, texts, TuneSection(widths=(1, 2), context=8, max_nodes=4, max_rank=3))
     assert found.tree == "static" and not any(any(path) for path in found.paths)
     options = DecodeOptions(max_new_tokens=12, ignore_end=True)
-    plain = Engine(target).generate([TEXTS[0][:4]], options)[0].tokens
+    plain = DecodeLoop(target).generate([TEXTS[0][:4]], options)[0].tokens
     for tree in ("dynamic", "static"):  # also where a tree is asked for
         drafter = HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1,)]), tree)
-        (row,) = Engine(target, drafter).generate([TEXTS[0][:4]], options)
+        (row,) = DecodeLoop(target, drafter).generate([TEXTS[0][:4]], options)
         assert row.tokens == plain and row.drafter_error is None
         assert all(one.nodes <= 3 for one in row.rounds) and any(one.nodes == 3 for one in row.rounds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.target.model import Target
@@ -85,10 +85,10 @@ def test_a_second_call_captures_nothing(device: StandIn, monkeypatch: pytest.Mon
     made = Graph.__init__
     monkeypatch.setattr(Graph, "__init__", lambda self: (made(self), captured.append(self))[0])
     options = DecodeOptions(max_new_tokens=8, ignore_end=True)
-    texts = [Engine(target).generate(TEXTS, options)[0].tokens]
+    texts = [DecodeLoop(target).generate(TEXTS, options)[0].tokens]
     count = len(captured)
     assert count
-    texts.append(Engine(target).generate(TEXTS, options)[0].tokens)
+    texts.append(DecodeLoop(target).generate(TEXTS, options)[0].tokens)
     assert len(captured) == count and texts[0] == texts[1]
     assert target.spare_bytes > 0
 
@@ -111,17 +111,17 @@ def test_memory_that_is_too_small_is_given_up(device: StandIn) -> None:
 
 def test_keys_that_are_not_finite_do_not_outlive_a_text(device: StandIn) -> None:
     target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
-    expected = Engine(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens
+    expected = DecodeLoop(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens
     cache = target.new_cache(3, 60)
     for store in cache._stores:
         store.fill_(float("nan"))
     del cache, store
-    assert Engine(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens == expected
+    assert DecodeLoop(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens == expected
 
 
 def test_what_cannot_be_captured_is_replayed_without_graphs(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", vocab_size=VOCAB)
-    expected = Engine(Target(model)).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens
+    expected = DecodeLoop(Target(model)).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens
 
     def refuse(*_: object) -> None:
         raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
@@ -130,7 +130,7 @@ def test_what_cannot_be_captured_is_replayed_without_graphs(device: StandIn, mon
     target = Target(model.to(CUDA))
     assert target.forwards.startswith("replayed, no CUDA graphs: a forward could not be captured")
     assert target.new_cache(1, 20).memory is None and not target.spare_bytes, "nothing is held for graphs any more"
-    assert Engine(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens == expected
+    assert DecodeLoop(target).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens == expected
 
 
 def test_a_layer_that_does_not_exist_is_refused(target: Target, device: StandIn) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError, out_of_memory
 from headstart.target.loading import PACKAGED, load_target, pick_dtype
@@ -84,7 +84,7 @@ def test_a_target_is_called_by_what_is_known_of_it() -> None:
 
 def test_stop_strings_need_a_tokenizer() -> None:
     with pytest.raises(UserError, match="Stop strings need a tokenizer"):
-        Engine(Target(tiny_model("llama"))).generate([[1, 2]], DecodeOptions(stop=("the",)))
+        DecodeLoop(Target(tiny_model("llama"))).generate([[1, 2]], DecodeOptions(stop=("the",)))
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_what_moves_it(

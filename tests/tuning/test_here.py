@@ -174,9 +174,9 @@ def test_deterministic_decoding_takes_the_stored_costs_in_every_process_and_says
             capsys.readouterr()
         for _ in range(2):
             answers.append(one.generate([5, 6, 7], deterministic=True, **asked).tokens)
-            engine = one.engine(deterministic=True)
-            assert engine.costs == Tuning.from_json(tuned(ELSEWHERE)).costs
-            outputs = engine.generate([[5, 6, 7]], DecodeOptions(deterministic=True, **asked))
+            loop = one.loop(deterministic=True)
+            assert loop.costs == Tuning.from_json(tuned(ELSEWHERE)).costs
+            outputs = loop.generate([[5, 6, 7]], DecodeOptions(deterministic=True, **asked))
             rounds.append([(done.nodes, done.emitted) for done in outputs[0].rounds])
         words = capsys.readouterr().err
         assert words.startswith("These heads were tuned with machine=another machine") and words.count("\n") == 1

@@ -14,7 +14,7 @@ import torch
 
 import headstart.tuning.tune as tune_module
 from headstart.decode.costs import Costs, Measured
-from headstart.decode.loop import Engine, Generation
+from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
@@ -196,7 +196,7 @@ def test_sampling_is_calibrated_on_sampled_answers(target: Target, monkeypatch: 
     monkeypatch.setattr(tune_module, "measure_drafts", watched)
     found = tune(target, heads, texts, TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4))
     prompts = [text.tokens[:6] for text in texts]
-    answers = Engine(target).generate(prompts, DecodeOptions(20, temperature=1.0, seed=0))
+    answers = DecodeLoop(target).generate(prompts, DecodeOptions(20, temperature=1.0, seed=0))
     assert seen == [
         (prompt + answer.tokens, [False] * 6 + [True] * len(answer.tokens))
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -223,25 +223,25 @@ def test_where_sampled_answers_are_too_short_the_given_ones_count_as_well(monkey
     def found() -> list[tuple[list[int], list[bool]]]:
         return [(text.tokens, text.supervised) for text in sampled_answers(target, texts, minimum=5)]
 
-    monkeypatch.setattr(Engine, "generate", lambda self, prompts, options: [Generation([2] * 4) for _ in prompts])
+    monkeypatch.setattr(DecodeLoop, "generate", lambda self, prompts, options: [Generation([2] * 4) for _ in prompts])
     assert found() == given
-    monkeypatch.setattr(Engine, "generate", lambda self, prompts, options: [Generation([2] * 5) for _ in prompts])
+    monkeypatch.setattr(DecodeLoop, "generate", lambda self, prompts, options: [Generation([2] * 5) for _ in prompts])
     few = [(tokens[:6] + [2] * 5, [False] * 6 + [True] * 5) for tokens, _ in given]
     assert found() == [*few, *given], "15 tokens are not enough to learn from"
-    monkeypatch.setattr(Engine, "generate", lambda self, prompts, options: [Generation([2] * 99) for _ in prompts])
+    monkeypatch.setattr(DecodeLoop, "generate", lambda self, prompts, options: [Generation([2] * 99) for _ in prompts])
     assert len(found()) == 3 and found()[0][0] == given[0][0][:6] + [2] * 99
 
 
 def test_answers_are_sampled_as_many_at_a_time_as_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     target, asked = Target(tiny_model("llama", vocab_size=61)), []
 
-    def generate(self: Engine, prompts: list[list[int]], options: DecodeOptions) -> list[Generation]:
+    def generate(self: DecodeLoop, prompts: list[list[int]], options: DecodeOptions) -> list[Generation]:
         asked.append(len(prompts))
         if len(prompts) > room:
             raise UserError("Too many.", "Fewer.")
         return [Generation([options.seed + row] * 20) for row in range(len(prompts))]
 
-    monkeypatch.setattr(Engine, "generate", generate)
+    monkeypatch.setattr(DecodeLoop, "generate", generate)
     room = 24
     at_once = [text.tokens for text in sampled_answers(target, texts_of(40), minimum=5)]
     assert asked == [24] and at_once[20] == texts_of(40)[20].tokens[:6] + [20] * 20, "each its own seed"
@@ -277,7 +277,7 @@ def test_trees_are_grown_by_what_sampling_accepts(found: Tuning, target: Target)
     assert drafter is not None
     drafter.__class__ = Watched
     for temperature in (0.0, 0.5, 1.0, 1.5):
-        Engine(target, drafter).generate([[3, 4, 5]], DecodeOptions(4, temperature=temperature))
+        DecodeLoop(target, drafter).generate([[3, 4, 5]], DecodeOptions(4, temperature=temperature))
     found_at = dict(seen)
     assert found_at[0.0] == (0.8, 0.4, 0.2)
     assert found_at[0.5] == pytest.approx((0.6, 0.3, 0.1))

@@ -22,20 +22,20 @@ still emit, of `max_new_tokens`.
 5. A plan is made when a call starts, when costs were just measured, and when a try is lost; price and reserve stay as
    they are until the next. It drafts at once where the reserve is 0, costs are known and no try is lost. Else plain
    rounds come first, until the account covers reserve and price. Where they would take more than half of what is left,
-   or any while costs are unknown, nothing more is drafted in this call: of a new engine the whole first answer is plain
+   or any while costs are unknown, nothing more is drafted in this call: of a new loop the whole first answer is plain
    where a try costs more than the stake, as after a long prompt. When sampling, a reserve ends drafting as well.
 6. A try is lost when a drafted round leaves the account at the reserve or below, the very first time too. The lost try
    counts before the plan is made: rounds of the first pause add 1/100, those of the next 1/150.
 7. After a loss drafting is on trial, with trees of 4 nodes at most, until the account is above what it held when the
    trial began (then no try counts as lost any more) or the next is lost. What is known of promises is forgotten.
-8. In greedy decoding account, lost tries, mean tokens a round and measured rounds serve later calls of the engine with
+8. In greedy decoding account, lost tries, mean tokens a round and measured rounds serve later calls of the loop with
    a like number of rows (`size_of`). Sampling starts anew with every call.
 
 So drafting can lose the stake, that share of plain rounds, and eight tokens of what it won.
 
 Measuring (greedy "auto"; `learned.py`): a drafted round and the plain ones before it make a pair, which says by how
 much costs are wrong, if it is among the first 4 after them; the draft itself only if it had no more to read than usual,
-which the first one has. A new engine starts with 2 plain rounds. Until 2 pairs of drafts are known, for 4 drafted
+which the first one has. A new loop starts with 2 plain rounds. Until 2 pairs of drafts are known, for 4 drafted
 rounds at most, costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no round enters the
 account; then all of them do, by the corrected costs. After that trees have at most twice the nodes of the largest size
 with 2 pairs. Two plain rounds are due after 100 drafted ones, and after 16 where one of them verified a larger size.

@@ -23,7 +23,7 @@ _SHARE = 0.2
 
 
 class KeptText:
-    """What a target has read of one conversation; `Engine.generate` goes on from there, and adds what it reads.
+    """What a target has read of one conversation; `DecodeLoop.generate` goes on from there, and adds what it reads.
 
     A text that begins otherwise is read from where it differs, or anew where the cache cannot go back.
     """

@@ -103,7 +103,7 @@ def size_of(count: int) -> int:
 
 @dataclass
 class Experience:
-    """What an engine learned in greedy decoding, for batches of a like number of rows.
+    """What a decode loop learned in greedy decoding, for batches of a like number of rows.
 
     Attributes:
         account: tokens that drafting may still lose.

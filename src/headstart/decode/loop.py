@@ -1,7 +1,7 @@
 """The decode loop: propose, verify with one tree forward, accept, commit.
 
-`Engine._decode` is the loop; `generate` checks what was asked and calls it, for as many rows at a time as memory holds.
-Around it stands what greedy decoding needs: what a drafter promises (`Drafter`), which drafts are accepted
+`DecodeLoop._decode` is the loop; `generate` checks what was asked and calls it, for as many rows at a time as memory
+holds. Around it stands what greedy decoding needs: what a drafter promises (`Drafter`), which drafts are accepted
 (`Verifier`), where a text ends (`Generation.extend`). Sampling has its verifier in `verify.py`. Plain decoding is the
 same loop without a drafter, so the two differ in nothing but the drafts.
 
@@ -153,7 +153,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of `Engine.generate`: what was asked, when, and what came of each row so far."""
+    """A call of `DecodeLoop.generate`: what was asked, when, and what came of each row so far."""
 
     prompts: Sequence[Sequence[int]]
     options: DecodeOptions
@@ -164,7 +164,7 @@ class _Call:
     kept_text: KeptText | None
 
 
-class Engine:
+class DecodeLoop:
     """Decodes with a target and its drafters; without any, plainly.
 
     Of several drafters the union of their trees is verified. Tokens that two propose after the same path become one

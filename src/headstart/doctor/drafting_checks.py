@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headstart.data.conversations.records import Conversation
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.doctor.findings import Finding, bad, good
 from headstart.doctor.subject import SPLITS, Absent, Subject
@@ -289,10 +289,10 @@ def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
     """What decoding accepts after these prompts, with a chain as deep as the heads go in every round."""
     target, heads = subject.target, subject.heads
     chain = TreeShape.chain(heads.draft_steps)
-    engine = Engine(target, HeadDrafter(heads, chain, "chain"))
+    loop = DecodeLoop(target, HeadDrafter(heads, chain, "chain"))
     options = DecodeOptions(max_new_tokens=32 if subject.quick else 96, draft="on")
     prompts = [prompt for prompt in prompts if len(prompt) + options.max_new_tokens <= target.max_length]
-    rows = [engine.generate([prompt], options)[0] for prompt in prompts]
+    rows = [loop.generate([prompt], options)[0] for prompt in prompts]
     if error := next((row.drafter_error for row in rows if row.drafter_error), None):
         raise UserError(
             f"The drafter fails in decoding ({error}); decoding then goes on plainly.",

@@ -12,7 +12,7 @@ from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.questions import Question, read_questions
 from headstart.data.states.checksums import damaged
 from headstart.data.states.store import StateStore
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.eval.audit import PROMPTS
@@ -103,7 +103,7 @@ class Subject:
             return [item for item in self.conversations["validation"] if any(item.supervised)][:most]
         except Absent:
             prompts = self.question_prompts or [self._prompt(text) for text in _QUESTIONS[:most]]
-        answers = Engine(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))
+        answers = DecodeLoop(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))
         written = []
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             text, how = Text.of(prompt, answer.tokens), {"temperature": 0.0}

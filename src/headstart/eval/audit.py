@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from headstart.decode.loop import Drafter, Engine, Generation, check
+from headstart.decode.loop import DecodeLoop, Drafter, Generation, check
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import RULES
 from headstart.drafters.heads import HeadDrafter
@@ -188,9 +188,9 @@ def _greedy(
     judge = Judge(target)
 
     def decode(drafting: tuple[Drafter, ...], name: str, batch_size: int) -> list[Generation]:
-        engine = Engine(target, *drafting, costs=source.costs if drafting else None)
+        loop = DecodeLoop(target, *drafting, costs=source.costs if drafting else None)
         advance = partial(bar.advance, title=f"greedy, {name}")
-        return decode_in_batches(engine, prompts, options.max_new_tokens, batch_size, advance)
+        return decode_in_batches(loop, prompts, options.max_new_tokens, batch_size, advance)
 
     alone = [output.tokens for output in decode((), "plain", 1)]
     one_for_all = target.dtype in (torch.float32, torch.float64)
@@ -230,20 +230,20 @@ def _greedy(
 
 
 def decode_in_batches(
-    engine: Engine,
+    loop: DecodeLoop,
     prompts: Prompts,
     max_new_tokens: int,
     batch_size: int,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Generation]:
     """Greedy outputs in the order of `prompts`, drafting in every round. Prompts of like length share a batch, the same
-    one for every engine; `advance` is told how many prompts are done after each."""
+    one for every loop; `advance` is told how many prompts are done after each."""
     options = DecodeOptions(max_new_tokens=max_new_tokens, draft="on")
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     outputs: dict[int, Generation] = {}
     for first in range(0, len(order), batch_size):
         numbers = order[first : first + batch_size]
-        outputs.update(zip(numbers, engine.generate([prompts[number] for number in numbers], options), strict=True))
+        outputs.update(zip(numbers, loop.generate([prompts[number] for number in numbers], options), strict=True))
         advance(len(numbers))
     return [outputs[number] for number in range(len(prompts))]
 
@@ -330,8 +330,8 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
     chosen = sorted(range(len(sharpness)), key=lambda number: (-sharpness[number], number))[: options.texts]
     level = LEVEL / (len(options.verifier) * len(options.temperature) * len(chosen))
     # Without costs every tree is verified whole: in large batches costs would leave little of it.
-    engine = Engine(RememberingTarget(source.target, options.depth - 1), *_drafters(source, "heads"))
-    on_the_cache = Engine(source.target, *engine.drafters)
+    loop = DecodeLoop(RememberingTarget(source.target, options.depth - 1), *_drafters(source, "heads"))
+    on_the_cache = DecodeLoop(source.target, *loop.drafters)
     exactly = source.target.dtype in (torch.float32, torch.float64)
     rows = []
     for number, temperature in product(chosen, options.temperature):
@@ -343,7 +343,7 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
             while len(outputs) < options.samples:
                 prompt_B = [prompts[number]] * min(_ROWS, options.samples - len(outputs))
                 seed = options.seed + len(outputs)
-                outputs += engine.generate(prompt_B, replace(asked, seed=seed, verifier=verifier))
+                outputs += loop.generate(prompt_B, replace(asked, seed=seed, verifier=verifier))
                 bar.advance(len(prompt_B))
             row = _tested(outputs, exact, verifier, level)
             again = _again(on_the_cache, prompts, number, replace(asked, verifier=verifier), outputs) if exactly else {}
@@ -357,12 +357,12 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
 
 
 def _again(
-    engine: Engine, prompts: Prompts, number: int, asked: DecodeOptions, outputs: Sequence[Generation]
+    loop: DecodeLoop, prompts: Prompts, number: int, asked: DecodeOptions, outputs: Sequence[Generation]
 ) -> dict[str, int]:
     """Draw the first samples of a prompt again, every other prompt standing between; how many, and how many differ."""
     count = min(_ROWS, len(outputs))
     batch = [prompts[number if row % 2 == 0 else row // 2 % len(prompts)] for row in range(count)]
-    drawn = engine.generate(batch, asked)
+    drawn = loop.generate(batch, asked)
     same = [drawn[row].tokens == outputs[row].tokens for row in range(0, count, 2)]
     return {"texts": len(same), "differ": same.count(False)}
 

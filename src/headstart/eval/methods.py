@@ -20,7 +20,7 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from headstart.decode.budget import Costs
-from headstart.decode.loop import Drafter, Engine, Round
+from headstart.decode.loop import DecodeLoop, Drafter, Round
 from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.errors import UserError
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK
@@ -114,13 +114,13 @@ class Ours:
         options: DecodeOptions | None = None,
         costs: Costs | None = None,
     ) -> None:
-        self._engine = Engine(target, *drafters, costs=costs if drafters else None)
+        self._loop = DecodeLoop(target, *drafters, costs=costs if drafters else None)
         self._options = options or DecodeOptions()
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
         options = replace(self._options, max_new_tokens=max_new_tokens, seed=seed)
         start = perf_counter()
-        outputs = self._engine.generate(prompts, options)
+        outputs = self._loop.generate(prompts, options)
         seconds = perf_counter() - start
         return Run(
             [output.tokens for output in outputs],

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from headstart.decode.loop import Engine, Generation
+from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.options import DecodeOptions, Draft, TreeKind
 from headstart.errors import UserError
 from headstart.hf_generate.heads_by_model import decoder_for
@@ -122,7 +122,7 @@ class CustomGenerate:
         text = _Text(input_ids, ending, generation_config._pad_token_tensor, streamer)
         generations: dict[int, Generation] = {}
 
-        def decode(engine: Engine, group: list[int]) -> list[Generation]:
+        def decode(loop: DecodeLoop, group: list[int]) -> list[Generation]:
             padding = prompts.padding[group[0]]
             options = DecodeOptions(
                 max_new_tokens=ending.limit - input_ids.shape[1],
@@ -136,12 +136,12 @@ class CustomGenerate:
                 **chain.settings,
             )
             rows = [prompts.rows[row] for row in group]
-            return engine.generate(rows, options, lambda index, tokens, _: text.add(group[index], tokens))
+            return loop.generate(rows, options, lambda index, tokens, _: text.add(group[index], tokens))
 
         with decoder_for(model, self.heads, self.revision) as decoder:
-            engine = decoder.engine(drafter, tree, draft != "off", deterministic)
+            loop = decoder.loop(drafter, tree, draft != "off", deterministic)
             for group in prompts.groups(together=not chain.rest):
-                generations.update(zip(group, decode(engine, group), strict=True))
+                generations.update(zip(group, decode(loop, group), strict=True))
         if error := next((row.drafter_error for row in generations.values() if row.drafter_error), None):
             warnings.warn(f"A drafter failed, and the rest was decoded without it: {error}", stacklevel=2)
         if streamer is not None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from torch import Tensor
 
 from headstart.data.conversations.records import Conversation
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch
@@ -185,7 +185,7 @@ def sampled_answers(
         while start < len(prompts):
             part = prompts[start : start + rows]
             try:
-                answers = Engine(target).generate(part, DecodeOptions(longest, temperature=1.0, seed=start))
+                answers = DecodeLoop(target).generate(part, DecodeOptions(longest, temperature=1.0, seed=start))
             except UserError:  # memory is short
                 if rows == 1:
                     raise
