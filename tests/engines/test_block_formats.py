@@ -18,7 +18,7 @@ from headstart.errors import UserError
 from headstart.heads.exchange.published import LayerSizes, Layout, Published, digest
 from headstart.hub.engines.base import rounded
 from headstart.hub.engines.export import FORMATS, check_export, check_heads
-from headstart.hub.engines.serving import drafts_to_try, serve_commands
+from headstart.hub.engines.known_engines import drafts_to_try, serve_commands
 from headstart.hub.target_facts import TargetFacts
 from headstart.target.model import Target
 from tests.engines import block_readers as readers

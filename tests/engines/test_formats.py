@@ -14,8 +14,8 @@ from headstart.heads.base import DraftHead
 from headstart.heads.exchange.published import Layout
 from headstart.hub.engines.base import EAGLE3
 from headstart.hub.engines.export import FORMATS, check_export, export_for
-from headstart.hub.engines.reader import Reader
-from headstart.hub.engines.readers import READERS
+from headstart.hub.engines.known_engines import KNOWN_ENGINES
+from headstart.hub.engines.traits import EngineTraits
 from headstart.servers import names
 from headstart.servers.engines import ENGINES
 from headstart.target.model import Target
@@ -87,16 +87,16 @@ def test_readers_draft_with_our_logits(case: str, form: str, made: Made, target:
 
 def test_help_and_recipes_know_every_name() -> None:
     assert names.FORMATS.split(", ") == list(FORMATS)
-    assert names.READERS.split(", ") == list(READERS)
+    assert names.KNOWN_ENGINES.split(", ") == list(KNOWN_ENGINES)
     assert names.ENGINES.split(", ") == list(ENGINES)
-    assert {engine for format in FORMATS.values() for engine in format.readers} == set(READERS)
+    assert {engine for format in FORMATS.values() for engine in format.readers} == set(KNOWN_ENGINES)
     for engine in ENGINES.values():
         assert engine.name in FORMATS[engine.format].engines
 
 
 def test_an_engine_is_one_reader(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it gets wrong, what is to be said and how it is started come from there; `also` says what it reads."""
-    new = Reader(
+    new = EngineTraits(
         "new",
         {Layout.EAGLE3: (EAGLE3,)},
         faults={
@@ -105,7 +105,7 @@ def test_an_engine_is_one_reader(made: Made, tmp_path: Path, monkeypatch: pytest
         command=lambda folder, published, facts, drafts: ["serve", folder, str(drafts)],
         remarks=lambda published: ["It is new."],
     )
-    monkeypatch.setitem(READERS, "new", new)
+    monkeypatch.setitem(KNOWN_ENGINES, "new", new)
     monkeypatch.setattr(FORMATS["vllm"], "also", ("new",), raising=False)
     done = export_for(made("eagle3")[1], tmp_path / "out", "vllm", dtype="float32")
     assert "It is new." in done.remarks and done.commands["new"] == f"serve {tmp_path / 'out'} '{{1: 3}}'"

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from headstart.cli.options import HEADS, Loading, TargetOption, TrustOption, listed, names, with_options
 from headstart.errors import UserError
-from headstart.servers.names import FORMATS, READERS
+from headstart.servers.names import FORMATS, KNOWN_ENGINES
 from headstart.support.terminal import program, say, tell
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def export(
     check: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Check a folder (or GGUF file) of heads, no matter who wrote it.")
     ] = None,
-    engine: Annotated[list[str] | None, names(f"With --check: {READERS}.")] = None,
+    engine: Annotated[list[str] | None, names(f"With --check: {KNOWN_ENGINES}.")] = None,
     against: Annotated[
         Path | None, typer.Option(metavar="HEADS", help="With --check: headstart heads that the folder should equal.")
     ] = None,

@@ -19,7 +19,7 @@ from headstart.hub.card import add_engine_figures
 from headstart.hub.engine_tuning import DRAFTS, Asked, EngineTuning, tune_engine, write_engine_tuning
 from headstart.hub.engines.export import Exported, export_for
 from headstart.hub.engines.importing import GUESSED
-from headstart.hub.engines.serving import drafts_to_try
+from headstart.hub.engines.known_engines import drafts_to_try
 from headstart.hub.format import CALIBRATION, refuse_other_files
 from headstart.pipeline.actions import validation_file
 from headstart.servers.engines import ENGINES, ServingEngine

@@ -4,5 +4,5 @@ from typing import Literal, get_args
 
 FormatName = Literal["vllm", "sglang", "speculators", "gguf"]  # headstart.hub.engines.export.FORMATS
 FORMATS = ", ".join(get_args(FormatName))
-READERS = "vllm, sglang, speculators, llama.cpp"  # headstart.hub.engines.readers.READERS
+KNOWN_ENGINES = "vllm, sglang, speculators, llama.cpp"  # headstart.hub.engines.known_engines.KNOWN_ENGINES
 ENGINES = "vllm, llama.cpp"  # headstart.servers.engines.ENGINES

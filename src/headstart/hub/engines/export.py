@@ -18,8 +18,7 @@ from headstart.hub.engines.base import Finding, Format, infinite, rounded
 from headstart.hub.engines.facts import facts_of_heads
 from headstart.hub.engines.folders import FolderFormat, Sglang, Speculators, Vllm
 from headstart.hub.engines.gguf import Gguf
-from headstart.hub.engines.readers import READERS
-from headstart.hub.engines.serving import serve_commands
+from headstart.hub.engines.known_engines import KNOWN_ENGINES, serve_commands
 from headstart.hub.format import check_folder, read_config
 from headstart.hub.pull import has_heads
 from headstart.hub.target_facts import TargetFacts
@@ -127,7 +126,10 @@ def _served(formats: Sequence[Format], published: Published, facts: TargetFacts)
                 raise UserError(*limit)
             else:
                 remarks.append(f"Not for {engine}: {limit[0]}")
-    return list(engines), [*remarks, *(remark for engine in engines for remark in READERS[engine].remarks(published))]
+    return list(engines), [
+        *remarks,
+        *(remark for engine in engines for remark in KNOWN_ENGINES[engine].remarks(published)),
+    ]
 
 
 def _untuned(folder: Path, measured: Mapping[str, EngineTuning]) -> Iterator[str]:
@@ -270,7 +272,7 @@ def check_export(
 def export_remarks(folder: Path, engines: Sequence[str] = ()) -> list[str]:
     """What the user should know of a folder without faults; see `check_export` for the arguments."""
     readers = readers_of(folder, engines).items()
-    return [remark for engine, format in readers for remark in READERS[engine].remarks(format.read(folder))]
+    return [remark for engine, format in readers for remark in KNOWN_ENGINES[engine].remarks(format.read(folder))]
 
 
 def _differences(format: Format, folder: Path, ours: Published) -> list[Finding]:

@@ -29,9 +29,9 @@ from headstart.hub.engines.base import (
     rounded,
 )
 from headstart.hub.engines.checkpoint import CONFIG, Checkpoint, checkpoint_of, offsets, open_checkpoint
-from headstart.hub.engines.reading import SPECULATORS, read_published
-from headstart.hub.engines.rules import checkpoint_faults
-from headstart.hub.engines.serving import usual_drafts
+from headstart.hub.engines.faults import checkpoint_faults
+from headstart.hub.engines.known_engines import usual_drafts
+from headstart.hub.engines.parsing import SPECULATORS, read_published
 from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.support.files import write_json, write_tensors
 

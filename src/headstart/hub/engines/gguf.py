@@ -7,6 +7,7 @@ from pathlib import Path
 from headstart.errors import UserError
 from headstart.heads.exchange.published import BLOCKS, Published
 from headstart.hub.engines.base import AGAIN, HEADS_GGUF, Faults, Format, Written
+from headstart.hub.engines.faults import engine_limits, unchanged
 from headstart.hub.engines.gguf_file import (
     ARCHITECTURES,
     BLOCK,
@@ -18,9 +19,8 @@ from headstart.hub.engines.gguf_file import (
     wrong_tensors,
 )
 from headstart.hub.engines.gguf_writing import write_gguf
-from headstart.hub.engines.readers import LLAMA_CPP
-from headstart.hub.engines.reading import are_tokens
-from headstart.hub.engines.rules import engine_limits, unchanged
+from headstart.hub.engines.known_engines import LLAMA_CPP
+from headstart.hub.engines.parsing import are_tokens
 from headstart.hub.target_facts import TargetFacts, kind_of
 
 HOOKS = frozenset(

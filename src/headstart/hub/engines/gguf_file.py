@@ -32,8 +32,8 @@ from headstart.heads.exchange.published import (
     Published,
 )
 from headstart.hub.engines.base import AGAIN, NOTE, Faults, Written
-from headstart.hub.engines.reader import tensor_faults
-from headstart.hub.engines.readers import LLAMA_CPP
+from headstart.hub.engines.known_engines import LLAMA_CPP
+from headstart.hub.engines.traits import tensor_faults
 
 EAGLE3, BLOCK = "eagle3", "dflash"
 ARCHITECTURES = {Layout.EAGLE3: EAGLE3, **dict.fromkeys(BLOCKS, BLOCK)}

@@ -1,4 +1,4 @@
-"""What is particular to an engine that reads heads: one `Reader` each, see `readers.py`."""
+"""What is particular to an engine that reads heads: one `EngineTraits` each, see `known_engines.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headstart.hub.target_facts import TargetFacts
 
 
 @dataclass(frozen=True)
-class Reader:
+class EngineTraits:
     """What an engine makes of heads.
 
     Attributes:
@@ -61,22 +61,22 @@ class Reader:
     remarks: Callable[[Published], list[str]] = lambda _: []
 
 
-OURS = Reader("headstart", when_missing="needs it")
+OURS = EngineTraits("headstart", when_missing="needs it")
 
 
 def tensor_faults(
     wanted: Mapping[str, tuple[int, ...]],
     beside: Mapping[str, tuple[int, ...]],
     shapes: Mapping[str, tuple[int, ...]],
-    reader: Reader,
+    traits: EngineTraits,
 ) -> Faults:
     """What is wrong with tensors of these shapes: an engine needs those `wanted`, others may lie `beside` them."""
     for name in wanted:
         if name not in shapes:
-            yield f"The tensor {name} is missing, and {reader.name} {reader.when_missing}.", AGAIN
+            yield f"The tensor {name} is missing, and {traits.name} {traits.when_missing}.", AGAIN
     expected = {**beside, **wanted}
     for name, shape in sorted(shapes.items()):
         if name not in expected:
-            yield f"{reader.name} has no tensor {name} in such heads, and {reader.when_unknown}.", AGAIN
+            yield f"{traits.name} has no tensor {name} in such heads, and {traits.when_unknown}.", AGAIN
         elif shape != expected[name]:
             yield f"The tensor {name} is {list(shape)}, and its config asks for {list(expected[name])}.", AGAIN

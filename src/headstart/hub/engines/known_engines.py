@@ -1,19 +1,20 @@
-"""vLLM, SGLang, speculators and llama.cpp: all that is particular to each of them, in one `Reader`.
+"""vLLM, SGLang, speculators and llama.cpp: all that is particular to each of them, in one `EngineTraits`.
 
-Read in vLLM 0.32, SGLang of mid-2026 and speculators 0.9. What holds for every engine stands in `rules.py`.
+Read in vLLM 0.32, SGLang of mid-2026 and speculators 0.9. What holds for every engine stands in `faults.py`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, Layout, Published
 from headstart.hub.engines.base import AGAIN, DFLASH, DSPARK, EAGLE3, EAGLE3_NORMED, HEADS_GGUF, SGLANG_EAGLE, Faults
 from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
-from headstart.hub.engines.reader import Reader
-from headstart.hub.engines.reading import for_sglang
+from headstart.hub.engines.parsing import for_sglang
+from headstart.hub.engines.traits import EngineTraits
 from headstart.hub.target_facts import TargetFacts
 
 # -- vLLM --------------------------------------------------------------------------------------------------------------
@@ -143,7 +144,7 @@ def _vllm_remarks(published: Published) -> list[str]:
     return [*remarks, _UNEQUAL_NORMS] if any(not other.equal(first) for other in others) else remarks
 
 
-_VLLM = Reader(
+_VLLM = EngineTraits(
     "vllm",
     {
         Layout.EAGLE3: (EAGLE3, "Eagle3LlamaForCausalLM", "LlamaForCausalLM", EAGLE3_NORMED),
@@ -188,7 +189,7 @@ def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: Mappi
     return [*words, "--speculative-num-draft-tokens", str(count + 1)]  # the root is one of them
 
 
-_SGLANG = Reader(
+_SGLANG = EngineTraits(
     "sglang",
     {Layout.EAGLE3: (EAGLE3,), Layout.EAGLE: (SGLANG_EAGLE,), Layout.DFLASH: (DFLASH,)},
     when_unknown="ignores it",
@@ -207,7 +208,7 @@ def _eagle3_in_speculators(checkpoint: Checkpoint, settings: Published) -> Fault
         yield "The classes of speculators fill embeddings that a file lacks with zeros.", AGAIN
 
 
-_SPECULATORS = Reader(
+_SPECULATORS = EngineTraits(
     "speculators",
     when_missing="only warns",
     when_unknown="ignores it",
@@ -228,7 +229,7 @@ def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: Ma
     return [*words, "--spec-type", f"draft-{published.layout}", "--spec-draft-n-max", str(max(drafts.values()))]
 
 
-LLAMA_CPP = Reader(
+LLAMA_CPP = EngineTraits(
     "llama.cpp",
     when_missing="stops without it",
     rotary=("default", "linear", "llama3"),
@@ -246,4 +247,39 @@ def _trust(facts: TargetFacts) -> list[str]:
     return ["--trust-remote-code"] if facts.trust_remote_code else []
 
 
-READERS = {reader.name: reader for reader in (_VLLM, _SGLANG, _SPECULATORS, LLAMA_CPP)}
+KNOWN_ENGINES = {engine.name: engine for engine in (_VLLM, _SGLANG, _SPECULATORS, LLAMA_CPP)}
+
+# -- how they are started, and how many drafts they are asked for ------------------------------------------------------
+
+_WHOLE = {*BLOCKS, Layout.MEDUSA}
+"""Arrangements that are asked for every token they were trained to draft: one pass drafts all of them."""
+
+
+def serve_commands(
+    engines: Iterable[str],
+    folder: Path | str,
+    published: Published,
+    facts: TargetFacts,
+    drafts: Mapping[str, Mapping[int, int]],
+) -> dict[str, list[str]]:
+    """The words of the command that serves target and heads, for each engine that is a server.
+
+    `drafts` are tokens of the chain by engine and by requests at a time, where they were measured.
+    """
+    makers = {engine: KNOWN_ENGINES[engine].command for engine in engines}
+    return {
+        engine: make(str(folder), published, facts, drafts.get(engine, {1: usual_drafts(published)}))
+        for engine, make in makers.items()
+        if make is not None
+    }
+
+
+def usual_drafts(published: Published) -> int:
+    """Tokens of the chain that an engine drafts where nobody has measured: a few, later ones are seldom accepted."""
+    return published.steps if published.layout in _WHOLE else min(3, published.steps)
+
+
+def drafts_to_try(published: Published, usual: Sequence[int]) -> list[int]:
+    """Numbers of drafts to measure in an engine: the usual ones as far as the heads reach, and a block as a whole."""
+    whole = {published.steps} if published.layout in BLOCKS else set()
+    return sorted({count for count in usual if count <= published.steps} | whole)

@@ -14,7 +14,7 @@ from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, Laye
 from headstart.hub.engines.base import DFLASH, DSPARK
 from headstart.hub.engines.block_settings import block_setting, samples_from_anchor, sights
 from headstart.hub.engines.checkpoint import ANOTHER, AUX_IDS, CONFIG, FETCH, Checkpoint, absolute_ids, small, whole
-from headstart.hub.engines.reader import OURS, tensor_faults
+from headstart.hub.engines.traits import OURS, tensor_faults
 from headstart.hub.target_facts import TargetFacts
 
 SPECULATORS = {Layout.DFLASH: "DFlashSpeculator", Layout.DSPARK: "DSparkSpeculator"}

@@ -1,11 +1,11 @@
 """What engines make of heads and their folders: which keys and tensors they read, ignore, or fill with noise.
 
-What one of them alone gets wrong stands in its `Reader` (`readers.py`). vLLM stops at unknown tensors and leaves
-missing ones random without a word; SGLang passes over both. Of block drafters vLLM reads neither `block_size` nor the
-order of the layer ids: blocks are as long as it is asked to draft, and the layers' outputs come in the order of the
-layers.
+What one of them alone gets wrong stands in its `EngineTraits` (`known_engines.py`). vLLM stops at unknown tensors and
+leaves missing ones random without a word; SGLang passes over both. Of block drafters vLLM reads neither `block_size`
+nor the order of the layer ids: blocks are as long as it is asked to draft, and the layers' outputs come in the order of
+the layers.
 
-What headstart itself cannot read is refused by `headstart.hub.engines.reading`, and found here too.
+What headstart itself cannot read is refused by `headstart.hub.engines.parsing`, and found here too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from headstart.heads.exchange.published import BLOCKS, LM_HEAD, Layout, Publishe
 from headstart.hub.engines.base import AGAIN, Faults, Written
 from headstart.hub.engines.block_settings import block_setting, samples_from_anchor
 from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
-from headstart.hub.engines.reader import Reader, tensor_faults
-from headstart.hub.engines.readers import READERS
-from headstart.hub.engines.reading import (
+from headstart.hub.engines.known_engines import KNOWN_ENGINES
+from headstart.hub.engines.parsing import (
     draft_ids,
     for_sglang,
     kind_of_map,
@@ -30,6 +29,7 @@ from headstart.hub.engines.reading import (
     settings_of,
     tensors_beside,
 )
+from headstart.hub.engines.traits import EngineTraits, tensor_faults
 from headstart.hub.target_facts import TargetFacts
 
 _NO_MAPS = "Leave out d2t and t2d."
@@ -44,17 +44,19 @@ _IN_WORDS = {
 # -- what engines cannot do, whatever the file -------------------------------------------------------------------------
 
 
-def engine_limits(settings: Published, reader: Reader, facts: TargetFacts | None, written: Written | None) -> Faults:
+def engine_limits(
+    settings: Published, traits: EngineTraits, facts: TargetFacts | None, written: Written | None
+) -> Faults:
     """What an engine cannot do with heads of these settings; the target's depth is from `facts`, or was written."""
-    engine, layer, aux_layers = reader.name, settings.layer, list(settings.aux_layers)
+    engine, layer, aux_layers = traits.name, settings.layer, list(settings.aux_layers)
     if layer is not None:
-        if layer.hidden_act != "silu" and reader.only_silu:
+        if layer.hidden_act != "silu" and traits.only_silu:
             remedy = "Train with heads.hidden_act=silu."
             yield f"{engine} computes silu alone, and the MLP uses {layer.hidden_act}.", remedy
         kind = layer.rope_parameters.get("rope_type", "default")
-        if kind not in reader.rotary:
+        if kind not in traits.rotary:
             yield f"{engine} is not known to turn heads by {kind} positions.", AGAIN
-        if reader.divides_heads and settings.layout not in BLOCKS and settings.hidden_size % layer.num_attention_heads:
+        if traits.divides_heads and settings.layout not in BLOCKS and settings.hidden_size % layer.num_attention_heads:
             yield (
                 f"The hidden size {settings.hidden_size} is no multiple of the {layer.num_attention_heads} attention "
                 f"heads, and {engine} stops at such a config.",
@@ -63,7 +65,7 @@ def engine_limits(settings: Published, reader: Reader, facts: TargetFacts | None
     if facts is not None and settings.vocab_size != facts.vocab_size:
         yield f"The heads are for {settings.vocab_size} tokens, and {facts.name} has {facts.vocab_size}.", AGAIN
     layers = facts.num_layers if facts is not None else int((written.target if written else {}).get("num_layers", 0))
-    deepest = layers - (settings.layout in reader.misses_last_layer)
+    deepest = layers - (settings.layout in traits.misses_last_layer)
     if layers and aux_layers and not 1 <= min(aux_layers) <= max(aux_layers) <= deepest:
         yield (
             f"{engine} cannot read the layers {aux_layers} of a target with {layers}: {deepest} is the deepest.",
@@ -76,29 +78,29 @@ def engine_limits(settings: Published, reader: Reader, facts: TargetFacts | None
                 "Train with rising heads.aux_layers.",
             )
         causal = settings.causal_layers
-        if len(set(causal)) > 1 and not reader.mixes_causal:
+        if len(set(causal)) > 1 and not traits.mixes_causal:
             yield (
                 f"{engine} lets slots of a block see later ones in all layers or in none, and these do in some.",
                 "Serve them with another engine (--format), or train with heads.causal=false.",
             )
-        if settings.causal and not settings.sliding_window and not reader.causal_full:
+        if settings.causal and not settings.sliding_window and not traits.causal_full:
             yield (
                 f"In {engine} slots of layers without a sliding window see later ones, and in these heads they do not.",
                 "Export with --format vllm, or train with heads.causal=false.",
             )
-        if settings.layout is Layout.DSPARK and not settings.markov_rank and reader.needs_markov:
+        if settings.layout is Layout.DSPARK and not settings.markov_rank and traits.needs_markov:
             yield (
                 f"{engine} knows DSpark heads by their Markov head, and these have none (heads.markov_rank=0).",
                 "Train dflash heads, or with a heads.markov_rank.",
             )
     if settings.layout is Layout.EAGLE3:
-        for name in reader.passes_over:
+        for name in traits.passes_over:
             if getattr(settings, name):
                 known = _IN_WORDS.get(name, name)
                 yield f"{engine} does not know {known}, and would draft with other numbers than were trained.", _WITHOUT
-        if settings.num_layers != 1 and reader.passes_over:
+        if settings.num_layers != 1 and traits.passes_over:
             yield f"{engine} runs one layer of such heads, and these have {settings.num_layers}.", _WITHOUT
-        if len(aux_layers) != 3 and reader.passes_over:
+        if len(aux_layers) != 3 and traits.passes_over:
             yield f"{engine} fuses 3 layers of the target, not {len(aux_layers)}.", _WITHOUT
 
 
@@ -128,24 +130,24 @@ def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | 
         yield f"{checkpoint.folder} holds no draft heads.", "Give the folder of draft heads."
         return
     sound = True
-    for fault in _faults(checkpoint, layout, READERS[engine], facts):
+    for fault in _faults(checkpoint, layout, KNOWN_ENGINES[engine], facts):
         sound = False
         yield fault
     if sound and (written := checkpoint.written) is not None:
         yield from unchanged(read_published(checkpoint), written, facts)
 
 
-def _faults(checkpoint: Checkpoint, layout: Layout, reader: Reader, facts: TargetFacts | None) -> Faults:
-    yield from _architecture(checkpoint, layout, reader)
+def _faults(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits, facts: TargetFacts | None) -> Faults:
+    yield from _architecture(checkpoint, layout, traits)
     settings = settings_of(checkpoint, layout, facts)
-    yield from engine_limits(settings, reader, facts, checkpoint.written)
+    yield from engine_limits(settings, traits, facts, checkpoint.written)
     if settings.layer is not None:
         yield from _rotary(checkpoint.settings)
     if layout is Layout.EAGLE3:
         yield from _layer_ids(checkpoint)
         yield from _vocabulary_map(checkpoint, settings)
-    if layout in reader.faults:
-        yield from reader.faults[layout](checkpoint, settings)
+    if layout in traits.faults:
+        yield from traits.faults[layout](checkpoint, settings)
     settings = replace(settings, draft_ids_D=draft_ids(checkpoint, settings.vocab_size))
     wanted, shapes = settings.expected(), checkpoint.shapes
     beside = tensors_beside(settings, shapes)
@@ -154,21 +156,21 @@ def _faults(checkpoint: Checkpoint, layout: Layout, reader: Reader, facts: Targe
             beside |= {"t2d": (settings.vocab_size,), "d2t": (settings.draft_width,)}
             if checkpoint.settings.get("attention_bias"):
                 beside |= {name: shape for name, shape in shapes.items() if name.endswith("_proj.bias")}
-            if LM_HEAD not in shapes and settings.draft_ids_D is None and reader.lends_lm_head:
+            if LM_HEAD not in shapes and settings.draft_ids_D is None and traits.lends_lm_head:
                 wanted.pop(LM_HEAD)
         case Layout.EAGLE:
             bias = beside.pop("fc.bias")
-            if reader.adds_bias:
+            if traits.adds_bias:
                 wanted["fc.bias"] = bias
         case Layout.MEDUSA:
             beside["token_map"] = (settings.draft_width,)
         case _:
-            yield from _block(checkpoint, settings, reader.name)
+            yield from _block(checkpoint, settings, traits.name)
             for name in ("d2t", "t2d"):
                 shapes.pop(name, None)
-            if reader.holds_verifier:
+            if traits.holds_verifier:
                 beside |= {"verifier_lm_head.weight": beside[LM_HEAD], "verifier_norm.weight": (settings.hidden_size,)}
-    yield from tensor_faults(wanted, beside, shapes, reader)
+    yield from tensor_faults(wanted, beside, shapes, traits)
 
 
 def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
@@ -195,21 +197,21 @@ def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
             yield f"There is a {name}, and the whole vocabulary is drafted: {stops} stops at it.", _NO_MAPS
 
 
-def _architecture(checkpoint: Checkpoint, layout: Layout, reader: Reader) -> Faults:
-    engine, model_type = reader.name, checkpoint.config.get("model_type")
+def _architecture(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits) -> Faults:
+    engine, model_type = traits.name, checkpoint.config.get("model_type")
     if layout is Layout.MEDUSA:
-        if not reader.has_medusa:
+        if not traits.has_medusa:
             yield (
                 f"{engine} has no Medusa heads.",
                 "Serve them with vLLM up to 0.32 (--format vllm), or with headstart.",
             )
         return
-    if checkpoint.is_speculators and reader.reads_speculators:
+    if checkpoint.is_speculators and traits.reads_speculators:
         return
-    if not reader.reads_others:
+    if not traits.reads_others:
         yield f"{CONFIG} has no speculators_model_type.", "Export with --format speculators."
         return
-    known = reader.architectures.get(layout)
+    known = traits.architectures.get(layout)
     if known is None:
         yield (
             f"headstart knows of no {engine} that serves {layout} heads as it writes them.",
