@@ -20,8 +20,7 @@ from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import StateStore
-from headstart.data.states.vllm_files import Import, engine_layers, final_norm, serve_command
-from headstart.data.states.vllm_servers import take_from_servers
+from headstart.data.states.vllm_files import Import, engine_layers, final_norm, serve_command, take_from_servers
 from headstart.errors import UserError
 from headstart.servers import client
 from headstart.target.fitting import FINAL

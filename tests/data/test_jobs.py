@@ -18,9 +18,8 @@ from safetensors import safe_open
 
 from headstart.data.conversations.answers import Answers
 from headstart.data.conversations.building import Splits, build_conversations
-from headstart.data.conversations.jobs import JOB, JOBS, Board, Job, Taker, help_others, share
+from headstart.data.conversations.jobs import JOB, JOBS, Board, Job, Taker, Workers, help_others, share
 from headstart.data.conversations.part_writer import PART, PartWriter, help_writing
-from headstart.data.conversations.workers import Workers
 from headstart.data.states import shards
 from headstart.data.states.shards import Capture, Work, build_store, compute_shard
 from headstart.recipes.sections import DataSection

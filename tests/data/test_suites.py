@@ -11,8 +11,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from headstart.data.prompts.questions import Question
-from headstart.data.prompts.suites import SUITES, find_questions
+from headstart.data.prompts.questions import SUITES, Question, find_questions
 from headstart.errors import UserError
 from headstart.target.model import Target
 from tests.hub.helpers import export

@@ -15,7 +15,7 @@ from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.states.shards import Capture
-from headstart.data.writing.kept import TurnCaches
+from headstart.data.writing.writer import TurnCaches
 from headstart.recipes.sections import DataSection
 from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL
@@ -105,7 +105,7 @@ def test_what_memory_does_not_hold_is_read_again(
     kept = answers(tiny_target)
     once = sum(read)
     read.clear()
-    monkeypatch.setattr("headstart.data.writing.kept._TURN_SHARE", 0.0)
+    monkeypatch.setattr("headstart.data.writing.writer._TURN_SHARE", 0.0)
     assert [item.tokens for item in answers(tiny_target)] == [item.tokens for item in kept]
     assert sum(read) > once + 100
     read.clear()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.workers import Stopped, Workers
+from headstart.data.conversations.jobs import Stopped, Workers
 from headstart.data.writing.in_process import InProcess
 from headstart.recipes.sections import DataSection
 from headstart.target.model import Target
@@ -55,7 +55,7 @@ def test_two_workers_write_what_one_writes(
     assert len(both.train) == 10
     assert {"worker_0", "worker_1"} <= set(writers)
     writers.clear()
-    monkeypatch.setattr("headstart.data.conversations.workers._MAX", 1)
+    monkeypatch.setattr("headstart.data.conversations.jobs._MAX", 1)
     torch.set_num_threads(1)
     assert build_conversations(tiny_target, section, tmp_path / "one") == both
     assert set(writers) == {"worker_0"}

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
-from headstart.data.states.checksums import KEY, checksums
+from headstart.data.states.shard_format import KEY, checksums
 from headstart.data.states.shards import build_store
 from headstart.data.states.store import MANIFEST, StateStore
 from headstart.doctor.examination import examine

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import headstart
-from headstart.data.prompts.suites import find_questions
+from headstart.data.prompts.questions import find_questions
 from headstart.errors import UserError
 from headstart.hub.engines.importing import import_heads
 from headstart.hub.pull import fetch

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import headstart
-from headstart.data.prompts.questions import Question
-from headstart.data.prompts.suites import SUITES
+from headstart.data.prompts.questions import SUITES, Question
 from headstart.hub.format import export_heads
 from headstart.hub.push import push
 from headstart.target.model import Target

@@ -57,7 +57,7 @@ def evaluate(
 
     Example: headstart eval runs/quickstart --suite mt-bench --out report
     """
-    from headstart.data.prompts.suites import find_questions
+    from headstart.data.prompts.questions import find_questions
 
     _check_out(out, REPORT_FILES, overwrite)
     asked, of_suite = find_questions(questions, options.limit)

@@ -13,8 +13,8 @@ import torch
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.chat import added_tokens, prompt_tokens, render, with_tools
-from headstart.data.states.codes import AUTO
 from headstart.data.states.identify import called, every_layer, identify
+from headstart.data.states.shard_format import AUTO
 from headstart.decode.kept_text import common_beginning
 from headstart.doctor.findings import Finding, bad, good, unknown
 from headstart.doctor.subject import SPLITS, Absent, Subject, spread

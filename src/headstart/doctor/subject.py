@@ -10,7 +10,7 @@ from pathlib import Path
 from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.questions import Question, read_questions
-from headstart.data.states.checksums import damaged
+from headstart.data.states.shard_format import damaged
 from headstart.data.states.store import StateStore
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions

@@ -16,7 +16,7 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from headstart.data.conversations.workers import Workers
+from headstart.data.conversations.jobs import Workers
 from headstart.data.prompts.chat import check_prompts
 from headstart.decode.costs import core_count
 from headstart.errors import UserError

@@ -14,9 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headstart.data.conversations.jobs import JOBS, Board, Taker, help_others
+from headstart.data.conversations.jobs import JOBS, Board, Taker, Workers, help_others
 from headstart.data.conversations.part_writer import PART, help_writing
-from headstart.data.conversations.workers import Workers
 from headstart.data.states.shards import Capture, compute_shard
 from headstart.data.writing.in_process import InProcess
 from headstart.errors import UserError

@@ -7,9 +7,8 @@ from pathlib import Path
 import torch
 
 from headstart.data.states.shards import StateKind
-from headstart.data.states.vllm_files import Import
+from headstart.data.states.vllm_files import Import, take_from_servers
 from headstart.data.states.vllm_files import serve_command as of_target
-from headstart.data.states.vllm_servers import take_from_servers
 from headstart.errors import UserError
 from headstart.pipeline.data_stages import aux_layers, conversations, states_artifact
 from headstart.pipeline.run import Run

@@ -13,8 +13,7 @@ from headstart.data.prompts.chat import Message, Unfit, added_tokens, prompt_tok
 from headstart.data.prompts.loading import REFUSED, LeftOut
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
-from headstart.data.writing.kept import RowStates, TurnCaches
-from headstart.data.writing.writer import CANDIDATES, Continuation, Writer
+from headstart.data.writing.writer import CANDIDATES, Continuation, RowStates, TurnCaches, Writer
 from headstart.recipes.sections import DataSection
 from headstart.target.model import Target
 

@@ -21,8 +21,7 @@ from rich.console import Console
 from headstart.data.conversations.answers import KeepsStates
 from headstart.data.conversations.jobs import JOBS, Board, share
 from headstart.data.conversations.part_writer import SPLITS, PartWriter
-from headstart.data.conversations.parts import CLOCKS, Part, TimeBudget
-from headstart.data.conversations.planning import GivenPrompts, PartPlan, answered_until
+from headstart.data.conversations.parts import CLOCKS, GivenPrompts, Part, PartPlan, TimeBudget, answered_until
 from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.overlap import normalise

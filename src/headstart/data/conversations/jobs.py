@@ -8,6 +8,9 @@ them, so that they outlive whoever made them, and the planner too.
     00007-train-1f0c.../   job.json     what to do
                            lock         held by whoever does it
                            result.json  what came of it
+
+On a CPU two workers with half of the threads each write 1.3 times as many tokens as one with all: steps of generation
+are many small operations, few of which fill several threads.
 """
 
 from __future__ import annotations
@@ -15,19 +18,60 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from headstart.data.conversations.workers import Workers
+import torch
+
+from headstart.servers.client import Stopped
 from headstart.support.files import read_json, write_json
 from headstart.support.lock import Busy, locked
+
+R = TypeVar("R")
+
+_MAX = 2
+"""Each worker has a KV cache and a batch of its own."""
+
+
+class Workers:
+    """A few threads that work on jobs of a CPU, each with its share of torch's threads; on a GPU there is one.
+
+    Use as a context: leaving it stops the jobs under way, as soon as they call `check`. There will be so many `jobs` at
+    most; `count` of them run at once, so many as `side_by_side` says where that does not depend on the device.
+    """
+
+    def __init__(self, device: torch.device, jobs: int, side_by_side: int | None = None) -> None:
+        self._threads = torch.get_num_threads()
+        by_device = min(_MAX, self._threads) if device.type == "cpu" else 1
+        self.count = max(1, min(jobs, side_by_side or by_device))
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Workers:
+        torch.set_num_threads(max(1, self._threads // self.count))
+        self._pool = ThreadPoolExecutor(self.count, "worker")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(self._threads)
+
+    def begin(self, job: Callable[[], R]) -> Future[R]:
+        return self._pool.submit(job)
+
+    def check(self) -> None:
+        """For jobs to call now and then: raises `Stopped` once nobody waits for them any more."""
+        if self._stop.is_set():
+            raise Stopped
+
 
 JOBS = "jobs"
 """Folder of jobs, beside what they make."""

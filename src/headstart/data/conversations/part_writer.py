@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from headstart.data.conversations.answers import Answers, KeepsStates
-from headstart.data.conversations.workers import Workers
+from headstart.data.conversations.jobs import Workers
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.loading import LeftOut, deduplicate
 from headstart.data.prompts.overlap import Excluded

@@ -1,11 +1,20 @@
-"""Question files: what a report is measured on."""
+"""Questions that a report is measured on: from files, or question sets that papers report on, by name.
+
+These are files of datasets on the Hub, downloaded once into its cache and read as they lie there. A machine without a
+network reads copies that somebody put into `local_copy`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import chain, islice, zip_longest
 from pathlib import Path
+from typing import Any
 
-from headstart.errors import UserError
+from headstart.data.prompts.shapes import Unusable, parse_prompt
+from headstart.errors import UserError, close
 from headstart.support.files import read_jsonl
 
 
@@ -42,3 +51,114 @@ def read_questions(path: Path) -> list[Question]:
     if not questions:
         raise UserError(f"{path} holds no question.", 'Write one {"turns": ["..."]} a line.')
     return questions
+
+
+# -- question sets that others publish ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of questions.
+
+    Attributes:
+        columns: what columns are called in `headstart.data.prompts.shapes`, where that differs.
+        category: of all of its questions, where they have none of their own.
+    """
+
+    dataset: str
+    file: str
+    columns: Mapping[str, str] = field(default_factory=dict)
+    category: str = ""
+
+    @property
+    def local_copy(self) -> Path:
+        """Where a copy is read from before the Hub is asked."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return cache / "headstart" / "suites" / self.dataset / self.file
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Questions of one name; `most` of each part are asked, from the first on, unless more are asked for."""
+
+    parts: tuple[Part, ...]
+    most: int | None = None
+
+
+_MT_BENCH = Part("HuggingFaceH4/mt_bench_prompts", "raw/question.jsonl", {"prompt": "turns"})
+_SPEC_BENCH = "translation", "summarization", "qa", "math_reasoning", "rag"
+
+SUITES = {
+    "mt-bench": Suite((_MT_BENCH,)),
+    "humaneval": Suite(
+        (Part("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet", {"task_id": "id"}, "code"),)
+    ),
+    "gsm8k": Suite((Part("openai/gsm8k", "main/test-00000-of-00001.parquet", {"question": "prompt"}, "math"),), 80),
+    # MT-bench's questions are a part of it; RedHatAI's copy of the others has one file for each task.
+    "spec-bench": Suite(
+        (
+            _MT_BENCH,
+            *(Part("RedHatAI/speculator_benchmarks", f"{task}.jsonl", category=task) for task in _SPEC_BENCH),
+        )
+    ),
+    "alpaca": Suite(
+        (Part("tatsu-lab/alpaca", "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet", category="instructions"),), 80
+    ),
+}
+"""By name. Of long sets 80 questions are asked, as many as EAGLE's papers ask."""
+
+
+def find_questions(name: str, limit: int | None = None) -> tuple[list[Question], bool]:
+    """The questions of a suite, or of a file; and whether they are a suite's, whose turns are all meant to be asked.
+
+    The parts of a suite take turns, so that a `limit` leaves as many of each.
+
+    Raises:
+        UserError: neither a suite nor a file has this name, or its questions cannot be read or fetched.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return read_questions(path), False
+    if name not in SUITES:
+        meant = close(name, SUITES)
+        hint = f"Did you mean {meant}? " if meant else ""
+        raise UserError(f"No file at {name}.", f"{hint}Name a JSONL file, or one of {', '.join(SUITES)}.")
+    suite = SUITES[name]
+    most = limit if limit is not None else suite.most
+    parts = [list(islice(_read(name, part), most)) for part in suite.parts]
+    asked = [question for together in zip_longest(*parts) for question in together if question is not None]
+    return asked[:limit], True
+
+
+def _read(suite: str, part: Part) -> Iterable[Question]:
+    file = part.local_copy if part.local_copy.is_file() else _fetch(suite, part)
+    for number, row in _rows(file):
+        try:
+            named = {part.columns.get(column, column): value for column, value in row.items()}
+            prompt = parse_prompt(named, f"{part.category}-{number}")
+        except (ValueError, Unusable) as error:
+            problem = f"{file}, record {number}: {error}."
+            raise UserError(problem, f"It is to be {part.file} of {part.dataset}; delete it and try again.") from None
+        yield Question(prompt.id, prompt.category or part.category, prompt.turns)
+
+
+def _rows(file: Path) -> Iterable[tuple[int, dict[str, Any]]]:
+    if file.suffix == ".jsonl":
+        return read_jsonl(file)
+    from pyarrow import parquet  # type: ignore[import-untyped]  # of datasets
+
+    batches = parquet.ParquetFile(file).iter_batches(batch_size=256)
+    return enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), start=1)
+
+
+def _fetch(suite: str, part: Part) -> Path:
+    from huggingface_hub import hf_hub_download, hf_hub_url
+
+    from headstart.support.hub_errors import explained
+
+    try:
+        with explained(f"Cannot fetch {suite}, which is {part.file} of", part.dataset):
+            return Path(hf_hub_download(part.dataset, part.file, repo_type="dataset"))
+    except UserError as error:
+        url = hf_hub_url(part.dataset, part.file, repo_type="dataset")
+        raise UserError(error.problem, f"{error.remedy} Or put a copy of {url} to {part.local_copy}.") from error

@@ -19,11 +19,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.data.conversations.jobs import JOBS, Board, Job, share
+from headstart.data.conversations.jobs import JOBS, Board, Job, Workers, share
 from headstart.data.conversations.records import Conversation
-from headstart.data.conversations.workers import Workers
-from headstart.data.states.checksums import KEY, checksums
-from headstart.data.states.codes import AUTO, encode
+from headstart.data.states.shard_format import AUTO, KEY, checksums, encode
 from headstart.data.states.store import FORMAT, MANIFEST, StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.support.files import format_bytes, need_disk, write_atomic, write_json, write_tensors
@@ -39,7 +37,7 @@ _SHARDS = 200
 
 @dataclass(frozen=True)
 class StateKind:
-    """Which hidden states are kept of each token, and how they are stored (see `headstart.data.states.codes`)."""
+    """Which hidden states are kept of each token, and how they are stored (see `shard_format`)."""
 
     target: Target
     aux_layers: tuple[int, ...]

@@ -28,8 +28,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from headstart.data.states.checksums import REBUILD, UNREADABLE, checksum, put_aside, wanted_sums, whole
-from headstart.data.states.codes import AUTO, SCALE_BYTES, decode
+from headstart.data.states.shard_format import (
+    AUTO,
+    REBUILD,
+    SCALE_BYTES,
+    UNREADABLE,
+    checksum,
+    decode,
+    put_aside,
+    wanted_sums,
+    whole,
+)
 from headstart.errors import UserError
 from headstart.support.files import format_bytes, read_json
 

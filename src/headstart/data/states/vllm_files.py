@@ -1,4 +1,4 @@
-"""Hidden states that vLLM's own extraction wrote, as shards of our store.
+"""Hidden states that vLLM's own extraction wrote, as shards of our store: from files, or from servers while they write.
 
 vLLM (method `extract_hidden_states`, connector `ExampleHiddenStatesConnector`) writes a safetensors file for each
 request, `hidden_states` [T, L, E] and `token_ids` [T], which says nothing of the layers. Its layer ids count as
@@ -11,9 +11,11 @@ Shape suffixes: T tokens of one conversation, L layers that vLLM wrote, E hidden
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,10 +26,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from headstart.data.conversations.records import Conversation
-from headstart.data.states.codes import AUTO
 from headstart.data.states.identify import every_layer, identify
+from headstart.data.states.shard_format import AUTO
 from headstart.data.states.shards import Capture, ShardIndex, StateKind, shard_size
 from headstart.errors import UserError
+from headstart.servers.client import Endpoint, Later, Pool, Refused, or_refusal
+from headstart.servers.completions import Ask, served_by
 from headstart.support.files import need_disk
 from headstart.target.fitting import FINAL
 from headstart.target.identity import dtype_name
@@ -205,3 +209,80 @@ def final_norm(target: Target) -> nn.Module:
         f"{target.name} has no norm of its own after the last layer.",
         "Compute the states here: headstart data build RECIPE.",
     )
+
+
+# -- servers that write them -------------------------------------------------------------------------------------------
+
+
+_RESTART = "Start it as headstart data import-states RECIPE shows; then the same command goes on from there."
+
+
+def take_from_servers(
+    urls: Sequence[str],
+    work: Import,
+    requests: int | None,
+    advance: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Let servers read every conversation that is waiting and take what they write; their files are removed.
+
+    So many `requests` are under way over all of them. `advance` is called with (tokens done, tokens in all).
+    """
+    waiting = work.waiting
+    total, done, taken, refusals = sum(len(item.tokens) for item in waiting), 0, 0, list[Refused]()
+
+    def ask(number: int, endpoint: Endpoint) -> Path:
+        return _written(endpoint, work.target.spec, waiting[number].tokens)
+
+    try:
+        with closing(Pool(urls, requests, _RESTART).answers(len(waiting), or_refusal(ask))) as files:
+            for number, file in files:
+                done += len(waiting[number].tokens)
+                advance(done, total)
+                if isinstance(file, Refused):
+                    refusals.append(file)
+                    work.left_out.setdefault("the server refuses its tokens", []).append(waiting[number].id)
+                    continue
+                try:
+                    work.take(file, waiting[number].tokens)
+                except Unusable as problem:
+                    raise UserError(f"{file}, which vLLM wrote: {problem}.", _RESTART) from None
+                for path in (file, _lock_of(file)):
+                    with suppress(OSError):
+                        path.unlink()
+                taken += 1
+        if refusals and not taken:
+            raise refusals[0]
+    finally:
+        work.close()  # what was taken before a failure as well: its files are gone
+
+
+def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
+    """Let a server read token ids; the file that it has written their states to."""
+    served = endpoint.once(lambda endpoint: served_by(endpoint, spec))
+    path, body = served.dialect.request(Ask(tokens, 1), served.model)
+    page = endpoint.ask("POST", path, body)
+    try:
+        file = Path((page.get("kv_transfer_params") or {})["hidden_states_path"])
+        read = served.dialect.read(page).prompt
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise UserError(f"{endpoint.url} answers, and writes no hidden states.", _RESTART) from None
+    if read not in (None, list(tokens)):
+        raise UserError(
+            f"{endpoint.url} did not read the token ids that it was sent: {len(read or ())} for {len(tokens)}.",
+            "It may add or cut tokens: give it a longer context.",
+        )
+    if _lock_of(file).is_file():  # held while vLLM writes
+        with _lock_of(file).open("rb") as lock, suppress(OSError):  # no locks here: it is whole or refused below
+            fcntl.flock(lock, fcntl.LOCK_SH)
+    elif not file.is_file():
+        raise UserError(
+            f"{endpoint.url} says it wrote {file}, and there is no such file here.",
+            "shared_storage_path has to be a folder that the server and this machine both see under this name.",
+        )
+    if not file.is_file():
+        raise Later(f"it did not write {file}")
+    return file
+
+
+def _lock_of(file: Path) -> Path:
+    return file.with_name(file.name + ".lock")

@@ -16,16 +16,17 @@ from typing import Any
 
 from headstart.heads.exchange.published import BLOCKS, LM_HEAD, Layout, Published, digest
 from headstart.hub.engines.base import AGAIN, Faults, Written
-from headstart.hub.engines.block_settings import block_setting, samples_from_anchor
 from headstart.hub.engines.checkpoint import AUX_IDS, CONFIG, CORRECT, WRITE, Checkpoint
 from headstart.hub.engines.known_engines import KNOWN_ENGINES
 from headstart.hub.engines.parsing import (
+    block_setting,
     draft_ids,
     for_sglang,
     kind_of_map,
     layout_of,
     proposed_steps,
     read_published,
+    samples_from_anchor,
     settings_of,
     tensors_beside,
 )

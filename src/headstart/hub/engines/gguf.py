@@ -1,24 +1,39 @@
-"""GGUF files of heads for llama.cpp: what it cannot do, what a file gets wrong, how it is served."""
+"""GGUF files of heads for llama.cpp: what it cannot do, what a file gets wrong, how it is written."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, Published
-from headstart.hub.engines.base import AGAIN, HEADS_GGUF, Faults, Format, Written
+from headstart.heads.exchange.published import BLOCKS, Layout, Published
+from headstart.hub.engines.base import AGAIN, HEADS_GGUF, NOTE, Faults, Format, Written, note_of
 from headstart.hub.engines.faults import engine_limits, unchanged
 from headstart.hub.engines.gguf_file import (
     ARCHITECTURES,
     BLOCK,
+    CAUSAL,
+    D2T,
+    FACTORS,
     MASK,
+    SLIDING,
+    WINDOW,
     GgufFile,
     file_of,
+    frequency_factors,
+    library,
+    permuted,
+    permuted_heads,
     read_heads,
     read_settings,
+    tensor_names,
     wrong_tensors,
 )
-from headstart.hub.engines.gguf_writing import write_gguf
 from headstart.hub.engines.known_engines import LLAMA_CPP
 from headstart.hub.engines.parsing import are_tokens
 from headstart.hub.target_facts import TargetFacts, kind_of
@@ -104,3 +119,151 @@ def _wrong_keys(file: GgufFile, settings: Published) -> Faults:
             "hold offsets.",
             "Add each entry's place to it.",
         )
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+_NORMAL, _CONTROL, _UNUSED = 1, 3, 5
+"""Kinds of tokens, as llama.cpp numbers them."""
+_Stored = dict[str, tuple[np.ndarray[Any, Any], Any]]
+"""The file's tensors: raw numbers and their kind."""
+
+
+def write_gguf(file: Path, published: Published, facts: TargetFacts, dtype: str) -> None:
+    """Write heads that llama.cpp can draft with; a UserError without the package gguf or the target's tokenizer."""
+    tensors = _stored(published, dtype)
+    _write(file, published, facts, tensors)
+    held = replace(read_heads(GgufFile(file)), steps=published.steps)
+    _write(file, published, facts, tensors, note=json.dumps(note_of(held, facts)))  # about what the file really holds
+
+
+def _write(file: Path, published: Published, facts: TargetFacts, tensors: _Stored, note: str = "") -> None:
+    gguf = library()
+    types = gguf.GGUFValueType
+    writer = gguf.GGUFWriter(file, ARCHITECTURES[published.layout])
+    writer.add_name(f"Draft heads for {facts.name}")
+    keys = _keys(published)
+    kinds = {bool: types.BOOL, int: types.UINT32, float: types.FLOAT32, str: types.STRING, list: types.ARRAY}
+    for key, content in keys.items():
+        writer.add_key_value(key, content, kinds[type(content)])
+    if note:
+        writer.add_string(f"{NOTE}.note", note)
+    if facts.gguf is not None:
+        _copy_tokenizer(writer, facts.gguf, without=frozenset(keys))
+    else:
+        _write_tokenizer(writer, facts)
+    for name, (numbers, kind) in tensors.items():
+        writer.add_tensor(name, numbers, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _keys(published: Published) -> dict[str, Any]:
+    layer, of = published.layer, ARCHITECTURES[published.layout]
+    assert layer is not None, "these heads have decoder layers"
+    rope = layer.rope_parameters
+    keys: dict[str, Any] = {
+        f"{of}.context_length": layer.max_position_embeddings,
+        f"{of}.embedding_length": published.hidden_size,
+        f"{of}.block_count": published.num_layers,
+        f"{of}.feed_forward_length": layer.intermediate_size,
+        f"{of}.attention.head_count": layer.num_attention_heads,
+        f"{of}.attention.head_count_kv": layer.num_key_value_heads,
+        f"{of}.attention.key_length": layer.head_dim,
+        f"{of}.attention.value_length": layer.head_dim,
+        f"{of}.attention.layer_norm_rms_epsilon": float(layer.rms_norm_eps),
+        f"{of}.rope.dimension_count": layer.head_dim,
+        f"{of}.rope.freq_base": float(rope["rope_theta"]),
+        f"{of}.vocab_size": published.vocab_size,
+        f"{of}.target_layers": list(published.aux_layers),
+    }
+    if rope.get("rope_type") == "linear":
+        keys |= {f"{of}.rope.scaling.type": "linear", f"{of}.rope.scaling.factor": float(rope["factor"])}
+    if published.layout is Layout.EAGLE3:
+        return keys | {
+            f"{of}.target_hidden_size": published.hidden_size,
+            f"{of}.norm_before_residual": published.norm_before_residual,
+            f"{of}.norm_before_fc": published.norm_before_fc,
+        }
+    keys |= {f"{of}.block_size": published.block_size, MASK: published.mask_token_id}
+    if published.sliding_window:
+        keys |= {f"{of}.{WINDOW}": published.sliding_window, f"{of}.{SLIDING}": published.sliding}
+    if published.causal:
+        keys[f"{of}.{CAUSAL}"] = True
+    if published.layout is Layout.DSPARK:
+        keys |= {f"{of}.sample_from_anchor": True, f"{of}.has_confidence_head": published.confidence}
+    return keys
+
+
+def _stored(published: Published, dtype: str) -> _Stored:
+    """Norms stay in float32, and so do matrices whose rows cannot be cut into blocks."""
+    gguf = library()
+    kinds = gguf.GGMLQuantizationType
+    wanted = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16, "q8_0": kinds.Q8_0}[dtype]
+    head_counts = permuted_heads(published)
+    stored: _Stored = {}
+    for name, in_file in tensor_names(published).items():
+        exact = published.tensors[name].float()
+        kind = kinds.F32 if exact.dim() == 1 or (wanted == kinds.Q8_0 and exact.shape[1] % 32) else wanted
+        if name in head_counts:
+            exact = permuted(exact, head_counts[name]).contiguous()
+        stored[in_file] = gguf.quants.quantize(exact.numpy(), kind), kind
+    if published.draft_ids_D is not None:
+        stored[D2T] = published.draft_ids_D.to(torch.int64).numpy(), kinds.I64
+    assert published.layer is not None, "these heads have decoder layers"
+    if (factors_R := frequency_factors(published.layer)) is not None:
+        stored[FACTORS] = factors_R.numpy(), kinds.F32
+    return stored
+
+
+# -- the tokenizer's fields --------------------------------------------------------------------------------------------
+# llama.cpp counts the target's tokens by them. It tokenises text with the target's own fields, so that those of heads
+# need not say how text is split.
+
+
+def _copy_tokenizer(writer: Any, file: Path, without: frozenset[str]) -> None:
+    """Write the tokenizer's fields of another GGUF file, but for some of these names."""
+    gguf = library()
+    for key, field in gguf.GGUFReader(file).fields.items():
+        if key.startswith("tokenizer.") and key not in without:
+            kind = field.types[0]
+            inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, field.contents(), kind, sub_type=inner)
+
+
+def _write_tokenizer(writer: Any, facts: TargetFacts) -> None:
+    """Write a target's tokens, from the tokenizer of a Hugging Face folder or id."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(facts.folder, trust_remote_code=facts.trust_remote_code)
+        model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    except (OSError, ValueError, AttributeError, KeyError) as error:
+        raise UserError(
+            f"The tokenizer of {facts.name} cannot be read ({str(error).splitlines()[0]}).",
+            "Give a target with a fast tokenizer (tokenizer.json) as --target.",
+        ) from None
+    special = set(tokenizer.all_special_ids)
+    by_id = {number: text for text, number in tokenizer.get_vocab().items()}
+    count = max(facts.vocab_size, len(by_id))
+    texts = [by_id.get(number, f"[unused{number}]") for number in range(count)]
+    kinds = [_UNUSED if number not in by_id else _CONTROL if number in special else _NORMAL for number in range(count)]
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model.get("merges") or []]
+    if merges and not model.get("byte_fallback"):
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("default")
+        writer.add_token_list(texts)
+        writer.add_token_types(kinds)
+        writer.add_token_merges(merges)
+    else:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(texts)
+        writer.add_token_scores([-float(number) for number in range(count)])
+        writer.add_token_types(kinds)
+    for name, number in (("bos", tokenizer.bos_token_id), ("eos", tokenizer.eos_token_id)):
+        if number is not None:
+            writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
+    writer.add_bool("tokenizer.ggml.add_bos_token", False)
