@@ -25,7 +25,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 import headstart
-import headstart.hf_generate.heads_by_model as lend
+import headstart.hf_generate.call as lend
 import headstart.target.prepacked as prepacked
 from headstart.errors import UserError
 from headstart.hf_generate.request import LogitsChain, Prompts

@@ -6,9 +6,8 @@ import io
 
 from rich.console import Console
 
-from headstart.data.conversations.display import show_conversation
 from headstart.data.conversations.masks import encode
-from headstart.data.conversations.records import Conversation
+from headstart.data.conversations.records import Conversation, show_conversation
 from tests.tiny import tiny_tokenizer
 
 

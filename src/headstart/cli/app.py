@@ -219,8 +219,7 @@ def data_show(
 
     Example: headstart data show runs/quickstart --index 3
     """
-    from headstart.data.conversations.display import show_conversation
-    from headstart.data.conversations.records import read_conversations
+    from headstart.data.conversations.records import read_conversations, show_conversation
     from headstart.pipeline.actions import tokenizer_for
     from headstart.pipeline.run import CONVERSATIONS
 

@@ -1,5 +1,8 @@
 """`custom_generate` for transformers: from a call of a model's `generate` to the decode loop, and back.
 
+A `Target` freezes its model, puts it in eval mode and hooks its layers. Here the model belongs to somebody else: all of
+that is taken back when the call ends, and what was prepared is kept for the next call without keeping the model alive.
+
 Shape suffixes: B rows (num_return_sequences included), L prompt tokens with padding, N new tokens, S = L + N.
 """
 
@@ -8,9 +11,12 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from operator import or_
 from pathlib import Path
 from types import FrameType
@@ -21,11 +27,14 @@ from torch import Tensor
 from transformers import GenerationMixin
 from transformers.generation import GenerateDecoderOnlyOutput
 
+from headstart.api import Decoder, load
 from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.options import DecodeOptions, Draft, TreeKind
 from headstart.errors import UserError
-from headstart.hf_generate.heads_by_model import decoder_for
+from headstart.heads.io import WEIGHTS
 from headstart.hf_generate.request import Ending, LogitsChain, Prompts, check_mode
+from headstart.hub.pull import locate
+from headstart.target.model import Target
 
 
 def custom_generate(heads: str | Path, *, revision: str | None = None, tokenizer: Any = None) -> CustomGenerate:
@@ -212,3 +221,74 @@ def _caller_argument(name: str) -> Any:
 
 
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
+
+
+# -- a plain transformers model as a target, for the time of one call --------------------------------------------------
+
+
+@contextmanager
+def decoder_for(model: Any, heads: str | Path, revision: str | None = None) -> Iterator[Decoder]:
+    """A decoder of this model and these heads; the model is as before when the block ends.
+
+    Calls for the same model wait for each other. While the block runs, the model's own `forward` is not to be used.
+    """
+    prepared = _PREPARED.setdefault(model, _Prepared())
+    with prepared.lock, _restored(model):
+        decoder = prepared.decoder(model, heads, revision)
+        model.eval()
+        try:
+            yield decoder
+        finally:
+            decoder.target.release()
+
+
+@dataclass
+class _Prepared:
+    """What is ready for one model.
+
+    All heads share a target, with its prepacked weights, for each dtype and device. Decoders are kept by heads,
+    revision, dtype and device; with the file of the heads and when it was written, to notice heads that were exported
+    again.
+    """
+
+    lock: threading.RLock = field(default_factory=threading.RLock)  # one call at a time
+    targets: dict[tuple[str, str], Target] = field(default_factory=dict)
+    decoders: dict[tuple[str, str | None, str, str], tuple[Path, int, Decoder]] = field(default_factory=dict)
+
+    def decoder(self, model: Any, heads: str | Path, revision: str | None) -> Decoder:
+        weight = model.get_output_embeddings().weight
+        local = Path(heads).expanduser()
+        name = str(local.resolve()) if local.is_dir() else str(heads)
+        kind = str(weight.dtype), str(weight.device)
+        key = (name, revision, *kind)
+        if key in self.decoders:
+            file, written, decoder = self.decoders[key]
+            if file.is_file() and file.stat().st_mtime_ns == written:
+                return decoder
+        folder = locate(heads, revision)
+        target = self.targets.get(kind) or Target(model)
+        target.model = model
+        try:
+            decoder = load(folder, target)
+        finally:
+            target.model = weakref.proxy(model)  # what is kept here must not keep the model
+        self.targets[kind] = target
+        self.decoders[key] = (folder / WEIGHTS, (folder / WEIGHTS).stat().st_mtime_ns, decoder)
+        return decoder
+
+
+_PREPARED: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def _restored(model: Any) -> Iterator[None]:
+    """Undo everything that wrapping a model as a target and decoding with it changes about it."""
+    training = [(module, module.training) for module in model.modules()]
+    learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for module, mode in training:
+            module.training = mode
+        for parameter in learning:
+            parameter.requires_grad_(True)

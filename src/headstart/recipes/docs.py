@@ -49,7 +49,7 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]
         if inner is not None:
             yield from settings_of(inner, f"{prefix}{name}.")
         else:
-            yield Setting(prefix + name, _takes(field), _default(field), _meaning(section, name))
+            yield Setting(prefix + name, _bounded(field.annotation, field), _default(field), _meaning(section, name))
 
 
 def show_settings(recipe: Recipe, console: Console) -> None:
@@ -139,10 +139,6 @@ def _meaning(section: type[BaseModel], name: str) -> str:
     """What a setting means; a section that only changes the default of an inherited one need not say it again."""
     homes = (base for base in section.__mro__ if issubclass(base, BaseModel) and name in base.model_fields)
     return " ".join(next((text for base in homes if (text := base.model_fields[name].description)), "").split())
-
-
-def _takes(field: FieldInfo) -> str:
-    return _bounded(field.annotation, field)
 
 
 def _bounded(annotation: Any, field: FieldInfo) -> str:

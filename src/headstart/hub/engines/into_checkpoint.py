@@ -7,7 +7,6 @@ are hard links to the target's own, where the file system has such links.
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from headstart.heads.io import WEIGHTS, build_heads, heads_folder
 from headstart.hub.engines.facts import facts_of_heads
 from headstart.hub.format import check_folder, read_config
 from headstart.hub.target_facts import TargetFacts
+from headstart.support.artifacts import link_or_copy
 from headstart.support.files import need_disk, refuse_others, write_atomic
 from headstart.support.hub_errors import explained
 from headstart.target.loading import tensor_files
@@ -86,7 +86,7 @@ def export_checkpoint(
                 shutil.copyfile(source / file, partial / file)
                 _overwrite(partial / file, pieces[str(file)])
             elif _is_linked(file):
-                _link(source / file, partial / file)
+                link_or_copy((source / file).resolve(), partial / file)  # a link of the hub's cache leads to the file
             else:
                 shutil.copyfile(source / file, partial / file)
 
@@ -182,14 +182,6 @@ def _overwrite(file: Path, pieces: Mapping[str, tuple[int, bytes]]) -> None:
 
 def _is_linked(file: Path) -> bool:
     return file.suffix in _LINKED
-
-
-def _link(source: Path, place: Path) -> None:
-    """A hard link to a file, or a copy where there can be none; a link of the hub's cache leads to the file itself."""
-    try:
-        os.link(source.resolve(), place)
-    except OSError:
-        shutil.copyfile(source, place)
 
 
 def _commands(folder: Path, drafts: int, facts: TargetFacts) -> dict[str, str]:
