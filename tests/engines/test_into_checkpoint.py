@@ -161,7 +161,7 @@ def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     def full(*given: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(into_checkpoint, "_overwrite", full)
+    monkeypatch.setattr(into_checkpoint, "write_tensors", full)
     with pytest.raises(OSError, match="No space left"):
         export_checkpoint(heads, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "target"]

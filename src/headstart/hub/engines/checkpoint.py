@@ -122,7 +122,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
         raise UserError(f"{folder / CONFIG} holds no settings.", _AGAIN)
     tensors: dict[str, StoredTensor] = {}
     for file in _files(folder):
-        with _opened(file) as handle:
+        with opened(file) as handle:
             names = handle.keys()
             for name in names:
                 if name in tensors:
@@ -189,7 +189,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Any]:
+def opened(file: Path) -> Iterator[Any]:
     """A safetensors file. The library checks its header against its size before anything is read."""
     try:
         with safe_open(file, framework="pt") as handle:
@@ -199,7 +199,7 @@ def _opened(file: Path) -> Iterator[Any]:
 
 
 def _loaded(file: Path, name: str) -> Tensor:
-    with _opened(file) as handle:
+    with opened(file) as handle:
         tensor: Tensor = handle.get_tensor(name)
     return tensor
 
