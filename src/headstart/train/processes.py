@@ -146,13 +146,9 @@ def one_voice() -> Iterator[None]:
     try:
         yield
         leave_processes()
-    except UserError as error:
-        problem, remedy = error.problem, error.remedy
-        _speak_once(lambda: complain(problem, remedy))
-        raise SystemExit(2) from None
-    except OSError as error:
-        problem, remedy = explained(error)
-        _speak_once(lambda: complain(problem, remedy))
+    except (UserError, OSError) as error:
+        words = (error.problem, error.remedy) if isinstance(error, UserError) else explained(error)
+        _speak_once(lambda: complain(*words))
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         leave_processes()
