@@ -52,6 +52,8 @@ def test_each_source_gives_its_share_at_every_point(sources: list[dict[str, Any]
     assert all(abs(kinds[:count].count("b") - count / 4) <= 1 for count in range(1, 37))
     assert len({prompt.id for prompt in some.prompts}) == 36, "both files are called p.jsonl"
     assert not some.used_up
+    of_kinds = {prompt.category: prompt.turns[0][0] for prompt in some.prompts}
+    assert of_kinds == {sources[0]["source"]: "a", sources[1]["source"]: "b"}, "without kinds of their own"
 
 
 def test_the_order_is_the_seeds_and_more_go_on_in_it(sources: list[dict[str, Any]]) -> None:

@@ -31,6 +31,9 @@ def test_a_healthy_run_passes_every_check(healthy: Path) -> None:
     assert [finding.check for finding in findings] == [check.__name__ for _, check in CHECKS]
     assert all(finding.ok is True for finding in findings), findings
     assert all(finding.sentence and not finding.remedy for finding in findings)
+    figures = findings[-1].figures
+    assert figures["own"]["tau"] > figures["others"]["tau"] >= 1, "requests unlike the data"
+    assert f"{figures['others']['tau']:.2f} tokens a round" in findings[-1].sentence
 
 
 # -- data ------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,10 @@ TUNED = {
     "nodes": [[[0], 0.5], [[0, 0], 0.2], [[1], 0.1]],
     "acceptance": [[0.5, 0.1], [0.4, 0.1]],
     "costs": {"widths": [1, 4], "verify_ms": [10.0, 12.0], "draft_ms": 2.0, "level_ms": 0.5, "levels": 2},
+    "kinds": [
+        {"kind": "", "texts": 9, "positions": 900, "tau": 2.1, "entropy": 1.5},
+        {"kind": "<i>|sums", "texts": 4, "positions": 400, "tau": 1.75, "entropy": 1.625},
+    ],
 }
 
 
@@ -54,7 +58,7 @@ def results() -> dict[str, Any]:
         "categories": categories(units, 0),
         "prompt_lengths": prompt_lengths(units, 0),
         "places": places(units),
-        "tuned": TUNED,
+        "tuned": {**TUNED},
         "settings": {"heads_name": "tiny <heads>", "target": "tiny", "max_new_tokens": 8, "temperature": 0.0},
         "environment": {"cpu": "some | processor", "threads": 2, "dtype": "float32", "date": "today"},
         "per_prompt": per_prompt(units),
@@ -119,6 +123,14 @@ def test_both_texts_stand_where_they_part(results: dict[str, Any], tmp_path: Pat
     html, _ = pages(results, tmp_path)
     assert "differs with the heads from token 7 on; rounding explains it (margin 0.0100" in html
     assert "…so &lt;far&gt;<b> as plain</b>" in html and "…so &lt;far&gt;<b> as drafted</b>" in html
+
+
+def test_kinds_of_text_stand_with_the_entropy_of_the_target(results: dict[str, Any], tmp_path: Path) -> None:
+    html, markdown = pages(results, tmp_path)
+    assert "| all | 9 | 2.10 | 1.50 |\n" in markdown and "sums | 4 | 1.75 | 1.62 |" in markdown
+    assert "<b>Validation answers by kind of prompt</b>" in html and "&lt;i&gt;|sums" in html
+    del results["tuned"]["kinds"]  # reports of earlier versions
+    assert "by kind of prompt" not in "".join(pages(results, tmp_path))
 
 
 def test_what_if_starts_from_what_was_measured(results: dict[str, Any], tmp_path: Path) -> None:

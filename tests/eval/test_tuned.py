@@ -23,6 +23,7 @@ TUNING = Tuning(
     predicted={},
     tree="dynamic",
     chain=2,
+    kinds=[{"kind": "", "texts": 2, "positions": 90, "tau": 1.5, "entropy": 2.0}],
 )
 
 
@@ -36,6 +37,7 @@ def test_the_tree_with_what_comes_next(source: Drafts) -> None:
     assert kept and (kept["tree"], kept["chosen"]) == ("dynamic", 3)
     assert kept["nodes"][:4] == [[[0], 0.5], [[0, 0], 0.3], [[1], 0.2], [[1, 0], 0.12]]
     assert kept["costs"]["verify_ms"] == [10.0, 12.0] and kept["acceptance"] == TUNING.acceptance
+    assert kept["kinds"] == TUNING.kinds
 
 
 def test_another_kind_of_tree(source: Drafts) -> None:

@@ -21,15 +21,16 @@ from headstart.errors import UserError
 from headstart.heads import int8_weights
 from headstart.heads.base import family, make_config
 from headstart.heads.medusa import head_hidden
+from headstart.pipeline.actions import describe_kinds
 from headstart.recipes.sections import TuneSection
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import TreeShape
-from headstart.tuning.acceptance import measure_drafts, sampled_answers
+from headstart.tuning.acceptance import Drafts, measure_drafts, sampled_answers
 from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.stopwatch import Drafting
-from headstart.tuning.tune import Tuning, choose, path_values, tune
+from headstart.tuning.tune import Tuning, by_kind, choose, path_values, tune
 from tests.tiny import tiny_model
 
 
@@ -282,6 +283,36 @@ def test_trees_are_grown_by_what_sampling_accepts(found: Tuning, target: Target)
     assert found_at[0.0] == (0.8, 0.4, 0.2)
     assert found_at[0.5] == pytest.approx((0.6, 0.3, 0.1))
     assert found_at[1.0] == found_at[1.5] == pytest.approx((0.4, 0.2, 0.0))
+
+
+def test_kinds_are_told_apart_with_the_entropy_of_the_target(target: Target, four_texts: list[Text]) -> None:
+    heads = trained_like(target)
+    drafts = measure_drafts(target, heads, four_texts, 4)
+    assert drafts.text_O is not None and drafts.entropy_O is not None
+    assert drafts.text_O.tolist() == sorted(drafts.text_O.tolist()) and set(drafts.text_O.tolist()) == {0, 1, 2, 3}
+    first = four_texts[0]
+    final = target.hidden_states([first.tokens], (FINAL,))[0][FINAL]
+    said = torch.distributions.Categorical(logits=target.lm_head(final).float()).entropy()
+    start = first.supervised.index(True)  # the state that says the first token after the root, which is supervised
+    of_first = drafts.entropy_O[drafts.text_O == 0]
+    torch.testing.assert_close(of_first, said[start : start + len(of_first)])
+
+
+def test_the_worst_kind_comes_first_after_all_together() -> None:
+    always, never = torch.zeros(120, 2, dtype=torch.long), torch.ones(120, 2, dtype=torch.long)
+    drafts = Drafts(
+        torch.cat([always, never, always[:10]]),
+        torch.zeros(250, 2, 1),
+        text_O=torch.tensor([0] * 60 + [1] * 60 + [2] * 120 + [3] * 10),
+        entropy_O=torch.tensor([1.0] * 120 + [2.0] * 120 + [9.0] * 10),
+    )
+    of_all, *kinds = by_kind(drafts, ["sums", "sums", "poems", "rare"])
+    assert of_all["kind"] == "" and (of_all["texts"], of_all["positions"]) == (4, 250)
+    assert kinds == [
+        {"kind": "poems", "texts": 1, "positions": 120, "tau": 1.0, "entropy": 2.0},
+        {"kind": "sums", "texts": 2, "positions": 120, "tau": 3.0, "entropy": 1.0},
+    ]
+    assert "τ 1.00 on poems (entropy of the target 2.00 nats) to 3.00 on sums" in describe_kinds([of_all, *kinds])
 
 
 def test_what_levels_promise_is_saved(found: Tuning, target: Target, four_texts: list[Text]) -> None:

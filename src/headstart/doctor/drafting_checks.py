@@ -5,9 +5,10 @@ Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, family, make_
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeShape
 from headstart.tuning.acceptance import Text, measure_drafts
-from headstart.tuning.tune import replay
+from headstart.tuning.tune import by_kind, replay
 
 _COVERED = 0.85
 """Coverage of the answers below which the vocabulary, not the heads, bounds acceptance: a draft outside it is always
@@ -306,3 +307,38 @@ def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
     except UserError:
         raise Absent(f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead") from None
     return Decoded(mean, replay(ranks_OK, chain.paths) - 1, float((ranks_OK[:, 0] == 0).float().mean()))
+
+
+def breadth(subject: Subject) -> Finding:
+    """How much worse drafts are on text unlike the training's: what a chain gives on answers to other people's requests
+    and on validation answers, by kind of prompt, with how unsure the target itself is of each."""
+    heads, target = subject.finite_heads, subject.target
+    try:
+        own = [item for item in subject.conversations["validation"] if any(item.supervised)]
+    except Absent:
+        own = []
+
+    def fares(texts: Sequence[Conversation]) -> list[dict[str, Any]]:
+        try:
+            drafts = measure_drafts(target, heads, texts, max_rank=1)
+        except UserError:
+            raise Absent(
+                f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead"
+            ) from None
+        return by_kind(drafts, [item.category for item in texts])
+
+    others = fares(subject.other_answers)[0]
+    what = "the questions" if subject.question_prompts else "everyday requests that no data are made from"
+    figures: dict[str, Any] = {"others": others}
+    sentence = f"A chain gives {_in_words(others)} on answers to {what}"
+    if own:
+        figures["own"], *kinds = fares(own[: 16 if subject.quick else None])
+        figures["kinds"] = kinds
+        sentence += f", {_in_words(figures['own'])} on the run's validation answers"
+        if len(kinds) > 1:
+            sentence += f", least on {kinds[0]['kind']!r}: {_in_words(kinds[0])}"
+    return good(f"{sentence}. The nats are the target's entropy.", **figures)
+
+
+def _in_words(row: Mapping[str, Any]) -> str:
+    return f"{row['tau']:.2f} tokens a round ({row['entropy']:.2f} nats)"

@@ -5,7 +5,7 @@ at is not there, and may break: whatever it raises becomes a finding, because br
 
 The checks answer four questions. Is the data what I think: `template`, `teacher`. Is the mask right: `mask`.
 Do the states belong to this target: `states`. Does drafting equal training: `vocabulary`, `weights`, `equality`,
-`acceptance`.
+`acceptance`. A fifth is what to expect: `breadth` says where drafts are worse, and finds nothing wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headstart.doctor.data_checks import mask, states, teacher, template
-from headstart.doctor.drafting_checks import acceptance, equality, vocabulary, weights
+from headstart.doctor.drafting_checks import acceptance, breadth, equality, vocabulary, weights
 from headstart.doctor.findings import Finding, bad, unknown
 from headstart.doctor.subject import Absent, Subject
 from headstart.errors import UserError
@@ -32,6 +32,7 @@ CHECKS: list[tuple[str, Check]] = [
     ("heads", weights),
     ("decoding", equality),
     ("decoding", acceptance),
+    ("decoding", breadth),
 ]
 """(the stage that it looks at, the check); a check is called what its function is called."""
 

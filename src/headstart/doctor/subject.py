@@ -102,7 +102,13 @@ class Subject:
         try:
             return [item for item in self.conversations["validation"] if any(item.supervised)][:most]
         except Absent:
-            prompts = self.question_prompts or [self._prompt(text) for text in _QUESTIONS[:most]]
+            return self.other_answers
+
+    @cached_property
+    def other_answers(self) -> list[Conversation]:
+        """Answers that the target writes now: to the questions, or to requests that no data are made from."""
+        most = 3 if self.quick else 8
+        prompts = self.question_prompts or [self._prompt(text) for text in _QUESTIONS[:most]]
         answers = DecodeLoop(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))
         written = []
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):

@@ -122,6 +122,7 @@ def render(results: Mapping[str, Any], name: str) -> str:
         nodes=merged(results["summary"]["node_counts"]),
         drafted=drafted_rounds(results["summary"]["node_counts"]),
         tuned=tuned,
+        kinds=(tuned or {}).get("kinds", []),
         tree=tree_svg(tuned) if tuned else None,
         tree_words=tree_words(tuned) if tuned else "",
         whatif=what_if(tuned, results["settings"]) if tuned else None,

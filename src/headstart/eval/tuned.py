@@ -25,8 +25,8 @@ def tuned(source: Source, drafter: str, tree: TreeKind | None) -> dict[str, Any]
     """What tuning measured of the heads, at what drafting costs here; None where no tuned heads draft.
 
     `nodes` are (path of ranks, probability that all of it is accepted), the likeliest first; the first `chosen` of them
-    are the best static tree. `acceptance` is of each depth and rank after the best draft of each depth above, as in
-    `Tuning`; `costs` are milliseconds, see `Costs`.
+    are the best static tree. `acceptance`, of each depth and rank after the best draft of each depth above, and `kinds`
+    are as in `Tuning`; `costs` are milliseconds, see `Costs`.
     """
     costs = source.costs
     if costs is None or "heads" not in parts_of(drafter) or not source.calibration.get("acceptance"):
@@ -40,6 +40,7 @@ def tuned(source: Source, drafter: str, tree: TreeKind | None) -> dict[str, Any]
         "tree": kind,
         "chosen": min(len(paths), tuning.chain if kind == "chain" else len(tuning.paths)),
         "nodes": [[list(path), round(path_prob(path, tuning.acceptance), 4)] for path in paths],
+        "kinds": tuning.kinds,
         "acceptance": [[round(share, 4) for share in ranks] for ranks in tuning.acceptance],
         "costs": {
             name: [round(ms, 3) for ms in value] if isinstance(value, tuple) else round(value, 3)

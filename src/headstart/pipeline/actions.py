@@ -110,11 +110,28 @@ def tokenizer_for(file: Path, target: str | None, trust_remote_code: bool) -> An
 
 
 def describe_tuning(tuning: Tuning) -> str:
-    predicted = tuning.predicted
+    predicted, kinds = tuning.predicted, describe_kinds(tuning.kinds)
     if tuning.shape.size == 1:
-        return "no tree pays on this machine: decoding stays plain"
+        return f"no tree pays on this machine: decoding stays plain{kinds}"
     what = "dynamic trees" if tuning.tree == "dynamic" else f"a tree of {tuning.shape.size} nodes"
     return (
         f"{what}, {tuning.shape.depth} deep: predicted {predicted['speedup']:.2f}x over "
-        f"plain decoding (τ {predicted['tokens_per_round']:.2f})"
+        f"plain decoding (τ {predicted['tokens_per_round']:.2f}){kinds}"
+    )
+
+
+def describe_kinds(kinds: Sequence[Mapping[str, Any]]) -> str:
+    """The least and the most that a chain gives on answers to prompts of a kind; empty where there are no two kinds.
+
+    >>> of_all = {"kind": "", "tau": 2.2, "entropy": 1.5}
+    >>> summary = {"kind": "summary", "tau": 1.9, "entropy": 1.7}
+    >>> describe_kinds([of_all, summary, {"kind": "math", "tau": 2.5, "entropy": 1.1}])
+    '; a chain gives τ 1.90 on summary (entropy of the target 1.70 nats) to 2.50 on math (1.10)'
+    """
+    if len(kinds) < 3:
+        return ""
+    worst, best = kinds[1], kinds[-1]
+    return (
+        f"; a chain gives τ {worst['tau']:.2f} on {worst['kind']} (entropy of the target {worst['entropy']:.2f} nats) "
+        f"to {best['tau']:.2f} on {best['kind']} ({best['entropy']:.2f})"
     )

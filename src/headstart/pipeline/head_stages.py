@@ -44,7 +44,7 @@ from headstart.train.trainer import train
 from headstart.train.training_artifact import AMOUNT, RESULT, finished, go_on_from_shorter, training, weights_hash
 from headstart.tuning.tune import Tuning, tune
 
-_TUNE_VERSION = 4
+_TUNE_VERSION = 5
 """Raised when the same settings come to mean another tuning; that of training is in its room."""
 
 

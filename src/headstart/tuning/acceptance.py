@@ -30,6 +30,8 @@ _TEXTS, _LONGEST = 24, 64
 """Prompts answered again at temperature 1, and tokens of these answers at most."""
 _ENOUGH = 256
 """Tokens of such answers below which the given ones count as well."""
+_ROWS = 256
+"""Positions whose probabilities of the whole vocabulary exist at once."""
 _SAMPLED = 4
 """Ranks at which a sampled child instead of the draft is measured; a node seldom has more children."""
 
@@ -66,17 +68,21 @@ class Drafts(NamedTuple):
         likely_OKR: the target's own probabilities of these drafts; None for greedy decoding.
         sampled_OKR: how likely a child sampled instead of each of the first drafts, beside those above it, is to be
             accepted: the mass that the target's distribution shares with the one it is drawn from. R may be smaller.
+        text_O: which of the texts the origin lies in, int64.
+        entropy_O: of the target's own distribution at the first draft, over its whole vocabulary, in nats.
     """
 
     ranks_OK: Tensor
     log_probs_OKR: Tensor
     likely_OKR: Tensor | None = None
     sampled_OKR: Tensor | None = None
+    text_O: Tensor | None = None
+    entropy_O: Tensor | None = None
 
     @property
     def arrays(self) -> tuple[Any, ...]:
         """In numpy, for `fit_calibration`."""
-        return tuple(None if part is None else part.numpy() for part in self)
+        return tuple(None if part is None else part.numpy() for part in self[:4])
 
 
 @torch.inference_mode()
@@ -96,7 +102,8 @@ def measure_drafts(
     to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
     measured: list[dict[str, Tensor]] = []
-    for conversation in tracked(conversations, "measuring acceptance", len(conversations), console):
+    progress = tracked(conversations, "measuring acceptance", len(conversations), console)
+    for number, conversation in enumerate(progress):
         states = target.hidden_states([conversation.tokens], sorted({*heads.aux_layers, FINAL}))[0]
         tokens_BT = torch.tensor([conversation.tokens], device=target.device)
         batch = HeadBatch(
@@ -122,18 +129,27 @@ def measure_drafts(
             continue
         whole = sorted(set.intersection(*map(set, indices)))
         rows = [[index[origin] for origin in whole] for index in indices]
-        measured.append(
-            {
-                name: torch.stack([table[name][row] for table, row in zip(tables, rows, strict=True)], 1)
-                for name in tables[0]
-            }
-        )
+        by_step = {
+            name: torch.stack([table[name][row] for table, row in zip(tables, rows, strict=True)], 1)
+            for name in tables[0]
+        }
+        entropy_O = entropies(target, states[FINAL][[origin + 1 for origin in whole]])
+        measured.append({**by_step, "text_O": torch.full((len(whole),), number), "entropy_O": entropy_O.cpu()})
     if not sum(len(table["ranks_OK"]) for table in measured):
         raise UserError(
             f"No calibration answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead.",
             "Write longer answers (data.max_new_tokens), or more of them (data.validation).",
         )
     return Drafts(**{name: torch.cat([table[name] for table in measured]) for name in measured[0]})
+
+
+def entropies(target: Target, final_TE: Tensor) -> Tensor:
+    """Of what the target says after each final state, in nats, float32 [T]."""
+    parts = [torch.zeros(0, device=final_TE.device)]
+    for part_TE in torch.split(final_TE, _ROWS):
+        log_TV = target.lm_head(part_TE).float().log_softmax(-1)
+        parts.append(-(log_TV.exp() * log_TV).sum(-1))
+    return torch.cat(parts)
 
 
 def sampling_tables(logits_MD: Tensor, truth_M: Tensor, p_target_MD: Tensor, max_rank: int) -> tuple[Tensor, ...]:

@@ -33,10 +33,12 @@ from headstart.recipes.sections import TuneSection
 from headstart.target.model import Target
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import RankPath, TreeShape
-from headstart.tuning.acceptance import Supervised, measure_drafts, sampled_answers
+from headstart.tuning.acceptance import Drafts, Supervised, measure_drafts, sampled_answers
 from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.stopwatch import Timing, measure_costs
 
+_KIND = 100
+"""Positions that a kind needs for figures of its own."""
 TUNE = "headstart tune HEADS, outside of a run with --conversations FILE.jsonl"
 
 
@@ -62,6 +64,7 @@ class Tuning:
         calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, `sampled_` for temperature 1,
             `sampled_drawn_` for sampled children and `sampled_drawn_drawn_` for those below guesses; each with
             `left_` where paths that have left the best one differ.
+        kinds: how the best drafts fare on the validation answers by kind of prompt, see `by_kind`.
         settings: target, dtype, device, threads, context, positions measured on given and on sampled answers, and
             `conditions` that the costs hold for, see `Conditions`.
     """
@@ -80,6 +83,7 @@ class Tuning:
     level_ms: float = 0.0
     packed: bool = False
     read_ms: float = 0.0
+    kinds: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def costs(self) -> Costs:
@@ -221,7 +225,36 @@ def tune(
         level_ms=costs.level_ms,
         packed=measured.packed,
         read_ms=costs.read_ms,
+        kinds=by_kind(drafts, [getattr(text, "category", "") for text in conversations]),
     )
+
+
+def by_kind(drafts: Drafts, names: Sequence[str]) -> list[dict[str, Any]]:
+    """How the heads fare on texts of each kind, the worst first, after a row for all of them together (`kind` is
+    empty): `texts`, `positions`, `tau` (tokens a round of a greedy chain of all steps, replayed, as in `replay`) and
+    the target's `entropy` in nats, which says how hard the text is for anybody who guesses.
+
+    `names` are the kinds of the texts, in their order; texts without a kind count in the first row alone, and kinds of
+    few positions are left out: there τ is chance.
+    """
+    assert drafts.text_O is not None and drafts.entropy_O is not None, "as measure_drafts gives them"
+    chain = TreeShape.chain(drafts.ranks_OK.shape[1]).paths
+    rows = []
+    for kind in ("", *sorted({*names} - {""})):
+        texts = torch.tensor([number for number, name in enumerate(names) if kind in ("", name)], dtype=torch.long)
+        within_O = torch.isin(drafts.text_O, texts)
+        positions = int(within_O.sum())
+        if kind and positions < _KIND:
+            continue
+        row = {
+            "kind": kind,
+            "texts": len(drafts.text_O[within_O].unique()),
+            "positions": positions,
+            "tau": round(replay(drafts.ranks_OK[within_O], chain), 4),
+            "entropy": round(float(drafts.entropy_O[within_O].mean()), 4),
+        }
+        rows.append(row)
+    return [rows[0], *sorted(rows[1:], key=lambda row: row["tau"])]
 
 
 def _best_static(

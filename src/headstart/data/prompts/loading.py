@@ -80,9 +80,12 @@ def load_prompts(
     of_sources = [_SourcePrompts(source, seed, whole, rule) for source in sources]
     several = len(of_sources) > 1
     prompts: list[Prompt] = []
+    # Prompts without a kind of their own are of the kind of their source, where there are several.
     for number, prompt in in_turns(list(map(iter, of_sources)), [source.weight for source in sources]):
-        # Files of the same name give the same ids.
-        prompts.append(replace(prompt, id=f"{number + 1}-{prompt.id}") if several else prompt)
+        if several:  # files of the same name give the same ids
+            category = prompt.category or sources[number].source
+            prompt = replace(prompt, id=f"{number + 1}-{prompt.id}", category=category)
+        prompts.append(prompt)
         if len(prompts) == limit:
             break
     left_out = LeftOut()
