@@ -246,9 +246,9 @@ def by_kind(drafts: Drafts, names: Sequence[str]) -> list[dict[str, Any]]:
         positions = int(within_O.sum())
         if kind and positions < _KIND:
             continue
-        row = {
+        row: dict[str, Any] = {
             "kind": kind,
-            "texts": len(drafts.text_O[within_O].unique()),
+            "texts": len({*drafts.text_O[within_O].tolist()}),
             "positions": positions,
             "tau": round(replay(drafts.ranks_OK[within_O], chain), 4),
             "entropy": round(float(drafts.entropy_O[within_O].mean()), 4),
