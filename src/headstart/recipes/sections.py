@@ -153,7 +153,10 @@ class DataSection(Section):
     max_new_tokens: int = Field(160, ge=8, description="Longest answer, in tokens.")
     temperature: float = Field(0.0, ge=0, description="Temperature of the answers; 0 is greedy.")
     sampled_fraction: float = Field(
-        0.0, ge=0, le=1, description="Share of the training answers drawn at temperature 1 instead."
+        0.0,
+        ge=0,
+        le=1,
+        description="Share of the training answers drawn at temperature 1 instead, from the 64 likeliest tokens.",
     )
     batch_size: int = Field(64, ge=1, le=100_000, description="Conversations written at a time.")
     regenerate: bool = Field(True, description="Replace the answers of a given file by the target's own.")
