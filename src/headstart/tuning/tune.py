@@ -239,7 +239,7 @@ def by_kind(drafts: Drafts, names: Sequence[str]) -> list[dict[str, Any]]:
     """
     assert drafts.text_O is not None and drafts.entropy_O is not None, "as measure_drafts gives them"
     chain = TreeShape.chain(drafts.ranks_OK.shape[1]).paths
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind in ("", *sorted({*names} - {""})):
         texts = torch.tensor([number for number, name in enumerate(names) if kind in ("", name)], dtype=torch.long)
         within_O = torch.isin(drafts.text_O, texts)
