@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,8 @@ def heads(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target, tiny_ta
     return folder
 
 
-def test_a_race_decodes_both_ways(heads: Path, tmp_path: Path) -> None:
+def test_a_race_decodes_both_ways(heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bin/headstart", "race", "heads"])
     result = works("race", heads, *ASKED, "--draft", "on", "--out", tmp_path / "race.svg")
     plain, drafted, last, where = result.stdout.splitlines()
     assert re.fullmatch(r"plain: [\d.]+ tokens/s · τ 1.00 · 12 tokens · [\d.]+ s", plain)
@@ -34,6 +37,7 @@ def test_a_race_decodes_both_ways(heads: Path, tmp_path: Path) -> None:
     assert last.startswith("heads + n-gram: ") and last.endswith("the speed of plain, the same text.")
     assert str(tmp_path / "race.svg") in where
     picture = (tmp_path / "race.svg").read_text()
+    assert "<metadata>Made by: headstart race " in picture and datetime.now(UTC).strftime("%B %Y") in picture
     assert "one two one two" in picture and drafted.split(": ")[1] in picture and last in picture
 
 

@@ -243,7 +243,7 @@ def test_a_terminal_replays_in_the_time_that_it_took(race: Race, monkeypatch: py
 
 
 def test_races_of_a_report_are_read(tmp_path: Path) -> None:
-    environment = {"gpu": None, "cpu": "a processor", "threads": 2, "dtype": "float32"}
+    environment = {"gpu": None, "cpu": "a processor", "threads": 2, "dtype": "float32", "date": "2026-11-04"}
     results = {"settings": {"target": "tiny"}, "environment": environment, "replays": pack(planted(12))}
     write_json(tmp_path / "results.json", results)
     race, where = read_race(tmp_path)

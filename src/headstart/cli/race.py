@@ -58,6 +58,7 @@ def race(
     if out is not None:
         from headstart.eval.race_svg import race_svg
         from headstart.support.files import write_text
+        from headstart.support.provenance import typed
 
-        write_text(out, race_svg(shown, where))
+        write_text(out, race_svg(shown, where, typed()))
         say(console, ("Picture", out))

@@ -35,7 +35,7 @@ from headstart.eval.replay import (
     visible,
 )
 from headstart.eval.results import read_results
-from headstart.support.terminal import ACCEPTED, tell
+from headstart.support.terminal import ACCEPTED, format_moment, tell
 
 DRAFTED, REJECTED = "dim italic", "strike red"
 """Styles of drafts that are not decided yet, and of those that were rejected."""
@@ -63,7 +63,7 @@ def run_race(source: Source, prompt: Sequence[int], question: str, options: Deco
 
 
 def read_race(path: Path, prompt_id: str | None = None) -> tuple[Race, str]:
-    """A race of a report, by the id of its prompt or else the one in the middle, and where it was measured.
+    """A race of a report, by the id of its prompt or else the one in the middle, and where and when it was measured.
 
     Raises:
         UserError: a file without replays, or without this prompt's.
@@ -81,14 +81,15 @@ def read_race(path: Path, prompt_id: str | None = None) -> tuple[Race, str]:
 
 
 def conditions(target: str, environment: Mapping[str, Any]) -> str:
-    """Where a race was measured, in a line.
+    """Where and when a race was measured, in a line.
 
-    >>> conditions("smollm2-135m", {"gpu": None, "cpu": "AMD EPYC", "threads": 2, "dtype": "float32"})
-    'smollm2-135m, float32, AMD EPYC, 2 threads'
+    >>> machine = {"gpu": None, "cpu": "AMD EPYC", "threads": 2, "dtype": "float32", "date": "2026-11-04T09:07+00:00"}
+    >>> conditions("smollm2-135m", machine)
+    'smollm2-135m, float32, AMD EPYC, 2 threads, 4 November 2026, 09:07 UTC'
     """
     threads = environment["threads"]
     device = environment["gpu"] or f"{environment['cpu']}, {threads} thread{'s' if threads != 1 else ''}"
-    return f"{target}, {environment['dtype']}, {device}"
+    return f"{target}, {environment['dtype']}, {device}, {format_moment(environment['date'])}"
 
 
 # -- on a terminal ---------------------------------------------------------------------------------------------------

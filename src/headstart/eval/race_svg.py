@@ -63,8 +63,9 @@ Cell = tuple[int, int]
 """Row and column of a character."""
 
 
-def race_svg(race: Race, conditions: str) -> str:
-    """The picture of a race: plain decoding above, what drafts below. `conditions` say where it was measured."""
+def race_svg(race: Race, conditions: str, command: str | None = None) -> str:
+    """The picture of a race: plain decoding above, what drafts below. `conditions` say where and when it was measured,
+    `command` what was typed to draw it."""
     answers = [beginning(answer, MOST_TOKENS) for answer in contestants(race)]
     cut = any(
         len(answer["tokens"]) < len(whole["tokens"]) for answer, whole in zip(answers, contestants(race), strict=True)
@@ -85,7 +86,7 @@ def race_svg(race: Race, conditions: str) -> str:
     for number, line in enumerate(wrap(f"{note}: {conditions}", 66)):
         scene.text(line, _LEFT, y + 46 + 17 * number, "f")
         bottom = y + 46 + 17 * number
-    return scene.svg(f"{last} {note}: {conditions}", bottom + 18)
+    return scene.svg(f"{last} {note}: {conditions}", bottom + 18, command)
 
 
 def _lane(scene: _Scene, answer: Replay, y: float) -> float:
@@ -223,13 +224,14 @@ class _Scene:
         frames = "".join(f"{percent(ms, self.turn_ms)}{{{style}}}" for ms, style in times)
         return self.names.setdefault(frames, f"a{len(self.names)}")
 
-    def svg(self, description: str, height: float) -> str:
+    def svg(self, description: str, height: float, command: str | None) -> str:
         frames = "\n".join(f"@keyframes {name}{{{frames}}}" for frames, name in self.names.items())
         style = _STYLE.replace("SECONDS", f"{self.turn_ms / 1e3:g}").replace("TURNS", str(_TURNS))
         return "\n".join(
             [
                 f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:g}" '
                 f'viewBox="0 0 {_WIDTH} {height:g}" role="img">',
+                *([f"<metadata>Made by: {escape(visible(command))}</metadata>"] if command else []),
                 f"<title>{escape(visible(description))}</title>",
                 f"<style>{style}{frames}</style>",
                 f'<rect x=".5" y=".5" width="{_WIDTH - 1}" height="{height - 1:g}" rx="10" '

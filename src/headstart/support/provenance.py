@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from contextlib import suppress
@@ -51,6 +52,13 @@ def git_state() -> tuple[str | None, bool | None]:
         return None, None
     sha, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
     return sha, None if changes is None else changes == ""
+
+
+def typed() -> str | None:
+    """The headstart command that this process is, as it was typed; None in any other program."""
+    called = Path(sys.argv[0])
+    name = called.parent.name if called.name == "__main__.py" else called.stem
+    return shlex.join([name, *sys.argv[1:]]) if name == "headstart" else None
 
 
 def note_provenance(folder: Path) -> None:
