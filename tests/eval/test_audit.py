@@ -89,8 +89,9 @@ def test_the_evidence_is_written_and_shown(results: dict[str, Any], tmp_path: Pa
     console = Console(record=True, width=120)
     show_audit(results, console)
     shown = console.export_text()
-    for words in ("greedy, static, batch 3", "greedy_draft, temperature 0.7", "clean", "noise"):
+    for words in ("greedy, static, batch 3", "greedy, n-gram, batch 1", "greedy_draft, temperature 0.7", "noise"):
         assert words in shown
+    assert "| n-gram | 3 |" in text and "| heads name | heads |" in text and "ngram |" not in text
 
 
 def test_texts_without_a_doubt_prove_nothing_about_sampling(tmp_path: Path) -> None:

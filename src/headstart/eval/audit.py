@@ -37,6 +37,7 @@ from headstart.errors import UserError
 from headstart.eval.divergence import Judge
 from headstart.eval.enumeration import MIN_EXPECTED, Distribution, enumerate_texts, fit, least_seen
 from headstart.eval.environment import environment
+from headstart.eval.labels import label_of
 from headstart.eval.methods import Source, named
 from headstart.eval.options import AuditOptions
 from headstart.eval.remembering import RememberingTarget
@@ -223,7 +224,7 @@ def _greedy(
                     **counts,
                     "different_prompts": len(differences),
                     "differences": [asdict(difference) for difference in differences],
-                    "problem": problem and f"{name}, batch {batch}: {problem}",
+                    "problem": problem and f"{label_of(name)}, batch {batch}: {problem}",
                 }
             )
     return rows, alone

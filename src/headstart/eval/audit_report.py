@@ -11,14 +11,15 @@ from rich.table import Table
 
 from headstart.eval.enumeration import SEEN
 from headstart.eval.formats import number
-from headstart.eval.report import template
+from headstart.eval.labels import label_of
+from headstart.eval.report import settings_rows, template
 from headstart.support.files import write_json, write_text
 from headstart.support.terminal import tell
 
 
 def write_audit(results: Mapping[str, Any], out: Path) -> None:
     """Write audit.json and audit.md into the folder `out`, each in one step."""
-    text = template("audit.md.j2").render(verdict=sentence(results), **results)
+    text = template("audit.md.j2").render(verdict=sentence(results), settings_rows=settings_rows(results), **results)
     write_json(out / "audit.json", results)
     write_text(out / "audit.md", text)
 
@@ -67,7 +68,7 @@ def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """Check, what was compared, what was found, verdict."""
     for row in results["greedy"]:
         yield (
-            f"greedy, {row['drafter']}, batch {row['batch_size']}",
+            f"greedy, {label_of(row['drafter'])}, batch {row['batch_size']}",
             f"{row['tokens']} tokens",
             f"{row['different_tokens']} differ, {row['drafts_accepted']} drafts accepted",
             _mark(row["problem"] is None),
