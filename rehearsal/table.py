@@ -97,7 +97,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_eval_compares": (
             ".venv/bin/headstart eval runs/quickstart/heads --questions runs/quickstart/data",
             ".venv/bin/headstart eval runs/quickstart/heads --questions QUESTIONS.jsonl",
-            "headstart eval HEADS --questions FILE.jsonl --out DIR --batch-size 32",
+            "headstart eval HEADS --questions FILE.jsonl --out DIR --sweep-batch 8",
         ),
     },
     "tests/test_cli_race.py": {

@@ -18,6 +18,7 @@ import pytest
 from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
+from headstart.eval.report import write_report
 from headstart.heads.base import DraftHead
 from headstart.hub.engine_tuning import (
     FILE,
@@ -34,6 +35,7 @@ from headstart.servers.engines import ENGINES
 from headstart.servers.process import EngineAnswer, Server, read_counters
 from headstart.support.files import read_json
 from headstart.target.model import Target
+from tests.eval.test_report import measured as measured_report
 from tests.test_benchmarks import script
 from tests.test_cli import refused, works
 
@@ -68,6 +70,7 @@ def heads(made: Made, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, texts: Path, tmp_path: Path) -> None:
+    write_report(measured_report(), tmp_path / "report")  # as of the run that the heads are of
     said = works(
         *("tune", heads, "--conversations", texts, "--engine", name, "--engine-command", command(name)),
         *("--engine-target", "target.gguf", "--engine-drafts", "3,1", "--engine-tokens", 9),
@@ -83,6 +86,8 @@ def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, text
         assert row.expected == pytest.approx(taken)
     card = (heads / "README.md").read_text()
     assert card.count("## In serving engines") == 1 and f"| {name} " in card
+    shown = f"{name} {measured.version}, 3 drafts"
+    assert shown in (tmp_path / "report" / "report.html").read_text()
     # Measured again, it is said once; exports use the number and their card has the figures.
     write_engine_tuning(heads, paying(measured, 1))
     done = works("export", heads, "--format", ENGINES[name].format, "--out", tmp_path / "served")
@@ -98,6 +103,20 @@ def paying(measured: EngineTuning, drafts: int) -> EngineTuning:
     """As if so many drafts had been found to pay."""
     rows = tuple(replace(row, expected=1.5 if row.drafts == drafts else 0.5) for row in measured.rows)
     return replace(measured, rows=rows)
+
+
+def test_a_report_has_what_was_measured_in_engines_before(heads: Path, texts: Path, tmp_path: Path) -> None:
+    works(
+        *("tune", heads, "--conversations", texts, "--engine", "vllm", "--engine-command", command("vllm")),
+        *("--engine-drafts", "2", "--engine-tokens", 9),
+    )
+    questions = tmp_path / "asked.jsonl"
+    questions.write_text('{"turns": ["one two"]}\n')
+    asked = ("--questions", questions, "--out", tmp_path / "out", "--max-new-tokens", 6, "--dtype", "float32")
+    works("eval", heads, *asked)
+    (engine,) = read_json(tmp_path / "out" / "results.json")["engines"]
+    assert (engine["engine"], [row["drafts"] for row in engine["rows"]]) == ("vllm", [2])
+    assert "1 prompt (asked.jsonl)" in (tmp_path / "out" / "report.html").read_text()
 
 
 def test_vllm_is_given_a_number_of_drafts_for_each_load(heads: Path, texts: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from headstart.data.prompts.questions import Question
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
 from headstart.eval.evaluate import _texts, evaluate, make_methods
 from headstart.eval.labels import METHODS
 from headstart.eval.methods import _TokenTimes
 from headstart.eval.options import EvalOptions
+from headstart.eval.report import write_report
 from headstart.target.model import Target
 from tests.eval.sources import Drafts
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -119,6 +122,21 @@ def test_batches_leave_prompt_lookup_out(tiny_target: Target, drafter: HeadDraft
     assert results["categories"][0]["speedup_vs_plain"] is None, "categories share batches"
 
 
+def test_batches_of_other_sizes_are_swept(tiny_target: Target, drafter: HeadDrafter, tmp_path: Path) -> None:
+    source = Drafts(tiny_target, drafter, {"ngram": NgramDrafter()})
+    options = EvalOptions(max_new_tokens=8, compare=("ngram",), sweep_batch=(2, 3))
+    results = evaluate(source, QUESTIONS, options)
+    swept = [(row["batch_size"], row["name"]) for row in results["batches"]]
+    assert swept == [(2, "heads"), (2, "ngram"), (3, "heads"), (3, "ngram")]
+    for row in results["batches"]:
+        ratio = row["tokens_per_second"] / row["plain_tokens_per_second"]
+        assert row["speedup_vs_plain"]["mean"] == pytest.approx(ratio)
+        assert row["name"] == "ngram" or row["tokens_per_round"] == results["summary"]["tokens_per_round"]
+    write_report(results, tmp_path)
+    for text in ((tmp_path / name).read_text() for name in ("report.html", "report.md")):
+        assert "Several prompts at a time" in text and "n-gram" in text
+
+
 def test_sampling_compares_no_tokens(tiny_target: Target, drafter: HeadDrafter) -> None:
     results = evaluate(Drafts(tiny_target, drafter), QUESTIONS, EvalOptions(max_new_tokens=6, temperature=1.0, limit=2))
     assert results["summary"]["divergences"] == {
@@ -201,6 +219,7 @@ def test_clock_counts_tokens_per_row() -> None:
     [
         (EvalOptions(limit=0), "limit is 0"),
         (EvalOptions(batch_size=0), "batch_size is 0"),
+        (EvalOptions(sweep_batch=(4, 0)), "sweep_batch is 0"),
         (EvalOptions(temperature=-0.5), "temperature is -0.5"),
         (EvalOptions(max_new_tokens=1020), "Question 81 .* plus 1020 new tokens exceeds"),
         (EvalOptions(max_new_tokens=500, multi_turn=True), "Question 81 .* plus 1000 new tokens exceeds"),

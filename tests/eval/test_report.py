@@ -40,8 +40,8 @@ def five_units(category: str = "code") -> list[Unit]:
     return [*writing, unit(4, category, [4, 1], (1.0, 1.4))]
 
 
-@pytest.fixture
-def results() -> dict[str, Any]:
+def measured() -> dict[str, Any]:
+    """A report on five prompts."""
     units = five_units("<b>|code")
     for each in units:
         each.runs["transformers"] = each.runs["plain"]
@@ -64,6 +64,11 @@ def results() -> dict[str, Any]:
         "per_prompt": per_prompt(units),
         "replays": pack(races(units, None, "heads")),
     }
+
+
+@pytest.fixture
+def results() -> dict[str, Any]:
+    return measured()
 
 
 def pages(results: dict[str, Any], out: Path) -> tuple[str, str]:
@@ -111,8 +116,8 @@ def test_acceptance_says_of_how_many_rounds_it_is(results: dict[str, Any], tmp_p
 def test_the_default_drafter_comes_first(results: dict[str, Any], tmp_path: Path) -> None:
     results["compare"].append({**results["compare"][0], "name": "heads+ngram"})
     html, _ = pages(results, tmp_path)
-    assert verdicts(results)[0].startswith("With heads + n-gram (the default): faster than the plain loop: 1.")
-    assert verdicts(results)[1].startswith("With the heads: faster than the plain loop: 1.")
+    assert verdicts(results)[0].startswith("With heads + n-gram (the default): faster than the plain loop, 1.")
+    assert verdicts(results)[1].startswith("With the heads: faster than the plain loop, 1.")
     assert html.index("heads + n-gram, the default, over the plain loop") < html.index("heads, over the plain loop")
 
 
@@ -153,6 +158,29 @@ def test_the_heads_are_named(results: dict[str, Any], tmp_path: Path) -> None:
     assert '<th scope="row">family</th><td>eagle3</td>' in html
     assert "| size | 9.8 M parameters |" in markdown and r"| steps | 537 \| 600 |" in markdown
     assert "{'family'" not in html + markdown
+
+
+def test_what_was_asked_and_typed(results: dict[str, Any], tmp_path: Path) -> None:
+    results["settings"] |= {
+        "questions_name": "mt-bench",
+        "command": "headstart eval heads --out 'a b'",
+    }
+    html, markdown = pages(results, tmp_path)
+    assert "Measured by <code>headstart eval heads --out &#39;a b&#39;</code>" in html
+    assert "| command | headstart eval heads --out 'a b' |" in markdown
+    for text in (html, markdown):
+        assert "5 prompts (mt-bench)" in text
+
+
+def test_what_engines_measured(results: dict[str, Any], tmp_path: Path) -> None:
+    assert "engines</h2>" not in pages(results, tmp_path / "without")[0]
+    row = {"requests": 1, "drafts": 3, "accepted": 0.648, "plain_tokens_per_second": 20.0, "tokens_per_second": 25.0}
+    rows = [row | {"expected": 1.21}, row | {"requests": 4, "expected": 0.9}]
+    results["engines"] = [{"engine": "vllm", "version": "0.32", "rows": rows, "setting": "vllm: 8 <prompts>."}]
+    html, markdown = pages(results, tmp_path / "with")
+    assert "vllm 0.32, 3 drafts</th><td>0.65</td><td>20.0</td><td>25.0</td><td>1.25x<small>1.21x</small>" in html
+    assert "vllm 0.32, 3 drafts, 4 requests" in html and "vllm: 8 &lt;prompts&gt;." in html
+    assert "| vllm 0.32 | 1 | 3 | 0.65 | 20.0 | 25.0 | 1.25x | 1.21x |" in markdown
 
 
 def test_html_stands_alone(results: dict[str, Any], tmp_path: Path) -> None:
@@ -206,7 +234,7 @@ def test_verdicts_are_honest() -> None:
         ratio = {"low": low, "mean": mean, "high": high}
         return verdicts({"summary": {**unmeasured, "speedup_vs_plain": ratio}, "per_prompt": [1]})[0]
 
-    assert verdict(1.2, 1.3, 1.4) == "Faster than the plain loop: 1.30x (95 % interval 1.20 to 1.40)."
+    assert verdict(1.2, 1.3, 1.4) == "Faster than the plain loop, 1.30x (95 % interval 1.20 to 1.40)."
     assert verdict(0.7, 0.8, 0.9).startswith("Slower than the plain loop")
     assert verdict(0.9, 1.05, 1.2).startswith("Not clearly faster or slower")
     assert verdicts({"summary": unmeasured}) == []
@@ -216,14 +244,14 @@ def test_verdicts_are_honest() -> None:
     ("judged", "words"),
     [
         (Judgement(), "not compared"),
-        (Judgement(3, 9), "The words are the same: 9 tokens"),
+        (Judgement(3, 9), "Same text as without drafts: 9 tokens of 3 prompts"),
         (
             Judgement(3, 9, 0.25, [Difference(0, 1, (1, 2), 0.05, True), Difference(1, 1, (1, 2), 0.1, True)]),
-            "2 of 3 prompts .* Rounding explains every one of them .largest margin 0.1, limit 0.25",
+            "on 1 of 3 prompts; rounding explains the other 2 .largest margin 0.1, limit 0.25",
         ),
         (
             Judgement(3, 9, 0.25, [Difference(0, 1, (1, 2), 0.5), Difference(1, 1, (1, 2), 0.1, True)]),
-            "does not explain 1 of them .*: look for a fault",
+            "on 1 of 3 prompts; rounding does not explain 1 of the other 2 .*: look for a fault",
         ),
     ],
 )

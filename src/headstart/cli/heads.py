@@ -63,6 +63,7 @@ def evaluate(
     asked, of_suite = find_questions(questions, options.limit)
     conversations = of_suite and any(len(question.turns) > 1 for question in asked)
     from headstart.eval.report import show_results
+    from headstart.hub.engine_tuning import read_engine_tunings
     from headstart.hub.format import read_config
     from headstart.hub.pull import has_heads, locate
     from headstart.pipeline.actions import report
@@ -71,11 +72,14 @@ def evaluate(
     # What people run when they say nothing is measured beside the heads alone.
     default = (DecodeOptions.drafter,) if options.drafter == "heads" else ()
     compare, multi_turn = (*default, *options.compare), options.multi_turn or conversations
-    measuring = replace(options, heads_name=heads, compare=compare, multi_turn=multi_turn)
+    name = Path(questions).name
+    measuring = replace(options, heads_name=heads, questions_name=name, compare=compare, multi_turn=multi_turn)
     decoder = load_decoder(heads, loading, options)
-    training = read_config(locate(heads, loading.revision)).get("training") if has_heads(heads) else None
-    results = report(decoder, asked, measuring, out, console, training)
-    show_results(results, f"{heads} on {Path(questions).name}", console)
+    folder = locate(heads, loading.revision) if has_heads(heads) else None
+    training = read_config(folder).get("training") if folder else None
+    engines = read_engine_tunings(folder) if folder else {}
+    results = report(decoder, asked, measuring, out, console, training, engines)
+    show_results(results, f"{heads} on {name}", console)
     say(console, ("Report", out / "report.html"))
 
 

@@ -28,7 +28,7 @@ from headstart.decode.loop import Drafter, check
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge, Judgement
 from headstart.eval.environment import environment
-from headstart.eval.figures import Prompt, Unit, compare_rows, per_prompt, summarise
+from headstart.eval.figures import Prompt, Unit, compare_rows, method_figures, per_prompt, rate, summarise
 from headstart.eval.groups import categories, places, prompt_lengths
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
 from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted
@@ -52,6 +52,8 @@ _NOT_OF_RESULTS = (
 """Options of decoding that measuring does not take."""
 _BEFORE, _AFTER = 16, 12
 """Tokens that are shown of two answers before and after they part."""
+_OF_A_BATCH = ("tokens_per_second", "speedup_vs_plain", "tokens_per_round", "nodes_per_round", "round_ms")
+"""What is kept of a drafter with other batches."""
 WARM_UP_TOKENS = 32
 """Most tokens of the unmeasured generation that each method starts with."""
 
@@ -63,8 +65,8 @@ def evaluate(
 
     A target without a chat template goes on with the text of each question as it is.
 
-    Returns the content of results.json: schema_version, summary, compare, categories, prompt_lengths, places, tuned
-    (see `headstart.eval.tuned`), settings, environment, per_prompt and replays (of a few prompts, see
+    Returns the content of results.json: schema_version, summary, compare, categories, prompt_lengths, places, batches,
+    tuned (see `headstart.eval.tuned`), settings, environment, per_prompt and replays (of a few prompts, see
     `headstart.eval.replay`). What cannot be measured is a UserError before anything runs.
     """
     options = options or EvalOptions()
@@ -79,6 +81,7 @@ def evaluate(
     others = {name: named(source, name) for name in options.compare}
     methods = make_methods(source, drafters, others, options)
     units = _measure(tokenizer, questions, options, methods, console)
+    batches = _batches(tokenizer, questions, options, methods, console)
     judged = _judge(target, units, options, list(methods), console)
     summary, rows = summarise(units, options.seed), per_prompt(units, tested)
     answers = [(unit.runs[PLAIN].tokens[row], unit.runs[HEADS].tokens[row]) for unit in units for row in _rows(unit)]
@@ -109,6 +112,7 @@ def evaluate(
         "categories": categories(units, options.seed),
         "prompt_lengths": prompt_lengths(units, options.seed),
         "places": places(units),
+        "batches": batches,
         "tuned": tuned(source, drafter, options.tree),
         "settings": settings,
         "environment": environment(target, drafters),
@@ -148,7 +152,7 @@ def _measure(
     tokenizer: Any,
     questions: Sequence[Question],
     options: EvalOptions,
-    methods: dict[str, Method],
+    methods: Mapping[str, Method],
     console: Console | None,
 ) -> list[Unit]:
     units: list[Unit] = []
@@ -171,6 +175,28 @@ def _measure(
                 units.append(Unit(group, prompts, runs))
                 bar.advance(len(prompts))
     return units
+
+
+def _batches(
+    tokenizer: Any,
+    questions: Sequence[Question],
+    options: EvalOptions,
+    methods: Mapping[str, Method],
+    console: Console | None,
+) -> list[dict[str, Any]]:
+    """The same questions in batches of other sizes, through our loop: a row for each size and drafter."""
+    ours = {name: method for name, method in methods.items() if isinstance(method, Ours)}
+    rows = []
+    for size in options.sweep_batch:
+        units = _measure(tokenizer, questions, replace(options, batch_size=size), ours, console)
+        plain = rate(units, PLAIN, options.seed)
+        for name in ours:
+            if name != PLAIN:
+                figures = method_figures(units, name, options.seed)
+                called = options.drafter if name == HEADS else name.removeprefix(OTHER)
+                row = {"batch_size": size, "name": called, "plain_tokens_per_second": plain and plain["mean"]}
+                rows.append(row | {key: figures[key] for key in _OF_A_BATCH})
+    return rows
 
 
 def _conversations(tokenizer: Any, questions: Sequence[Question], units: list[Unit]) -> Iterator[list[Prompt]]:
@@ -230,8 +256,8 @@ def _checked(
     target: Target, tokenizer: Any, questions: Sequence[Question], options: EvalOptions, console: Console | None
 ) -> list[Question]:
     """The questions that are asked, with the turns that are asked; refuses what cannot be measured."""
-    for name in ("limit", "max_new_tokens", "batch_size"):
-        value = getattr(options, name)
+    numbers = [(name, getattr(options, name)) for name in ("limit", "max_new_tokens", "batch_size")]
+    for name, value in (*numbers, *(("sweep_batch", size) for size in options.sweep_batch)):
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}.", "Give a number of at least 1.")
     check(target, [[0]], replace(options, max_new_tokens=1))

@@ -28,11 +28,15 @@ class EvalOptions(DecodeOptions):
     batch_size: int = option(
         1, "Decode this many prompts together. transformers' prompt lookup takes only one.", minimum=1
     )
+    sweep_batch: Sequence[int] = option(
+        (), "Also measure every drafter with so many prompts at a time; may be repeated.", minimum=1, metavar="N"
+    )
     multi_turn: bool = option(
         False, "Ask every turn, following plain decoding's answers to the earlier ones; by default only the first."
     )
     baselines: bool = option(True, "Measure transformers, too.", typed=False)
     heads_name: str = option("heads", "What the report calls the heads.", typed=False)
+    questions_name: str | None = option(None, "What the report calls the questions.", typed=False)
 
 
 @explained

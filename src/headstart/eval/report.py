@@ -52,7 +52,7 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
     table.add_column("decoding", overflow="fold")
     for name in ("tokens/s", f"over {LABELS[PLAIN].short}", "τ"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("words", max_width=14)  # "5 of 6 differ," and "by rounding" below it
+    table.add_column("text", max_width=14)  # "5 of 6 differ," and "by rounding" below it
     for row in results["compare"]:
         speed, speedup = number(row["tokens_per_second"], 1), over_plain(row, results)
         table.add_row(label_of(row["name"]), speed, speedup, number(row["tokens_per_round"]), words(row))
@@ -121,6 +121,8 @@ def render(results: Mapping[str, Any], name: str) -> str:
         least_rounds=LEAST_ROUNDS,
         nodes=merged(results["summary"]["node_counts"]),
         drafted=drafted_rounds(results["summary"]["node_counts"]),
+        batches=results.get("batches", ()),
+        engines=results.get("engines", ()),
         tuned=tuned,
         kinds=(tuned or {}).get("kinds", []),
         tree=tree_svg(tuned) if tuned else None,
@@ -139,10 +141,10 @@ def conditions(results: Mapping[str, Any]) -> list[str]:
         (settings, "batch_size"), (settings, "max_new_tokens"), (machine, "threads"),
     ))  # fmt: skip
     heat, date = settings.get("temperature"), machine.get("date")
-    heads = settings.get("heads", {})
+    heads, prompts, asked = settings.get("heads", {}), len(results["per_prompt"]), settings.get("questions_name")
     parts = [
         *(heads.get(key) for key in ("family", "size")),
-        f"{len(results['per_prompt'])} prompts",
+        f"{prompts} prompt{'s' * (prompts != 1)}" + (f" ({asked})" if asked else ""),
         longest and f"at most {longest} new tokens",
         None if heat is None else temperature_of(heat),
         batch and (f"{batch} prompts at a time" if batch > 1 else "one prompt at a time"),
@@ -233,8 +235,8 @@ def what_if(tuned: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, 
 def settings_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Settings and machine as people write them."""
     told = {name: value for name, value in results["settings"].items() if name != "heads"}
-    for name in ("methods", "compare"):
-        told[name] = list(map(label_of, told.get(name) or ()))
+    for name in told.keys() & {"methods", "compare", "drafters"}:
+        told[name] = list(map(label_of, told[name] or ()))
     told |= results["environment"]
     return [
         (name.replace("_", " "), format_moment(value) if name == "date" else cell(value))
@@ -303,10 +305,10 @@ def _verdict(figures: Mapping[str, Any], key: str, results: Mapping[str, Any]) -
     if ratio["low"] is None:
         return f"{ratio['mean']:.2f}x the speed of {name}, on too few prompts for an interval."
     if ratio["low"] > 1:
-        return f"Faster than {name}: {interval}."
+        return f"Faster than {name}, {interval}."
     if ratio["high"] < 1:
-        return f"Slower than {name}: {interval}."
-    return f"Not clearly faster or slower than {name}: {interval}."
+        return f"Slower than {name}, {interval}."
+    return f"Not clearly faster or slower than {name}, {interval}."
 
 
 def _uncapitalised(sentence: str) -> str:
@@ -319,9 +321,9 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
     >>> target_remarks({"target": "tiny"})
     []
     >>> target_remarks({"target": "tiny in int8", "quantization": "int8"})
-    ["The target's linear layers are in int8: the speed-ups are against its own plain loop, and the words are its own."]
+    ["The target's linear layers are in int8: the speed-ups are against its own plain loop, and the text is its own."]
     """
-    remarks, comparison = [], "the speed-ups are against its own plain loop, and the words are its own"
+    remarks, comparison = [], "the speed-ups are against its own plain loop, and the text is its own"
     if bits := settings.get("quantization"):
         remarks.append(f"The target's linear layers are in {bits}: {comparison}.")
     adapter = settings.get("adapter") or {}
@@ -339,18 +341,20 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
 
 
 def divergence_sentence(results: Mapping[str, Any]) -> str:
-    """Whether the words stayed the same, in one or two sentences."""
+    """Whether the text stayed the same, in a sentence."""
     judged = results["summary"]["divergences"]
-    if not judged["prompts"]:
-        return "Outputs were not compared token by token: sampled outputs differ from run to run."
-    if not judged["count"]:
-        compared = f"{judged['tokens_compared']} tokens of {judged['prompts']} prompts compared"
-        return f"The words are the same: {compared} with {LABELS[PLAIN].name}, none differs."
-    differ = f"{judged['count']} of {judged['prompts']} prompts leave the plain loop's output at some token"
+    prompts, differ = judged["prompts"], judged["count"]
+    if not prompts:
+        return "Texts were not compared: sampled ones differ from run to run."
+    if not differ:
+        return f"Same text as without drafts: {judged['tokens_compared']} tokens of {prompts} prompts, none differs."
+    same = f"Same text as without drafts on {prompts - differ} of {prompts} prompts"
     if results["environment"].get("exact") == "bits":
-        return f"{differ}, although all bits should be the same: look for a fault."
+        return f"{same}, although all bits should be the same: look for a fault."
     limit, largest = judged["margin_limit"], judged["largest_margin"]
     margins = "" if limit is None or largest is None else f" (largest margin {largest:.3g}, limit {limit:.3g})"
     if not judged["unexplained"]:
-        return f"{differ}. Rounding explains every one of them{margins}."
-    return f"{differ}. Rounding does not explain {judged['unexplained']} of them{margins}: look for a fault."
+        return f"{same}; rounding explains the other {differ}{margins}."
+    return (
+        f"{same}; rounding does not explain {judged['unexplained']} of the other {differ}{margins}: look for a fault."
+    )

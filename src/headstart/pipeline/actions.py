@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import asdict
 from pathlib import Path
 from shutil import copytree
 from typing import Any
@@ -18,12 +19,14 @@ from headstart.errors import UserError
 from headstart.eval.evaluate import evaluate
 from headstart.eval.options import EvalOptions
 from headstart.eval.report import write_report
+from headstart.eval.results import FILE as RESULTS
 from headstart.heads.io import WEIGHTS
 from headstart.hub.card import add_engine_figures
-from headstart.hub.engine_tuning import FILE
+from headstart.hub.engine_tuning import FILE, EngineTuning, read_engine_tunings, setting_of
 from headstart.hub.format import check_folder, export_heads, read_config, refuse_other_files
-from headstart.pipeline.run import CONVERSATIONS, TARGET, content
-from headstart.support.files import write_atomic
+from headstart.pipeline.run import CONVERSATIONS, HEADS, REPORT, TARGET, content
+from headstart.support.files import read_json, write_atomic
+from headstart.support.provenance import typed
 from headstart.target.loading import load_target
 from headstart.tuning.tune import Tuning, tune
 
@@ -35,10 +38,12 @@ def report(
     out: Path,
     console: Console,
     training: Mapping[str, str] | None = None,
+    engines: Mapping[str, EngineTuning] | None = None,
 ) -> dict[str, Any]:
     """Measure loaded heads on questions and write results.json, report.md and report.html; returns the results.
-    `training` are rows about how the heads were trained."""
+    `training` are rows about how the heads were trained, `engines` what was measured with them in serving engines."""
     results = evaluate(decoder, questions, options, console)
+    results["settings"]["command"] = typed()
     with suppress(UserError):  # a target alone
         heads = decoder.heads
         results["settings"]["heads"] = {
@@ -48,8 +53,21 @@ def report(
             "draft vocabulary": f"{heads.config.draft_width} of {heads.config.vocab_size} tokens",
             **(training or {}),
         }
-    write_report(results, out)
+    write_report(with_engines(results, engines or {}), out)
     return results
+
+
+def with_engines(results: dict[str, Any], measured: Mapping[str, EngineTuning]) -> dict[str, Any]:
+    """Results with what was measured in serving engines, where anything was."""
+    engines = [{**asdict(tuning), "setting": setting_of({name: tuning})} for name, tuning in measured.items()]
+    return {**results, "engines": engines} if engines else results
+
+
+def add_engines_to_report(run: Path) -> None:
+    """Write what was measured in serving engines with the heads of a run into its report, where it has one."""
+    file, measured = run / REPORT / RESULTS, read_engine_tunings(run / HEADS)
+    if measured and file.is_file():
+        write_report(with_engines(read_json(file), measured), run / REPORT)
 
 
 def retune(decoder: Decoder, folder: Path, validation: Path | None, console: Console) -> str:

@@ -21,7 +21,8 @@ from headstart.hub.engines.export import Exported, export_for
 from headstart.hub.engines.importing import GUESSED
 from headstart.hub.engines.known_engines import drafts_to_try
 from headstart.hub.format import CALIBRATION, refuse_other_files
-from headstart.pipeline.actions import validation_file
+from headstart.pipeline.actions import add_engines_to_report, validation_file
+from headstart.pipeline.run import HEADS
 from headstart.servers.engines import ENGINES, ServingEngine
 from headstart.servers.process import Server
 from headstart.support.files import read_json
@@ -106,6 +107,8 @@ def tune_in_engine(
     )
     write_engine_tuning(folder, tuning)
     add_engine_figures(folder)
+    if folder.name == HEADS:
+        add_engines_to_report(folder.parent)
     return tuning
 
 

@@ -18,7 +18,7 @@ from headstart.heads.io import CONFIG
 from headstart.hub.card import write_card
 from headstart.hub.engines.importing import untuned
 from headstart.hub.format import export_heads, refuse_other_files
-from headstart.pipeline.actions import keeping_engine_tunings, report
+from headstart.pipeline.actions import add_engines_to_report, keeping_engine_tunings, report
 from headstart.pipeline.data_stages import conversations
 from headstart.pipeline.head_stages import trained_heads
 from headstart.pipeline.run import (
@@ -182,13 +182,14 @@ def _eval(run: Run) -> Outcome:
         refer(run.folder, "eval", made)
         if not (folder / REPORT / "results.json").is_file():
             chosen = section.model_dump(include={"limit", "max_new_tokens", "temperature", "compare"})
-            options, training = EvalOptions(**chosen, heads_name=run.recipe.name), _training_facts(run)
+            name = "held out" if asked == "heldout" else Path(asked).name
+            options = EvalOptions(**chosen, heads_name=run.recipe.name, questions_name=name)
             # Read back what was exported: the report is about what people will load.
             decoder = load(exported.folder / HEADS, run.decoded)
             questions = read_questions(file)
 
             def measure(partial: Path) -> None:
-                report(decoder, questions, options, partial, run.console, training)
+                report(decoder, questions, options, partial, run.console, _training_facts(run))
 
             write_atomic(folder / REPORT, measure)
         results = read_json(folder / REPORT / "results.json")
@@ -197,6 +198,7 @@ def _eval(run: Run) -> Outcome:
         write_card(exported.folder / HEADS, facts)
         _give(exported.folder / HEADS, run.folder / HEADS)
         give(folder / REPORT, run.folder / REPORT)
+        add_engines_to_report(run.folder)
 
     def say(text: str) -> None:
         tell(run.console, f"    {text}")

@@ -5,6 +5,7 @@
   const play = find(".race-play"), slider = find(".race-time"), clock = find(".race-clock");
   const speed = find(".race-speed"), chosen = find(".race-prompt");
   const LINGER_MS = {{ linger_ms }}; // rejected drafts stay struck so long in the reader's time, or until the next are drafted
+  const HALF_FRAME_MS = 8;
   const prompts = [...race.querySelectorAll("details")].map((details) => {
     const lanes = [...details.querySelectorAll(".race-lane")].map(readLane);
     return { details, lanes, end: Math.max(...lanes.map((lane) => lane.end)) };
@@ -61,9 +62,11 @@
 
   function frame(now) {
     if (!playing) return;
-    at = Math.min(current().end, at + (now - last) * Number(speed.value));
+    const rate = Number(speed.value), { end } = current();
+    at += (now - last) * rate;
     last = now;
-    playing = at < current().end;
+    playing = end - at > HALF_FRAME_MS * rate; // the end is shown in the frame that is nearest to it
+    if (!playing) at = end;
     draw();
     if (playing) requestAnimationFrame(frame);
   }

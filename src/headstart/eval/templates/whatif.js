@@ -88,14 +88,15 @@
 
   function plot(curve, place) {
     const svg = section.querySelector("svg");
-    const top = Math.max(1.2, ...curve) * 1.08;
+    const top = Math.max(1.2, ...curve) * 1.15;
     const x = (at) => 34 + 436 * at / Math.max(1, Number(sliders.nodes.max) - 1);
     const y = (speedup) => 164 - 150 * speedup / top;
     svg.querySelector(".curve").setAttribute("d", curve.map((value, at) => `${at ? "L" : "M"}${x(at)} ${y(value)}`).join(""));
-    for (const [name, height] of [[".even", y(1)], [".one", y(1) + 4]]) {
-      const element = svg.querySelector(name);
-      for (const key of name === ".even" ? ["y1", "y2"] : ["y"]) element.setAttribute(key, height);
-    }
+    for (const key of ["y1", "y2"]) svg.querySelector(".even").setAttribute(key, y(1));
+    svg.querySelector(".one").setAttribute("y", y(1) + 4);
+    svg.querySelector(".here").setAttribute("x", Math.min(440, x(place) + 10));
+    svg.querySelector(".here").setAttribute("y", y(curve[place]) - 8);
+    svg.querySelector(".here").textContent = `${curve[place].toFixed(2)}x`;
     svg.querySelector("circle").setAttribute("cx", x(place));
     svg.querySelector("circle").setAttribute("cy", y(curve[place]));
   }
