@@ -414,7 +414,7 @@ def needed_bytes(loop: DecodeLoop, prompts: Sequence[Sequence[int]], asked: Deco
 
     def fits(free: int) -> bool:
         try:
-            return reserve(loop.target, prompts, asked.max_new_tokens, nodes, keep, free) == nodes
+            return reserve(loop.target, prompts, asked.max_new_tokens, nodes, keep, free=free) == nodes
         except UserError:
             return False
 

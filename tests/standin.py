@@ -84,12 +84,14 @@ class Counts:
         uploads: tensors that went from the host to the device.
         slow_uploads: those of them that make the host wait as well: all but pinned ones with `non_blocking`.
         launches: operations that were put into the device's queue.
+        graphs: those of them that are whole graphs.
     """
 
     waits: int = 0
     uploads: int = 0
     slow_uploads: int = 0
     launches: int = 0
+    graphs: int = 0
 
     def __sub__(self, other: Counts) -> Counts:
         return Counts(
@@ -97,6 +99,7 @@ class Counts:
             self.uploads - other.uploads,
             self.slow_uploads - other.slow_uploads,
             self.launches - other.launches,
+            self.graphs - other.graphs,
         )
 
 
@@ -295,7 +298,7 @@ class StandIn:
         """The device is asked to compute something."""
         if self.capturing is not None:
             return
-        self._add(launches=1)
+        self._add(launches=1, graphs=int(operation == "cudaGraphLaunch"))
         self.launched[operation] += 1
 
     def pin(self, tensor: Tensor) -> Tensor:

@@ -78,6 +78,7 @@ def test_a_config_has_the_shapes_of_its_model(name: str) -> None:
 def test_a_recipe_fits_a_tiny_model_of_the_architecture(name: str, tmp_path: Path) -> None:
     """Its heads learn something of every step, draft losslessly, and can be served as the recipe says."""
     target, recipe = tiny(name, tmp_path), load_recipe(name, ["heads.draft_vocab_size=64"])
+    assert target.eager is None
     heads = family(recipe.heads.family)(make_config(recipe.heads, target))
     heads.warm_start(target)
     tokens = list(range(3, 35))

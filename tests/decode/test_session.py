@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 from tests.decode.drafters import ReplayDrafter
 from tests.heads.test_contract import build
+from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model
 
 OPTIONS = DecodeOptions(max_new_tokens=24, ignore_end=True)
@@ -114,9 +116,9 @@ def test_what_drafters_keep_takes_from_the_nodes_and_not_from_the_text_of_a_sing
         beside, per_node = target.forward_bytes(rows, slots)
         per_token = rows * target.kv_bytes_per_token
         enough = beside + text * (per_token + rows * keep) + 5 * (per_token + rows * keep + per_node)
-        assert reserve(target, prompts, 24, 32, keep, int(enough / 0.9) + 1) == 5
+        assert reserve(target, prompts, 24, 32, keep, free=int(enough / 0.9) + 1) == 5
         scarce = int((beside + (text + 1) * per_token + per_node) / 0.9) + 1
-        assert reserve(target, prompts, 24, 32, keep, scarce) == (0 if rows > 1 else 1)
+        assert reserve(target, prompts, 24, 32, keep, free=scarce) == (0 if rows > 1 else 1)
 
 
 def test_heads_and_draft_models_say_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,6 +137,53 @@ def test_heads_and_draft_models_say_what_they_keep(monkeypatch: pytest.MonkeyPat
     small = Target(tiny_model("llama", seed=1, vocab_size=61))
     DecodeLoop(target, DraftModelDrafter(small, target)).generate(TEXTS[:1], OPTIONS)
     assert asked[-1] == small.kv_bytes_per_token
+
+
+def test_memory_that_heads_hold_for_their_next_text_is_not_counted_twice(
+    device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a text just fits, so does the same text again: what graphs of the first one hold is what it needs."""
+    host = Target(tiny_model("llama", vocab_size=61))
+    target = Target(tiny_model("llama", vocab_size=61).to(CUDA))
+    heads = build("eagle3", host).to(CUDA)
+    heads.bind(target)
+    drafter, whole = HeadDrafter(heads, TreeShape.chain(3)), 1 << 30
+    monkeypatch.setattr("headstart.target.graphs._ROOMY", 0.0)
+
+    def left(_: torch.device) -> int:
+        return whole - target.spare_bytes - drafter.spare_bytes
+
+    def nodes(prompts: list[list[int]]) -> int:
+        return reserve(target, prompts, 24, drafter.max_nodes, drafter.bytes_per_token, drafter.spare_bytes)
+
+    monkeypatch.setattr("headstart.decode.memory.free_bytes", left)
+    while nodes(TEXTS) == drafter.max_nodes:
+        whole = whole * 15 // 16
+    whole = whole * 17 // 15
+    assert nodes(TEXTS) == drafter.max_nodes
+    Engine(target, drafter).generate(TEXTS, replace(OPTIONS, draft="on"))
+    memory = drafter._graphs._spare if drafter._graphs else None
+    assert memory is not None and drafter.spare_bytes >= sum(store.nbytes for store in memory.stores) > 0
+    assert nodes(TEXTS) == drafter.max_nodes
+
+
+def test_states_of_the_prompt_go_when_drafters_have_read_them() -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    left: list[bool] = []
+
+    class Reader(NgramDrafter):
+        aux_layers = (1,)
+
+        def prefill(self, prompts: Any, states: dict[int, Tensor]) -> Any:
+            self.state = weakref.ref(states[1])
+            return super().prefill(prompts, states)
+
+        def propose(self, *given: Any) -> list[Tree]:
+            left.append(self.state() is not None)
+            return super().propose(*given)
+
+    Engine(target, Reader()).generate(TEXTS, OPTIONS)
+    assert left and not any(left)
 
 
 @pytest.mark.drafter_fails

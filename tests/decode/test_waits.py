@@ -1,5 +1,5 @@
-"""How often a round makes the host wait for the device, at most: a limit that may go down, and not up. No upload makes
-it wait."""
+"""How often a round makes the host wait for the device, sends it something and launches an operation, at most: limits
+that may go down, and not up. No upload makes it wait. Forwards are captured before, and each is one launch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headstart.drafters.ngram import NgramDrafter
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import build
-from tests.standin import CUDA, StandIn, rounds_of
+from tests.standin import CUDA, Round, StandIn, rounds_of
 from tests.tiny import tiny_model
 
 ONE_FORWARD, BY_LEVELS = "medusa", "eagle3"
@@ -20,10 +20,23 @@ ONE_FORWARD, BY_LEVELS = "medusa", "eagle3"
 
 WAITS = {"none": 1, "ngram": 1, ONE_FORWARD: 2, BY_LEVELS: 4, f"{ONE_FORWARD}+ngram": 2, f"{BY_LEVELS}+ngram": 4}
 """Greedy, for any number of rows: reading the outcome, and reading drafts: at once, or level by level."""
-SAMPLED = {"none": 1, "ngram": 1, ONE_FORWARD: 3, BY_LEVELS: 7, f"{ONE_FORWARD}+ngram": 3, f"{BY_LEVELS}+ngram": 7}
-"""Above temperature 0: also reading which children were drawn, at once or level by level."""
+SAMPLED = {"none": 1, "ngram": 1, ONE_FORWARD: 3, BY_LEVELS: 5, f"{ONE_FORWARD}+ngram": 3, f"{BY_LEVELS}+ngram": 5}
+"""Above temperature 0: also reading which children were drawn: in the last level, or in all of one forward."""
 UPLOADS = {"none": 0, "ngram": 1, ONE_FORWARD: 1, f"{ONE_FORWARD}+ngram": 1, BY_LEVELS: 4, f"{BY_LEVELS}+ngram": 4}
-"""Greedy: the proposal, and the nodes of each level. Of several rows, as long as none ends; n-grams end them soon."""
+"""Greedy: the proposal, and the nodes of each level, which the host chooses when it has read the level before. Of
+several rows, as long as none ends; n-grams end them soon."""
+SAMPLED_UPLOADS = {name: uploads + 1 + (name not in ("none", "ngram")) for name, uploads in UPLOADS.items()}
+"""Above temperature 0: also the numbers for accepting, on their way while the target reads the proposal, and those for
+drawing the last level; for drawing other levels they go with the nodes of the next one."""
+BESIDE_GRAPHS = {
+    "none": 5,
+    "ngram": 40,
+    ONE_FORWARD: 50,
+    BY_LEVELS: 60,
+    f"{ONE_FORWARD}+ngram": 50,
+    f"{BY_LEVELS}+ngram": 60,
+}
+"""Greedy, of one row: launches that are no graphs: what is put into their buffers and taken out, and the decision."""
 
 
 def make_drafters(name: str, target: Target, host: Target) -> list[Drafter]:
@@ -38,23 +51,41 @@ def make_drafters(name: str, target: Target, host: Target) -> list[Drafter]:
     return drafters
 
 
-@pytest.mark.parametrize("name", WAITS)
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize(("temperature", "limits"), [(0.0, WAITS), (1.0, SAMPLED)], ids=["greedy", "sampled"])
-def test_waits_of_a_round(name: str, rows: int, temperature: float, limits: dict[str, int]) -> None:
+def decoded(name: str, rows: int, temperature: float, layers: int = 3) -> list[Round]:
+    """The rounds of a batch that was decoded before, when its graphs were captured."""
     options = DecodeOptions(max_new_tokens=16, ignore_end=True, temperature=temperature, seed=0)
     prompts = [[5 + row, 9, 14, 5 + row, 9, 14, 5 + row, 9][: 8 - row] for row in range(rows)]
-    host = Target(tiny_model("llama", vocab_size=61))
+    host = Target(tiny_model("llama", vocab_size=61, layers=layers))
     with StandIn() as device:
-        target = Target(tiny_model("llama", vocab_size=61).to(CUDA))
+        target = Target(tiny_model("llama", vocab_size=61, layers=layers).to(CUDA))
         loop = DecodeLoop(target, *make_drafters(name, target, host))
+        loop.generate(prompts, options)
         rounds = rounds_of(device, target, lambda: loop.generate(prompts, options))
     assert rounds
+    return rounds
+
+
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_waits_and_uploads_of_a_round(name: str, rows: int, temperature: float) -> None:
+    rounds = decoded(name, rows, temperature)
+    most_waits, most_uploads = (SAMPLED, SAMPLED_UPLOADS) if temperature else (WAITS, UPLOADS)
     for one in rounds:
         waits = [event for event in one.events if event.kind == "wait"]
         assert len(waits) == one.counts.waits
         uploads = [event for event in one.events if event.kind == "upload"]
-        if not temperature and (rows == 1 or ("ngram" not in name and one is rounds[1])):
-            assert len(uploads) <= UPLOADS[name], "\n".join(f"{event.where} {event.operation}" for event in uploads)
+        if rows == 1 or ("ngram" not in name and one is rounds[1]):
+            listed = "\n".join(f"{event.where} {event.operation}" for event in uploads)
+            assert len(uploads) <= most_uploads[name], listed
         assert one.counts.slow_uploads == 0, "\n".join(f"{event.where} {event.operation}" for event in uploads)
-        assert len(waits) <= limits[name], "\n".join(f"{event.where} {event.operation}" for event in waits)
+        assert len(waits) <= most_waits[name], "\n".join(f"{event.where} {event.operation}" for event in waits)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_launches_of_a_round(name: str) -> None:
+    """A graph for the target's forward and one for each level of the heads, however many layers: what each gives is
+    read, and nothing else is. Beside them stands what goes into their buffers and out, and the decision."""
+    for one in decoded(name, 1, 0.0, layers=8):
+        assert one.counts.graphs == one.counts.waits <= WAITS[name]
+        assert one.counts.launches - one.counts.graphs <= BESIDE_GRAPHS[name]

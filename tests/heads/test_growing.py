@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+import sys
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from headstart.decode.options import SamplingOptions
 from headstart.decode.sampling import warp
+from headstart.drafters import heads as heads_module
 from headstart.drafters.heads import HeadDrafter, grow
 from headstart.heads.base import DraftHead, HeadConfig
 from headstart.tree.calibration import Calibration
@@ -20,6 +23,9 @@ from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
 from tests.standin import CUDA, StandIn
 
 VOCAB = 12
+GROWING = heads_module.__file__
+CALLS = {False: 32, True: 48}
+"""Of a node at most, greedy and drawn."""
 
 
 class TableHead(DraftHead):
@@ -287,6 +293,69 @@ def test_drawing_all_levels_at_once_gives_the_trees_of_drawing_each_by_itself(to
         assert list(tree.drawn) == list(other.drawn)
         for node, drawn in tree.drawn.items():
             torch.testing.assert_close(drawn.q_draft_D.cpu(), other.drawn[node].q_draft_D)
+
+
+class PlacedHead(TableHead):
+    """Drafts where its nodes are."""
+
+    def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
+        return super().draft_step(session, tokens_BW, parents_BW, depth).to(tokens_BW.device)
+
+
+@pytest.mark.parametrize("top_k", [0, 2])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("static", [False, True])
+def test_levels_drafted_from_tokens_that_the_host_has_not_seen_are_the_same(
+    static: bool, shared: bool, top_k: int
+) -> None:
+    """On a device what is drawn is read with the drafts of the next level. Nodes that hold nothing go then."""
+    shape = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
+    warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))
+
+    def trees(device: torch.device | str) -> list[Tree]:
+        streams = [torch.Generator().manual_seed(row) for row in range(3)]
+        request = Request(9, 0.01, draws=True, warp=warper, streams=streams, shape=shape if static else None)
+        return grow(heads, None, TreeBatch.roots([3, 4, 5], device), request)
+
+    heads = PlacedHead(shared)
+    expected = trees("cpu")
+    assert any(tree.depth == 3 for tree in expected) and sum(len(tree.drawn) for tree in expected) >= 6
+    with StandIn() as device:
+        heads.to(CUDA)
+        found = trees(CUDA)
+        uploads = [
+            event for event in device.events if event.where.startswith("support/uploads") and event.kind == "upload"
+        ]
+        # The roots, which the loop has there; nodes of two levels with the numbers for drawing them; the last draw.
+        assert len(uploads) == 1 + 2 + 1
+    for tree, other in zip(found, expected, strict=True):
+        assert (tree.tokens, tree.parents, list(tree.drawn)) == (other.tokens, other.parents, list(other.drawn))
+        assert tree.accept_probs == (other.accept_probs and pytest.approx(other.accept_probs))
+        for node, drawn in tree.drawn.items():
+            torch.testing.assert_close(drawn.q_draft_D.cpu(), other.drawn[node].q_draft_D)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_work_of_the_host_grows_with_nodes_alone(draws: bool) -> None:
+    """Calls of functions: as many for a row of 32 as for one of 4, and a limit for each node, which may go down."""
+
+    def calls(rows: int) -> tuple[int, int]:
+        warper = partial(warp, SamplingOptions(temperature=1.0))
+        streams = [torch.Generator().manual_seed(0) for _ in range(rows)]
+        request = Request(16, 0.01, draws=draws, warp=warper, streams=streams)
+        heads, roots, count = OnceHead(shared=True), TreeBatch.roots([3] * rows), Counter[str]()
+        sys.setprofile(lambda frame, event, _: count.update([event] if frame.f_code.co_filename == GROWING else []))
+        try:
+            trees = grow(heads, None, roots, request, depth_logits=heads.depth_logits)
+        finally:
+            sys.setprofile(None)
+        return count["call"] + count["c_call"], sum(tree.size for tree in trees)
+
+    few, many = calls(4), calls(32)
+    if not draws:
+        assert many[1] == 8 * few[1], "the same trees"
+    assert many[0] / many[1] <= few[0] / few[1], "nothing is done for pairs of rows"
+    assert many[0] / many[1] <= CALLS[draws], many
 
 
 @pytest.mark.parametrize("shared", [False, True])

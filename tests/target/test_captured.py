@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.decode.costs import Conditions
 from headstart.decode.loop import DecodeLoop
@@ -26,6 +27,9 @@ from headstart.target.prepacked import MAX_ROWS, can_pack
 from headstart.target.shipped import Inputs
 from headstart.target.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
+from tests.heads.test_frozen_lm_head import TARGETS as SCALED
+from tests.heads.test_frozen_lm_head import tiny as scaled
+from tests.target.test_chains import hybrid
 from tests.tiny import KINDS, LONG, packed_model, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8], [*range(1, 13)], [3]]
@@ -176,6 +180,49 @@ def test_other_modules_are_recorded_anew() -> None:
 def test_rotary_frequencies_that_change_with_the_text_are_not_recorded(kind: str) -> None:
     target = Target(tiny_model(kind))
     assert target.eager is not None and "rotary" in target.eager
+
+
+ROTARY = "its rotary frequencies depend on the length of the text"
+EAGER = {"phi3_long": ROTARY, "llama_long": ROTARY, "qwen3_next": "its layers keep running states"}
+"""Models in these tests whose forwards run through their modules, and why. Those of all others are recorded."""
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *LONG, *SCALED, "qwen3_next"])
+def test_every_kind_of_model_is_recorded_or_says_why_not(kind: str) -> None:
+    target = scaled(kind) if kind in SCALED else Target(hybrid() if kind == "qwen3_next" else tiny_model(kind))
+    assert target.eager == EAGER.get(kind)
+    assert target.forwards == (f"through the model's modules: {EAGER[kind]}" if kind in EAGER else "replayed")
+
+
+class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's own
+    """Counts the operators that compute or copy something."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_replayed_round_runs_no_more_operators_than_the_modules(kind: str) -> None:
+    """On a CPU, where each has its price: of a tree, and of a plain step."""
+
+    def operators(drafts: Tree) -> int:
+        cache, batch = target.new_cache(1, 60), TreeBatch.of([drafts])
+        target.prefill(cache, TEXTS[:1])
+        target.forward_tree(cache, batch, AUX_LAYERS)  # weights are prepacked by now
+        with Operators() as counted:
+            target.forward_tree(cache, batch, AUX_LAYERS)
+        return counted.count
+
+    target = Target(tiny_model(kind))
+    for drafts in (tree(8), Tree([5])):
+        replayed = operators(drafts)
+        with through_modules(target):
+            assert 0 < replayed <= operators(drafts)
 
 
 def test_packed_weights() -> None:

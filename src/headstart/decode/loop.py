@@ -125,7 +125,8 @@ class Drafter(Protocol):
 
     An optional attribute `draft_share` says what a draft costs, as a share of a plain decoding step; drafters without
     it cost what was measured for the heads. Another, `bytes_per_token`, is what it keeps on the target's device of each
-    token of a row, drafts included; drafters without it keep nothing worth counting.
+    token of a row, drafts included; drafters without it keep nothing worth counting. `spare_bytes` is what it holds
+    there for its next text.
     """
 
     aux_layers: tuple[int, ...]
@@ -272,8 +273,12 @@ class DecodeLoop:
             return [index for index, row in enumerate(rows) if not texts[row].finish_reason]
 
         most_nodes = 1 + sum(self.drafters[number].max_nodes - 1 for number in sessions)
-        keep = sum(getattr(self.drafters[number], "bytes_per_token", 0) for number in sessions)
-        max_nodes = reserve(target, [call.prompts[row] for row in rows], options.max_new_tokens, most_nodes, keep)
+        keep, spare = (
+            sum(getattr(self.drafters[number], name, 0) for number in sessions)
+            for name in ("bytes_per_token", "spare_bytes")
+        )
+        whole = [call.prompts[row] for row in rows]
+        max_nodes = reserve(target, whole, options.max_new_tokens, most_nodes, keep, spare)
         if not max_nodes:
             return False
         cache = target.new_cache(len(prompts), max(map(len, prompts)) + options.max_new_tokens + max_nodes)
@@ -289,6 +294,7 @@ class DecodeLoop:
             session = ask(number, self.drafters[number].prefill, prompts, out.aux_hidden_states)
             if number in sessions:
                 sessions[number] = session
+        del out  # of a long text, as much as drafters keep
         remaining = emit([[token] for token in roots.root_tokens])
         while remaining:
             if len(remaining) < len(rows):  # rows that ended leave the batch

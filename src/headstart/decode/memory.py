@@ -22,12 +22,15 @@ def reserve(
     max_new_tokens: int,
     max_nodes: int,
     drafters_keep: int = 0,
+    drafters_spare: int = 0,
     free: int | None = None,
 ) -> int:
     """The widest tree (root included, at most `max_nodes`) that fits beside the text, where so many bytes are free on
     each device with layers, by default what is there; 0 where the text of several prompts does not fit. Counted are the
     KV cache, what drafters keep (bytes of each token of a row), and of one forward the masks, the logits, and what
-    attention keeps of a layer. A single prompt needs no room for drafters: without it the text goes on plainly.
+    attention keeps of a layer. A single prompt needs no room for drafters: without it the text goes on plainly. What
+    target and drafters hold for their next text (`drafters_spare`) is taken for free: this text gets it, or more in its
+    place.
 
     Raises:
         UserError: when the text of a single prompt does not fit.
@@ -36,9 +39,11 @@ def reserve(
     nodes = max_nodes
     for device, token_bytes in target.kv_bytes_by_device.items():
         per_token = rows * token_bytes
-        available = int(_SHARE * (free_bytes(device) + target.spare_bytes if free is None else free))
-        beside, per_node = target.forward_bytes(rows, row_tokens + max_nodes) if device == target.device else (0, 0)
-        drafting = rows * drafters_keep if device == target.device else 0
+        at_home = device == target.device
+        spare = target.spare_bytes + (drafters_spare if at_home else 0)
+        available = int(_SHARE * (free_bytes(device) + spare if free is None else free))
+        beside, per_node = target.forward_bytes(rows, row_tokens + max_nodes) if at_home else (0, 0)
+        drafting = rows * drafters_keep if at_home else 0
         needed = per_token * (row_tokens + 1) + beside + per_node
         if rows > 1 and needed + drafting * (row_tokens + 1) > available:
             return 0

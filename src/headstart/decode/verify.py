@@ -270,6 +270,12 @@ class _Drawn:
 def decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
     """As `walk` and `decided` in `loop.py` and `tree.py`, in operations on the device: what is committed where these
     tokens come after the nodes. The host waits once, for what was decided."""
+    if batch.size == 1:  # nothing was drafted
+        zeros_BP = batch.depths_BN.expand(len(choice_BN), 1)
+        committed = Committed(
+            batch, [[0]] * len(choice_BN), zeros_BP, zeros_BP[:, 0] + 1, out.aux_hidden_states, out.logits_BTV
+        )
+        return committed, TreeBatch.roots([token for (token,) in choice_BN.tolist()], on_device=choice_BN[:, 0])
     parents_BN = batch.parents_BN.expand_as(choice_BN)
     # A node is right when it holds its parent's choice, and accepted when all on its path are right.
     right_BN = (choice_BN.gather(1, parents_BN.clamp(min=0)) == batch.tokens_BN) & (parents_BN >= 0)

@@ -8,6 +8,7 @@ Shape suffixes: B rows, W nodes of a level, R ranks, D draft vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -53,10 +54,17 @@ class DraftGraphs(Captures[Memory]):
         return True
 
     def level(
-        self, session: Any, root_B: Tensor, nodes: tuple[list[list[int]], list[list[int]]], depths: range, ranks: int
+        self,
+        session: Any,
+        root_B: Tensor,
+        nodes: tuple[list[list[int]], list[list[int]]],
+        depths: range,
+        ranks: int,
+        put: Callable[[Tensor, Tensor], None] = upload_into,
     ) -> tuple[Tensor, Tensor] | None:
         """Logits [B, W, D] after the nodes of a level (or at these depths), until the next level, and `best_drafts` of
-        them; None where this level is to be drafted without a graph. Nodes are their tokens and their parents."""
+        them; None where this level is to be drafted without a graph. Nodes are their tokens and their parents; `put`
+        overwrites the buffer of a graph with its numbers."""
         heads, memory = self._heads, session.memory
         tokens_BW, parents_BW = map(np.array, nodes)
         level = heads.level(session, root_B, tokens_BW, parents_BW, depths)
@@ -69,7 +77,7 @@ class DraftGraphs(Captures[Memory]):
         graph = memory.graphs.get(bucket)
         inputs = torch.empty(numbers_BX.shape, dtype=torch.long, device=self._device) if graph is None else graph.inputs
         if inputs.numel():
-            upload_into(inputs, torch.from_numpy(numbers_BX))
+            put(inputs, torch.from_numpy(numbers_BX))
 
         def forward() -> tuple[Tensor, Tensor]:
             logits_BWD = heads.draft_level(memory, inputs, level.sizes).float()

@@ -11,41 +11,39 @@ a best-first search finds, at one call of the heads a level. A drawn node is nev
 its token: trees with such nodes leave room at each level for what is expected below it.
 
 A drawn child gets its place in the tree first and its token later: those of all rows are drawn together, as soon as
-anything depends on them.
+anything depends on them (see `drawing`).
 
-Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks, M nodes to be drawn.
+Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from operator import mul
-from typing import Any, NamedTuple, Protocol
+from operator import itemgetter, mul
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.decode.options import TreeKind
 from headstart.drafters.captured import DraftGraphs, best_drafts
+from headstart.drafters.drawing import UNKNOWN, Draws, Growing, Leaf, Undrawn
 from headstart.heads.base import DraftHead, OneForwardHead
 from headstart.heads.parts.graphed import GraphedHead
-from headstart.support.rng import fall_on, in_parts
-from headstart.support.uploads import upload
+from headstart.support.uploads import upload, upload_into
 from headstart.target.graphs import WIDTHS
 from headstart.target.prepacked import refresh
 from headstart.tree.calibration import Calibration
-from headstart.tree.tree import Committed, Drawn, Request, Tree, TreeBatch, TreeShape
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
 MAX_RANK = 8
 """Children of a node at most, in a dynamic tree."""
-_UNKNOWN = -1
-"""Stands for the token of a child that is not drawn yet, or cannot be."""
+_PLACE = itemgetter(1, 2)
+"""Of a child that may grow: its parent's index and its rank."""
 
 
 class HeadDrafter:
@@ -109,6 +107,11 @@ class HeadDrafter:
             return f"eager: a tree has up to {self.max_nodes} nodes, and graphs are for {WIDTHS[-1]} at most"
         return "CUDA graphs" if self._graphs.refused is None else f"eager, no CUDA graphs: {self._graphs.refused}"
 
+    @property
+    def spare_bytes(self) -> int:
+        """Memory that the last text left to the next one, and that is given up for another."""
+        return 0 if self._graphs is None else self._graphs.spare_bytes
+
     def _calibration_at(self, temperature: float) -> Calibration:
         share = min(1.0, temperature)
         if self._sampled is None or share == 0:
@@ -147,40 +150,6 @@ _Candidate = tuple[int, int, float, float, float]
 parent, that of a child drawn instead of it, and its share of the heads' own distribution."""
 
 
-class _Leaf(NamedTuple):
-    """A node of the last level, which may get children."""
-
-    node: int
-    above: int = 0
-    """Its parent's index in the level before."""
-    off_best: float = 0.0
-    """How likely its path has left the best one, see `Calibration.off_best`; between 0 and 1 for drawn nodes alone."""
-    place: int = 0
-    """The node of the static shape that it fills; 0 in a dynamic tree."""
-
-
-class _Undrawn(NamedTuple):
-    """A child that is still to be drawn, from the logits of its parent's column, without its siblings' tokens."""
-
-    row: int
-    node: int
-    column: int
-    siblings: list[int]
-
-
-@dataclass
-class _Growing:
-    """One row's tree while it grows, and the nodes of its last level that may get children."""
-
-    tree: Tree
-    level: list[_Leaf]
-
-    def keep(self, nodes: Sequence[int]) -> None:
-        """See `Tree.keep`."""
-        renumbered = self.tree.keep(nodes)
-        self.level = [leaf._replace(node=renumbered[leaf.node]) for leaf in self.level if leaf.node in renumbered]
-
-
 @torch.no_grad()
 def grow(
     heads: Levels,
@@ -195,11 +164,11 @@ def grow(
     forward, `graphs` of heads whose levels are captured. Fills the request's `shape` where there is one, else nodes
     have `max_rank` children at most.
 
-    The host waits for the device once a level, and once more where children are drawn; for heads that draft all depths
-    in one forward, once in all, and once more.
+    The host waits for the device once a level, or once for heads that draft all depths in one forward; and once more in
+    all where children are drawn.
     """
     shape, calibration = request.shape, request.calibration or Calibration()
-    rows = [_Growing(Tree([token], accept_probs=[1.0]), [_Leaf(0)]) for token in roots.root_tokens]
+    rows = [Growing(Tree([token], accept_probs=[1.0]), [Leaf(0)]) for token in roots.root_tokens]
     ranks = min(shape.width if shape else 1 if request.chain else max_rank, len(heads.draft_to_target_D))
     levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
     shape_children = shape.children if shape else []
@@ -207,20 +176,29 @@ def grow(
     curves = [calibration] if shape or calibration.off_best is None else [calibration, calibration.off_best]
     table: _Table | None = None
     first = drafted = 0
-    undrawn: list[_Undrawn] = []
+    undrawn: list[Undrawn] = []
+    draws: Draws | None = None
 
     def read(depths: range) -> _Table:
-        """The best drafts of the next level, or of these depths."""
-        level = None if graphs is None else graphs.level(session, roots.root_B, _level(rows), depths, ranks)
+        """The best drafts of the next level, or of these depths, and with them what is drawn."""
+        put = upload_into if draws is None else draws.put
+        level = None if graphs is None else graphs.level(session, roots.root_B, _level(rows), depths, ranks, put)
         if level is not None:
-            return _Table.of(*level)
+            return _Table.of(*level, draws)
         if depth_logits is not None:
-            return _Table.read(depth_logits(session, roots.root_B, depths), ranks, heads.draft_to_target_D)
-        tokens_BW, parents_BW = roots.tokens_BN, torch.zeros_like(roots.tokens_BN)
-        if depths.start:
-            tokens_BW, parents_BW = upload(_level(rows), roots.root_B.device).unbind()
-        logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depths.start)
-        return _Table.read(logits_BWD, ranks, heads.draft_to_target_D)
+            logits_BWD = depth_logits(session, roots.root_B, depths)
+        else:
+            tokens_BW, parents_BW = roots.tokens_BN, torch.zeros_like(roots.tokens_BN)
+            if draws is not None:
+                numbers_BX = np.concatenate(_level(rows), axis=1)
+                buffer_BX = torch.empty(numbers_BX.shape, dtype=torch.long, device=roots.root_B.device)
+                draws.put(buffer_BX, torch.from_numpy(numbers_BX))
+                tokens_BW, parents_BW = buffer_BX.chunk(2, dim=1)
+            elif depths.start:
+                tokens_BW, parents_BW = upload(_level(rows), roots.root_B.device).unbind()
+            logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depths.start)
+        logits_BWD = logits_BWD.float()
+        return _Table.of(logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D), draws)
 
     for depth in range(levels):
         if depth and shape is None and not _pays(rows, depth, calibration, request):
@@ -228,38 +206,43 @@ def grow(
         if depth_logits is None or table is None or depth >= first + table.width:
             # Where reading is free, the next depth waits until it is known to be worth its LM head.
             last = depth + 1 if depth_logits is None or reading_is_free else levels
-            table, first = read(range(depth, last)), depth
+            table, first, draws = read(range(depth, last)), depth, None
         drafted += 1
         shared = depth - first if depth_logits else 0 if table.width == 1 else None  # column of all nodes of the level
         sides = [table.candidates(depth, shared, curve, request.draws) for curve in curves]
         below = list(accumulate((calibration.best_child(lower) for lower in range(depth + 1, levels)), mul))
         for number, row in enumerate(rows):
-            columns = [index if shared is None else shared for index in range(len(row.level))]
+            columns = [leaf.column if shared is None else shared for leaf in row.level]
             tables = [
-                _blend([side[number][index if shared is None else 0] for side in sides], leaf.off_best)
-                for index, leaf in enumerate(row.level)
+                _blend([side[number][leaf.column if shared is None else 0] for side in sides], leaf.off_best)
+                for leaf in row.level
             ]
             if shape:
                 picks = [[shape.ranks[child] for child in shape_children[leaf.place]] for leaf in row.level]
             else:
                 picks = _worth_it(row, tables, below, request)
             for above, node, siblings in _extend(row, tables, picks, shape_children, request.draws):
-                undrawn.append(_Undrawn(number, node, columns[above], siblings))
+                undrawn.append(Undrawn(number, node, columns[above], siblings))
             if not shape and row.tree.size > request.max_nodes:
                 assert not request.draws, "a drawn node is never pushed out"
                 row.keep(row.tree.best(request.max_nodes))
         # The next table needs the tokens, or takes the place of this one.
-        if depth_logits is None or depth + 1 == first + table.width:
-            _draw(rows, undrawn, table, heads.draft_to_target_D, request)
-            undrawn = []
+        if undrawn and (depth_logits is None or depth + 1 == first + table.width):
+            draws, undrawn = Draws(rows, undrawn, table.logits_BWD, heads.draft_to_target_D, request), []
+            if reading_is_free or depth_logits is not None:
+                draws.take()
+                draws = None
         if not any(row.level for row in rows):
             break
-    _draw(rows, undrawn, table, heads.draft_to_target_D, request)
+    if undrawn and table is not None:
+        draws = Draws(rows, undrawn, table.logits_BWD, heads.draft_to_target_D, request)
+    if draws is not None:
+        draws.take()
     # A static tree is verified as it is.
     return [replace(row.tree, accept_probs=None if shape else row.tree.accept_probs, levels=drafted) for row in rows]
 
 
-def _pays(rows: Sequence[_Growing], depth: int, calibration: Calibration, request: Request) -> bool:
+def _pays(rows: Sequence[Growing], depth: int, calibration: Calibration, request: Request) -> bool:
     """Whether each node's best child, less what verifying costs, is worth what a further level costs."""
     children = (
         _prob(row.tree, leaf.node) * calibration.best_child(depth, leaf.off_best) for row in rows for leaf in row.level
@@ -272,8 +255,8 @@ def _prob(tree: Tree, node: int) -> float:
     return tree.accept_probs[node]
 
 
-def _level(rows: Sequence[_Growing]) -> tuple[list[list[int]], list[list[int]]]:
-    """Tokens of the level's nodes and their parents' indices in the level before, [B, W], short rows padded."""
+def _level(rows: Sequence[Growing]) -> tuple[list[list[int]], list[list[int]]]:
+    """Tokens of the level's nodes and their parents' columns, [B, W], short rows padded."""
     width = max(len(row.level) for row in rows)
     tokens, parents = [], []
     for row in rows:
@@ -294,14 +277,14 @@ class _Table:
     tokens: NDArray[Any]
 
     @classmethod
-    def read(cls, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> _Table:
-        logits_BWD = logits_BWD.float()
-        return cls.of(logits_BWD, best_drafts(logits_BWD, ranks, draft_to_target_D))
-
-    @classmethod
-    def of(cls, logits_BWD: Tensor, best: Tensor) -> _Table:
-        """From what `best_drafts` gives."""
-        log_probs, indices, tokens = best.cpu().numpy()
+    def of(cls, logits_BWD: Tensor, best: Tensor, draws: Draws | None = None) -> _Table:
+        """From what `best_drafts` gives; what was drawn on the device is read with it."""
+        if draws is None:
+            log_probs, indices, tokens = best.cpu().numpy()
+        else:
+            numbers = torch.cat([best.flatten(), draws.tokens_M.int()]).cpu().numpy()
+            log_probs, indices, tokens = numbers[: best.numel()].reshape(best.shape)
+            draws.take(numbers[best.numel() :].tolist())
         return cls(logits_BWD, log_probs.view(np.float32), indices, tokens)
 
     @property
@@ -335,14 +318,15 @@ def _blend(sides: Sequence[list[_Candidate]], off_best: float) -> list[_Candidat
 
 
 def _worth_it(
-    row: _Growing, tables: Sequence[list[_Candidate]], below: Sequence[float], request: Request
+    row: Growing, tables: Sequence[list[_Candidate]], below: Sequence[float], request: Request
 ) -> list[list[int]]:
     """For each node of the level, the ranks whose paths are worth verifying; the best of them when room is short.
     `below` says how likely a new node has a right child, a right grandchild and so on, when it is right itself."""
     grown: list[tuple[float, int, int]] = []  # less the path's probability, the parent's index, the rank: best first
     for above, leaf in enumerate(row.level):
+        path_prob = _prob(row.tree, leaf.node)
         for rank, marginal in enumerate(_marginals(tables[above], request.draws)):
-            accept_prob = _prob(row.tree, leaf.node) * marginal
+            accept_prob = path_prob * marginal
             if accept_prob < request.threshold or accept_prob <= 0:
                 break
             grown.append((-accept_prob, above, rank))
@@ -354,7 +338,7 @@ def _worth_it(
     else:
         grown = grown[: request.max_nodes - 1]
     picks: list[list[int]] = [[] for _ in row.level]
-    for _, above, rank in sorted(grown, key=lambda child: child[1:]):
+    for _, above, rank in sorted(grown, key=_PLACE):
         picks[above].append(rank)
     return picks
 
@@ -374,15 +358,17 @@ def _in_room(grown: list[tuple[float, int, int]], below: Sequence[float], room: 
     return grown
 
 
-def _marginals(candidates: Sequence[_Candidate], draws: bool) -> Iterator[float]:
+def _marginals(candidates: Sequence[_Candidate], draws: bool) -> Iterable[float]:
     """What each further child adds to the probability that one of them is accepted; never more than the one before
     adds."""
-    if not draws:
-        yield from (prob for _, _, prob, _, _ in candidates)
-        return
+    return _together(candidates) if draws else [prob for _, _, prob, _, _ in candidates]
+
+
+def _together(candidates: Sequence[_Candidate]) -> Iterator[float]:
+    """The same where the last child is drawn."""
     before, marginal = 0.0, 1.0
     for count in range(1, len(candidates) + 1):
-        together = sum(_probs(candidates[:count], draws))
+        together = sum(_probs(candidates[:count], True))
         marginal = min(marginal, together - before)
         yield marginal
         before = together
@@ -395,7 +381,7 @@ def _probs(chosen: Sequence[_Candidate], draws: bool) -> list[float]:
 
 
 def _extend(
-    row: _Growing,
+    row: Growing,
     tables: Sequence[list[_Candidate]],
     picks: Sequence[list[int]],
     shape_children: Sequence[list[int]],
@@ -404,84 +390,27 @@ def _extend(
     """Give the nodes of a level their children, which become the row's level: `picks` are of each node the ranks that
     become children. With `draws` the last one has no token yet: returns its parent's index in the level, its node,
     and its siblings' indices in the draft vocabulary."""
-    level: list[_Leaf] = []
+    level: list[Leaf] = []
     undrawn: list[tuple[int, int, list[int]]] = []
     for above, (leaf, candidates, ranks) in enumerate(zip(row.level, tables, picks, strict=True)):
-        chosen = [candidates[rank] for rank in ranks]
+        if not ranks:
+            continue
+        path_prob, chosen = _prob(row.tree, leaf.node), [candidates[rank] for rank in ranks]
         places = shape_children[leaf.place] if shape_children else [0] * len(chosen)
         details = zip(chosen, _probs(chosen, draws), _have_left(leaf, chosen, draws), places, strict=True)
         for rank, ((_, token, *_), prob, off_best, place) in enumerate(details):
             drawn = draws and rank == len(chosen) - 1
-            node = row.tree.add(leaf.node, _UNKNOWN if drawn else token, _prob(row.tree, leaf.node) * prob)
+            node = row.tree.add(leaf.node, UNKNOWN if drawn else token, path_prob * prob)
             if not shape_children or shape_children[place]:
-                level.append(_Leaf(node, above, off_best, place))
+                level.append(Leaf(node, leaf.column, off_best, place, len(level)))
             if drawn:
                 undrawn.append((above, node, [index for index, *_ in chosen[:-1]]))
     row.level = level
     return undrawn
 
 
-def _have_left(leaf: _Leaf, chosen: Sequence[_Candidate], draws: bool) -> list[float]:
+def _have_left(leaf: Leaf, chosen: Sequence[_Candidate], draws: bool) -> list[float]:
     """How likely the path to each of a node's children has left the best one: an only child that is drawn may be
     another than the best; of several, the first is the best."""
     stays = (1 - leaf.off_best) * (chosen[0][-1] if draws and len(chosen) == 1 else 1.0)
     return [1.0 if rank else 1 - stays for rank in range(len(chosen))]
-
-
-def _draw(
-    rows: Sequence[_Growing],
-    undrawn: Sequence[_Undrawn],
-    table: _Table | None,
-    draft_to_target_D: Tensor,
-    request: Request,
-) -> None:
-    """Draw the children that wait for it, of all rows together, each row's with its own random numbers. Where a
-    distribution holds no further token, the node that should hold one is taken out again."""
-    if not undrawn or table is None:
-        return
-    assert request.warp is not None, "drawing needs a distribution"
-    device, (_, width, size) = table.logits_BWD.device, table.logits_BWD.shape
-    logits_XD = table.logits_BWD.flatten(0, 1)
-    tokens_D1 = F.pad(draft_to_target_D, (0, 1), value=_UNKNOWN)
-    numbers = _numbers(undrawn, request.streams)
-    q_draft: list[Tensor] = []
-    tokens: list[Tensor] = []
-    for part in in_parts(len(undrawn), size, device):
-        children = undrawn[part]
-        # One upload: float64 holds every index.
-        at = [child.row * width + child.column for child in children]
-        siblings = [number * size + index for number, child in enumerate(children) for index in child.siblings]
-        packed = upload([*numbers[part], *at, *siblings], device, torch.float64)
-        number_M, index_X = packed[: len(children)], packed[len(children) :].long()
-        q_draft_MD = request.warp(logits_XD.index_select(0, index_X[: len(children)]))
-        if siblings:
-            q_draft_MD.view(-1).index_fill_(0, index_X[len(children) :], 0.0)
-        q_draft_MD /= q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        q_draft += q_draft_MD.unbind()
-        tokens.append(tokens_D1[fall_on(q_draft_MD, number_M)])
-    for child, q_draft_D, token in zip(undrawn, q_draft, torch.cat(tokens).tolist(), strict=True):
-        tree = rows[child.row].tree
-        tree.tokens[child.node] = token
-        tree.drawn[child.node] = Drawn(q_draft_D, draft_to_target_D)
-    for row in rows:
-        if _UNKNOWN in row.tree.tokens:
-            row.keep(_without_unknown(row.tree))
-
-
-def _numbers(undrawn: Sequence[_Undrawn], streams: Sequence[torch.Generator]) -> list[float]:
-    """A random number for each child to be drawn, each row's from its own stream."""
-    counts = Counter(child.row for child in undrawn)
-    drawn = {
-        row: iter(torch.rand(count, generator=streams[row], dtype=torch.float64).tolist())
-        for row, count in counts.items()
-    }
-    return [next(drawn[child.row]) for child in undrawn]
-
-
-def _without_unknown(tree: Tree) -> list[int]:
-    """Nodes whose token is known, as are all on their path."""
-    known: list[int] = []
-    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
-        if token != _UNKNOWN and (node == 0 or parent in known):
-            known.append(node)
-    return known

@@ -45,7 +45,7 @@ from headstart.heads.parts.residual import (
 )
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
-from headstart.target.graphs import power
+from headstart.target.graphs import WIDTHS, power
 
 
 class HydraConfig(ResidualConfig):
@@ -55,6 +55,16 @@ class HydraConfig(ResidualConfig):
     init: Literal["target", "random"] = Field(
         "target", description="Start from the target's weights and a linear guess, or from random numbers."
     )
+
+
+class HydraMemory(FinalMemory):
+    """The tokens on the path to each node of the last level, root first, too, and the same of the level before."""
+
+    def __init__(self, like_BE: Tensor, rows: int, capacity: int, steps: int) -> None:
+        super().__init__(like_BE, rows, capacity)
+        with torch.inference_mode(False):
+            self.paths_BWK = torch.zeros(rows, WIDTHS[-1], steps, dtype=torch.long, device=like_BE.device)
+            self.above_BWK = torch.zeros_like(self.paths_BWK)
 
 
 class HydraStep(nn.Module):
@@ -150,24 +160,30 @@ class HydraHead(ResidualHead):
         session.seen = torch.cat([above_BWF, embed(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
         return self._logits(session.seen, depth)
 
+    def new_memory(self, session: FinalSession, rows: int, capacity: int) -> HydraMemory:
+        return HydraMemory(session.final_BE, rows, capacity, self.draft_steps)
+
     def level(
         self, session: FinalSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
     ) -> Level:
         memory, (rows, width), padded = session.memory, tokens_BW.shape, power(tokens_BW.shape[1])
-        assert memory is not None, "captured levels have memory"
+        assert isinstance(memory, HydraMemory), "captured levels have memory"
         if depths.start == 0:
             memory.begin(session, root_B)
-            session.paths_BWK = np.zeros((rows, 1, 0), dtype=np.int64)
-        else:
-            above_BWK = session.paths_BWK[np.arange(rows)[:, None], parents_BW]
-            session.paths_BWK = np.concatenate([above_BWK, tokens_BW[:, :, None]], axis=2)
-        paths_BWK = np.pad(session.paths_BWK, ((0, 0), (0, padded - width), (0, 0)))
-        return Level(paths_BWK.reshape(rows, -1), width, (depths.start, padded))
+            return Level(tokens_BW[:, :0], 1, (0, 1))
+        memory.above_BWK[:rows] = memory.paths_BWK[:rows]
+        nodes = [np.pad(part, ((0, 0), (0, padded - width))) for part in (tokens_BW, parents_BW)]
+        return Level(np.concatenate(nodes, axis=1), width, (depths.start, padded))
 
-    def draft_level(self, memory: FinalMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def draft_level(self, memory: HydraMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
         (depth, width), rows = sizes, len(numbers_BX)
-        root_BW1 = memory.root_B[:rows, None, None].expand(-1, width, -1)
-        paths_BWK = torch.cat([root_BW1, numbers_BX.view(rows, width, depth)], dim=2)
+        paths_BWK = memory.root_B[:rows, None, None]
+        if depth:
+            tokens_BW, parents_BW = numbers_BX.chunk(2, dim=1)
+            rows_B1 = torch.arange(rows, device=numbers_BX.device)[:, None]
+            above_BWK = memory.above_BWK[rows_B1, parents_BW, :depth]
+            paths_BWK = torch.cat([above_BWK, tokens_BW[:, :, None]], dim=2)
+        memory.paths_BWK[:rows, :width, : depth + 1] = paths_BWK
         final_BWE = memory.final_BE[:rows, None].expand(-1, width, -1)
         embedded_BWKE = embed(paths_BWK, self.target_embeddings, final_BWE)
         return self._logits(torch.cat([final_BWE, embedded_BWKE.flatten(2)], dim=-1), depth)

@@ -21,7 +21,7 @@ _CACHED, _TOGETHER = 1 << 18, 1 << 27
 def in_parts(rows: int, vocab: int, device: torch.device) -> list[slice]:
     """Rows whose distributions are computed together: on a CPU as many as its caches hold."""
     size = max(1, (_CACHED if device.type == "cpu" else _TOGETHER) // vocab)
-    return [slice(start, start + size) for start in range(0, rows, size)]
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def draw(probs_V: Tensor, stream: torch.Generator) -> int:

@@ -117,7 +117,7 @@ class Captures(Generic[M]):
     def spare_bytes(self) -> int:
         """Memory that is held for the next text, and given up where that asks for another size."""
         memory = self._spare
-        return 0 if memory is None else memory.rows * memory.capacity * self._slot_bytes
+        return 0 if memory is None else memory.bytes
 
     def lend(self, make: Callable[[int, int], M], rows: int, capacity: int) -> M:
         """Memory for so many rows and slots at least, without what was in it; `make` makes what is not there."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import psutil
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 class Memory:
@@ -20,6 +22,12 @@ class Memory:
         self.pool: Any = None
         self.lent: Any = None  # what ends a loan
         self.weights: Any = None  # where those lay that graphs read
+
+    @property
+    def bytes(self) -> int:
+        """What its tensors take."""
+        storages = (leaf.untyped_storage() for leaf in tree_leaves(vars(self)) if isinstance(leaf, Tensor))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def clear(self) -> None:
         """Forget what a text left: numbers that are not finite would pass through masks."""

@@ -29,7 +29,8 @@ class Level:
     """What a graph needs for one level.
 
     Attributes:
-        numbers_BX: what it reads of the host; nothing is sent where X is 0.
+        numbers_BX: what it reads of the host; nothing is sent where X is 0. After the first level the nodes' tokens
+            come first: those that are drawn on the device are filled in there.
         width: of its nodes, or depths, so many are real.
         sizes: what the shapes in the graph depend on, beside the number of rows: each has a graph of its own.
     """

@@ -7,9 +7,8 @@ K heads.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from pydantic import Field
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from headstart.heads.base import HeadBatch, HeadConfig
 from headstart.heads.int8_weights import linear, unstack
-from headstart.heads.parts.graphed import GraphedHead, Numbers
+from headstart.heads.parts.graphed import GraphedHead
 from headstart.support.uploads import upload
 from headstart.target.fitting import FINAL
 from headstart.target.memory import Memory
@@ -43,12 +42,11 @@ class ResidualConfig(HeadConfig):
 @dataclass
 class FinalSession:
     """The final state of the last token that each row has committed, and what was read last in this round: [B, F] by
-    every head, or [B, W, F] at the nodes of a level; in captured levels, the drafts down to each node."""
+    every head, or [B, W, F] at the nodes of a level."""
 
     final_BE: Tensor
     seen: Tensor
     memory: FinalMemory | None = None
-    paths_BWK: Numbers = field(default_factory=lambda: np.zeros((1, 1, 0), dtype=np.int64))
 
 
 class FinalMemory(Memory):

@@ -1,0 +1,169 @@
+"""Children that are drawn at random: they get their places in the trees first and their tokens later, those of all rows
+together.
+
+On a CPU they are drawn as soon as a level has them. On a device the next level is drafted from tokens that the host has
+not seen yet: it reads them together with the drafts of that level, so that a level with drawn nodes is one upload and
+one read, too.
+
+Shape suffixes: B rows, W nodes of one level, D draft vocabulary, X whole numbers, M nodes to be drawn, K those of them
+that are drafted from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.support.rng import fall_on, in_parts
+from headstart.support.uploads import upload
+from headstart.tree.tree import Drawn, Request, Tree
+
+UNKNOWN = -1
+"""Stands for the token of a child that is not drawn yet, or cannot be."""
+
+
+class Leaf(NamedTuple):
+    """A node of the last level, which may get children."""
+
+    node: int
+    above: int = 0
+    """Its parent's column."""
+    off_best: float = 0.0
+    """How likely its path has left the best one, see `Calibration.off_best`; between 0 and 1 for drawn nodes alone."""
+    place: int = 0
+    """The node of the static shape that it fills; 0 in a dynamic tree."""
+    column: int = 0
+    """Its index in its level, as that is drafted from."""
+
+
+class Undrawn(NamedTuple):
+    """A child that is still to be drawn, from the logits of its parent's column, without its siblings' tokens."""
+
+    row: int
+    node: int
+    column: int
+    siblings: list[int]
+
+
+@dataclass
+class Growing:
+    """One row's tree while it grows, and the nodes of its last level that may get children."""
+
+    tree: Tree
+    level: list[Leaf]
+
+    def keep(self, nodes: Sequence[int], drafted: bool = False) -> None:
+        """See `Tree.keep`. Columns stay where the level was `drafted` from before."""
+        renumbered = self.tree.keep(nodes)
+        level = [leaf._replace(node=renumbered[leaf.node]) for leaf in self.level if leaf.node in renumbered]
+        self.level = level if drafted else [leaf._replace(column=column) for column, leaf in enumerate(level)]
+
+
+class Draws:
+    """Children that wait for their tokens, of all rows together, each row's drawn with its own random numbers.
+
+    Attributes:
+        tokens_M: what was drawn, on the device.
+    """
+
+    tokens_M: Tensor
+
+    def __init__(
+        self,
+        rows: Sequence[Growing],
+        children: Sequence[Undrawn],
+        logits_BWD: Tensor,
+        draft_to_target_D: Tensor,
+        request: Request,
+    ) -> None:
+        self._rows, self._children, self._logits_BWD = rows, children, logits_BWD
+        self._draft_to_target_D, self._request = draft_to_target_D, request
+        self._q_draft: list[Tensor] = []
+        self._drafted = False
+
+    def put(self, buffer_BX: Tensor, numbers_BX: Tensor) -> None:
+        """Draw, and overwrite a buffer with whole numbers, of which the first of each row are the level's tokens, with
+        those that are drawn among them; one upload."""
+        columns = {(number, leaf.node): leaf.column for number, row in enumerate(self._rows) for leaf in row.level}
+        width = numbers_BX.shape[1]
+        places = [
+            (index, child.row * width + columns[child.row, child.node])
+            for index, child in enumerate(self._children)
+            if (child.row, child.node) in columns
+        ]
+        known = numbers_BX.flatten().clamp(min=0).tolist()  # rows that fill up a bucket keep what stands for a token
+        rest_X = self._draw([*chain.from_iterable(places), *known])
+        which_K, place_K = rest_X[: 2 * len(places)].view(-1, 2).unbind(1)
+        buffer_BX.copy_(rest_X[2 * len(places) :].view(buffer_BX.shape))
+        # A node that holds nothing goes as soon as the host knows.
+        buffer_BX.view(-1).index_copy_(0, place_K, self.tokens_M[which_K].clamp_(min=0))
+        self._drafted = True
+
+    def take(self, tokens: Sequence[int] | None = None) -> None:
+        """Give the children their tokens: these, or what is drawn now. Where a distribution holds no further token, the
+        node that should hold one is taken out again."""
+        if tokens is None:
+            self._draw()
+            tokens = self.tokens_M.tolist()
+        for child, q_draft_D, token in zip(self._children, self._q_draft, tokens, strict=True):
+            tree = self._rows[child.row].tree
+            tree.tokens[child.node] = token
+            tree.drawn[child.node] = Drawn(q_draft_D, self._draft_to_target_D)
+        for row in self._rows:
+            if UNKNOWN in row.tree.tokens:
+                row.keep(_without_unknown(row.tree), self._drafted)
+
+    def _draw(self, beside: Sequence[int] = ()) -> Tensor:
+        """Draw on the device; other whole numbers, which go there in the same upload."""
+        request, children, logits_BWD = self._request, self._children, self._logits_BWD
+        assert request.warp is not None, "drawing needs a distribution"
+        device, (_, width, size) = logits_BWD.device, logits_BWD.shape
+        logits_XD = logits_BWD.flatten(0, 1)
+        tokens_D1 = F.pad(self._draft_to_target_D, (0, 1), value=UNKNOWN)
+        parts = in_parts(len(children), size, device)
+        at = [child.row * width + child.column for child in children]
+        siblings = [
+            [number * size + index for number, child in enumerate(children[part]) for index in child.siblings]
+            for part in parts
+        ]
+        numbers = [*_numbers(children, request.streams), *at, *chain.from_iterable(siblings), *beside]
+        packed = upload(numbers, device, torch.float64)  # which holds every index
+        number_M, index_X = packed[: len(children)], packed[len(children) :].long()
+        tokens: list[Tensor] = []
+        start = len(children)
+        for part, flat in zip(parts, siblings, strict=True):
+            q_draft_MD = request.warp(logits_XD.index_select(0, index_X[part]))
+            if flat:
+                q_draft_MD.view(-1).index_fill_(0, index_X[start : start + len(flat)], 0.0)
+            start += len(flat)
+            q_draft_MD /= q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+            self._q_draft += q_draft_MD.unbind()
+            tokens.append(tokens_D1[fall_on(q_draft_MD, number_M[part])])
+        self.tokens_M = torch.cat(tokens)
+        return index_X[start:]
+
+
+def _numbers(undrawn: Sequence[Undrawn], streams: Sequence[torch.Generator]) -> list[float]:
+    """A random number for each child to be drawn, each row's from its own stream."""
+    counts = Counter(child.row for child in undrawn)
+    drawn = {
+        row: iter(torch.rand(count, generator=streams[row], dtype=torch.float64).tolist())
+        for row, count in counts.items()
+    }
+    return [next(drawn[child.row]) for child in undrawn]
+
+
+def _without_unknown(tree: Tree) -> list[int]:
+    """Nodes whose token is known, as are all on their path."""
+    known: list[int] = []
+    for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if token != UNKNOWN and (node == 0 or parent in known):
+            known.append(node)
+    return known
