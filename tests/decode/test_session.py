@@ -161,7 +161,7 @@ def test_memory_that_heads_hold_for_their_next_text_is_not_counted_twice(
         whole = whole * 15 // 16
     whole = whole * 17 // 15
     assert nodes(TEXTS) == drafter.max_nodes
-    Engine(target, drafter).generate(TEXTS, replace(OPTIONS, draft="on"))
+    DecodeLoop(target, drafter).generate(TEXTS, replace(OPTIONS, draft="on"))
     memory = drafter._graphs._spare if drafter._graphs else None
     assert memory is not None and drafter.spare_bytes >= sum(store.nbytes for store in memory.stores) > 0
     assert nodes(TEXTS) == drafter.max_nodes
@@ -182,7 +182,7 @@ def test_states_of_the_prompt_go_when_drafters_have_read_them() -> None:
             left.append(self.state() is not None)
             return super().propose(*given)
 
-    Engine(target, Reader()).generate(TEXTS, OPTIONS)
+    DecodeLoop(target, Reader()).generate(TEXTS, OPTIONS)
     assert left and not any(left)
 
 
