@@ -20,6 +20,7 @@ import tarfile
 import venv
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = "torch==2.13.0"
@@ -64,8 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def environment(folder: Path, *packages: str) -> Path:
     """The Python of a virtual environment with these packages and without those that do not match its torch."""
     python = folder / "bin" / "python"
-    if not python.is_file():
-        venv.create(folder, with_pip=True)
+    venv.create(folder, with_pip=True)  # also again: one that was interrupted may lack its pip
     run(python, "-m", "pip", "install", "--quiet", *packages)
     run(python, "-m", "pip", "uninstall", "--quiet", "--yes", *NOT_MATCHING)
     return python
@@ -73,15 +73,7 @@ def environment(folder: Path, *packages: str) -> Path:
 
 def llama_cpp(folder: Path, jobs: int) -> Path:
     """The folder of llama.cpp's programs, built from source."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if not (sources := sorted(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))):
-        name = LLAMA_CPP.partition("==")[0]  # what it is built with may be wheels
-        fetch = ("download", "--quiet", "--no-deps", "--no-binary", name, "--dest", folder, LLAMA_CPP)
-        run(sys.executable, "-m", "pip", *fetch)
-        with tarfile.open(next(folder.glob("llama_cpp_python-*.tar.gz"))) as packed:
-            packed.extractall(folder, filter="data")
-        sources = sorted(folder.glob("llama_cpp_python-*/vendor/llama.cpp"))
-    source, build = sources[0], folder / "build"
+    source, build = sources(folder) / "vendor/llama.cpp", folder / "build"
     words = Path("/proc/cpuinfo").read_text().split() if Path("/proc/cpuinfo").is_file() else []
     switches = [f"-DGGML_{switch}=ON" for flag, switch in CPU_FLAGS.items() if flag in words]
     run(
@@ -90,6 +82,21 @@ def llama_cpp(folder: Path, jobs: int) -> Path:
     )
     run("cmake", "--build", build, "--parallel", str(jobs), "--target", "llama-server", "llama-quantize")
     return build / "bin"
+
+
+def sources(folder: Path) -> Path:
+    """The folder of llama-cpp-python's sources, fetched and unpacked; it comes into being whole."""
+    unpacked = folder / LLAMA_CPP.replace("-", "_").replace("==", "-")
+    if not unpacked.is_dir():
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder, prefix="unpacking-") as scratch:
+            name = LLAMA_CPP.partition("==")[0]  # what it is built with may be wheels
+            fetch = ("download", "--quiet", "--no-deps", "--no-binary", name, "--dest", scratch, LLAMA_CPP)
+            run(sys.executable, "-m", "pip", *fetch)
+            with tarfile.open(Path(scratch, f"{unpacked.name}.tar.gz")) as packed:
+                packed.extractall(scratch, filter="data")
+            Path(scratch, unpacked.name).rename(unpacked)
+    return unpacked
 
 
 def run(*words: str | Path) -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import random
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,29 @@ def test_forward(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.M
     arguments = ["--target", str(tiny_target_folder), "--batches", "1", "--widths", "1", "4", "--repeats", "1"]
     script("forward", monkeypatch).main([*arguments, "--context", "16", "--dtype", "float32", "--out", str(out)])
     assert [row["width"] for row in read_json(out)["rows"]] == [1, 4]
+
+
+def test_an_engines_sources_are_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A setup that ended while it unpacked is no source to build from: the next one fetches it anew."""
+    setup = script("engine_setup", monkeypatch)
+    packed, name = io.BytesIO(), setup.LLAMA_CPP.replace("-", "_").replace("==", "-")
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for file in ("CMakeLists.txt", "src/last.cpp"):
+            entry = tarfile.TarInfo(f"{name}/vendor/llama.cpp/{file}")
+            entry.size = 100_000
+            archive.addfile(entry, io.BytesIO(random.Random(0).randbytes(entry.size)))
+    whole = packed.getvalue()
+    arriving = iter((whole[: len(whole) * 2 // 3], whole))
+
+    def fetched(*words: str | Path) -> None:
+        (Path(words[words.index("--dest") + 1]) / f"{name}.tar.gz").write_bytes(next(arriving))
+
+    monkeypatch.setattr(setup, "run", fetched)
+    with pytest.raises((EOFError, tarfile.ReadError)):
+        setup.sources(tmp_path)
+    assert (setup.sources(tmp_path) / "vendor/llama.cpp/src/last.cpp").stat().st_size == 100_000
+    assert setup.sources(tmp_path).parent == tmp_path, "what is there is kept"
+    assert list(tmp_path.iterdir()) == [tmp_path / name], "nothing else is left"
 
 
 def test_writing(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
