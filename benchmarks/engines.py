@@ -17,7 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from arms import chain_tau
 from never_slower import prompts_of
 from record import record
 from tables import table
@@ -38,6 +37,7 @@ from headstart.support.files import read_json, write_text
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning.acceptance import Text
+from headstart.tuning.acceptance import measure_drafts as measure_acceptance
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 )
     for row, written in zip(rows, texts, strict=True):
         chain = HeadDrafter(decoder.heads, TreeShape.chain(row["drafts"]))
-        row |= ours(decoder.target, chain, prompts, written, options.max_new_tokens)
+        row |= ours(decoder.target, chain, prompts, options.max_new_tokens)
         row["our_accepted_on_its_texts"] = replayed(decoder.target, decoder.heads, written, row["drafts"])
         accepted = row["our_accepted_on_its_texts"]
         row["share_of_ours"] = row["accepted_per_round"] / accepted if accepted else None
@@ -115,31 +115,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(report(rows))
 
 
-def ours(
-    target: Target, drafter: HeadDrafter, prompts: Sequence[list[int]], texts: Sequence[Text], most: int
-) -> dict[str, Any]:
-    """Drafts that our decoder accepts in chains of the same length, a round, and at each place; how many of its texts
-    are the engine's."""
+def ours(target: Target, drafter: HeadDrafter, prompts: Sequence[list[int]], most: int) -> dict[str, Any]:
+    """Drafts that our decoder accepts in chains of the same length, a round, and at each place."""
     loop, asked = DecodeLoop(target, drafter), DecodeOptions(most, draft="on")
-    answers = [loop.generate([prompt], asked)[0] for prompt in prompts]
-    rounds = [done for answer in answers for done in answer.rounds if done.nodes > 1]
-    pairs = zip(prompts, answers, texts, strict=True)
-    same = sum([*prompt, *answer.tokens] == list(text.tokens) for prompt, answer, text in pairs)
+    rounds = [done for prompt in prompts for done in loop.generate([prompt], asked)[0].rounds if done.nodes > 1]
     depth = max((done.nodes for done in rounds), default=1)
     places = [sum(done.emitted > place for done in rounds) / len(rounds) for place in range(1, depth)]
-    counted = {"our_accepted_per_round": sum(places), "our_acceptance_by_place": places, "our_rounds": len(rounds)}
-    return counted | {"our_texts_the_same": same}
+    return {"our_accepted_per_round": sum(places), "our_acceptance_by_place": places, "our_rounds": len(rounds)}
 
 
 def replayed(target: Target, heads: DraftHead, texts: Sequence[Text], drafts: int) -> float:
     """Drafts a round that chains of ours would have had accepted, had our decoder written these very texts.
 
     Engines round otherwise than we do, and a text that parts from ours at a near-tie goes on to be another text, with
-    other acceptance: only on the same texts can the two be compared closely.
+    other acceptance: only on the same texts can the two be compared closely. The last round of a text is cut where the
+    text ends, as our decoder cuts it.
     """
-    return float(
-        chain_tau(target, heads, [text for text in texts if sum(text.supervised) > drafts + 1], drafts)["accepted"]
-    )
+    rounds = accepted = 0
+    for text in texts:
+        beyond = heads.draft_steps  # tokens, for the last of the text to be drafted from as well; they count nowhere
+        longer = Text([*text.tokens, *text.tokens[-1:] * beyond], [*text.supervised, *[True] * beyond])
+        ranks = measure_acceptance(target, heads, [longer], 1).ranks_OK[:, :drafts].tolist()
+        decided, answer = 1, sum(text.supervised)  # reading the prompt decides the first token
+        while decided < answer:
+            right = next((place for place, rank in enumerate(ranks[decided - 1]) if rank), drafts)
+            rounds, accepted = rounds + 1, accepted + min(right, answer - decided - 1)
+            decided += right + 1
+    return accepted / rounds if rounds else 0.0
 
 
 def report(rows: Sequence[dict[str, Any]]) -> str:

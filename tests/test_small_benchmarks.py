@@ -7,6 +7,7 @@ import io
 import json
 import random
 import tarfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ import pytest
 import torch
 
 from headstart.data.conversations.records import Conversation, write_conversations
-from headstart.decode.options import SamplingOptions
+from headstart.decode.loop import Engine
+from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.verify import SamplingVerifier
+from headstart.drafters.heads import HeadDrafter
 from headstart.support.files import read_json, write_json
 from headstart.target.loading import load_target
 from headstart.target.model import TargetOutput
-from headstart.tree.tree import Drawn, Tree, TreeBatch
+from headstart.tree.tree import Drawn, Tree, TreeBatch, TreeShape
 from headstart.tuning.acceptance import Text, measure_drafts
 from tests.hub.helpers import export, make_heads
 from tests.test_benchmarks import script
@@ -72,6 +75,22 @@ def test_an_engines_sources_are_whole_or_absent(tmp_path: Path, monkeypatch: pyt
     assert (setup.sources(tmp_path) / "vendor/llama.cpp/src/last.cpp").stat().st_size == 100_000
     assert setup.sources(tmp_path).parent == tmp_path, "what is there is kept"
     assert list(tmp_path.iterdir()) == [tmp_path / name], "nothing else is left"
+
+
+def test_a_replay_accepts_what_decoding_does(tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the texts that our decoder writes, the ends of texts included."""
+    engines, target = script("engines", monkeypatch), load_target(str(tiny_target_folder), "float32")
+    prompts = [[5, 6, 7], [9, 11], [4, 8, 15, 16]]
+    plain = Engine(target).generate(prompts, DecodeOptions(25))
+    often = Counter(token for answer in plain for token in answer.tokens).most_common(2)
+    heads = make_heads(target, num_heads=3, draft_vocab_size=2)
+    heads.set_draft_vocabulary(torch.tensor([token for token, _ in sorted(often)]))
+    chain = HeadDrafter(heads, TreeShape.chain(3))
+    counted = engines.ours(target, chain, prompts, 25)
+    written = Engine(target, chain).generate(prompts, DecodeOptions(25, draft="on"))
+    texts = [Text.of(prompt, list(answer.tokens)) for prompt, answer in zip(prompts, written, strict=True)]
+    assert counted["our_accepted_per_round"] > 0, "else nothing is compared"
+    assert engines.replayed(target, heads, texts, 3) == pytest.approx(counted["our_accepted_per_round"])
 
 
 def test_writing(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
