@@ -133,7 +133,7 @@ def command(script: str, arguments: Sequence[str]) -> str:
     'python benchmarks/kills.py --out out/kills asked.jsonl'
     """
     words = [Path(word).name if Path(word).is_absolute() else word for word in arguments]
-    return shlex.join(["python", f"benchmarks/{Path(script).name}", *words])
+    return shlex.join(["python", "/".join(Path(script).parts[-2:]), *words])
 
 
 def _write(file: Path, what: str, machine: Mapping[str, Any], **values: Any) -> dict[str, Any]:

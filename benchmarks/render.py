@@ -32,7 +32,14 @@ from tables import at, figures, written
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ("README.md", "BENCHMARKS.md", "docs/choosing.md", "docs/leaderboard.md", "docs/questions.md")
+PAGES = (
+    "README.md",
+    "BENCHMARKS.md",
+    "docs/choosing.md",
+    "docs/leaderboard.md",
+    "docs/questions.md",
+    "docs/serving.md",
+)
 END = "<!-- end -->"
 BLOCK = re.compile(
     r"(?P<mark><!-- (?P<kind>table|value|ranking): (?P<spec>[^>]*?) -->)(?P<body>.*?)<!-- end -->", re.DOTALL

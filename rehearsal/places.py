@@ -322,9 +322,10 @@ def _programs(folder: Path, engines: Engines, words: Mapping[str, str]) -> None:
         from headstart.target.loading import pick_device, pick_dtype
 
         dtype = str(pick_dtype("auto", pick_device("cpu"))).removeprefix("torch.")  # that of our own decoder
-        small = f"--max-model-len 512 --enforce-eager --no-enable-prefix-caching --dtype {dtype} {node}"
-        variables = f"VLLM_CPU_KVCACHE_SPACE=1 PYTHONPATH={ROOT}/benchmarks/vllm_cpu"
-        vllm = f'env {variables} {shlex.join(engines.vllm)} --model "$2" {small} "${{@:3}}"'
+        small = f"--max-model-len 512 --max-num-seqs 8 --kv-cache-memory-bytes {1 << 28} --enforce-eager"
+        options = f"{small} --no-enable-prefix-caching --dtype {dtype} {node}"
+        connector = f"PYTHONPATH={ROOT}/benchmarks/vllm_cpu"
+        vllm = f'env {connector} {shlex.join(engines.vllm)} --model "$2" {options} "${{@:3}}"'
     if engines.llama_server is not None:
         llama = f'{shlex.join(engines.llama_server)} -c 1024 -t 2 {llama_port} "$@"'
     for name, started in (("vllm", vllm), ("llama-server", llama)):

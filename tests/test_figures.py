@@ -13,7 +13,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
-PAGES = ("README.md", "BENCHMARKS.md", "docs/choosing.md", "docs/leaderboard.md", "docs/questions.md")
+PAGES = (
+    "README.md",
+    "BENCHMARKS.md",
+    "docs/choosing.md",
+    "docs/leaderboard.md",
+    "docs/questions.md",
+    "docs/serving.md",
+)
 BY_OTHERS = {"docs/choosing.md": {"1.89x", "1.28x"}}
 """Speed-ups that somebody else reported, with their source."""
 
