@@ -28,8 +28,8 @@ from pathlib import Path
 
 import psutil
 
-_ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(_ROOT), str(_ROOT / "benchmarks")]  # last: links there are called train, data, eval ...
+# Last: links at the root are called train, data, eval.
+sys.path.extend(str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "benchmarks"))
 
 from record import here, record
 
