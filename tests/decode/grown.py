@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.drafters import heads as growing
+from headstart.drafters import drawing
 from headstart.drafters.heads import grow
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Request, Tree, TreeBatch
@@ -91,12 +91,12 @@ class GrownTrees:
             temperature=1.0,
             calibration=CALIBRATION,
         )
-        real = growing.fall_on
-        growing.fall_on = fall_on
+        real = drawing.fall_on
+        drawing.fall_on = fall_on
         try:  # not unittest.mock, which takes longer
             return grow(self.heads(prefix), None, TreeBatch.roots([ROOT]), request, self.max_rank)[0]
         finally:
-            growing.fall_on = real
+            drawing.fall_on = real
 
     def grow(self, prefix: tuple[int, ...], pick: Pick) -> Draft:
         """The same with the target's logits after each node."""

@@ -141,8 +141,8 @@ def test_draws_of_another_node_are_noticed() -> None:
     def undrawn(row: int, node: int, column: int, siblings: Sequence[int]) -> Any:
         return honest(row, node, 0, list(siblings))
 
-    honest = growing._Undrawn
-    with patch.object(growing, "_Undrawn", undrawn), pytest.raises(AssertionError, match="drawn from"):
+    honest = growing.Undrawn
+    with patch.object(growing, "Undrawn", undrawn), pytest.raises(AssertionError, match="drawn from"):
         for tree in trees(GrownTrees(True, max_nodes=6)):
             follow_their_paths(tree)
 
