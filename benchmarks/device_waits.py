@@ -34,7 +34,7 @@ from tests.standin import CUDA, Round, StandIn, rounds_of
 from tests.tiny import tiny_model
 
 VOCAB = 61
-COLUMNS = ("waits", "uploads", "slow_uploads", "launches")
+COLUMNS = ("waits", "uploads", "slow_uploads", "launches", "graphs")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -103,7 +103,8 @@ class Draws:
         which_K, place_K = rest_X[: 2 * len(places)].view(-1, 2).unbind(1)
         buffer_BX.copy_(rest_X[2 * len(places) :].view(buffer_BX.shape))
         # A node that holds nothing goes as soon as the host knows.
-        buffer_BX.view(-1).index_copy_(0, place_K, self.tokens_M[which_K].clamp_(min=0))
+        tokens_K = self.tokens_M if len(places) == len(self._children) else self.tokens_M[which_K]
+        buffer_BX.view(-1).index_copy_(0, place_K, tokens_K.clamp(min=0))
         self._drafted = True
 
     def take(self, tokens: Sequence[int] | None = None) -> None:
@@ -146,7 +147,7 @@ class Draws:
             q_draft_MD /= q_draft_MD.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
             self._q_draft += q_draft_MD.unbind()
             tokens.append(tokens_D1[fall_on(q_draft_MD, number_M[part])])
-        self.tokens_M = torch.cat(tokens)
+        self.tokens_M = tokens[0] if len(tokens) == 1 else torch.cat(tokens)
         return index_X[start:]
 
 
