@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from headstart.data.conversations.records import Conversation, write_conversations
-from headstart.decode.loop import Engine
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.verify import SamplingVerifier
 from headstart.drafters.heads import HeadDrafter
@@ -81,13 +81,13 @@ def test_a_replay_accepts_what_decoding_does(tiny_target_folder: Path, monkeypat
     """On the texts that our decoder writes, the ends of texts included."""
     engines, target = script("engines", monkeypatch), load_target(str(tiny_target_folder), "float32")
     prompts = [[5, 6, 7], [9, 11], [4, 8, 15, 16]]
-    plain = Engine(target).generate(prompts, DecodeOptions(25))
+    plain = DecodeLoop(target).generate(prompts, DecodeOptions(25))
     often = Counter(token for answer in plain for token in answer.tokens).most_common(2)
     heads = make_heads(target, num_heads=3, draft_vocab_size=2)
     heads.set_draft_vocabulary(torch.tensor([token for token, _ in sorted(often)]))
     chain = HeadDrafter(heads, TreeShape.chain(3))
     counted = engines.ours(target, chain, prompts, 25)
-    written = Engine(target, chain).generate(prompts, DecodeOptions(25, draft="on"))
+    written = DecodeLoop(target, chain).generate(prompts, DecodeOptions(25, draft="on"))
     texts = [Text.of(prompt, list(answer.tokens)) for prompt, answer in zip(prompts, written, strict=True)]
     assert counted["our_accepted_per_round"] > 0, "else nothing is compared"
     assert engines.replayed(target, heads, texts, 3) == pytest.approx(counted["our_accepted_per_round"])
