@@ -38,6 +38,15 @@ def test_figures_are_what_the_code_draws(draw: ModuleType) -> None:
         ElementTree.fromstring(text)
 
 
+def test_the_caption_of_the_race_is_that_of_the_picture() -> None:
+    picture = ElementTree.parse(ROOT / "docs" / "images" / "race.svg")
+    title = picture.findtext("{http://www.w3.org/2000/svg}title") or ""
+    _, dtype, machine, _, date, _ = title.rpartition("in real time: ")[2].split(", ")
+    (caption,) = re.findall(r"\*The picture: (.*?)\*", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    for words in (dtype, machine, date):
+        assert words in caption
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     prose = _CODE.sub("", page.read_text(encoding="utf-8"))
