@@ -30,11 +30,11 @@ SAMPLED_UPLOADS = {name: uploads + 1 + (name not in ("none", "ngram")) for name,
 drawing the last level; for drawing other levels they go with the nodes of the next one."""
 BESIDE_GRAPHS = {
     "none": 5,
-    "ngram": 40,
-    ONE_FORWARD: 50,
-    BY_LEVELS: 60,
-    f"{ONE_FORWARD}+ngram": 50,
-    f"{BY_LEVELS}+ngram": 60,
+    "ngram": 30,
+    ONE_FORWARD: 38,
+    BY_LEVELS: 43,
+    f"{ONE_FORWARD}+ngram": 38,
+    f"{BY_LEVELS}+ngram": 50,
 }
 """Greedy, of one row: launches that are no graphs: what is put into their buffers and taken out, and the decision."""
 
