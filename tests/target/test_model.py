@@ -97,12 +97,17 @@ def test_later_pieces_of_a_prefill_are_read_of_the_rows_that_have_them(
     read: list[int] = []
     run = Target._run
     monkeypatch.setattr(Target, "_run", counted)
+    monkeypatch.setattr("headstart.target.model._MAX_PADDING", 100)
     whole = prefill()
     assert read == [7 * 20]
+    monkeypatch.setattr("headstart.target.model._MAX_PADDING", 12)
+    grouped = prefill()
+    assert read == [5 + 2 * 18 + 2 * 8 + 20 + 4], "neighbours of alike length together"
+    monkeypatch.setattr("headstart.target.model._MAX_PADDING", 100)
     monkeypatch.setattr("headstart.target.model.PIECE", 8)
     parted = prefill()
     assert read == [7 * 8 + (2 * 8 + 1 * 8) + (1 * 2 + 1 * 4)]
-    for ours, theirs in zip(parted, whole, strict=True):
+    for ours, theirs in zip([*parted, *grouped], [*whole, *whole], strict=True):
         # float32 rounding of attention over other numbers of tokens
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 

@@ -38,6 +38,8 @@ Exact = Literal["auto", "bits", "tokens"]
 
 _CAPTURED = 8192
 """Tokens whose states are captured at a time, or one row."""
+_MAX_PADDING = 64
+"""Tokens of padding that a group of rows may be read with in any case: a forward of its own costs as much."""
 
 
 @dataclass
@@ -188,7 +190,7 @@ class Target(FrozenModel):
     def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
         """Read each row's tokens after what the cache holds, and commit them: logits [B, 1, V] after each row's last
         token, aux hidden states [B, longest row, E], garbage after a row's own length. Long rows are read a piece at a
-        time, the later ones without the rows that have ended."""
+        time, the later ones without the rows that have ended, and neighbours of alike length together."""
         lengths = [len(row) for row in rows]
         assert min(lengths) > 0, "a row to prefill has at least one token"
         if self.chains_only:
@@ -206,7 +208,9 @@ class Target(FrozenModel):
         states: dict[int, Tensor] = {}
         logits_of: dict[int, Tensor] = {}  # by row, [1, V]
         for start in range(0, longest, PIECE):
-            for first, stop in _runs([length > start for length in lengths]):
+            going = _runs([length > start for length in lengths])
+            left = [min(length - start, PIECE) for length in lengths]
+            for first, stop in ((a + b, a + c) for a, z in going for b, c in alike(left[a:z])):
                 part = cache.part(first, stop)
                 part.lengths = [before + start] * (stop - first)
                 end = min(start + PIECE, max(lengths[first:stop]))
@@ -496,6 +500,22 @@ def _runs(wanted: Sequence[bool]) -> list[tuple[int, int]]:
     """
     bounds = [0, *(row for row in range(1, len(wanted)) if wanted[row] != wanted[row - 1]), len(wanted)]
     return [(start, stop) for start, stop in pairwise(bounds) if wanted[start]]
+
+
+def alike(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Starts and stops of neighbouring rows that are read together, from their lengths: with little padding.
+
+    >>> alike([1, 1, 2, 100, 100, 120, 300]), alike([2, 300, 2, 2])
+    ([(0, 3), (3, 6), (6, 7)], [(0, 1), (1, 2), (2, 4)])
+    """
+    groups: list[tuple[int, int]] = []
+    start = 0
+    for row in range(len(lengths)):
+        together = lengths[start : row + 1]
+        if len(together) * max(together) - sum(together) > max(_MAX_PADDING, 0.1 * sum(together)):
+            groups.append((start, row))
+            start = row
+    return [*groups, (start, len(lengths))]
 
 
 def _reads_again(model: Any, config: Any) -> bool:

@@ -25,15 +25,13 @@ from headstart.decode.sampling import argmax, warp
 from headstart.errors import UserError, out_of_memory
 from headstart.support.rng import draw_at
 from headstart.target.memory import free_bytes
-from headstart.target.model import Target
+from headstart.target.model import Target, alike
 from headstart.tree.tree import TreeBatch
 
 _KEPT = 0.875
 """Rows are dropped from the cache once no more than this share of them goes on: dropping copies it."""
 CACHE_PEAK = 1 + _KEPT
 """Most that a batch's cache takes, as a multiple of itself: the copy stands beside it for a moment."""
-_MAX_PADDING = 64
-"""Tokens of padding that a group of rows may be read with in any case: a forward of its own costs as much."""
 _CPU_SHARE, _GPU_SHARE = 0.4, 0.85
 """Of free memory, what a batch may take: on a CPU two are written side by side."""
 _COLDEST = 1e-4
@@ -152,7 +150,7 @@ class _Batch:
             groups = [(index, index + 1) for index in range(len(self._alive))]  # each from a length of its own
         else:
             self._read_beginning()
-            groups = _groups([len(self._rows[row]) - self._cache.lengths[0] for row in self._alive])
+            groups = alike([len(self._rows[row]) - self._cache.lengths[0] for row in self._alive])
         return torch.cat([self._prefill(start, stop) for start, stop in groups])
 
     def _go_on(self) -> bool:
@@ -258,22 +256,6 @@ def next_tokens(logits_BV: Tensor, temperatures: Sequence[float], top_p: float, 
         tokens_B[index_M] = tokens_MR.gather(1, drawn_M[:, None])[:, 0]
     tokens: list[int] = tokens_B.tolist()
     return tokens
-
-
-def _groups(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Starts and stops of rows that are read together, from their lengths in ascending order: with little padding.
-
-    >>> _groups([1, 1, 2, 100, 100, 120, 300])
-    [(0, 3), (3, 6), (6, 7)]
-    """
-    groups: list[tuple[int, int]] = []
-    start = 0
-    for row, length in enumerate(lengths):
-        padding = (row - start + 1) * length - sum(lengths[start : row + 1])
-        if padding > max(_MAX_PADDING, 0.1 * sum(lengths[start : row + 1])):
-            groups.append((start, row))
-            start = row
-    return [*groups, (start, len(lengths))]
 
 
 def _shared(rows: Sequence[Sequence[int]]) -> int:
