@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,16 @@ def test_another_dtype_than_was_converted_takes_the_full_weights() -> None:
     to_int8(layer)
     layer.bfloat16()
     assert torch.equal(layer(x.bfloat16()), F.linear(x.bfloat16(), layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("prepare", [to_int8, drop_int8])
+def test_autocast_has_its_own_dtype(prepare: Callable[[torch.nn.Module], object]) -> None:
+    layer, x = Linear(256, 256), torch.randn(2, 256)
+    prepare(layer)
+    with torch.inference_mode():
+        layer(x), layer(x)  # prepacked, where it is not in 8 bits
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(layer(x), F.linear(x, layer.weight, layer.bias))
 
 
 @pytest.mark.parametrize("stacked", [False, True])

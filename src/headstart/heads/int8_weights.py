@@ -51,7 +51,10 @@ class Linear(nn.Linear):
 
 
 def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`F.linear`, in 8 bits where the weight has them and x [..., I] has few rows."""
+    """`F.linear`, in 8 bits where the weight has them and x [..., I] has few rows; autocast, which knows neither this
+    product nor the prepacked one, has `F.linear` itself."""
+    if torch.is_autocast_enabled("cpu") and x.is_cpu:
+        return F.linear(x, weight_NI, bias_N)
     int8: Int8Weight | None = getattr(weight_NI, _NAME, None)
     if int8 is None or int8.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
         return _in_full(x, weight_NI, bias_N)
