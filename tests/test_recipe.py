@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -105,6 +107,7 @@ def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
         ("train.minutes=", r"'train\.minutes=' gives 'train\.minutes' no value\. .*or train\.minutes=null"),
         ("train.lr=1e400", r"'train\.lr' is inf: input should be a finite number"),
         ("train.minutes=.inf", r"'train\.minutes' is inf: input should be a finite number"),
+        ("train.max_grad_norm=.nan", r"'train\.max_grad_norm' is nan: input should be greater than 0"),
         ("train.betas=[0.9, 1.0]", r"'train\.betas\.1' is 1\.0: input should be less than 1"),
         ("train.loss=softce", r"'train\.loss' is 'softce': input should be 'soft_ce', 'hard_ce' or 'tv_ce'"),
         ("train.mixed_precision=yes", r"'train\.mixed_precision' is True: input should be 'auto', 'no', 'bf16' or"),
@@ -128,6 +131,13 @@ def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
 def test_mistakes_are_answered(override: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_recipe("medusa", [override])
+
+
+def test_no_limit_of_gradients_is_a_number_that_survives_being_written() -> None:
+    recipe = load_recipe("medusa", ["train.max_grad_norm=.inf"])
+    assert recipe.train.max_grad_norm == inf
+    assert parse_recipe(yaml.safe_load(recipe_text(recipe))) == recipe
+    assert json.loads(json.dumps(recipe.train.noted())) == recipe.train.noted()
 
 
 @pytest.mark.parametrize(

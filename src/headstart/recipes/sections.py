@@ -35,7 +35,8 @@ costs memory or time alone."""
 
 
 class Section(BaseModel):
-    """A part of a recipe. Unknown keys are refused with the nearest known one, and numbers that are not finite."""
+    """A part of a recipe. Unknown keys are refused with the nearest known one, and numbers that are not finite where
+    these mean nothing."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     noted_if_set: ClassVar[frozenset[str]] = frozenset()
@@ -293,7 +294,7 @@ class TrainSection(Section):
     warmup: float = Field(0.03, ge=0, lt=1, description="Share of the run spent warming up.")
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), description="AdamW betas.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradient norm limit.")
+    max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True, description="Gradient norm limit; .inf is none.")
     loss: LossName = Field("soft_ce", description="Loss between draft and target distributions.")
     position_weight: PositionWeight = Field(
         "exponential",
