@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,28 @@ class TestResume:
         for i in range(len(one)):
             for layer in one.aux_layers:
                 assert torch.equal(one.get(i).states[layer], other.get(i).states[layer])
+
+
+def test_what_is_kept_of_a_conversation_is_read_at_once(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And by a call that other threads do not wait for: a read for its tokens and one for each layer."""
+    store = build(tmp_path, tiny_target, conversations(tiny_target))
+    read, reads = os.preadv, list[int]()
+
+    def noted(handle: int, buffers: list[memoryview], start: int) -> int:
+        reads.append(read(handle, buffers, start))
+        return reads[-1]
+
+    monkeypatch.setattr(os, "preadv", noted)
+    sample = store.get(3)
+    sizes = [4 * len(sample.tokens_T), *[state_TE.nbytes for state_TE in sample.states.values()]]
+    assert len(sizes) == 3 and reads == sizes
+    store.samples([3], [FINAL])
+    assert reads[3:] == [sizes[0], sizes[2]], "of no other layer"
+    with ThreadPoolExecutor(4) as threads:
+        for one, other in zip(threads.map(store.get, range(7)), map(StateStore(tmp_path).get, range(7)), strict=True):
+            assert all(torch.equal(one.states[layer], other.states[layer]) for layer in AUX_LAYERS)
 
 
 class TestDamage:

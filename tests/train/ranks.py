@@ -172,17 +172,17 @@ def train_some_steps(
 
 def poison(step: int) -> None:
     """From this step on, the stored states of a conversation are not numbers."""
-    collate, take = trainer.collate, trainer._Trainer._step
+    read_batch, take = trainer.read_batch, trainer._Trainer._step
 
     def poisoned(store: StateStore, batch: Any, *args: Any) -> Any:
-        made = collate(store, batch, *args)
+        made = read_batch(store, batch, *args)
         if POISONED in batch and store.folder.name == "train":
-            made.states[FINAL][batch.index(POISONED), -5:] = math.nan
+            made.batch.states[FINAL][batch.index(POISONED), -5:] = math.nan
         return made
 
     def counted(run: Any, *args: Any) -> float:
         if run.trainer_state.step == step - 2:
-            trainer.collate = poisoned
+            trainer.read_batch = poisoned
         return take(run, *args)
 
     trainer._Trainer._step = counted
@@ -241,19 +241,26 @@ def train_until_ctrl_c(*arguments: str) -> None:
 
 
 def train_with_an_old_view(*arguments: str) -> None:
-    """One process sees the folder of runs as it was before anything was trained, and its checkpoint a moment later."""
+    """One process sees the folder of runs as it was before anything was trained, and its checkpoint some moments later:
+    first nothing, then another of the same step, which it has replaced."""
+    manifest, looked = checkpoint._manifest, list[Path]()
     if os.environ["RANK"] == "1":
-        manifest, looked = checkpoint._manifest, []
 
         def later(path: Path) -> Any:
+            now = manifest(path)
+            assert now is not None
             looked.append(path)
-            return manifest(path) if len(looked) > 1 else None
+            before = {**now, "standing": {**now["standing"], "elapsed": 0.5}}
+            return [None, before, now][min(len(looked), 3) - 1]
 
         checkpoint._manifest = later
         checkpoint._newest_first = lambda folder: []
         trainer.read_jsonl = lambda file: iter(())
         training_artifact.finished = lambda folder: False
-    train(*arguments)
+    try:
+        train(*arguments)
+    finally:
+        assert len(looked) in (0, 3), "it waits for the checkpoint that the main process chose"
 
 
 def train_by_two_clocks(*arguments: str) -> None:

@@ -24,8 +24,8 @@ class _Wrapped:
     def get(self, index: int) -> Sample:
         return self.samples([index])[0]
 
-    def samples(self, indices: Sequence[int]) -> list[Sample]:
-        found = zip(indices, self._store.samples(indices), strict=True)
+    def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
+        found = zip(indices, self._store.samples(indices, layers), strict=True)
         return [dataclasses.replace(one, supervised_T=self._mask(index, one.supervised_T)) for index, one in found]
 
     def supervised(self) -> Iterable[torch.Tensor]:

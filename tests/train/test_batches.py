@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
+from headstart.data.states.store import Sample
 from headstart.heads.base import HeadBatch, origins
 from headstart.target.fitting import FINAL
 from headstart.train.batches import (
     anchored,
-    collate,
     epoch_batches,
     epoch_steps,
     predictions,
+    read_batch,
     share,
     subsampled,
 )
@@ -52,14 +53,14 @@ def test_processes_share_each_step_equally() -> None:
     assert [share(steps[0], rank, 2) for rank in range(2)] == [[[0], [2]], [[1], [3]]]
 
 
-def test_collate_pads_on_the_right_and_reads_only_the_aux_layers_asked_for() -> None:
-    def get(index: int) -> Any:
+def test_a_batch_is_padded_on_the_right_and_has_only_the_aux_layers_asked_for() -> None:
+    def get(index: int) -> Sample:
         length = index + 2
         states = {FINAL: torch.full((length, 3), float(index)), 4: torch.zeros(length, 3)}
-        return SimpleNamespace(tokens_T=torch.arange(length), supervised_T=torch.ones(length).bool(), states=states)
+        return Sample(torch.arange(length), torch.ones(length).bool(), states)
 
-    store: Any = SimpleNamespace(samples=lambda indices: [get(index) for index in indices])
-    batch = collate(store, [2, 0], [FINAL], torch.bfloat16, torch.device("cpu"))
+    store: Any = SimpleNamespace(samples=lambda indices, layers: [get(index) for index in indices])
+    batch = read_batch(store, [2, 0], [FINAL]).on(torch.device("cpu"), torch.bfloat16)
     assert batch.tokens_BT.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
     assert batch.supervised_BT.tolist() == [[True] * 4, [True, True, False, False]]
     assert list(batch.states) == [FINAL]

@@ -20,7 +20,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.train import trainer
-from headstart.train.batches import collate
+from headstart.train.batches import read_batch
 from headstart.train.checks import check_training
 from headstart.train.joint import Drift, Joint
 from headstart.train.training_artifact import training
@@ -43,7 +43,7 @@ def in_numbers(target: Target, layer: int = FINAL) -> torch.Tensor:
 
 @pytest.fixture
 def batch(train_store: StateStore) -> HeadBatch:
-    return collate(train_store, [0, 3, 5], LAYERS, torch.float32, torch.device("cpu"))
+    return read_batch(train_store, [0, 3, 5], LAYERS).on(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture

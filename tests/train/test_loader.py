@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from headstart.data.states.shards import Work, build_store
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
+from headstart.recipes.recipe import Recipe
+from headstart.target.fitting import FINAL
+from headstart.target.model import Target
 from headstart.train import trainer
-from headstart.train.batches import collate, read_ahead
-from tests.train.conftest import Train
+from headstart.train.batches import Order, ReadBatch, read_ahead, read_batch
+from headstart.train.checkpoint import TrainerState
+from tests.standin import CUDA, StandIn
+from tests.train.conftest import Train, conversations
 from tests.train.results import assert_same
 
 
@@ -22,7 +32,7 @@ def batch_of(number: int) -> list[HeadBatch]:
 
 
 def numbers(found: Any) -> list[tuple[int, int]]:
-    return [(step, int(batches[0].tokens_BT)) for step, batches in found]
+    return [(step, int(batches[0].tokens_BT)) for step, batches, _ in found]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 100])
@@ -44,8 +54,18 @@ def test_the_next_steps_are_read_while_one_computes() -> None:
     next(steps)
     assert read[2].wait(60), "two steps ahead of the first"
     steps.close()
-    assert not any(event.is_set() for event in read[3:]) and len(where) == 1
+    assert not any(event.is_set() for event in read[3:])
     assert where.isdisjoint({threading.current_thread().name, *(thread.name for thread in threading.enumerate())})
+
+
+def test_as_many_steps_are_read_at_the_same_time() -> None:
+    at_once = threading.Barrier(3)
+
+    def meet(step: int) -> int:
+        at_once.wait(60)
+        return step
+
+    assert [(step, made) for step, made, _ in read_ahead(range(6), meet, 3)] == [(step, step) for step in range(6)]
 
 
 def test_an_error_of_reading_comes_at_its_step() -> None:
@@ -56,9 +76,52 @@ def test_an_error_of_reading_comes_at_its_step() -> None:
 
     seen = []
     with pytest.raises(UserError, match="The shard is gone"):
-        for step, _ in read_ahead(range(9), refuse, 2):
+        for step, _, following in read_ahead(range(9), refuse, 2):
+            assert following is None or int(following[0].tokens_BT) == step + 1 != 3
             seen.append(step)
     assert seen == [0, 1, 2]
+
+
+@pytest.mark.parametrize("states_dtype", ["auto", "int8", "fp8"])
+def test_on_a_device_the_next_batch_is_copied_before_a_step_begins(
+    states_dtype: str,
+    tiny_target: Target,
+    recipe: Callable[..., Recipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One-byte states go there as bytes, and are decoded there to the same numbers."""
+    kept, layers = conversations(24, 0, tiny_target.vocab_size), (1, FINAL)
+    work = Work(states_dtype=states_dtype)
+    store = build_store(tmp_path, kept, tiny_target, layers, budget_bytes=10**8, work=work)
+    order, total = Order(store, recipe(batch_tokens=64).train, rank=0, ranks=1), 5
+    read, copied, sizes, steps = Counter[str](), Counter[str](), set[int](), list[tuple[Any, HeadBatch]]()
+
+    def noted(store: Any, batch: list[int], packed: bool) -> ReadBatch:
+        made = read_batch(store, batch, layers)
+        sizes.update(state_BTE.itemsize for state_BTE in made.batch.states.values())
+        read["steps"] += 1
+        return made
+
+    def on(self: ReadBatch, *where: Any) -> HeadBatch:
+        copied["steps"] += 1
+        return own(self, *where)
+
+    own = ReadBatch.on
+    monkeypatch.setattr(ReadBatch, "on", on)
+    with StandIn() as device:
+        for group, (batch,) in order.batches(TrainerState(), total, noted, CUDA, torch.float32):
+            steps.append((group, batch.each(Tensor.cpu)))
+            assert copied["steps"] == min(total, len(steps) + 1) or len(steps) == 1
+            while read["steps"] < min(total, len(steps) + 2):
+                sleep(0.01)
+            sleep(0.05)
+    assert device.counts.uploads and sizes == {4 if states_dtype == "auto" else 1}
+    monkeypatch.undo()
+    for group, batch in steps:
+        for row, sample in enumerate(store.samples(group[0])):
+            for layer in layers:
+                assert torch.equal(batch.states[layer][row, : len(sample.tokens_T)], sample.states[layer])
 
 
 def test_heads_are_the_same_however_far_is_read_ahead(run: Train, tmp_path: Path) -> None:
@@ -76,14 +139,14 @@ def test_what_the_store_refuses_ends_the_training_as_it_is_said(
 ) -> None:
     read = 0
 
-    def broken(store: Any, *args: Any) -> HeadBatch:
+    def broken(store: Any, *args: Any) -> ReadBatch:
         nonlocal read
         read += store.folder.name == "train"
         if read > 3:
             raise UserError("A shard is cut short.", "Build the states again.")
-        return collate(store, *args)
+        return read_batch(store, *args)
 
-    monkeypatch.setattr(trainer, "collate", broken)
+    monkeypatch.setattr(trainer, "read_batch", broken)
     with pytest.raises(UserError, match="A shard is cut short"):
         run(tmp_path)
     assert not [thread for thread in threading.enumerate() if "headstart-batches" in thread.name]

@@ -29,7 +29,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.train import trainer
-from headstart.train.batches import collate, predictions
+from headstart.train.batches import predictions, read_batch
 from headstart.train.losses import LOSSES
 from headstart.train.starting_heads import build_heads
 from headstart.train.summing import Teacher, summed_plain, weighted
@@ -37,7 +37,7 @@ from headstart.train.trainer import train
 from headstart.train.wrapped import Unrolled
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
-from tests.train.results import Killed, metrics, weights
+from tests.train.results import Killed, assert_same, metrics, weights
 from tests.train.stores import Masked, Silent, Unsupervised
 from tests.train.test_golden import HEADS
 
@@ -92,6 +92,13 @@ def test_accumulation_equals_larger_batches(run: Train, tmp_path: Path, train_st
         torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=2e-4)
 
 
+def test_without_a_limit_gradients_are_taken_as_they_are(run: Train, tmp_path: Path) -> None:
+    for limit in (math.inf, 1e9, 1e-3):
+        run(tmp_path / str(limit), steps=3, max_grad_norm=limit)
+    assert_same(tmp_path / "inf" / "last", tmp_path / "1000000000.0" / "last")
+    assert metrics(tmp_path / "inf")[-1]["loss"] != metrics(tmp_path / "0.001")[-1]["loss"]
+
+
 def test_states_of_another_model_are_refused(
     recipe: Callable[..., Recipe],
     tiny_target: Target,
@@ -135,7 +142,7 @@ def test_a_batch_without_a_place_to_learn_from_gives_every_weight_a_gradient_of_
     """On several processes, those with something to learn wait for the gradients of the one that has nothing."""
     made = recipe(heads={"family": name, **HEADS[name]})
     heads = build_heads(made, tiny_target, train_store)
-    batch = collate(train_store, [0, 1], [1, 2, 3, FINAL], torch.float32, torch.device("cpu"))
+    batch = read_batch(train_store, [0, 1], [1, 2, 3, FINAL]).on(torch.device("cpu"), torch.float32)
     batch = dataclasses.replace(batch, supervised_BT=torch.zeros_like(batch.supervised_BT))
     teacher_logits = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
     loss = Unrolled(heads)(
@@ -215,7 +222,7 @@ def test_the_loop_learns_from_the_loss_that_is_asked_for(
     settings: dict[str, Any] = {"steps": 2, "eval_every": 1, "batch_tokens": 100_000, "loss": name, "epochs": 2}
     run(tmp_path, **settings, lr=1e-5, warmup=0.0)
     heads = build_heads(recipe(**settings), tiny_target, train_store)
-    batch = collate(train_store, list(range(len(train_store))), [FINAL], torch.float32, torch.device("cpu"))
+    batch = read_batch(train_store, range(len(train_store)), [FINAL]).on(torch.device("cpu"), torch.float32)
     teacher_logits = Teacher(tiny_target, heads.draft_to_target_D).read(batch)
     total = sum(
         0.8**step * summed_plain(LOSSES[name], one, teacher_logits, torch.ones(1))
@@ -278,19 +285,19 @@ def test_a_bfloat16_target_trains_in_mixed_precision_with_float32_weights(
 def test_validation_keeps_no_states(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU they would take the room of the training batches."""
     read: list[weakref.ref[Any]] = []
-    original = trainer.collate
+    original = trainer.read_batch
 
-    def collated(store: StateStore, *args: Any) -> Any:
-        batch = original(store, *args)
+    def noted(store: StateStore, *args: Any) -> Any:
+        made = original(store, *args)
         if store.folder.name == "validation":
-            read.append(weakref.ref(batch))
-        return batch
+            read.append(weakref.ref(made.batch.states[FINAL]))
+        return made
 
     def alive_at_first_step(self: Any, *args: Any) -> float:
         gc.collect()
         raise Killed(sum(one() is not None for one in read))
 
-    monkeypatch.setattr(trainer, "collate", collated)
+    monkeypatch.setattr(trainer, "read_batch", noted)
     monkeypatch.setattr(trainer._Trainer, "_step", alive_at_first_step)
     with pytest.raises(Killed) as stopped:
         run(tmp_path)

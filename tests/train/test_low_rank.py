@@ -17,7 +17,7 @@ from headstart.recipes.recipe import Recipe
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.train import trainer
-from headstart.train.batches import collate
+from headstart.train.batches import read_batch
 from headstart.train.checks import check_training
 from headstart.train.starting_heads import build_heads
 from headstart.train.wrapped import LowRank, Unrolled, learning_numbers, matrices
@@ -75,7 +75,7 @@ def test_gradients_are_those_of_the_sums(
     recipe: Callable[..., Recipe], earlier: Callable[[str], Path], tiny_target: Target, train_store: StateStore
 ) -> None:
     """Against plain heads that hold the sums for weights, by the chain rule."""
-    batch = collate(train_store, [0, 3, 5], [1, 2, 3, FINAL], torch.float32, torch.device("cpu"))
+    batch = read_batch(train_store, [0, 3, 5], [1, 2, 3, FINAL]).on(torch.device("cpu"), torch.float32)
 
     def loss(predictions: Any) -> torch.Tensor:
         return torch.stack([one.logits_MD.log_softmax(-1)[:, 5].sum() for one in predictions]).sum()

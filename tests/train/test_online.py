@@ -90,15 +90,15 @@ def test_every_family_trains_online_as_from_the_store(
 ) -> None:
     """Losses within what the golden runs allow: Adam's first steps make a whole step of a rounding error."""
     read: list[list[list[int]]] = [[], []]
-    collate = trainer.collate
+    read_batch = trainer.read_batch
     settings = recipe(heads={"family": name, **HEADS[name]}, steps=4, eval_every=1, lr=1e-3, prefetch=0)
     for taken, stores in zip(read, ((train_store, valid_store), online), strict=True):
 
         def noted(store: Any, batch: list[int], *rest: Any, taken: list[list[int]] = taken) -> Any:
             taken.append(batch)
-            return collate(store, batch, *rest)
+            return read_batch(store, batch, *rest)
 
-        monkeypatch.setattr(trainer, "collate", noted)
+        monkeypatch.setattr(trainer, "read_batch", noted)
         train(settings, tiny_target, stores[0], stores[1], tmp_path / type(stores[0]).__name__)
     assert read[0] == read[1], "the same batches in the same order"
     stored, computed = (metrics(tmp_path / who) for who in ("StateStore", "OnlineStates"))

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from headstart.data.states.store import Sample
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, origins
 from headstart.recipes.recipe import parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.train.batches import collate, packed_batches, predictions
+from headstart.train.batches import packed_batches, predictions, read_batch
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 from tests.train.conftest import Train
@@ -35,22 +36,22 @@ def store_of(target: Target, heads: DraftHead, lengths: list[int]) -> Any:
     torch.manual_seed(1)
     layers = sorted({*heads.aux_layers, FINAL})
     samples = [
-        SimpleNamespace(
-            tokens_T=torch.randint(61, (length,)),
-            supervised_T=torch.rand(length) < 0.9,
-            states={layer: torch.randn(length, target.hidden_size) for layer in layers},
+        Sample(
+            torch.randint(61, (length,)),
+            torch.rand(length) < 0.9,
+            {layer: torch.randn(length, target.hidden_size) for layer in layers},
         )
         for length in lengths
     ]
     for sample in samples:
         sample.supervised_T[0] = True
-    return SimpleNamespace(samples=lambda indices: [samples[index] for index in indices])
+    return SimpleNamespace(samples=lambda indices, layers: [samples[index] for index in indices])
 
 
 def both(target: Target, heads: DraftHead, lengths: list[int]) -> tuple[HeadBatch, HeadBatch]:
     store, layers = store_of(target, heads, lengths), sorted({*heads.aux_layers, FINAL})
     indices = list(range(len(lengths)))
-    padded, packed = (collate(store, indices, layers, torch.float32, CPU, packed) for packed in (False, True))
+    padded, packed = (read_batch(store, indices, layers, packed).on(CPU, torch.float32) for packed in (False, True))
     assert packed.tokens_BT.shape == (1, sum(lengths)) and predictions(packed) == predictions(padded)
     return padded, packed
 

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ PARTIAL = ".partial"
 """Suffix of a file or folder that is still being written."""
 DAMAGED = ".damaged"
 """Suffix of a file that was found damaged and put aside."""
+_LENGTH = 8
+"""Bytes at the beginning of a safetensors file that say how long its header is."""
 _OWNER_ALONE = 0o600
 """The mode of files whose writer cares for nobody else, such as safetensors."""
 
@@ -74,7 +77,7 @@ def check_writable(folder: Path) -> None:
         UserError: they cannot.
     """
     try:
-        with tempfile.TemporaryFile(dir=_existing(folder)) as handle:
+        with tempfile.TemporaryFile(dir=existing(folder)) as handle:
             handle.write(b"x")
     except OSError as error:
         raise UserError(f"Cannot write to {folder} ({error.strerror or error}).", "Choose another folder.") from None
@@ -129,6 +132,34 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         raise
 
 
+@dataclass(frozen=True)
+class TensorPlace:
+    """Where a tensor's bytes lie in its file, from `start` up to `stop`; the dtype is in the words of safetensors."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def tensor_places(file: Path) -> dict[str, TensorPlace]:
+    """Where the tensors of a safetensors file lie, by name; a ValueError where it is cut short or damaged."""
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(_LENGTH), "little")
+        size = file.stat().st_size
+        if length > size:
+            raise ValueError("its header is cut short")
+        header: dict[str, Any] = json.loads(handle.read(length))
+    places = {}
+    for name, known in header.items():
+        if name != "__metadata__":
+            start, stop = (_LENGTH + length + offset for offset in known["data_offsets"])
+            places[name] = TensorPlace(known["dtype"], tuple(known["shape"]), start, stop)
+    if max((place.stop for place in places.values()), default=_LENGTH + length) != size:
+        raise ValueError("it is not as long as its header says")
+    return places
+
+
 def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write a file atomically, one JSON object a line."""
     write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -177,7 +208,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise UserError(f"{path} is not UTF-8 text ({error.reason}).", "Convert it to UTF-8.") from None
 
 
-def _existing(folder: Path) -> Path:
+def existing(folder: Path) -> Path:
     """A folder or its nearest existing parent."""
     return next(path for path in [folder, *folder.parents] if path.exists())
 
@@ -187,7 +218,7 @@ _IN_A_RUN = "choose another --run-dir, or lower the byte or token budget in the 
 
 def free_disk(folder: Path) -> int:
     """Bytes that are free at a folder or its nearest existing parent."""
-    return shutil.disk_usage(_existing(folder)).free
+    return shutil.disk_usage(existing(folder)).free
 
 
 def need_disk(folder: Path, needed_bytes: int, what: str, remedy: str = _IN_A_RUN) -> None:

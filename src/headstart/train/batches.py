@@ -1,9 +1,9 @@
-"""From stored conversations to batches: which go together, in what order, on which process, read ahead by a thread.
+"""From stored conversations to batches: which go together, in what order, on which process, read ahead by threads.
 
 The order depends on nothing but (lengths, seed, epoch), so a run that was cut short finds its place again by two
 numbers: the epoch and the number of steps taken in it.
 
-With packing, the conversations of a batch stand one after the other in a single row; see `collate`.
+With packing, the conversations of a batch stand one after the other in a single row; see `read_batch`.
 
 Shape suffixes: B rows, T tokens, E hidden size, N conversations, M positions that the first draft step learns from,
 X = B * T flat positions.
@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
@@ -25,9 +26,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.data.states.shard_format import decode
 from headstart.data.states.store import States
 from headstart.heads.base import HeadBatch, origins
 from headstart.recipes.sections import TrainSection
+from headstart.support.uploads import upload
 from headstart.train.checkpoint import TrainerState
 
 Batch = list[int]
@@ -106,39 +109,71 @@ def share(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
     return list(group[rank::ranks])
 
 
-def collate(
-    store: States,
-    batch: Batch,
-    aux_layers: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    packed: bool = False,
-) -> HeadBatch:
+@dataclass(frozen=True)
+class ReadBatch:
+    """A batch as the store keeps it, where the store has it.
+
+    Attributes:
+        batch: its states may be bytes, each of a number of a `code`, with `scales` by layer, [B, T]; see
+            `headstart.data.states.shard_format`.
+        dtype: of the states that these stand for.
+    """
+
+    batch: HeadBatch
+    scales: dict[int, Tensor]
+    code: torch.dtype | None
+    dtype: torch.dtype | None
+
+    def pinned(self) -> ReadBatch:
+        """The same in memory that a GPU copies from while it computes."""
+        scales = {layer: scales_BT.pin_memory() for layer, scales_BT in self.scales.items()}
+        return dataclasses.replace(self, batch=self.batch.each(Tensor.pin_memory), scales=scales)
+
+    def on(self, device: torch.device, dtype: torch.dtype) -> HeadBatch:
+        """The batch on a device, with states in this dtype: there they become numbers again."""
+
+        def put(tensor: Tensor) -> Tensor:
+            return tensor if tensor.device.type == device.type else upload(tensor, device)
+
+        batch = self.batch.each(put)
+        states = batch.states
+        if self.code is not None and self.dtype is not None:
+            states = {
+                layer: decode(bytes_BTE.view(self.code), put(self.scales[layer]), self.dtype)
+                for layer, bytes_BTE in states.items()
+            }
+        return dataclasses.replace(batch, states={layer: state_BTE.to(dtype) for layer, state_BTE in states.items()})
+
+
+def read_batch(store: States, batch: Sequence[int], aux_layers: Sequence[int], packed: bool = False) -> ReadBatch:
     """Take conversations from the store, and pad them on the right or put them into one row.
 
     In one row none sees another: positions and attention begin anew with each, and its first token, which nothing
-    predicts when it stands alone, is not supervised, so that no draft goes from one conversation into the next. States
-    come in `dtype`; the store computes those of a batch together where they are online.
+    predicts when it stands alone, is not supervised, so that no draft goes from one conversation into the next. The
+    store computes the states of a batch together where they are online.
     """
-    samples = store.samples(batch)
+    samples = store.samples(batch, aux_layers)
 
     def joined(rows: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(rows))[None] if packed else torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
 
-    tokens_BT = joined([sample.tokens_T for sample in samples])
     supervised_BT = joined([sample.supervised_T for sample in samples])
     starts_BT = None
     if packed:
         lengths_N = torch.tensor([len(sample.tokens_T) for sample in samples])
         starts_N = lengths_N.cumsum(0) - lengths_N
         supervised_BT[0, starts_N] = False
-        starts_BT = starts_N.repeat_interleave(lengths_N)[None].to(device)
-    return HeadBatch(
-        tokens_BT=tokens_BT.to(device),
-        supervised_BT=supervised_BT.to(device),
-        states={layer: joined([sample.states[layer] for sample in samples]).to(device, dtype) for layer in aux_layers},
-        starts_BT=starts_BT,
-    )
+        starts_BT = starts_N.repeat_interleave(lengths_N)[None]
+    dtype = samples[0].dtype
+    kept = {layer: [sample.kept[layer] for sample in samples] for layer in aux_layers}
+    code = None if dtype is None else kept[aux_layers[0]][0].dtype
+    states = {
+        layer: joined(rows if dtype is None else [row_TE.view(torch.uint8) for row_TE in rows])
+        for layer, rows in kept.items()
+    }
+    scales = {layer: joined([sample.scales[layer] for sample in samples]) for layer in aux_layers if dtype is not None}
+    tokens_BT = joined([sample.tokens_T for sample in samples])
+    return ReadBatch(HeadBatch(tokens_BT, supervised_BT, states, starts_BT=starts_BT), scales, code, dtype)
 
 
 def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
@@ -210,26 +245,43 @@ class Order:
         self,
         trainer_state: TrainerState,
         total: float,
-        read: Callable[[States, Batch, torch.device, bool], HeadBatch],
+        read: Callable[[States, Batch, bool], ReadBatch],
         device: torch.device,
+        dtype: torch.dtype,
     ) -> Generator[tuple[list[Batch], list[HeadBatch]]]:
-        """The batches of each of the `total` steps still to do, and those of this process on the device; `read` makes a
-        batch of conversations on a device, packed or not."""
-        ahead = self._section.prefetch if self._store.stored else 0  # the target computes where training does
-        on_host = ahead > 0 and device.type == "cuda"
-        where = torch.device("cpu") if on_host else device
-        pinned = on_host and torch.cuda.is_available()
+        """The batches of each of the `total` steps still to do, and those of this process on the device, with states in
+        a dtype; `read` takes conversations from a store, packed or not."""
 
-        def read_share(group: list[Batch]) -> list[HeadBatch]:
+        def read_share(group: list[Batch]) -> list[ReadBatch]:
             members, packing = share(group, self._rank, self._ranks), self._section.packing
-            batches = [read(self._store, indices, where, packing) for indices in members]
-            # Of pinned memory a GPU copies while it computes.
-            return [batch.each(torch.Tensor.pin_memory) for batch in batches] if pinned else batches
+            return [read(self._store, indices, packing) for indices in members]
 
-        with closing(read_ahead(self._groups(trainer_state, total), read_share, ahead)) as steps:
-            for group, batches in steps:
-                if on_host:
-                    batches = [batch.each(lambda tensor: tensor.to(device, non_blocking=True)) for batch in batches]
+        def put(batches: list[ReadBatch]) -> list[HeadBatch]:
+            return [batch.on(device, dtype) for batch in batches]
+
+        groups = self._groups(trainer_state, total)
+        ahead = self._section.prefetch if self._store.stored else 0  # the target computes where training does
+        if not ahead or device.type != "cuda":
+            with closing(read_ahead(groups, lambda group: put(read_share(group)), ahead)) as steps:
+                for group, batches, _ in steps:
+                    yield group, batches
+            return
+        pins, moved = torch.cuda.is_available(), list[HeadBatch]()
+        copies: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types
+
+        def copied(batches: list[ReadBatch]) -> list[HeadBatch]:
+            copies.wait_stream(torch.cuda.current_stream())  # whose batches may have lain where these will
+            with torch.cuda.stream(copies):
+                return put(batches)
+
+        def pinned(group: list[Batch]) -> list[ReadBatch]:
+            return [batch.pinned() if pins else batch for batch in read_share(group)]
+
+        with closing(read_ahead(groups, pinned, ahead)) as read_steps:
+            for group, here, following in read_steps:
+                batches = moved or copied(here)
+                torch.cuda.current_stream().wait_stream(copies)
+                moved = [] if following is None else copied(following)  # while this step computes
                 yield group, batches
 
     def _groups(self, trainer_state: TrainerState, total: float) -> Iterator[list[Batch]]:
@@ -254,30 +306,34 @@ class Order:
 
 
 Step = TypeVar("Step")
+Made = TypeVar("Made")
 
 
 def read_ahead(
-    steps: Iterable[Step], read: Callable[[Step], list[HeadBatch]], ahead: int
-) -> Generator[tuple[Step, list[HeadBatch]]]:
-    """Each step with its batches, in the order of the steps; an error of reading comes at the step that it belongs to.
+    steps: Iterable[Step], read: Callable[[Step], Made], ahead: int
+) -> Generator[tuple[Step, Made, Made | None]]:
+    """Each step with what is read of it, in the order of the steps, and with that of the next one where it is there by
+    then; an error of reading comes at the step that it belongs to.
 
-    Close the iterator when no more steps are wanted: what is being read is then waited for. One thread reads `ahead`
-    steps in advance; with 0 each is read when it is its turn.
+    Close the iterator when no more steps are wanted: what is being read is then waited for. `ahead` threads read as
+    many steps in advance; with 0 each is read when it is its turn.
     """
     if not ahead:
         for step in steps:
-            yield step, read(step)
+            yield step, read(step), None
         return
-    coming, waiting = iter(steps), deque[tuple[Step, Future[list[HeadBatch]]]]()
+    coming, waiting = iter(steps), deque[tuple[Step, Future[Made]]]()
     # One core is enough to copy; the others compute. The setting is the thread's own.
-    with ThreadPoolExecutor(1, "headstart-batches", torch.set_num_threads, (1,)) as reader:
+    with ThreadPoolExecutor(ahead, "headstart-batches", torch.set_num_threads, (1,)) as readers:
         try:
             while True:
                 for step in islice(coming, ahead + 1 - len(waiting)):
-                    waiting.append((step, reader.submit(read, step)))
+                    waiting.append((step, readers.submit(read, step)))
                 if not waiting:
                     return
-                step, batches = waiting.popleft()
-                yield step, batches.result()
+                step, reading = waiting.popleft()
+                made, next_one = reading.result(), waiting[0][1] if waiting else None
+                there = next_one is not None and next_one.done() and next_one.exception() is None
+                yield step, made, next_one.result() if next_one is not None and there else None
         finally:
-            reader.shutdown(wait=True, cancel_futures=True)
+            readers.shutdown(wait=True, cancel_futures=True)

@@ -160,10 +160,11 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
     return None
 
 
-def wait_for(path: Path) -> None:
-    """Wait until this process sees a whole checkpoint, as another one does: a network disk may show it later here."""
-    end = monotonic() + _SEEN_WITHIN
-    while _manifest(path) is None:
+def wait_for(path: Path, trainer_state: TrainerState) -> None:
+    """Wait until this process sees a whole checkpoint, the one that another process chose: a network disk may show it
+    later here, and until then one of the same step that it has replaced."""
+    end, standing = monotonic() + _SEEN_WITHIN, dataclasses.asdict(trainer_state)
+    while (_manifest(path) or {}).get("standing") != standing:
         if monotonic() > end:
             raise UserError(
                 f"The checkpoint {path} is there for the main process of this training, and not on this machine.",

@@ -14,7 +14,7 @@ from headstart.heads.io import load_heads
 from headstart.recipes.recipe import Recipe
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
-from headstart.train.batches import collate
+from headstart.train.batches import read_batch
 from headstart.train.validation import pick_vocabulary
 
 _FIRST_LOOK = 200_000
@@ -147,4 +147,4 @@ def _first_look(store: States, heads: DraftHead) -> Iterator[HeadBatch]:
         if read >= _FIRST_LOOK:
             return
         read += store.lengths[index]
-        yield collate(store, [index], aux_layers, torch.float32, torch.device("cpu"))
+        yield read_batch(store, [index], aux_layers).on(torch.device("cpu"), torch.float32)

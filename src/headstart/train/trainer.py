@@ -41,10 +41,11 @@ from headstart.train import checkpoint
 from headstart.train.batches import (
     Batch,
     Order,
+    ReadBatch,
     anchored,
-    collate,
     epoch_batches,
     predictions,
+    read_batch,
     share,
     subsampled,
 )
@@ -148,7 +149,7 @@ class _Trainer:
         with together():
             self._check_same(settings)
             if self.newest is not None:
-                checkpoint.wait_for(self.newest[0])
+                checkpoint.wait_for(*self.newest)
         self.aux_layers = sorted({*self.heads.aux_layers, FINAL})
         # Without autocast the states meet float32 weights.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
@@ -242,7 +243,7 @@ class _Trainer:
         if not self.records:
             self._validate(display, None)
         started, learnt = monotonic(), 0
-        steps = self.order.batches(state, self.total, self._collate, self.accelerator.device)
+        steps = self.order.batches(state, self.total, self._read, self.accelerator.device, self.dtype)
         for group, batches in stack.enter_context(closing(steps)):
             own_count = sum(predictions(batch, self.section.anchors) for batch in batches)
             count, elapsed, asked = self._agree(own_count, interrupt.asked)
@@ -455,10 +456,11 @@ class _Trainer:
 
     # -- where it stands -----------------------------------------------------------------------------------------
 
-    def _collate(
-        self, store: States, batch: Batch, device: torch.device | None = None, packed: bool = False
-    ) -> HeadBatch:
-        return collate(store, batch, self.aux_layers, self.dtype, device or self.accelerator.device, packed)
+    def _read(self, store: States, batch: Batch, packed: bool = False) -> ReadBatch:
+        return read_batch(store, batch, self.aux_layers, packed)
+
+    def _collate(self, store: States, batch: Batch) -> HeadBatch:
+        return self._read(store, batch).on(self.accelerator.device, self.dtype)
 
     def _elapsed(self) -> float:
         return self.seconds_before + monotonic() - self.started

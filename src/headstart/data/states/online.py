@@ -51,13 +51,14 @@ class OnlineStates(States):
         self.fingerprint = digest.hexdigest()[:32]
         self._tokens_S, self._supervised_S = _tensor(tokens, torch.int32), _tensor(supervised, torch.bool)
 
-    def samples(self, indices: Sequence[int]) -> list[Sample]:
+    def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
+        layers = self.aux_layers if layers is None else layers
         return [
             Sample(self._tokens(index), self._supervised(index), states)
-            for index, states in zip(indices, self._states(tuple(indices)), strict=True)
+            for index, states in zip(indices, self._states(tuple(indices), layers), strict=True)
         ]
 
-    def _states(self, indices: tuple[int, ...]) -> list[dict[int, Tensor]]:
+    def _states(self, indices: tuple[int, ...], layers: Sequence[int]) -> list[dict[int, Tensor]]:
         """Of these conversations. With a sharded target every process asks, and all run the forward of each batch."""
         batches: list[Any] = [indices]
         if self._target.sharded:
@@ -66,7 +67,7 @@ class OnlineStates(States):
         of_indices: list[dict[int, Tensor]] = []
         for batch in dict.fromkeys(filter(None, batches)):
             rows = [self._tokens(index).tolist() for index in batch]
-            states = self._target.hidden_states(rows, self.aux_layers)
+            states = self._target.hidden_states(rows, layers)
             if batch == indices:
                 of_indices = states
         return of_indices

@@ -43,8 +43,9 @@ def encode(layer: int, states_SE: Tensor, states_dtype: str = AUTO) -> dict[str,
     return {f"states.{layer}": codes_SE, f"scales.{layer}": scales_S}
 
 
-def decode(codes_SE: Tensor, scales_S: Tensor, dtype: torch.dtype) -> Tensor:
-    return (codes_SE.float() * scales_S[:, None]).to(dtype)
+def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers that codes [..., E] stand for, with scales [...]."""
+    return (codes.float() * scales[..., None]).to(dtype)
 
 
 KEY = "checksums"

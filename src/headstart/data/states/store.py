@@ -17,15 +17,15 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.data.states.shard_format import (
@@ -40,11 +40,19 @@ from headstart.data.states.shard_format import (
     whole,
 )
 from headstart.errors import UserError
-from headstart.support.files import format_bytes, read_json
+from headstart.support.files import TensorPlace, format_bytes, read_json, tensor_places
 
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
 FORMAT = 2
+_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
 
 Location = tuple[int, int]
 """Where the states of a conversation lie: number of the shard among the manifest's, first token in it."""
@@ -55,11 +63,23 @@ class Sample:
     """One conversation: its tokens (int64), whether the assistant wrote them, and hidden states by layer, [T, E].
 
     The tensors may share memory with the store: do not write to them.
+
+    Attributes:
+        kept: by layer, states as they are stored.
+        scales: by layer, [T], of states in one byte a number (see `codes`), which stand for numbers of a `dtype`.
     """
 
     tokens_T: Tensor
     supervised_T: Tensor
-    states: dict[int, Tensor]
+    kept: dict[int, Tensor]
+    scales: dict[int, Tensor] = field(default_factory=dict)
+    dtype: torch.dtype | None = None
+
+    @property
+    def states(self) -> dict[int, Tensor]:
+        if self.dtype is None:
+            return self.kept
+        return {layer: decode(kept_TE, self.scales[layer], self.dtype) for layer, kept_TE in self.kept.items()}
 
 
 def estimate_bytes(tokens: int, aux_layers: int, hidden: int, dtype: torch.dtype, states_dtype: str = AUTO) -> int:
@@ -94,8 +114,9 @@ class States(ABC):
         return len(self.lengths)
 
     @abstractmethod
-    def samples(self, indices: Sequence[int]) -> list[Sample]:
-        """Those of a batch. Where several processes train, each asks as often as the others, if need be for none."""
+    def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
+        """Those of a batch, with the states of some layers, or of all. Where several processes train, each asks as
+        often as the others, if need be for none."""
 
     @abstractmethod
     def _tokens(self, index: int) -> Tensor: ...
@@ -156,7 +177,7 @@ class StateStore(States):
             if size != file["bytes"]:
                 state = "cut short" if size else "missing"
                 raise UserError(f"{path} is {state} ({size} of {file['bytes']} bytes).", REBUILD)
-        self._open: dict[int, Any] = {}
+        self._open: dict[int, tuple[int, dict[str, TensorPlace]]] = {}
         self._wanted: dict[int, dict[tuple[str, int], tuple[int, int]]] = {}
 
     @property
@@ -173,22 +194,20 @@ class StateStore(States):
             f"({format_bytes(self.bytes)}); the last {self.dropped} are left out (raise data.cache_gigabytes for more)."
         )
 
-    def samples(self, indices: Sequence[int]) -> list[Sample]:
+    def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
         """Those of a batch; a damaged shard is put aside."""
-        samples = []
+        layers, samples = self.aux_layers if layers is None else layers, list[Sample]()
         for index in indices:
             if not 0 <= index < len(self):
                 raise IndexError(f"conversation {index} of {len(self)}")
-            states = {layer: self._states(layer, index) for layer in self.aux_layers}
-            samples.append(Sample(self._tokens(index), self._supervised(index), states))
+            tokens_T, kept = self._tokens(index), self._of_layers("states", index, layers)
+            coded = self.states_dtype != AUTO
+            scales = self._of_layers("scales", index, layers) if coded else {}
+            samples.append(Sample(tokens_T, self._supervised(index), kept, scales, self._dtype if coded else None))
         return samples
 
-    def _states(self, layer: int, index: int) -> Tensor:
-        place = self._places[layer][index]
-        kept_TE = self._read(f"states.{layer}", place, index)
-        if self.states_dtype == AUTO:
-            return kept_TE
-        return decode(kept_TE, self._read(f"scales.{layer}", place, index), self._dtype)
+    def _of_layers(self, what: str, index: int, layers: Sequence[int]) -> dict[int, Tensor]:
+        return {layer: self._read(f"{what}.{layer}", self._places[layer][index], index) for layer in layers}
 
     def _tokens(self, index: int) -> Tensor:
         return self._read("tokens", self._places[self.aux_layers[0]][index], index).long()
@@ -215,7 +234,7 @@ class StateStore(States):
             part = self._part(name, shard, slice(start, start + self.lengths[index]))
         except FileNotFoundError:
             raise UserError(f"{file} is missing.", REBUILD) from None
-        except SafetensorError:  # nothing else: memory that is short says nothing of the file
+        except UNREADABLE:
             raise put_aside(file) from None
         wanted = self._wanted[shard].pop((name, start), None)
         if wanted is not None and checksum(part) != wanted[1]:
@@ -223,9 +242,21 @@ class StateStore(States):
         return part
 
     def _part(self, name: str, shard: int, tokens: slice) -> Tensor:
+        """Tokens of one of a shard's tensors, by a read of all of them at once, which other threads need not wait for:
+        network disks give a few large reads faster than many small ones."""
         if shard not in self._open:
-            self._open[shard] = safe_open(self.files[shard], framework="pt")
-        part: Tensor = self._open[shard].get_slice(name)[tokens]
+            handle = os.open(self.files[shard], os.O_RDONLY)
+            weakref.finalize(self, os.close, handle)
+            self._open[shard] = handle, tensor_places(self.files[shard])
+        handle, places = self._open[shard]
+        place = places[name]
+        part = torch.empty((tokens.stop - tokens.start, *place.shape[1:]), dtype=_DTYPES[place.dtype])
+        bytes_of_part = part.view(torch.uint8).flatten().numpy().data
+        start, done = place.start + tokens.start * (part.nbytes // max(1, len(part))), 0
+        while done < part.nbytes:
+            if not (count := os.preadv(handle, [bytes_of_part[done:]], start + done)):
+                raise ValueError("the file ends before the tensor does")
+            done += count
         return part
 
     def damaged_files(self) -> list[Path]:
