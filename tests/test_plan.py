@@ -23,6 +23,7 @@ from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
 from headstart.heads.base import families, family, make_config
 from headstart.pipeline import plan as planning
+from headstart.pipeline import stage_costs
 from headstart.pipeline.lengths import (
     PROMPT_TOKENS,
     Lengths,
@@ -34,7 +35,7 @@ from headstart.pipeline.lengths import (
 )
 from headstart.pipeline.plan import Plan, make_plan, show_plan
 from headstart.pipeline.run import Run
-from headstart.pipeline.speeds import Speeds, measure
+from headstart.pipeline.speeds import Speeds, disk_seconds, measure
 from headstart.pipeline.stage_costs import COSTS, optimizer_bytes
 from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
 from headstart.recipes.sections import DataSection, TrainSection
@@ -207,6 +208,28 @@ class TestMemory:
         minimum = 16 * heads.trainable_parameters + 512 * each + 2 * 4 * target.vocab_size * target.hidden_size
         teacher, complete = training(batch_tokens=512), training(batch_tokens=512, joint={"rank": 2})
         assert minimum <= teacher < complete < teacher + 4 * target.parameters
+
+    def test_states_that_memory_does_not_hold_are_read_as_fast_as_the_disk_can(
+        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def plan(disk: float, **changes: Any) -> Plan:
+            monkeypatch.setattr(planning, "disk_seconds", lambda _: disk)
+            return make_plan(quiet(recipe(tmp_path, tiny_target_folder, **changes), tmp_path / "run"))
+
+        train = {"steps": 1000, "epochs": 1000}
+        assert plan(1e-3, train=train).seconds["train"] == plan(1e-9, train=train).seconds["train"], "memory holds them"
+        monkeypatch.setattr(stage_costs, "free_bytes", lambda _: 0)
+        fast, slow = (plan(disk, train=train).seconds["train"] for disk in (1e-9, 1e-3))
+        assert slow > 10 * fast, "0.1 s of computing, and half a megabyte to read"
+        assert plan(2e-3, train=train).seconds["train"] == pytest.approx(2 * slow, rel=0.01)
+        online = {"train": train, "data": {"states": "online"}}
+        assert plan(1e-3, **online).seconds["train"] == plan(1e-9, **online).seconds["train"]
+        assert dict(plan(2e-9).facts)["That disk reads"] == "500.0 MB a second, measured now"
+
+    def test_the_disk_is_timed_without_a_trace(self, tmp_path: Path) -> None:
+        assert 0 < disk_seconds(tmp_path / "not" / "there") < 1e-3
+        assert not list(tmp_path.iterdir())
+        assert disk_seconds(Path("/proc/nowhere")) == 0
 
     def test_too_little_memory_is_a_problem(
         self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch

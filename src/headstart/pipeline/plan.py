@@ -25,7 +25,7 @@ from headstart.pipeline.data_stages import check_formats, conversations
 from headstart.pipeline.inventory import size
 from headstart.pipeline.lengths import Lengths, assumed_lengths, counted_lengths, prompts_of, written_lengths
 from headstart.pipeline.run import Run, left_to_do
-from headstart.pipeline.speeds import Speeds, measure
+from headstart.pipeline.speeds import Speeds, disk_seconds, measure
 from headstart.pipeline.stage_costs import (
     COSTS,
     Planned,
@@ -132,7 +132,7 @@ def _timed(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
     heads.gradient_checkpointing = recipe.train.gradient_checkpointing
     needed = sorted({*heads.aux_layers, FINAL})
     lengths, problems = _lengths(run, target, plan, prompt_tokens)
-    speeds = measure(target, heads, needed, recipe.train, lengths)
+    speeds = replace(measure(target, heads, needed, recipe.train, lengths), disk=disk_seconds(run.folder))
     workers = Workers(target.device, -(-data.conversations // data.batch_size)).count
     planned = Planned(recipe, target, heads, needed, lengths, speeds, processes, at_once, workers, held, bare)
     plan = replace(
@@ -265,6 +265,8 @@ def _facts(planned: Planned, plan: Plan) -> list[tuple[str, str]]:
         if planned.states < planned.wanted_states:
             states += f"; storing all would take {format_bytes(planned.wanted_states)} (data.cache_gigabytes)"
         facts.append(("Hidden states on disk", states))
+        if planned.speeds.disk:
+            facts.append(("That disk reads", f"{format_bytes(1 / planned.speeds.disk)} a second, measured now"))
     free = "" if plan.free_bytes is None else f"; {format_bytes(plan.free_bytes)} free"
     every, to_write = format_bytes(sum(plan.disk.values())), format_bytes(plan.disk_bytes)
     facts.append(("Disk space", f"{every} in all, up to {to_write} of it still to write{free}"))

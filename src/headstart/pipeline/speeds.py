@@ -5,8 +5,12 @@ Shape suffixes: B rows, T tokens, D draft vocabulary.
 
 from __future__ import annotations
 
+import os
+import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
 
@@ -17,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.pipeline.lengths import Lengths
 from headstart.recipes.sections import TrainSection
+from headstart.support.files import existing
 from headstart.target.memory import forget_most_resident, most_resident
 from headstart.target.model import Target
 from headstart.train.batches import subsampled
@@ -27,6 +32,8 @@ from headstart.train.summing import Teacher, weighted
 from headstart.tree.tree import TreeBatch
 
 _SUBSAMPLE_SEED = [0, 0, 0]
+_PROBE = 1 << 25
+"""Bytes that are read from a disk to time it."""
 _TIMES = 3
 """Forwards or steps of each kind that are timed, after one that is not."""
 
@@ -40,12 +47,14 @@ class Speeds:
         token: each token more that a forward reads.
         train_step: learning from one batch of train.batch_tokens, the update of the weights included.
         training_bytes: memory that training on such batches takes beside weights, gradients, optimisers and batches.
+        disk: a byte that is read from the disk of the run, where the system does not have it in memory.
     """
 
     step: float = 0.0
     token: float = 0.0
     train_step: float = 0.0
     training_bytes: int = 0
+    disk: float = 0.0
 
     def forwards(self, count: float, tokens: float) -> float:
         """Seconds of so many forwards that read so many new tokens in all."""
@@ -67,6 +76,22 @@ def measure(target: Target, heads: DraftHead, needed: list[int], section: TrainS
     read = _seconds(lambda: target.hidden_states(texts, needed), target)
     train_step, training_bytes = _training(target, heads, needed, section, lengths)
     return Speeds(_seconds(step, target), read / sum(map(len, texts)), train_step, training_bytes)
+
+
+def disk_seconds(folder: Path) -> float:
+    """Seconds of a byte that is read from the disk of a folder, or of its nearest parent that there is; 0 where nothing
+    can be written, or the system cannot be told to forget it."""
+    if not hasattr(os, "posix_fadvise"):
+        return 0.0
+    with suppress(OSError), tempfile.TemporaryFile(dir=existing(folder)) as handle:
+        handle.write(os.urandom(_PROBE))
+        handle.flush()
+        os.fsync(handle.fileno())
+        os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = perf_counter()
+        os.preadv(handle.fileno(), [bytearray(_PROBE)], 0)
+        return (perf_counter() - start) / _PROBE
+    return 0.0
 
 
 def _training(

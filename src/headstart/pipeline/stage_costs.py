@@ -18,6 +18,7 @@ from headstart.pipeline.lengths import SAMPLE, Lengths, answer_tokens
 from headstart.pipeline.speeds import Speeds
 from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import TrainSection
+from headstart.target.memory import free_bytes
 from headstart.target.model import Target
 from headstart.target.outline import Outline
 from headstart.train.optimizers import Muon, make_optimizers
@@ -116,6 +117,12 @@ class Planned:
         if self.recipe.data.online:
             return self.train_tokens
         return max(0, self.states // self.state_bytes - self.validation_tokens)
+
+    @property
+    def read_seconds(self) -> float:
+        """Of a token's states; 0 where the system keeps all of them in memory."""
+        kept = self.recipe.data.online or self.states <= free_bytes(torch.device("cpu"))
+        return 0.0 if kept else self.speeds.disk * self.state_bytes
 
     @property
     def on_cpu(self) -> bool:
@@ -218,7 +225,8 @@ def training(planned: Planned) -> tuple[float, float]:
     steps = float(min(most, section.steps or most))
     batch = speeds.train_step + (section.batch_tokens * speeds.token if planned.recipe.data.online else 0.0)
     full = batches / whole  # few batches are not full ones
-    each = group * full * batch / planned.at_once
+    # The processes of a machine compute beside each other, and share its disk.
+    each = group * full * max(batch / planned.at_once, section.batch_tokens * planned.read_seconds)
     judging = planned.validation_tokens / section.batch_tokens * _FORWARD * speeds.train_step / planned.at_once
     each_with = each + judging / section.eval_every
     if section.minutes is not None and steps * each_with > 60 * section.minutes:
@@ -250,10 +258,10 @@ def train_cost(planned: Planned) -> Cost:
 
 
 def batch_token_bytes(planned: Planned) -> int:
-    """Of a token of a batch: its states and the teacher's logits, and on a CPU the states of batches read ahead."""
+    """Of a token of a batch: its states and the teacher's logits, and the states of batches read ahead."""
     target, heads = planned.target, planned.heads
-    # On a GPU, batches that are read ahead wait outside of it.
-    batches = 1 + planned.recipe.train.prefetch if planned.on_cpu and not planned.recipe.data.online else 1
+    ahead = 0 if planned.recipe.data.online else planned.recipe.train.prefetch
+    batches = 1 + (ahead if planned.on_cpu else min(1, ahead))  # to a GPU the next one is copied, others wait outside
     numbers = batches * len(planned.needed) * target.hidden_size + heads.config.draft_width
     return numbers * (4 if target.dtype == torch.float32 else target.dtype.itemsize)
 
