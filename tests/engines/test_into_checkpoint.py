@@ -21,10 +21,12 @@ from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.mtp import MtpDrafter
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
+from headstart.heads.io import WEIGHTS as HEADS
+from headstart.heads.io import build_heads
 from headstart.hub.engines import into_checkpoint
 from headstart.hub.engines.importing import untuned
-from headstart.hub.engines.into_checkpoint import export_checkpoint
-from headstart.hub.format import export_heads
+from headstart.hub.engines.into_checkpoint import check_checkpoint, export_checkpoint
+from headstart.hub.format import export_heads, read_config
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import parse_heads
@@ -197,6 +199,35 @@ def test_what_cannot_go_back_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("kind", ONE_MODULE)
+def test_a_check_finds_what_is_wrong_with_a_copy(kind: str, tmp_path: Path) -> None:
+    target = published(kind, tmp_path / "target")
+    heads = kept(contract.shake(contract.build("native", target)), target, tmp_path / "heads")
+    out = export_checkpoint(heads, tmp_path / "out").folder
+    assert check_checkpoint(out, against=heads) == []
+    (finding,) = check_checkpoint(tmp_path / "target", ["vllm"], against=heads)
+    assert "are not those of" in finding.problem
+    assert [one.engine for one in check_checkpoint(out, ["sglang", "llama.cpp"])] == ["llama.cpp"]
+
+    index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    name = next(
+        name for name in build_heads(read_config(heads)["heads"], heads / HEADS).in_checkpoint() if "norm" in name
+    )
+    file = out / index[name]
+    whole, tensors = file.read_bytes(), load_file(file)
+    for said, change in (
+        ("not finite", {**tensors, name: tensors[name] * float("nan")}),
+        ("", {**tensors, name: torch.cat([tensors[name], tensors[name]])}),
+        ("cannot be read", {other: tensor for other, tensor in tensors.items() if other != name}),
+    ):
+        file.unlink()
+        save_file(change, file, metadata={"format": "pt"})
+        found = check_checkpoint(out)
+        assert [one.engine for one in found] == ["vllm", "sglang"] and said in found[0].problem, said
+    file.write_bytes(whole[:-10])
+    assert "cut short" in check_checkpoint(out)[0].problem
+
+
 def test_the_command_says_what_serves_the_copy(tmp_path: Path) -> None:
     """From a recipe to the copy: a run trains the module of its target, and it drafts in trees here."""
     tokenizer, folder, runs, served = tiny_tokenizer(), tmp_path / "target", tmp_path / "runs", tmp_path / "served"
@@ -210,6 +241,8 @@ def test_the_command_says_what_serves_the_copy(tmp_path: Path) -> None:
     assert f"vllm serve {served} --speculative-config" in printed and '"method": "mtp"' in printed
     assert f"--model-path {served} --speculative-algorithm EAGLE --speculative-num-steps 3" in printed
     assert "of the target's tensors are the heads'" in printed
+    checked = works("export", "--check", served, "--against", runs).stdout
+    assert "is complete; vllm and sglang read its own module" in " ".join(checked.split())
     asked = ("--prompt", "one two", "--max-new-tokens", 6, "--dtype", "float32")
     plain = works("generate", folder, "--drafter", "mtp", *asked).stdout
     assert works("generate", served, "--drafter", "mtp", *asked).stdout == plain

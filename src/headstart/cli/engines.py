@@ -167,15 +167,25 @@ def engine_table(measured: EngineTuning) -> Table:
 def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target: str | None, trusted: bool) -> None:
     """Print what is wrong, and exit with 1 if anything is."""
     from headstart.hub.engines.export import check_export, export_remarks, readers_of
+    from headstart.hub.engines.into_checkpoint import ENGINES, check_checkpoint
+    from headstart.target.shipped import ships_modules
 
-    findings = check_export(folder, engines, against, target, trusted)
     console = Console()
+    if is_target := ships_modules(folder):
+        findings = check_checkpoint(folder, engines, against, trusted)
+        readers = [engine for engine in engines or ENGINES if engine in ENGINES]
+    else:
+        findings = check_export(folder, engines, against, target, trusted)
+        readers = list(readers_of(folder, engines))
     for finding in findings:
         tell(console, f"{finding.engine}: {finding.problem} {finding.remedy}")
     at_fault = {finding.engine for finding in findings}
-    if sound := [engine for engine in readers_of(folder, engines) if engine not in at_fault]:
-        tell(console, f"{folder} is complete; {' and '.join(sound)} read{'s' * (len(sound) == 1)} every tensor.")
+    if sound := [engine for engine in readers if engine not in at_fault]:
+        what = "its own module" if is_target else "every tensor"
+        tell(console, f"{folder} is complete; {' and '.join(sound)} read{'s' * (len(sound) == 1)} {what}.")
     if findings:
         raise typer.Exit(1)
+    if is_target:
+        return
     for remark in export_remarks(folder, engines):
         tell(console, remark)

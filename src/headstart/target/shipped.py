@@ -20,6 +20,7 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -257,6 +258,25 @@ def shipped_files(target: FrozenModel) -> ShippedFiles:
         "Name the checkpoint as it was published (a hub id or a folder with its safetensors files), or train MTP "
         "heads: headstart run mtp target=...",
     )
+
+
+def ships_modules(folder: Path) -> bool:
+    """Whether the tensors of a folder have the names of such modules."""
+    names = tensor_files(str(folder))
+    return any(re.match(arrangement.found_by, name) for arrangement in ARRANGEMENTS for name in names)
+
+
+def check_shipped(target: FrozenModel) -> None:
+    """Read the modules of a checkpoint and build their layers; a UserError where they are not whole, hold numbers that
+    are not finite, or are not what the config says."""
+    files, size, again = shipped_files(target), target.hidden_size, "Fetch the checkpoint again, or export it anew."
+    for number in range(len(files.joins)):
+        parts, where = files.parts(number), f"{files.head(number)}* of {target.name}"
+        if not all(bool(tensor.isfinite().all()) for tensor in (*files.layer(number).values(), *parts)):
+            raise UserError(f"{where} holds numbers that are not finite: every draft would be noise.", again)
+        if [tuple(part.shape) for part in parts] != [(size,), (size,), (size, 2 * size), (size,)]:
+            raise UserError(f"The norms and the joining map of {where} have other shapes than the config says.", again)
+        load_layer(files, number, type(target.model), files.layer_config(number), target.dtype)
 
 
 def read_shipped(target: Target) -> Shipped:

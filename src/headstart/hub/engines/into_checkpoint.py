@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS, build_heads, heads_folder
-from headstart.hub.engines.base import DTYPES
+from headstart.hub.engines.base import DTYPES, Finding
 from headstart.hub.engines.checkpoint import opened
 from headstart.hub.engines.facts import facts_of_heads
 from headstart.hub.format import check_folder, read_config
@@ -28,9 +28,13 @@ from headstart.support.artifacts import link_or_copy
 from headstart.support.files import need_disk, refuse_others, write_atomic, write_tensors
 from headstart.support.hub_errors import explained
 from headstart.target.loading import tensor_files
+from headstart.target.outline import outline
+from headstart.target.shipped import check_shipped
 
 _DRAFTS = 3
 """That an engine is asked for: later ones are seldom accepted."""
+ENGINES = ("vllm", "sglang")
+"""Which draft with the module of a checkpoint."""
 _LINKED = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 
 
@@ -82,6 +86,38 @@ def export_checkpoint(
     write_atomic(out, write)
     names = sorted(name for of_file in changed.values() for name in of_file)
     return InCheckpoint(out, tuple(names), _commands(out, min(_DRAFTS, built.draft_steps), facts))
+
+
+def check_checkpoint(
+    folder: Path, engines: Sequence[str] = (), against: Path | None = None, trust_remote_code: bool = False
+) -> list[Finding]:
+    """What engines would get wrong with the module that a target's checkpoint brings along, whoever wrote it.
+
+    `against` are heads whose module it should hold.
+    """
+    problems = [
+        (engine, f"It reads no modules of a checkpoint, and {folder} is one.", "Ask vllm or sglang.")
+        for engine in engines
+        if engine not in ENGINES
+    ]
+    read_by = [engine for engine in engines or ENGINES if engine in ENGINES]
+    try:
+        for file in sorted(set(tensor_files(str(folder)).values())):
+            with opened(folder / file):
+                pass
+        check_shipped(outline(str(folder), trust_remote_code=trust_remote_code))
+        if against is not None:
+            held = heads_folder(against)
+            check_folder(held)
+            tensors = build_heads(read_config(held)["heads"], held / WEIGHTS).in_checkpoint()
+            if differing := [name for of_file in _changed(folder, tensors).values() for name in of_file]:
+                raise UserError(
+                    f"{len(differing)} tensors, {differing[0]} among them, are not those of {against}.",
+                    "Export the heads again.",
+                )
+    except UserError as error:
+        problems += [(engine, error.problem, error.remedy) for engine in read_by]
+    return [Finding(*problem) for problem in problems]
 
 
 def _source(facts: TargetFacts) -> Path:
