@@ -39,6 +39,7 @@ def test_the_printed_commands_are_those_of_the_engines(made: Made, target: Targe
     works("export", heads, "--format", "vllm", "--out", out)
     printed = works("export", heads, "--format", "gguf", "--out", tmp_path / "gguf", "--dtype", "q8_0").stdout
     assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in " ".join(printed.split())
+    assert "compare draft_n_accepted with --parallel 1" in " ".join(printed.split())
 
 
 def test_heads_of_a_run_are_exported_and_checked(made: Made, tmp_path: Path) -> None:

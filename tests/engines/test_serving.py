@@ -29,6 +29,7 @@ from headstart.hub.engine_tuning import (
     write_engine_tuning,
 )
 from headstart.hub.engines.export import export_for
+from headstart.pipeline import in_engine
 from headstart.pipeline.actions import keeping_engine_tunings
 from headstart.pipeline.in_engine import tune_in_engine
 from headstart.servers.engines import ENGINES
@@ -137,6 +138,33 @@ def test_vllm_is_given_a_number_of_drafts_for_each_load(heads: Path, texts: Path
     config = json.loads(words[words.index("--speculative-config") + 1])
     assert config["num_speculative_tokens"] == 3
     assert config["num_speculative_tokens_per_batch_size"] == [[1, 1, 3], [2, 3, 1], [4, 4096, 0]]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "arguments", "seen"),
+    [
+        (0, "", ("", "")),
+        (1, "", ("", "")),
+        (2, "", ("0", "1")),
+        (8, "--tensor-parallel-size 4", ("0,1,2,3", "4,5,6,7")),
+        (4, "--tensor-parallel-size=4", ("", "")),
+        (8, "-tp 2 -dp 4 --max-model-len 8", ("", "")),
+    ],
+)
+def test_each_server_has_gpus_of_its_own_where_there_are_enough(
+    gpus: int, arguments: str, seen: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert in_engine._halves_of_gpus(arguments) == seen
+    if gpus == 2:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+        plain, drafted = in_engine._halves_of_gpus("")
+        assert (plain, drafted) == ("5", "7")
+        with Server(ENGINES["vllm"], "target", (), tmp_path / "log", command=command("vllm"), gpus=drafted) as server:
+            assert server._process is not None
+            around = Path(f"/proc/{server._process.pid}/environ").read_text().split("\0")
+        assert "CUDA_VISIBLE_DEVICES=7" in around
 
 
 def test_prompts_are_asked_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

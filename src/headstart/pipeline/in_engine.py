@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
+import torch
 from rich.console import Console
 
 from headstart.data.conversations.records import read_conversations
@@ -27,6 +30,9 @@ from headstart.servers.engines import ENGINES, ServingEngine
 from headstart.servers.process import Server
 from headstart.support.files import read_json
 from headstart.support.terminal import program
+
+_GPUS_OF_AN_ENGINE = {f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")} | {"-tp", "-pp", "-dp"}
+"""Options of vLLM that multiply the GPUs it takes."""
 
 
 def served_with(engine: ServingEngine, exported: Exported, drafts: int) -> list[str]:
@@ -76,10 +82,17 @@ def tune_in_engine(
                 f"Give --engine-drafts up to {steps}.",
             )
 
+        halves = _halves_of_gpus(options.engine_arguments)
+
         def start(drafting: Sequence[str], what: str) -> Server:
-            log = Path(place) / "logs" / f"{what}.log"
             return Server(
-                engine, served, drafting, log, command=options.engine_command, options=options.engine_arguments
+                engine,
+                served,
+                drafting,
+                Path(place) / "logs" / f"{what}.log",
+                command=options.engine_command,
+                options=options.engine_arguments,
+                gpus=halves[bool(drafting)],
             )
 
         asked = Asked(prompts[: options.engine_prompts], options.engine_tokens, measured_here["acceptance"], requests)
@@ -110,6 +123,18 @@ def tune_in_engine(
     if folder.name == HEADS:
         add_engines_to_report(folder.parent)
     return tuning
+
+
+def _halves_of_gpus(arguments: str) -> tuple[str, str]:
+    """The GPUs of the server without heads and of that with them: a half for each, where a half is enough for what the
+    engine's arguments ask for; empty where both see all."""
+    words, asked = shlex.split(arguments.replace("=", " ")), 1
+    for word, count in pairwise(words):
+        asked *= int(count) if word in _GPUS_OF_AN_ENGINE and count.isdigit() else 1
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus = visible.split(",")[: torch.cuda.device_count()]
+    half = len(gpus) // 2
+    return ("", "") if half < asked else (",".join(gpus[:half]), ",".join(gpus[half : 2 * half]))
 
 
 def describe_engine_tuning(tuning: EngineTuning) -> str:

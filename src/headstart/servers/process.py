@@ -47,7 +47,8 @@ class Server:
     """A running engine; a context manager that stops it. What it prints goes to `log`.
 
     `drafting` are arguments that add heads, none for plain decoding; `options` are further ones, as one types them,
-    and `command` replaces the engine's own.
+    and `command` replaces the engine's own. It sees `gpus`, as CUDA_VISIBLE_DEVICES names them, or those that this
+    process does.
 
     Raises:
         UserError: the command is not there, it ended, or it did not answer in time; with the end of its log.
@@ -62,9 +63,11 @@ class Server:
         *,
         command: str = "",
         options: str = "",
+        gpus: str = "",
         start_seconds: float = 900.0,
     ) -> None:
         self.engine, self.log, self._seconds = engine, log, start_seconds
+        self._environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})}
         port = _free_port()
         self.words = [
             *shlex.split(command or engine.command),
@@ -135,7 +138,12 @@ class Server:
         try:
             with self.log.open("wb") as log:
                 self._process = subprocess.Popen(
-                    self.words, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+                    self.words,
+                    env=self._environment,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
                 )
         except OSError as error:
             raise UserError(

@@ -229,6 +229,11 @@ def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: Ma
     return [*words, "--spec-type", f"draft-{published.layout}", "--spec-draft-n-max", str(max(drafts.values()))]
 
 
+_MANY_SLOTS = (
+    "llama-server has several slots where --parallel does not say otherwise, and is reported to accept fewer drafts "
+    "with many of them: compare draft_n_accepted with --parallel 1."
+)
+
 LLAMA_CPP = EngineTraits(
     "llama.cpp",
     when_missing="stops without it",
@@ -239,6 +244,7 @@ LLAMA_CPP = EngineTraits(
     mixes_causal=False,
     passes_over=("norm_output", "aux_norms", "qk_norm"),
     command=_llama_cpp,
+    remarks=lambda _: [_MANY_SLOTS],
 )
 
 
