@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Unpack
 
 import torch
@@ -15,7 +16,7 @@ from headstart.decoder import Decoder as Decoder
 from headstart.errors import UserError
 from headstart.hub.engines import importing
 from headstart.hub.engines.export import Exported as Exported
-from headstart.hub.engines.export import export_for
+from headstart.hub.engines.export import export_for, is_published
 from headstart.hub.format import check_folder, heads_target, read_heads
 from headstart.hub.options import LoadKeywords, LoadOptions
 from headstart.hub.pull import locate
@@ -34,8 +35,9 @@ def load(
     """Load heads and the model they belong to.
 
     Args:
-        heads: a folder of heads, the folder of a run, or a Hub id (user/name); None for a target alone, with drafters
-            that need no heads, such as "mtp" for the multi-token-prediction modules of its own checkpoint.
+        heads: a folder of heads, the folder of a run, a Hub id (user/name), or beside a target a folder that others
+            have published (see `import_heads`); None for a target alone, with drafters that need no heads, such as
+            "mtp" for the multi-token-prediction modules of its own checkpoint.
         target: the model, when it is loaded already (by `load_target`, or by transformers, then with `tokenizer`; it is
             frozen and put in eval mode) or lies elsewhere than the heads say (then what `load_target` takes). The
             adapter of a target comes with the heads.
@@ -73,6 +75,11 @@ def load(
         if target is None:
             raise UserError("Neither heads nor a target was given.", "Name a folder of heads, or give target=.")
         return Decoder(_loaded(target, asked, asked.quantization or "none", revision=asked.revision))
+    if target is not None and is_published(Path(heads).expanduser()):
+        loaded = _loaded(target, asked, asked.quantization or "none")
+        with TemporaryDirectory(prefix="headstart-") as place:
+            importing.import_heads(Path(heads).expanduser(), loaded, Path(place) / "heads")
+            return Decoder(loaded, *read_heads(Path(place) / "heads", loaded))
     folder = locate(heads, asked.revision, asked.token)
     check_folder(folder)
     known = heads_target(folder)

@@ -22,6 +22,7 @@ from headstart.hub.engines.importing import import_heads
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.engines.test_formats import CHAIN, HELD, off, ours, read
+from tests.test_cli import works
 
 Made = Callable[[str], tuple[DraftHead, Path]]
 
@@ -49,6 +50,25 @@ def test_imported_heads_decode(made: Made, target: Target, tmp_path: Path) -> No
     options: dict[str, Any] = {"max_new_tokens": 12, "drafter": "heads", "draft": "on"}
     answer = decoder.generate("hello", **options)
     assert answer.tokens == decoder.generate("hello", max_new_tokens=12, drafter="none").tokens
+
+
+def test_what_others_have_published_is_audited_and_decodes_without_being_imported(
+    made: Made, target: Target, tmp_path: Path
+) -> None:
+    """In one command, without a run, and beside nothing but its target."""
+    there = tmp_path / "there"
+    export_for(made("eagle3-reduced")[1], there, "vllm", dtype="float32")
+    config = json.loads((there / "config.json").read_text())
+    del config["headstart"]
+    (there / "config.json").write_text(json.dumps(config))
+    (there / "README.md").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    asked = ("--target", target.spec, "--dtype", "float32", "--limit", 1, "--max-new-tokens", 4, "--drafters", "static")
+    shown = works("audit", there, *asked, "--temperature", 0).stdout
+    assert "Clean: " in shown and sorted(tmp_path.rglob("*")) == before
+    decoder = headstart.load(there, target)
+    answer = decoder.generate("hello", max_new_tokens=12, drafter="heads", draft="on")
+    assert answer.rounds and answer.tokens == decoder.generate("hello", max_new_tokens=12, drafter="none").tokens
 
 
 # -- checkpoints of others ---------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -205,6 +206,13 @@ def refuse_used(out: Path) -> None:
 
 
 # -- checks ------------------------------------------------------------------------------------------------------------
+
+
+def is_published(folder: Path) -> bool:
+    """Whether a folder (or GGUF file) holds heads as engines read them, and not in our own format."""
+    with suppress(UserError):
+        return bool(formats_of(folder))
+    return False
 
 
 def formats_of(folder: Path) -> list[Format]:
