@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _repo_and_rest(self, parts: list[str]) -> tuple[str, list[str]]:
         """The repository a path is about, and what follows it."""
-        if parts[:2] == ["api", "models"]:
+        if parts[:2] in (["api", "models"], ["api", "datasets"]):
             parts = parts[2:]
         if parts[0] == "datasets":
             parts = parts[1:]

@@ -21,12 +21,16 @@ from headstart.data.prompts.questions import find_questions
 from headstart.errors import UserError
 from headstart.hub.engines.importing import import_heads
 from headstart.hub.pull import fetch
-from headstart.hub.push import push
+from headstart.hub.push import push, push_conversations
 from headstart.target.loading import load_target
 
 
 def do_push(folder: str, repo_id: str, **options: Any) -> dict[str, Any]:
     return asdict(push(Path(folder), repo_id, **options))
+
+
+def do_push_conversations(run: str, repo_id: str, **options: Any) -> dict[str, Any]:
+    return asdict(push_conversations(Path(run), repo_id, **options))
 
 
 def do_fetch(repo_id: str, revision: str | None = None) -> dict[str, Any]:
@@ -67,6 +71,7 @@ def main() -> None:
         "suite": do_suite,
         "target": do_target,
         "push": do_push,
+        "push_conversations": do_push_conversations,
         "fetch": do_fetch,
         "import": do_import,
         "generate": do_generate,

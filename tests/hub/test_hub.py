@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import headstart
+from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.data.prompts.questions import SUITES, Question
 from headstart.hub.format import export_heads
 from headstart.hub.push import push
@@ -118,6 +119,27 @@ def test_revisions(hub: FakeHub, client: Client, folder: Path, tmp_path: Path, t
         assert hub.repos["user/versions"].refs == {**before, "longer": third}
         assert hub.repos["user/versions"].messages[third] == "Trained for a day"
     assert "no revision 'v9'" in client.refusal("fetch", repo_id="user/versions", revision="v9")
+
+
+def test_conversations_are_a_dataset(hub: FakeHub, client: Client, tmp_path: Path, tiny_target_folder: Path) -> None:
+    run = tmp_path / "run"
+    (run / "data" / "conversations").mkdir(parents=True)
+    assert "has no conversations" in client.refusal("push_conversations", run=str(run), repo_id="user/texts")
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    for split in ("train", "validation", "heldout"):
+        texts = [Conversation(split, [5, 6, 7], [False, True, True], messages)]
+        write_conversations(run / "data" / "conversations" / f"{split}.jsonl", texts)
+    (run / "recipe.yaml").write_text(f"name: mine\ntarget: {tiny_target_folder}\nheads: {{family: medusa}}\n")
+    options = {"revision": "second", "message": "Again"}
+    done = client.call("push_conversations", run=str(run), repo_id="user/texts", **options)
+    repo = hub.repos["user/texts"]
+    assert done["commit"] == repo.refs["second"] != repo.refs["main"]
+    pushed = repo.commits[done["commit"]]
+    assert sorted(pushed) == ["README.md", "train.jsonl", "validation.jsonl"], "what is measured on stays here"
+    assert pushed["train.jsonl"] == (run / "data" / "conversations" / "train.jsonl").read_bytes()
+    card = pushed["README.md"].decode()
+    assert "path: train.jsonl" in card and tiny_target_folder.name in card and str(tiny_target_folder) not in card
+    assert ("POST", "/api/datasets/user/texts/commit/second") in hub.calls
 
 
 def test_private(hub: FakeHub, client: Client, folder: Path) -> None:

@@ -312,17 +312,23 @@ def push(
     message: Annotated[
         str | None, typer.Option(help="Message of the commit.", show_default="Upload draft heads with headstart")
     ] = None,
+    conversations: Annotated[
+        bool, typer.Option("--conversations", help="Upload the conversations of a run instead, as a dataset.")
+    ] = False,
 ) -> None:
-    """Upload heads to the Hub.
+    """Upload heads to the Hub, or the conversations of a run.
 
     Example: headstart push runs/quickstart user/name --private
+
+    Example: headstart push runs/quickstart user/texts --conversations
     """
-    from headstart.hub.push import MESSAGE
-    from headstart.hub.push import push as upload
+    from headstart.hub.push import DATA_MESSAGE, MESSAGE, push_conversations
+    from headstart.hub.push import push as push_heads
     from headstart.support.files import format_bytes
 
     console = Console()
-    done = upload(heads, repo_id, private=private, dry_run=dry_run, revision=revision, message=message or MESSAGE)
+    upload, usual = (push_conversations, DATA_MESSAGE) if conversations else (push_heads, MESSAGE)
+    done = upload(heads, repo_id, private=private, dry_run=dry_run, revision=revision, message=message or usual)
     for name, size in done.files:
         tell(console, f"  {name}  {format_bytes(size)}")
     for name in done.left_out:

@@ -24,7 +24,7 @@ from headstart.tree.tree import TreeShape
 
 LICENSES = {"smollm2-135m": "apache-2.0"}
 """Licences of the packaged targets. Heads that start from a target's LM head are derived from it."""
-_OF_THE_TARGET = "license-of-the-target-model"
+OF_THE_TARGET = "license-of-the-target-model"
 ENGINE_FILES = ("README.md", "config.json", "heads.gguf", "model.safetensors")
 """All that a folder of formats of engines holds."""
 ENGINE_MARK = "<!-- written by headstart export -->"
@@ -143,7 +143,7 @@ def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _license_and_base(spec: str) -> dict[str, str]:
     """The heads' licence, which is a packaged target's, and the target's Hub id."""
-    licence = {"license": LICENSES[spec]} if spec in LICENSES else {"license": "other", "license_name": _OF_THE_TARGET}
+    licence = {"license": LICENSES[spec]} if spec in LICENSES else {"license": "other", "license_name": OF_THE_TARGET}
     return {**licence, **({"base_model": spec, "base_model_relation": "adapter"} if is_hub_id(spec) else {})}
 
 

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import yaml
 
 from headstart.errors import UserError
-from headstart.heads.io import CONFIG, heads_folder
-from headstart.hub.card import ENGINE_FILES, is_engine_folder
+from headstart.heads.io import CONFIG, RUN_RECIPE, heads_folder
+from headstart.hub.card import ENGINE_FILES, OF_THE_TARGET, is_engine_folder
 from headstart.hub.engines.export import check_export
 from headstart.hub.format import CARD, FILES, check_folder
 from headstart.hub.pull import HUB_ID
+from headstart.recipes.recipe import load_recipe
 from headstart.support.hub_errors import LOGIN, explained
 from headstart.target.loading import PACKAGED
 
 MESSAGE = "Upload draft heads with headstart"
+DATA_MESSAGE = "Upload conversations with headstart"
+_CONVERSATIONS = Path("data", "conversations")
+_DATA_CARD = """---
+{metadata}---
+
+# Conversations of {target}
+
+Draft heads for this model learn from them with headstart. A line has `messages`, its token ids as the model's tokenizer
+has them (`tokens`), and which runs of these heads learn (`supervised`): the model's own answers, unless the recipe took
+given ones. The licence of the prompts holds for them.
+"""
 
 
 @dataclass(frozen=True)
@@ -55,8 +68,6 @@ def push(
     UserError where the folder is not whole, the token may not write there, or it is public and should not be.
     """
     folder = heads_folder(folder)
-    if not HUB_ID.fullmatch(repo_id):
-        raise UserError(f"{repo_id!r} is not a Hub id.", "Write it as user/name.")
     ours: Sequence[str] = FILES
     if is_engine_folder(folder):
         ours = ENGINE_FILES
@@ -66,34 +77,83 @@ def push(
         check_folder(folder)
         if not (folder / CARD).is_file():
             raise UserError(f"{folder} has no {CARD}.", "Export the heads again; the model card is written with them.")
-    contents = _contents(folder, ours)
+    contents, left_out = _contents(folder, ours), _left_out(folder, ours)
+    # Files of a format that this folder does not have, from an earlier push: the new card says nothing of them.
+    gone = set(ENGINE_FILES) - set(contents) if ours is ENGINE_FILES else set[str]()
+    how = _How(private, dry_run, revision, message)
+    return replace(_upload(repo_id, contents, how, gone), left_out=left_out)
+
+
+def push_conversations(
+    run: Path,
+    repo_id: str,
+    *,
+    private: bool = False,
+    dry_run: bool = False,
+    revision: str | None = None,
+    message: str = DATA_MESSAGE,
+) -> Upload:
+    """Create a dataset repository, and upload what a run learned from and was judged on as its splits `train` and
+    `validation`, with a card; see `push`. Recipes read it as `data.prompts=user/name`."""
+    folder = run / _CONVERSATIONS
+    splits = [split for split in ("train", "validation") if (folder / f"{split}.jsonl").is_file()]
+    if not splits:
+        raise UserError(f"{run} has no conversations.", "Name the folder of a run that has written some.")
+    target = load_recipe(str(run / RUN_RECIPE)).target.spec
+    metadata = {
+        "license": "other",
+        "license_name": OF_THE_TARGET,
+        "configs": [
+            {"config_name": "default", "data_files": [{"split": one, "path": f"{one}.jsonl"} for one in splits]}
+        ],
+    }
+    name = Path(target).name if Path(target).is_dir() else target
+    card = _DATA_CARD.format(metadata=yaml.safe_dump(metadata, sort_keys=False), target=name)
+    contents: dict[str, bytes | Path] = {"README.md": card.encode()}
+    contents |= {f"{split}.jsonl": folder / f"{split}.jsonl" for split in splits}
+    return _upload(repo_id, contents, _How(private, dry_run, revision, message, "dataset"))
+
+
+@dataclass(frozen=True)
+class _How:
+    """How something is uploaded; `kind` is that of the repository, as the Hub calls it."""
+
+    private: bool
+    dry_run: bool
+    revision: str | None
+    message: str
+    kind: str = "model"
+
+
+def _upload(repo_id: str, contents: Mapping[str, bytes | Path], how: _How, gone: Collection[str] = ()) -> Upload:
+    """Upload files by their names in the repository, and delete those of the `gone` that are there."""
+    if not HUB_ID.fullmatch(repo_id):
+        raise UserError(f"{repo_id!r} is not a Hub id.", "Write it as user/name.")
     files = tuple((name, _size(content)) for name, content in contents.items())
-    left_out = _left_out(folder, ours)
-    if dry_run:
-        return Upload(repo_id, files, left_out)
+    if how.dry_run:
+        return Upload(repo_id, files)
     if huggingface_hub.get_token() is None:
         raise UserError(f"Pushing to {repo_id} needs a Hub token, and there is none.", LOGIN)
     with explained("Cannot push to", repo_id):
-        url = huggingface_hub.create_repo(repo_id, private=private, exist_ok=True)
-        if private and not huggingface_hub.model_info(repo_id).private:
+        url = huggingface_hub.create_repo(repo_id, private=how.private, exist_ok=True, repo_type=how.kind)
+        if how.private and not huggingface_hub.repo_info(repo_id, repo_type=how.kind).private:
             raise UserError(
                 f"{repo_id} already exists and is public.", "Make it private in its settings, or choose another name."
             )
-        if revision is not None:
-            huggingface_hub.create_branch(repo_id, branch=revision, exist_ok=True)
-        # Files of a format that this folder does not have, from an earlier push: the new card says nothing of them.
-        uploaded = huggingface_hub.list_repo_files(repo_id, revision=revision) if ours is ENGINE_FILES else ()
-        gone = sorted(set(uploaded) & set(ENGINE_FILES) - set(contents))
+        if how.revision is not None:
+            huggingface_hub.create_branch(repo_id, branch=how.revision, exist_ok=True, repo_type=how.kind)
+        there = huggingface_hub.list_repo_files(repo_id, revision=how.revision, repo_type=how.kind) if gone else ()
         commit = huggingface_hub.create_commit(
             repo_id,
             [
                 *(huggingface_hub.CommitOperationAdd(name, content) for name, content in contents.items()),
-                *(huggingface_hub.CommitOperationDelete(name) for name in gone),
+                *(huggingface_hub.CommitOperationDelete(name) for name in sorted({*there} & {*gone})),
             ],
-            commit_message=message,
-            revision=revision,
+            commit_message=how.message,
+            revision=how.revision,
+            repo_type=how.kind,
         )
-    return Upload(repo_id, files, left_out, url=str(url), commit=str(commit.oid))
+    return Upload(repo_id, files, url=str(url), commit=str(commit.oid))
 
 
 def _contents(folder: Path, ours: Sequence[str]) -> dict[str, bytes | Path]:
