@@ -19,7 +19,8 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, SamplingOptions
 from headstart.decode.verify import SamplingVerifier
 from headstart.drafters.heads import HeadDrafter
-from headstart.support.files import read_json, write_json
+from headstart.heads.io import save_heads
+from headstart.support.files import read_json, write_json, write_jsonl
 from headstart.target.loading import load_target
 from headstart.target.model import TargetOutput
 from headstart.tree.tree import Drawn, Tree, TreeBatch, TreeShape
@@ -137,6 +138,40 @@ def test_plan_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert two["of_train"] == 0.5, "torchrun's training has a record of its own"
     assert one["bytes_of_states"] == 1.2, "a file with two names counts once"
     assert one["memory_of_train"] == 1.5
+
+
+def test_online(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with what; the commands themselves are not run."""
+    module, heads = script("online", monkeypatch), make_heads(load_target(str(tiny_target_folder), "float32"))
+    commands: list[list[str]] = []
+
+    def run(words: list[str], folder: Path, processes: int = 1) -> None:
+        commands.append(words)
+        if "build" in words:
+            return
+        online = folder.name == "online"
+        with torch.no_grad():
+            next(heads.parameters()).mul_(1.5 if online else 1 / 1.5)
+        save_heads(heads, folder / "train" / "last")
+        rows = [{"step": step, "elapsed_seconds": step * (2 if online else 1), "loss": 3.0} for step in (0, 5, 10)]
+        write_jsonl(folder / "train" / "metrics.jsonl", rows)
+        if not online:
+            shard = folder / "data" / "states" / "shard-a.safetensors"
+            shard.parent.mkdir(parents=True, exist_ok=True)
+            shard.write_bytes(bytes(10**6))
+
+    monkeypatch.setattr(module, "run", run)
+    monkeypatch.setattr(
+        module, "referred", lambda folder, kind: None if folder.name == "online" else folder / "data" / kind
+    )
+    module.main(["--out", str(tmp_path), "--steps", "10", "--repeats", "2"])
+    stored, online = read_json(tmp_path / "online.json")["rows"]
+    assert (stored["megabytes_of_states"], online["megabytes_of_states"]) == (1.0, 0.0)
+    assert (stored["steps_per_second"], online["steps_per_second"], online["over_stored"]) == (1.0, 0.5, 0.5)
+    assert stored["heads_apart"] is None and online["heads_apart"] > 0
+    assert [word for words in commands for word in words if word.startswith("data.states")] == [
+        f"data.states={way}" for way in ("online", "online", "stored", "stored", "stored", "stored", "online", "online")
+    ]
 
 
 @pytest.mark.parametrize("family", [{"family": "medusa", "num_heads": 2}, {"family": "hydra", "num_heads": 3}])
