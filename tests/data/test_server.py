@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
@@ -411,6 +414,53 @@ def test_requests_are_as_many_as_the_servers_ask_for() -> None:
     assert client.Pool([NOWHERE], None, "").requests == client.REQUESTS
     assert client.Pool([NOWHERE] * 8, None, "").requests == 8 * client.REQUESTS
     assert client.Pool([NOWHERE] * 8, 3, "").requests == 3
+
+
+PROCESS = """
+import os, signal, sys
+sys.path.append(sys.argv[1])  # last: its links are called train, data, eval ...
+from rehearsal.engine_http import Refused, StandIn, serve
+answers = int(sys.argv[3])
+def answer(prompt, most, body):
+    global answers
+    answers -= 1
+    if answers < 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if prompt[-1] == 12:
+        raise Refused("too long")
+    written = [10 + (sum(prompt) + step) % 50 for step in range(most)]
+    return (written if sum(prompt) % 2 else [*written[: most // 2], 2]), {}
+serve(StandIn("vllm", answer), "127.0.0.1", int(sys.argv[2]))
+"""
+"""A server in a process of its own, which is killed in the middle of an answer after so many; it refuses a prompt."""
+
+
+def test_of_two_processes_one_is_killed_and_a_prompt_is_refused_in_the_middle(tiny_target: Target) -> None:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        ports = [one.getsockname()[1] for one in sockets]
+    repository = str(Path(__file__).parents[2])
+    processes = [
+        subprocess.Popen([sys.executable, "-c", PROCESS, repository, str(port), answers], stdout=subprocess.DEVNULL)
+        for port, answers in zip(ports, ("2", "1000"), strict=True)
+    ]
+    try:
+        for port in ports:
+            while True:
+                with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+                    break
+                assert all(process.poll() is None for process in processes)
+                time.sleep(0.02)
+        how: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * 12, "ends": ENDS, "seed": 3}
+        continuation = Continuation(**how)
+        servers = Servers([f"http://127.0.0.1:{port}" for port in ports], tiny_target, 4)
+        assert servers.continue_rows(ROWS, continuation) == [*WANTED[:5], [], *WANTED[6:]]
+        assert list(continuation.refused) == [5] and "answered 400" in continuation.refused[5]
+        assert processes[0].wait(60) == -9 and processes[1].poll() is None
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def test_a_machine_that_is_gone_shows(serve: Callable[..., Fake]) -> None:

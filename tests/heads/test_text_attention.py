@@ -17,6 +17,7 @@ from headstart.heads.parts.text_attention import (
     chain_attention,
     chain_attention_fused,
 )
+from tests.train.test_long_texts import Largest
 
 ROWS, KV_HEADS, GROUPS, WIDTH, LENGTH = 2, 2, 3, 8, 50
 SINGLE = {"rtol": 1e-5, "atol": 1e-5}
@@ -81,6 +82,22 @@ def test_in_parts_values_and_gradients_are_those_of_one_table(
         torch.testing.assert_close(one, other, **SINGLE)
     with torch.no_grad():
         torch.testing.assert_close(attend(queries, keys, values, sight, chain), wanted, **SINGLE)
+
+
+@pytest.mark.parametrize("kernel", [chain_attention, chain_attention_fused])
+@pytest.mark.usefixtures("in_parts")
+def test_beside_drafts_memory_grows_with_the_text(monkeypatch: pytest.MonkeyPatch, kernel: object) -> None:
+    """And not with its square, though the second kernel has a column for each draft of each query: of a part."""
+    monkeypatch.setattr(text_attention, "chain_attention", kernel)
+    most = []
+    for length in (200, 400):
+        made = [torch.randn(1, heads, length, WIDTH, requires_grad=True) for heads in (KV_HEADS,) * 15]
+        queries, (keys, values, *chain) = made[0][:, :, None].expand(-1, -1, GROUPS, -1, -1), made[1:]
+        sight = Sight(torch.arange(length)[None], length)
+        with Largest() as largest:
+            attend(queries, keys, values, sight, list(zip(chain[::2], chain[1::2], strict=False))).sum().backward()
+        most.append(largest.numbers)
+    assert most[1] <= 2 * most[0] < 200 * 6 * 200
 
 
 def test_parts_leave_out_what_none_of_their_queries_sees(in_parts: None) -> None:
