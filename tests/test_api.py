@@ -116,7 +116,9 @@ def test_the_figures_of_an_answer(decoder: Decoder, monkeypatch: pytest.MonkeyPa
     assert answer.text == decoder.target.tokenizer.decode([70, 71, 72, 73])
 
 
-@pytest.mark.parametrize("drafter", ["heads", "ngram", "lookahead", "early-exit:1", "heads+ngram", "none"])
+@pytest.mark.parametrize(
+    "drafter", ["heads", "ngram", "lookahead", "early-exit:1", "heads+ngram", "heads+ngram+memory", "none"]
+)
 @pytest.mark.parametrize(
     "options",
     [{}, {"repetition_penalty": 1.3}, {"processors": [MinNewTokensLengthLogitsProcessor(3, 8, 2)]}, {"draft": "on"}],

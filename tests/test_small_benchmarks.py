@@ -26,7 +26,7 @@ from headstart.target.model import TargetOutput
 from headstart.tree.tree import Drawn, Tree, TreeBatch, TreeShape
 from headstart.tuning.acceptance import Text, measure_drafts
 from tests.hub.helpers import export, make_heads
-from tests.test_benchmarks import script
+from tests.test_benchmarks import script, written_by
 
 
 def test_device_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +238,23 @@ def test_drafts_along_the_best_path(tiny_target_folder: Path, monkeypatch: pytes
     differ = (along[1][:, 1] - log_probs_OKR[-len(along[1]) :, 1]).abs().amax(-1) > 1e-4
     followed = ranks_OK[-len(along[0]) :, 0] == 0
     assert not differ[followed].any() and differ[~followed].all(), "after the best draft, the text is the best path"
+
+
+def test_memory(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The costs of a tuning that takes any node: what counts is that known answers are followed, and remembered."""
+    export(tmp_path / "heads", load_target(str(tiny_target_folder), "float32"))
+    asked, out = tmp_path / "asked.jsonl", tmp_path / "out"
+    rows = [{"question_id": number, "category": "", "turns": [f"Count to {number}."]} for number in range(2)]
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    benchmark = script("memory", monkeypatch)
+    monkeypatch.setattr(benchmark, "requests", lambda: benchmark.read_questions(asked) * 3)
+    arguments = [str(tmp_path / "heads"), "--questions", str(asked), "--limit", "6", "--out", str(out)]
+    benchmark.main([*arguments, "--max-new-tokens", "24"])
+    written = written_by("memory", out)
+    once, again = written["rows"]
+    assert (once["questions"], again["questions"]) == (2, 6)
+    assert once["tokens_per_round_with"] == once["tokens_per_round_without"], "nothing is remembered"
+    assert again["tokens_per_round_with"] > 1.5 * again["tokens_per_round_without"] >= 1.5, "each is asked three times"
+    assert again["over_without"]["low"] > 1
+    assert written["details"]["memory"]["tokens"] >= 20_000
+    assert "| asked | 2 |" in benchmark.report(written["rows"])

@@ -17,7 +17,7 @@ from headstart.errors import UserError
 from headstart.hub.engines import importing
 from headstart.hub.engines.export import Exported as Exported
 from headstart.hub.engines.export import export_for, is_published
-from headstart.hub.format import check_folder, heads_target, read_heads
+from headstart.hub.format import ANSWERS, check_folder, heads_target, read_heads
 from headstart.hub.options import LoadKeywords, LoadOptions
 from headstart.hub.pull import locate
 from headstart.streaming import Answer as Answer
@@ -90,7 +90,9 @@ def load(
             f"Say where {known.name} is: a folder or a hub id as target.",
         )
     loaded = _loaded(target or known.spec, asked, asked.quantization or known.quantization, adapter=adapter)
-    return Decoder(known.rendering(loaded), *read_heads(folder, loaded, asked.any_target))
+    answers = folder / ANSWERS
+    parts = read_heads(folder, loaded, asked.any_target)
+    return Decoder(known.rendering(loaded), *parts, answers if answers.is_file() else None)
 
 
 def _loaded(target: Target | str, asked: LoadOptions, quantization: str, **origin: str | None) -> Target:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Unpack, get_args
 
 from pydantic import ValidationError
@@ -12,10 +13,11 @@ from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.shapes import Unusable, parse_prompt
 from headstart.decode.costs import Conditions, Costs
 from headstart.decode.kept_text import KeptText
-from headstart.decode.loop import DecodeLoop, Drafter, Generation, check, check_options
+from headstart.decode.loop import Check, DecodeLoop, Drafter, Generation, OnTokens, check, check_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
 from headstart.drafters.catalog import DEFAULT, check_drafter, make_drafters, parts_of
 from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.memory import MemoryDrafter
 from headstart.errors import UserError, check_text, nearest
 from headstart.heads.base import DraftHead
 from headstart.streaming import Answer, Stream, warn_of_failures
@@ -41,6 +43,7 @@ class Decoder:
         heads: bound to it, in its dtype and on its device; None for a target alone, which other drafters draft for.
         shape: the static tree to draft; without nodes but the root, decoding with heads is plain.
         calibration: what tuning measured, see `Tuning.to_json`; without it the heads draft the static tree always.
+        answers: a file of earlier answers of the target, for the drafter "memory".
 
     Raises:
         UserError: a calibration that lacks something.
@@ -52,11 +55,13 @@ class Decoder:
         heads: DraftHead | None = None,
         shape: TreeShape | None = None,
         calibration: dict[str, Any] | None = None,
+        answers: Path | None = None,
     ) -> None:
         self.target = target
         self._loaded = heads
         self.shape = shape or TreeShape.chain(0)
         self.calibration = calibration or {}
+        self.answers = answers
         self.tuning = _tuning(self.calibration)
         self._loops: dict[tuple[str, TreeKind | None, bool, bool], DecodeLoop] = {}
         self._conditions: Conditions | None = None
@@ -89,6 +94,11 @@ class Decoder:
         """The decode loop with a drafter, made once; costs are measured first, but for those of `deterministic`
         decoding, and without `drafts` there are none."""
         _check_drafting(drafter, tree)
+        if deterministic and any(part.startswith("memory:") for part in parts_of(drafter)):
+            raise UserError(
+                "Deterministic decoding does not depend on earlier answers, and memory:FILE does.",
+                "Write memory, for those of the training alone.",
+            )
         drafts = drafts and drafter != "none"
         with self._lock:
             if drafts:
@@ -144,12 +154,20 @@ class Decoder:
         asked = DecodeOptions.of(options)
         tokens, loop = self._prepared([prompt], asked)
         pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
-        return Stream(
-            lambda on_tokens, check: self._answer(
-                loop.generate(tokens, asked, on_tokens, check, kept_text)[0], asked, loop
-            ),
-            pieces,
-        )
+
+        def run(on_tokens: OnTokens, check: Check) -> Answer:
+            generations = loop.generate(tokens, asked, on_tokens, check, kept_text)
+            self.remember(loop, tokens, generations)
+            return self._answer(generations[0], asked, loop)
+
+        return Stream(run, pieces)
+
+    def remember(self, loop: DecodeLoop, prompts: Sequence[Sequence[int]], generations: Sequence[Generation]) -> None:
+        """Have the drafters of a loop that remember answers keep these; what is measured is not remembered."""
+        for drafter in loop.drafters:
+            if isinstance(drafter, MemoryDrafter):
+                for prompt, generation in zip(prompts, generations, strict=True):
+                    drafter.remember(prompt, generation.tokens)
 
     def tokens(
         self,
@@ -193,7 +211,9 @@ class Decoder:
     def _answers(self, prompts: Iterable[Prompt], options: DecodeKeywords) -> list[Answer]:
         asked = DecodeOptions.of(options)
         tokens, loop = self._prepared(prompts, asked)
-        answers = [self._answer(generation, asked, loop) for generation in loop.generate(tokens, asked)]
+        generations = loop.generate(tokens, asked)
+        self.remember(loop, tokens, generations)
+        answers = [self._answer(generation, asked, loop) for generation in generations]
         warn_of_failures(answers)
         return answers
 
@@ -226,7 +246,7 @@ class Decoder:
         heads = self._heads(tree, tuning) if "heads" in parts and self._loaded is not None else None
         if "heads" in parts and heads is None:  # no tree pays: whatever else was asked for drafts alone
             name = "+".join(part for part in parts if part != "heads") or "none"
-        return make_drafters(name, self.target, heads)
+        return make_drafters(name, self.target, heads, self.answers)
 
     def _heads(self, tree: TreeKind | None, tuning: Tuning | None) -> HeadDrafter | None:
         if tuning is not None:

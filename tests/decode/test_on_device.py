@@ -19,6 +19,7 @@ from headstart.drafters.ngram import NgramDrafter
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.io import load_heads, save_heads
 from headstart.recipes.sections import TrainSection
+from headstart.support.answer_file import write_answers
 from headstart.target.model import Target
 from headstart.train.batches import predictions, subsampled
 from headstart.train.losses import LOSSES
@@ -71,14 +72,21 @@ def test_every_family(name: str, tree: Any, host: Target, target: Target, device
     assert texts_of(target, drafter) == texts_of(host)
 
 
-@pytest.mark.parametrize("name", ["ngram", "lookahead", "early-exit:1", "heads", "heads+ngram", "lookahead+ngram"])
+@pytest.mark.parametrize(
+    "name",
+    ["ngram", "memory", "lookahead", "early-exit:1", "heads", "heads+ngram", "heads+ngram+memory", "lookahead+ngram"],
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_drafter(name: str, temperature: float, host: Target, target: Target, device: StandIn) -> None:
+def test_every_drafter(
+    name: str, temperature: float, host: Target, target: Target, device: StandIn, tmp_path: Path
+) -> None:
+    answers = tmp_path / "answers.bin"
+    write_answers(answers, "0a" * 16, [[*text, *texts_of(host)[row]] for row, text in enumerate(TEXTS)], 1000)
     trained = build("eagle3", host).to(CUDA)
     trained.bind(target)
     heads = HeadDrafter(trained, SHAPE, "dynamic")
     options = DecodeOptions(max_new_tokens=6, ignore_end=True, temperature=temperature, seed=0)
-    texts = texts_of(target, *make_drafters(name, target, heads), options=options)
+    texts = texts_of(target, *make_drafters(name, target, heads, answers), options=options)
     assert texts == texts_of(host) if not temperature else list(map(len, texts)) == [6, 6]
 
 

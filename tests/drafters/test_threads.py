@@ -11,6 +11,7 @@ import pytest
 
 from headstart.decode.options import DecodeOptions
 from headstart.decoder import Decoder
+from headstart.support.answer_file import write_answers
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import build
@@ -20,7 +21,7 @@ from tests.tiny import tiny_model
 PROMPTS = [[3, 9, 14, 27, 3, 9, 14], [8, 40, 12, 55, 6, 21, 44, 17, 8, 40], [5, 5, 5, 5]]
 FAMILIES = ("medusa", "hydra", "eagle", "eagle3", "dspark", "dflash", "mtp")
 """Rows of `tests.heads.test_contract`."""
-ALONE = ("ngram", "lookahead", "early-exit:1", "draft-model:small", "mtp")
+ALONE = ("ngram", "memory", "lookahead", "early-exit:1", "draft-model:small", "mtp")
 """Drafters that need no heads."""
 REPEATS = 3
 
@@ -75,4 +76,6 @@ def test_drafters_without_heads(drafter: str, tmp_path: Path, monkeypatch: pytes
     small = Target(tiny_model("llama", seed=1, vocab_size=61))
     monkeypatch.setattr("headstart.drafters.catalog.load_target", lambda *_, **__: small)
     target = ship("mimo", tmp_path / "shipped").target if drafter == "mtp" else None
-    check(Decoder(target or Target(tiny_model("llama", vocab_size=61))), drafter)
+    write_answers(tmp_path / "answers.bin", "0a" * 16, PROMPTS, 1000)
+    decoder = Decoder(target or Target(tiny_model("llama", vocab_size=61)), answers=tmp_path / "answers.bin")
+    check(decoder, drafter)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from headstart.decode.loop import Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
 from headstart.drafters.lookahead import LookaheadDrafter
+from headstart.drafters.memory import MemoryDrafter
 from headstart.drafters.mtp import MtpDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError, nearest
+from headstart.support.answer_file import AnswerFile
 from headstart.target.loading import DTYPES, load_target
 from headstart.target.model import Target
 
-DRAFTERS = ("none", "heads", "ngram", "lookahead", "early-exit", "mtp", "draft-model")
+DRAFTERS = ("none", "heads", "ngram", "memory", "lookahead", "early-exit", "mtp", "draft-model")
 """Names, which `DecodeOptions.drafter` explains. Two or more joined with + draft together, as in heads+ngram."""
 
 
@@ -24,17 +27,23 @@ DEFAULT = DecodeOptions.drafter
 """What generation drafts with when nothing else is said: n-grams cost next to nothing and see what heads miss."""
 
 
-def make_drafters(name: str, target: Target, heads: Drafter | None = None) -> tuple[Drafter, ...]:
-    """The drafters that a name joins, verified by `target`; none for plain decoding. "heads" stands for `heads`.
+def make_drafters(
+    name: str, target: Target, heads: Drafter | None = None, answers: Path | None = None
+) -> tuple[Drafter, ...]:
+    """The drafters that a name joins, verified by `target`; none for plain decoding. "heads" stands for `heads`, and
+    "memory" for the file of `answers` that came with them: without one it is left out where it is joined with others.
 
     Raises:
-        UserError: an unknown name or argument, no heads where they are asked for, or a draft model that does not fit.
+        UserError: an unknown name or argument, no heads where they are asked for, a draft model that does not fit, or
+            nothing to remember.
     """
     check_drafter(name)
     names = parts_of(name)
     if names == ["none"]:
         return ()
-    return tuple(_single(part, target, heads) for part in names)
+    if answers is None and len(names) > 1:
+        names = [part for part in names if part != "memory"]
+    return tuple(_single(part, target, heads, answers) for part in names)
 
 
 def check_drafter(name: str) -> None:
@@ -48,8 +57,10 @@ def check_drafter(name: str) -> None:
             wrong = next((part for part in kind.split("+") if part not in DRAFTERS), kind)
             inside = f" in {name!r}" if wrong != name else ""
             raise UserError(f"Unknown drafter {wrong!r}{inside}.", nearest(wrong, DRAFTERS))
-        if colon and kind not in ("early-exit", "mtp", "draft-model"):
+        if colon and kind not in ("memory", "early-exit", "mtp", "draft-model"):
             raise UserError(f"The drafter {kind} takes no argument, and {part!r} gives one.", f"Write {kind}.")
+        if kind == "memory" and colon and not argument:
+            raise UserError("The drafter memory: names no file.", "Write memory:FILE, or memory alone.")
         if kind == "draft-model" and not argument:
             raise UserError("The drafter draft-model names no model.", "Write draft-model:SPEC, such as a hub id.")
 
@@ -72,11 +83,19 @@ def kinds_of(name: str) -> set[str]:
     return {part.partition(":")[0] for part in parts_of(name)}
 
 
-def _single(name: str, target: Target, heads: Drafter | None) -> Drafter:
+def _single(name: str, target: Target, heads: Drafter | None, answers: Path | None) -> Drafter:
     kind, colon, argument = name.partition(":")
     match kind:
         case "ngram":
             return NgramDrafter()
+        case "memory":
+            if not colon and answers is None:
+                raise UserError(
+                    "The drafter memory has no earlier answers: none came with these heads.",
+                    "Name a file for the answers to come: memory:FILE.",
+                )
+            served = AnswerFile(Path(argument).expanduser(), target.identity().fingerprint) if colon else None
+            return MemoryDrafter(target.vocab_size, answers, served)
         case "lookahead":
             return LookaheadDrafter()
         case "early-exit":

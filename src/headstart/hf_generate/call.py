@@ -145,7 +145,9 @@ class CustomGenerate:
                 **chain.settings,
             )
             rows = [prompts.rows[row] for row in group]
-            return loop.generate(rows, options, lambda index, tokens, _: text.add(group[index], tokens))
+            decoded = loop.generate(rows, options, lambda index, tokens, _: text.add(group[index], tokens))
+            decoder.remember(loop, rows, decoded)
+            return decoded
 
         with decoder_for(model, self.heads, self.revision) as decoder:
             loop = decoder.loop(drafter, tree, draft != "off", deterministic)

@@ -1,4 +1,4 @@
-"""Our folder format: everything that decoding with heads needs, in five files and a folder.
+"""Our folder format: everything that decoding with heads needs, in a few files and folders.
 
     config.json         format version, the target (what to load, name, fingerprint and sketch: which model it is; the
                         variables of its chat template), the heads' family and settings
@@ -6,16 +6,18 @@
     tree.json           the tuned tree, as rank paths; no paths means that plain decoding is fastest
     calibration.json    what the tree follows from: costs and acceptance as measured, and on which machine
     README.md           the model card
+    answers.bin         of the training's answers those that fit into a megabyte, for the drafter "memory"; see
+                        `headstart.support.answer_file`
     engines.json        what was measured in serving engines, where anything was
     adapter/            of the target, where it has one that is not on the Hub; as peft saves adapters
     custom_generate/    lets transformers decode with the heads: model.generate(..., custom_generate=FOLDER)
 
-Loading needs none of README.md, engines.json and custom_generate. A folder is written whole or not at all.
+Loading needs none of README.md, answers.bin, engines.json and custom_generate. A folder is written whole or not at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from shutil import copyfile, copytree, ignore_patterns
 from typing import Annotated, Any
@@ -30,6 +32,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
+from headstart.support.answer_file import write_answers
 from headstart.support.files import no_folder, read_json, refuse_others, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
@@ -47,11 +50,13 @@ FORMAT_VERSION = 1
 TREE = "tree.json"
 CALIBRATION = "calibration.json"
 CARD = "README.md"
+ANSWERS = "answers.bin"
+MOST_ANSWER_BYTES = 1_000_000
 CUSTOM_GENERATE = "custom_generate"
 _NEEDED = (CONFIG, WEIGHTS, TREE, CALIBRATION)
 _TEMPLATES = Path(__file__).parent / "templates"
 FILES = (
-    *(CARD, CALIBRATION, CONFIG),
+    *(CARD, ANSWERS, CALIBRATION, CONFIG),
     f"{CUSTOM_GENERATE}/generate.py",
     *(WEIGHTS, TREE, ENGINES),
     *(f"{BUNDLED}/{file}" for file in ADAPTER_KEPT),
@@ -89,12 +94,18 @@ class HeadsTarget(BaseModel):
 
 
 def export_heads(
-    folder: Path, heads: DraftHead, target: FrozenModel, tuning: Mapping[str, Any], facts: Mapping[str, Any]
+    folder: Path,
+    heads: DraftHead,
+    target: FrozenModel,
+    tuning: Mapping[str, Any],
+    facts: Mapping[str, Any],
+    answers: Iterable[Sequence[int]] = (),
 ) -> None:
     """Write heads, in the dtype they have, with all that decoding with them needs, in place of what is there.
 
     `tuning` is `Tuning.to_json()`, whose tree must be no deeper and wider than that of the heads (UserError). `facts`
-    are for the model card, see `headstart.hub.card.write_card`.
+    are for the model card, see `headstart.hub.card.write_card`. `answers` of the target, in token ids, are kept as far
+    as they fit into `MOST_ANSWER_BYTES`.
     """
     paths = [list(path) for path in tuning["paths"]]
     _shape({"paths": paths}, heads, folder)
@@ -128,6 +139,7 @@ def export_heads(
             for name in ADAPTER_KEPT:
                 if (bundled / name).is_file():
                     copyfile(bundled / name, partial / BUNDLED / name)
+        write_answers(partial / ANSWERS, identity.fingerprint, answers, MOST_ANSWER_BYTES)
         write_card(partial, facts)
         copytree(_TEMPLATES / CUSTOM_GENERATE, partial / CUSTOM_GENERATE, ignore=ignore_patterns("__pycache__"))
 

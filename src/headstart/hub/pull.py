@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download
 
 from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS, heads_folder
-from headstart.hub.format import CARD, CUSTOM_GENERATE
+from headstart.hub.format import ANSWERS, CARD, CUSTOM_GENERATE
 from headstart.support.files import no_folder
 from headstart.support.hub_errors import explained
 from headstart.target.identity import BUNDLED
@@ -22,7 +22,7 @@ def fetch(repo_id: str, revision: str | None = None, token: str | bool | None = 
     """Download a repository of heads into the Hub's cache, as far as it is not there; returns its folder there."""
     with explained("Cannot fetch", repo_id, revision):
         # Only our own files: an id of a whole model, given by mistake, is refused after a few kilobytes.
-        ours = ["*.json", WEIGHTS, CARD, f"{CUSTOM_GENERATE}/*", f"{BUNDLED}/*"]
+        ours = ["*.json", WEIGHTS, CARD, ANSWERS, f"{CUSTOM_GENERATE}/*", f"{BUNDLED}/*"]
         return Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=ours))
 
 

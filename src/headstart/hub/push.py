@@ -162,7 +162,7 @@ def _contents(folder: Path, ours: Sequence[str]) -> dict[str, bytes | Path]:
     texts = {
         name: (folder / name).read_text(encoding="utf-8")
         for name in files
-        if not name.endswith((".safetensors", ".gguf"))
+        if not name.endswith((".safetensors", ".gguf", ".bin"))
     }
     local = {path for name, text in texts.items() if name.endswith(".json") for path in _local_paths(json.loads(text))}
     for path in sorted(local, key=len, reverse=True):

@@ -25,6 +25,7 @@ from headstart.hub.card import add_engine_figures
 from headstart.hub.engine_tuning import FILE, EngineTuning, read_engine_tunings, setting_of
 from headstart.hub.format import check_folder, export_heads, read_config, refuse_other_files
 from headstart.pipeline.run import CONVERSATIONS, HEADS, REPORT, TARGET, content
+from headstart.support.answer_file import read_answers
 from headstart.support.files import read_json, write_atomic
 from headstart.support.provenance import typed
 from headstart.target.loading import load_target
@@ -82,8 +83,9 @@ def retune(decoder: Decoder, folder: Path, validation: Path | None, console: Con
     tuning = tune(decoder.target, decoder.heads, texts, console=console)
     # What was measured belongs to the tree before; what the heads learned from stays true.
     facts = {"training": read_config(folder).get("training", {})}
+    answers = read_answers(decoder.answers) if decoder.answers is not None else []
     with keeping_engine_tunings(folder):
-        export_heads(folder, decoder.heads, decoder.target, tuning.to_json(), facts)
+        export_heads(folder, decoder.heads, decoder.target, tuning.to_json(), facts, answers)
     return f"{describe_tuning(tuning)}. Tree, calibration and model card in {folder} are new"
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from headstart.api import load
+from headstart.data.conversations.records import each_conversation
 from headstart.data.prompts.chat import with_template_kwargs
 from headstart.data.prompts.questions import read_questions
 from headstart.data.states.store import StateStore
+from headstart.drafters.memory import CONTEXT
 from headstart.errors import UserError
 from headstart.eval.options import EvalOptions
 from headstart.heads.io import CONFIG
@@ -19,7 +22,7 @@ from headstart.hub.card import write_card
 from headstart.hub.engines.importing import untuned
 from headstart.hub.format import export_heads, refuse_other_files
 from headstart.pipeline.actions import add_engines_to_report, keeping_engine_tunings, report
-from headstart.pipeline.data_stages import conversations
+from headstart.pipeline.data_stages import conversation_files, conversations
 from headstart.pipeline.head_stages import trained_heads
 from headstart.pipeline.run import (
     HEADS,
@@ -66,7 +69,8 @@ def _export(run: Run) -> Outcome:
         if not (folder / HEADS).is_dir():
             tuning = read_json(run.folder / TUNE / "tuning.json")
             heads = trained_heads(run, run.decoded)
-            export_heads(folder / HEADS, heads, run.decoded, tuning, {"training": _training_facts(run)})
+            facts = {"training": _training_facts(run)}
+            export_heads(folder / HEADS, heads, run.decoded, tuning, facts, _answers(run))
         _give(folder / HEADS, run.folder / HEADS)
     return Outcome(f"heads, tree and model card in {run.folder / HEADS}", identity=made.name)
 
@@ -93,7 +97,7 @@ def keep_untuned(run: Run) -> bool:
         heads = trained_heads(run, target)
         right = read_json(run.folder / TRAIN / "result.json")["best"].get("chain")
         facts = {"training": _training_facts(run)}
-        export_heads(run.folder / HEADS, heads, target, untuned(heads, right), facts)
+        export_heads(run.folder / HEADS, heads, target, untuned(heads, right), facts, _answers(run))
         write_json(note, {"train": trained.identity})
     return True
 
@@ -130,6 +134,15 @@ def _sources(data: DataSection) -> str:
         return data.prompts
     total = sum(source.weight for source in data.prompts)
     return ", ".join(f"{source.source} ({source.weight / total:.0%})" for source in data.prompts)
+
+
+def _answers(run: Run) -> Iterator[list[int]]:
+    """What the target wrote for the training, each answer after the last tokens of its prompt."""
+    data = run.recipe.data
+    if data.regenerate or data.prompts == "self":
+        for conversation in each_conversation(conversation_files(run)["train"]):
+            for start, stop in conversation.supervised_spans:
+                yield conversation.tokens[max(0, start - CONTEXT) : stop]
 
 
 def _training_facts(run: Run) -> dict[str, str]:
