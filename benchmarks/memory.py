@@ -9,6 +9,9 @@ tokens over milliseconds, over those of plain decoding. Intervals are of a paire
 
 The last workload is one that repeats itself: 200 requests made of 20 templates in a random order, each answer
 remembered before the next request. At the end the memory alone is measured: its size and its searches.
+
+What is done is kept in --out, so that the command can be stopped and given again; another memory or other heads need
+another folder.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import random
 import tempfile
 import tracemalloc
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -39,6 +42,7 @@ from headstart.drafters.memory import LONGEST, MOST_TOKENS, Index, MemoryDrafter
 from headstart.eval.environment import environment
 from headstart.eval.figures import Interval
 from headstart.support.answer_file import AnswerFile, read_answers
+from headstart.support.files import read_json, write_json
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Request, Tree, TreeBatch
 from headstart.tuning.acceptance import Text
@@ -91,12 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     decoder = headstart.load(options.heads)
     rows = []
     for file in options.questions:
-        texts = _answered(decoder.target, read_questions(file)[: options.limit], options, file.stem)
-        runs = {name: [replayed(decoder, _drafters(decoder, name), text) for text in texts] for name in (WITHOUT, WITH)}
-        rows.append(row_of(file.stem, runs, decoder))
+        methods = {name: _drafters(decoder, name) for name in (WITHOUT, WITH)}
+        rows.append(row_of(file.stem, _runs(decoder, methods, read_questions(file), options, file.stem), decoder))
         print(report(rows[-1:]), flush=True)
-    texts = _answered(decoder.target, requests()[: options.limit], options, "templates")
-    rows.append(row_of("requests of 20 templates", _served(decoder, texts), decoder))
+    default = _drafters(decoder, WITHOUT)
+    with tempfile.TemporaryDirectory() as folder:
+        served = AnswerFile(Path(folder) / "served", decoder.target.identity().fingerprint)
+        memory = MemoryDrafter(decoder.target.vocab_size, decoder.answers, served)
+        methods = {WITHOUT: default, WITH: (*default, memory)}
+        runs = _runs(decoder, methods, requests(), options, "templates", memory)
+    rows.append(row_of("requests of 20 templates", runs, decoder))
     print(report(rows[-1:]), flush=True)
     size = measured_index(decoder, MOST_TOKENS if options.limit is None else 20_000)
     record(
@@ -133,22 +141,27 @@ def requests() -> list[Question]:
     return [Question(str(number), "templates", [text]) for number, text in enumerate(made)]
 
 
-def _answered(target: Target, questions: Sequence[Question], options: argparse.Namespace, name: str) -> list[Text]:
-    return answered(target, questions, options.out / f"{name}_answers.json", options.max_new_tokens)
-
-
-def _served(decoder: Decoder, texts: Sequence[Text]) -> dict[str, list[Cost]]:
-    """The requests one after the other, answers remembered."""
-    runs: dict[str, list[Cost]] = {WITHOUT: [], WITH: []}
-    default, target = _drafters(decoder, WITHOUT), decoder.target
-    with tempfile.TemporaryDirectory() as folder:
-        served = AnswerFile(Path(folder) / "served", target.identity().fingerprint)
-        memory = MemoryDrafter(target.vocab_size, decoder.answers, served)
-        for text in texts:
-            runs[WITHOUT].append(replayed(decoder, default, text))
-            runs[WITH].append(replayed(decoder, (*default, memory), text))
+def _runs(
+    decoder: Decoder,
+    methods: Mapping[str, Sequence[Drafter]],
+    questions: Sequence[Question],
+    options: argparse.Namespace,
+    name: str,
+    memory: MemoryDrafter | None = None,
+) -> dict[str, list[Cost]]:
+    """What each method makes of each answer, one after the other; `memory` remembers them."""
+    file = options.out / f"{name}_answers.json"
+    texts = answered(decoder.target, questions[: options.limit], file, options.max_new_tokens)
+    kept_in = options.out / f"{name}_costs.json"
+    kept = read_json(kept_in) if kept_in.is_file() else {}
+    for text in texts:
+        key = " ".join(map(str, text.tokens))
+        if key not in kept:
+            kept[key] = {method: asdict(replayed(decoder, drafters, text)) for method, drafters in methods.items()}
+            write_json(kept_in, kept, indent=None)
+        if memory is not None:
             memory.remember(*_parts(text))
-    return runs
+    return {method: [Cost(**kept[" ".join(map(str, text.tokens))][method]) for text in texts] for method in methods}
 
 
 def _drafters(decoder: Decoder, name: str) -> tuple[Drafter, ...]:
@@ -240,7 +253,7 @@ def replayed(decoder: Decoder, drafters: Sequence[Drafter], text: Text) -> Cost:
         states = target.hidden_states([text.tokens], layers)[0]
     costs = _stored(decoder)
     noting = [_Noting(drafter) for drafter in drafters]
-    loop = DecodeLoop(_Known(target, text.tokens, states), *noting, costs=costs)  # type: ignore[arg-type]  # a drafter
+    loop = DecodeLoop(_Known(target, text.tokens, states), *noting, costs=costs)
     options = DecodeOptions(len(answer), deterministic=True, ignore_end=True)
     (done,) = loop.generate([prompt], options)
     assert done.drafter_error is None and done.tokens == answer, "the text is the target's own"
