@@ -20,7 +20,7 @@ import argparse
 import random
 import tempfile
 import tracemalloc
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -157,7 +157,8 @@ def _runs(
     for text in texts:
         key = " ".join(map(str, text.tokens))
         if key not in kept:
-            kept[key] = {method: asdict(replayed(decoder, drafters, text)) for method, drafters in methods.items()}
+            known = _Known.reading(decoder.target, text, methods.values())
+            kept[key] = {method: asdict(replayed(decoder, drafters, known)) for method, drafters in methods.items()}
             write_json(kept_in, kept, indent=None)
         if memory is not None:
             memory.remember(*_parts(text))
@@ -210,8 +211,15 @@ class _Place:
 class _Known(Target):
     """A view of a target that reads one text, whose tokens and states are known."""
 
-    def __init__(self, target: Target, tokens: Sequence[int], states: Mapping[int, torch.Tensor]) -> None:
-        self.__dict__.update(original=target, end_tokens=frozenset(), tokens=list(tokens), states=states)
+    def __init__(self, target: Target, text: Text, states: Mapping[int, torch.Tensor]) -> None:
+        self.__dict__.update(original=target, end_tokens=frozenset(), text=text, tokens=text.tokens, states=states)
+
+    @classmethod
+    def reading(cls, target: Target, text: Text, methods: Iterable[Sequence[Drafter]]) -> _Known:
+        """With the states that all of these drafters read."""
+        layers = {layer for drafters in methods for drafter in drafters for layer in drafter.aux_layers}
+        with torch.inference_mode():
+            return cls(target, text, target.hidden_states([text.tokens], sorted(layers))[0])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["original"], name)
@@ -245,15 +253,12 @@ class _Known(Target):
         return TargetOutput(logits_1NV, states)
 
 
-def replayed(decoder: Decoder, drafters: Sequence[Drafter], text: Text) -> Cost:
+def replayed(decoder: Decoder, drafters: Sequence[Drafter], known: _Known) -> Cost:
     """Decode an answer that is known, by the stored costs."""
-    target, (prompt, answer) = decoder.target, _parts(text)
-    layers = sorted({layer for drafter in drafters for layer in drafter.aux_layers})
-    with torch.inference_mode():
-        states = target.hidden_states([text.tokens], layers)[0]
+    prompt, answer = _parts(known.text)
     costs = _stored(decoder)
     noting = [_Noting(drafter) for drafter in drafters]
-    loop = DecodeLoop(_Known(target, text.tokens, states), *noting, costs=costs)
+    loop = DecodeLoop(known, *noting, costs=costs)
     options = DecodeOptions(len(answer), deterministic=True, ignore_end=True)
     (done,) = loop.generate([prompt], options)
     assert done.drafter_error is None and done.tokens == answer, "the text is the target's own"

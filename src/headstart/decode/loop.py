@@ -249,7 +249,8 @@ class DecodeLoop:
                 ask(number, getattr(self.drafters[number], method), session, *arguments)
 
         def joined(number: int, trees: list[Tree], request: Request) -> list[Tree]:
-            proposed = self.drafters[number].propose(sessions[number], roots, request)
+            beside = trees if trees is not roots.trees else ()
+            proposed = self.drafters[number].propose(sessions[number], roots, replace(request, beside=beside))
             return [union(tree, other, request) for tree, other in zip(trees, proposed, strict=True)]
 
         def propose(request: Request) -> list[Tree]:

@@ -7,7 +7,9 @@ disagree leave room for something new, as in prediction by partial matching (Wit
 
     p(token) = sum of the weights of its places / (sum of all weights + number of different continuations)
 
-How far that holds is learned from each text while it is written, by the length of the match.
+How far that holds is learned from each text while it is written, by the length of the match. Beside other drafters it
+is less: a continuation that trained heads do not propose seldom comes, for they know the answers that they were trained
+on. How seldom is learned as well; what others propose keeps the probability that they give it.
 
 Parts are merged as they grow, the newest first, so that there are few: a search takes a look at each. A search sees the
 parts as they were when the text began; what is added meanwhile replaces the list of parts, and never changes one.
@@ -18,7 +20,7 @@ from __future__ import annotations
 import threading
 import warnings
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
@@ -46,6 +48,10 @@ Fitted (maximum likelihood) to greedy answers of SmolLM2-135M-Instruct to 54 pro
 1,145 answers that it was trained on: 77 % of these tokens had a place, and the probability that any of the
 continuations is right agrees within 0.02 with how often one was, for matches of each length.
 """
+
+NEW = (0.15, 0.15, 0.2, 0.25, 0.35, 0.5, 0.7)
+"""What is left of the probability of a continuation where other drafters propose something else, or nothing more, by
+`_CLASSES`, before a text shows it."""
 
 _PLACES = 32  # that a tree is made of
 _LOOKS = 1024  # places of the same last tokens that are compared, latest first
@@ -172,78 +178,112 @@ def find(parts: Sequence[_Part], tail: Sequence[int]) -> tuple[list[list[int]], 
 
 
 @dataclass
-class _Proposed:
-    """A tree that was proposed, to see what the text then shows of it.
+class _Seen:
+    """What places said of the next token, to see whether they were right: the class of their match, the probability of
+    each token, and of those that no other drafter proposed where others drafted."""
 
-    Attributes:
-        children: the node that follows a node with a token.
-        promised: of each node, the class of match that its children follow from, and the probability that the next
-            token is one of them, as the places have it.
-        node: where the text has come to.
-    """
+    kind: int
+    every: dict[int, float]
+    new: dict[int, float]
 
-    children: dict[tuple[int, int], int] = field(default_factory=dict)
-    promised: list[tuple[int, float]] = field(default_factory=lambda: [(0, 0.0)])
-    node: int = 0
+
+@dataclass
+class _Trust:
+    """Tokens that continuations promised, and those that came, by class of the match's length."""
+
+    promised: list[float]
+    came: list[float]
+
+    @classmethod
+    def prior(cls, rates: Sequence[float]) -> _Trust:
+        return cls([_PRIOR_WEIGHT] * len(rates), [_PRIOR_WEIGHT * rate for rate in rates])
+
+    def of(self, kind: int) -> float:
+        """What is to be believed of a probability."""
+        return self.came[kind] / self.promised[kind]
+
+    def note(self, kind: int, said: Mapping[int, float], token: int) -> None:
+        """Learn from the token that came."""
+        if said:
+            self.promised[kind] = _KEPT * self.promised[kind] + sum(said.values())
+            self.came[kind] = _KEPT * self.came[kind] + (token in said)
 
 
 @dataclass
 class _Row:
-    """One row: the last tokens of its text, and how often continuations of each class of match were right.
+    """One row: the last tokens of its text, and how often continuations were right.
 
     Attributes:
-        promised, came: tokens that continuations promised, and those that came, by class of the match's length.
+        any, new: trust in all continuations, and in those that other drafters did not propose.
         ahead: whether the last token of the text is the root, which is committed later.
+        seen: by path of tokens from the newest root on, what its places said.
+        path: tokens since then.
     """
 
     tail: list[int]
-    promised: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT] * len(_CLASSES))
-    came: list[float] = field(default_factory=lambda: [_PRIOR_WEIGHT] * len(_CLASSES))
+    any: _Trust = field(default_factory=lambda: _Trust.prior([1.0] * len(_CLASSES)))
+    new: _Trust = field(default_factory=lambda: _Trust.prior(NEW))
     ahead: bool = False
-    proposed: _Proposed | None = None
+    seen: dict[tuple[int, ...], _Seen] = field(default_factory=dict)
+    path: tuple[int, ...] = ()
 
     def append(self, token: int) -> None:
-        """Take a decided token: it tells whether the tree that was proposed was right."""
+        """Take a decided token: it tells whether what was said of it was right."""
         self.tail.append(token)
         if len(self.tail) > 4 * LONGEST:
             del self.tail[:-LONGEST]
-        if self.proposed is None:
-            return
-        kind, promised = self.proposed.promised[self.proposed.node]
-        child = self.proposed.children.get((self.proposed.node, token))
-        if promised:
-            self.promised[kind] = _KEPT * self.promised[kind] + promised
-            self.came[kind] = _KEPT * self.came[kind] + (child is not None)
-        if child is None:
-            self.proposed = None
-        else:
-            self.proposed.node = child
+        if (seen := self.seen.get(self.path)) is not None:
+            self.any.note(seen.kind, seen.every, token)
+            self.new.note(seen.kind, seen.new, token)
+            self.path = (*self.path, token)
 
-    def grow(self, root: int, parts: Sequence[_Part], max_nodes: int, minimum: float, chain: bool) -> Tree:
-        """The most probable continuations, the best first; they are noted."""
+    def grow(self, parts: Sequence[_Part], beside: Tree, max_nodes: int, minimum: float, chain: bool) -> Tree:
+        """The most probable continuations after the root of a tree of other drafters, the best first; what is said of
+        each next token is noted."""
         ahead, lengths = find(parts, self.tail)
-        self.proposed = proposed = _Proposed()
-        tree, numbers = Tree([root], accept_probs=[1.0]), count()
-        open_: list[
-            tuple[float, int, int, int, list[int], int]
-        ] = []  # -probability, number, parent, token, places, depth
-        node, depth, prob, places = 0, 0, 1.0, list(range(len(ahead)))
+        others = _Others(beside)
+        tree, numbers = Tree(beside.tokens[:1], accept_probs=[1.0]), count()
+        self.seen, self.path = {}, ()
+        # -probability, number, parent, token, places, node of the tree beside or -1, path
+        open_: list[tuple[float, int, int, int, list[int], int, tuple[int, ...]]] = []
+        node, prob, places, path = 0, 1.0, list(range(len(ahead))), tuple[int, ...]()
+        other = 0 if beside.size > 1 else -1
         while True:
-            if places and depth < AHEAD:
-                kind, promised = _CLASS[min(LONGEST, lengths[places[0]] + depth)], 0.0
-                trust = self.came[kind] / self.promised[kind]
-                for share, token, following in _continuations(ahead, lengths, places, depth)[: 1 if chain else None]:
-                    accept_prob = prob * min(_MOST_CERTAIN, share * trust)
+            if places and len(path) < AHEAD:
+                kind = _CLASS[min(LONGEST, lengths[places[0]] + len(path))]
+                said = _continuations(ahead, lengths, places, len(path))
+                known = others.after(other)
+                trust = self.any.of(kind) if other < 0 else self.new.of(kind)
+                children = []
+                for share, token, agreeing in said:
+                    child, accept_prob = known.get(token, (-1, 0.0))
+                    accept_prob = accept_prob or prob * min(_MOST_CERTAIN, share * trust)
                     if accept_prob >= minimum:
-                        heappush(open_, (-accept_prob, next(numbers), node, token, following, depth + 1))
-                        promised += share
-                proposed.promised[node] = kind, promised
+                        children.append((-accept_prob, next(numbers), node, token, agreeing, child, (*path, token)))
+                for opened in [min(children)] if chain and children else children:
+                    heappush(open_, opened)
+                every = {token: share for share, token, _ in said}
+                new = {token: share for token, share in every.items() if other >= 0 and token not in known}
+                self.seen[path] = _Seen(kind, every, new)
             if not open_ or tree.size >= max_nodes:
                 return tree
-            prob, _, parent, token, places, depth = heappop(open_)
+            prob, _, parent, token, places, other, path = heappop(open_)
             prob = -prob
-            node = proposed.children[parent, token] = tree.add(parent, token, prob)
-            proposed.promised.append((0, 0.0))
+            node = tree.add(parent, token, prob)
+
+
+class _Others:
+    """The tree of other drafters, looked up node by node."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._children: dict[int, dict[int, tuple[int, float]]] = {}
+        probs = tree.accept_probs or [0.0] * tree.size
+        for node in range(1, tree.size):
+            self._children.setdefault(tree.parents[node], {})[tree.tokens[node]] = (node, probs[node])
+
+    def after(self, node: int) -> dict[int, tuple[int, float]]:
+        """By token, its node after this one and that node's probability, 0 where it is not known."""
+        return self._children.get(node, {})
 
 
 def _continuations(
@@ -305,10 +345,10 @@ class MemoryDrafter:
     def propose(self, session: _Session, roots: TreeBatch, request: Request) -> list[Tree]:
         nodes, minimum = min(self.max_nodes, request.max_nodes), max(self.minimum, request.threshold)
         trees = []
-        for row, root in zip(session.rows, roots.root_tokens, strict=True):
-            row.append(root)
+        for row, beside in zip(session.rows, request.beside or roots.trees, strict=True):
+            row.append(beside.tokens[0])
             row.ahead = True
-            trees.append(row.grow(root, session.parts, nodes, minimum, request.chain))
+            trees.append(row.grow(session.parts, beside, nodes, minimum, request.chain))
         return trees
 
     def commit(self, session: _Session, committed: Committed) -> None:

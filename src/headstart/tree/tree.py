@@ -331,6 +331,7 @@ class Request:
         calibration: how far the probabilities of trained heads can be believed; None believes them. This and the shape
             are filled in by the drafter of trained heads.
         shape: the static tree that they fill; None lets them choose.
+        beside: the trees, a row each, that other drafters have proposed in this round; empty for the first one.
     """
 
     max_nodes: int
@@ -343,6 +344,7 @@ class Request:
     temperature: float = 0.0
     calibration: Calibration | None = None
     shape: TreeShape | None = None
+    beside: Sequence[Tree] = ()
 
 
 @dataclass
