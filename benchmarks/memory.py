@@ -154,15 +154,18 @@ def _runs(
     texts = answered(decoder.target, questions[: options.limit], file, options.max_new_tokens)
     kept_in = options.out / f"{name}_costs.json"
     kept = read_json(kept_in) if kept_in.is_file() else {}
-    for text in texts:
-        key = " ".join(map(str, text.tokens))
+    runs: dict[str, list[Cost]] = {method: [] for method in methods}
+    for number, text in enumerate(texts):
+        key = " ".join(map(str, (number, *text.tokens)))
         if key not in kept:
             known = _Known.reading(decoder.target, text, methods.values())
             kept[key] = {method: asdict(replayed(decoder, drafters, known)) for method, drafters in methods.items()}
             write_json(kept_in, kept, indent=None)
         if memory is not None:
             memory.remember(*_parts(text))
-    return {method: [Cost(**kept[" ".join(map(str, text.tokens))][method]) for text in texts] for method in methods}
+        for method, costs in kept[key].items():
+            runs[method].append(Cost(**costs))
+    return runs
 
 
 def _drafters(decoder: Decoder, name: str) -> tuple[Drafter, ...]:
