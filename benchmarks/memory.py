@@ -36,7 +36,7 @@ import headstart
 from headstart.api import Decoder
 from headstart.data.prompts.questions import Question, read_questions
 from headstart.decode.costs import Costs
-from headstart.decode.loop import Drafter, DecodeLoop
+from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.memory import LONGEST, MOST_TOKENS, Index, MemoryDrafter, find
 from headstart.eval.environment import environment
