@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from headstart.decode.costs import Costs
-from headstart.eval.replay import end_ms, standing
+from headstart.eval.replay import end_ms, races, standing
 from headstart.eval.report import template, write_report
 from headstart.tuning.tune import likely_paths, path_prob
-from tests.eval.test_replay import planted
+from tests.eval.test_replay import unit
 from tests.eval.test_report import measured
 
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="the scripts of a report need node to run")
@@ -142,7 +142,7 @@ def test_other_heads_and_machines(page: str) -> None:
 
 @pytest.mark.parametrize("rate", [1.0, 0.25, 2.0])
 def test_the_replay_keeps_the_measured_time(rate: float) -> None:
-    (race,) = planted()
+    (race,) = races([unit(0, 1.6)], None, "heads")  # 1.6 seconds plainly
     page = template("race.html.j2").render(races=[race], shown=race)
     end = max(map(end_ms, race["answers"]))
     half = 0.45 * end
