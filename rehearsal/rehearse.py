@@ -219,6 +219,13 @@ def two_nodes(place: Place, script: Command) -> None:
     place.check((heads / "report/report.html").is_file(), "the job ends with a report")
 
 
+@part("cluster", "headstart export RUNS/heads", "headstart tune RUNS/heads")
+def measured_where_it_is_served(place: Place, export: Command, tune: Command) -> None:
+    with without_target(place):
+        place.run(export)
+    place.check("tokens/s" in place.run(tune), "an engine was measured")
+
+
 @part("cluster", "srun --ntasks-per-node=8 --gpus-per-task=1 headstart data build", short=False)
 def states_of_all_gpus(place: Place, build: Command) -> None:
     """In the sentence after the script, with the script's variables."""
@@ -238,13 +245,6 @@ def two_machines_by_hand(place: Place, first: Command, second: Command) -> None:
     forget_training(place.folder / "shared/runs/heads")
     texts = place.together(first, second)
     place.check(any("Training on 4 processes" in text for text in texts), "both machines train")
-
-
-@part("cluster", "headstart export RUNS/heads", "headstart tune RUNS/heads")
-def measured_where_it_is_served(place: Place, export: Command, tune: Command) -> None:
-    with without_target(place):
-        place.run(export)
-    place.check("tokens/s" in place.run(tune), "an engine was measured")
 
 
 @part(

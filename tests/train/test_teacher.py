@@ -18,10 +18,12 @@ import headstart
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.pipeline.plan import make_plan
+from headstart.pipeline.report_stages import keep_untuned
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.pipeline.together import train_together
 from headstart.recipes.recipe import Recipe, parse_recipe
+from headstart.support.files import read_json
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.target.teacher import TeacherModel, load_teacher, save_teacher
@@ -105,6 +107,21 @@ def test_heads_train_where_the_target_is_not(place: Place, tmp_path: Path) -> No
     assert "set train.joint.rank=0" in refused.value.remedy
     assert NOT_LOADED in place.train()
     assert_same(place.run / "train" / "last", expected)
+
+
+def test_tuned_heads_give_way_to_new_ones_where_the_target_is_not(place: Place, tmp_path: Path) -> None:
+    """Neither `tune` nor `export` overwrites them, and what the messages name leads on."""
+    execute(quiet(place.run, place.recipe()), stages_until("export"))
+    shutil.rmtree(place.target_folder)
+    assert NOT_LOADED in place.train(heads={"num_heads": 1})
+    run = quiet(place.run, place.recipe(heads={"num_heads": 1}))
+    with pytest.raises(UserError, match="from an earlier training") as stale:
+        keep_untuned(run)
+    assert "Or move that folder away" in stale.value.remedy
+    (place.run / "heads").rename(tmp_path / "elsewhere")
+    assert keep_untuned(run)
+    for folder, heads in ((tmp_path / "elsewhere", 2), (place.run / "heads", 1)):
+        assert read_json(folder / "config.json")["heads"]["num_heads"] == heads
 
 
 def test_a_damaged_teacher_is_written_again(place: Place) -> None:

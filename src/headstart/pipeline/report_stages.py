@@ -82,12 +82,14 @@ def keep_untuned(run: Run) -> bool:
     A UserError where the heads that are kept were tuned, and are those of an earlier training.
     """
     trained, note = run.whole_record("train"), run.folder / "stages" / _UNTUNED
-    if trained is None or _kept_training(run, note) in ("unknown", trained.identity):
+    kept = _kept_training(run, note)
+    if trained is None or kept in ("unknown", trained.identity):
         return False
-    if run.whole_record("export") is not None:
+    if kept is not None and run.whole_record("export") is not None:
         raise UserError(
             f"The heads in {run.folder / HEADS} are from an earlier training of this run.",
-            f"Tune the new ones first: headstart tune {run.folder}.",
+            f"Tune the new ones first: headstart tune {run.folder}. Or move that folder away, to take the new ones as "
+            "they are.",
         )
     with locked(run.folder):
         target = run.decoded if run.recipe.train.joint.rank else run.frozen()
