@@ -117,10 +117,18 @@ def test_epochs_bound_a_run_and_its_schedule(run: Train, tmp_path: Path, train_s
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_conversation(
-    run: Train, tmp_path: Path, train_store: StateStore
+    run: Train, tmp_path: Path, train_store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, steps=4)
-    train_store.get(7).states[FINAL][-5:] = math.nan  # small stores are kept in memory
+    read, end = trainer.read_batch, train_store.lengths[7]
+
+    def poisoned(store: StateStore, batch: list[int], *args: Any) -> Any:
+        made = read(store, batch, *args)
+        if store is train_store and 7 in batch:
+            made.batch.states[FINAL][batch.index(7), end - 5 : end] = math.nan
+        return made
+
+    monkeypatch.setattr(trainer, "read_batch", poisoned)
     with pytest.raises(UserError, match=r"not finite at step \d+ .*conversations .*\b7\b"):
         run(tmp_path, steps=40)
     newest = max((tmp_path / "checkpoints").iterdir())
