@@ -21,13 +21,15 @@ from safetensors.torch import load_file, save_file
 
 import headstart.target
 from headstart.data.states.store import StateStore, estimate_bytes
+from headstart.drafters.memory import CONTEXT
 from headstart.errors import UserError
-from headstart.pipeline.data_stages import states_artifact
+from headstart.pipeline.data_stages import conversations, states_artifact
 from headstart.pipeline.inventory import free, run_states, unreferenced
 from headstart.pipeline.plan import make_plan, show_plan
 from headstart.pipeline.run import NAMES, Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
 from headstart.recipes.recipe import Recipe, parse_heads, parse_recipe, recipe_text
+from headstart.support.answer_file import read_answers
 from headstart.support.artifacts import referred
 from headstart.support.lock import locked
 from headstart.target.fitting import FINAL
@@ -94,6 +96,9 @@ def test_a_run_leaves_what_others_script_against(whole: tuple[Recipe, Path]) -> 
     answer = headstart.load(folder / "heads").generate("who are you", max_new_tokens=4)
     assert len(answer.tokens) <= 4
     assert "### held-out prompts" in (folder / "heads" / "README.md").read_text()
+    spans = [(each, span) for each in conversations(quiet(folder, recipe), "train") for span in each.supervised_spans]
+    trained = [each.tokens[max(0, begin - CONTEXT) : end] for each, (begin, end) in spans]
+    assert read_answers(folder / "heads" / "answers.bin") == trained and len(trained) == 12
 
 
 def test_the_report_of_a_run_names_its_heads(whole: tuple[Recipe, Path]) -> None:
