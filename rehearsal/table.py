@@ -89,6 +89,11 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
             "headstart plan eagle3-70b target=docs/plans/qwen3-coder-480b",
         ),
     },
+    "tests/drafters/test_memory.py": {
+        "test_answers_are_remembered_for_calls_and_processes": (
+            ".venv/bin/headstart chat runs/quickstart --drafter heads+ngram+memory",
+        ),
+    },
     "tests/test_cli_heads.py": {
         "test_a_target_with_modules_of_its_own_needs_no_heads": (".venv/bin/headstart chat zai-org/GLM-4.5-Air",),
         "test_audit_ends_clean_and_leaves_evidence": (
