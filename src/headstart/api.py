@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,9 +11,11 @@ from typing import Any, Unpack
 import torch
 from transformers import PreTrainedModel
 
+from headstart.data.served.log import RequestLog
 from headstart.decode.options import DecodeOptions as DecodeOptions
 from headstart.decode.options import check_names
 from headstart.decoder import Decoder as Decoder
+from headstart.decoder import Loaded
 from headstart.errors import UserError
 from headstart.hub.engines import importing
 from headstart.hub.engines.export import Exported as Exported
@@ -74,12 +77,13 @@ def load(
     if heads is None:
         if target is None:
             raise UserError("Neither heads nor a target was given.", "Name a folder of heads, or give target=.")
-        return Decoder(_loaded(target, asked, asked.quantization or "none", revision=asked.revision))
+        plain = Decoder(_loaded(target, asked, asked.quantization or "none", revision=asked.revision))
+        return _logging(plain, asked.log)
     if target is not None and is_published(Path(heads).expanduser()):
         loaded = _loaded(target, asked, asked.quantization or "none")
         with TemporaryDirectory(prefix="headstart-") as place:
             importing.import_heads(Path(heads).expanduser(), loaded, Path(place) / "heads")
-            return Decoder(loaded, *read_heads(Path(place) / "heads", loaded))
+            return _logging(Decoder(loaded, *_read(Path(place) / "heads", loaded)), asked.log)
     folder = locate(heads, asked.revision, asked.token)
     check_folder(folder)
     known = heads_target(folder)
@@ -90,9 +94,36 @@ def load(
             f"Say where {known.name} is: a folder or a hub id as target.",
         )
     loaded = _loaded(target or known.spec, asked, asked.quantization or known.quantization, adapter=adapter)
+    version = folder.resolve()
+    decoder = Decoder(known.rendering(loaded), *_read(version, loaded, asked.any_target))
+    if asked.follow:
+        decoder.newer = _follower(folder, version, decoder.target, asked.any_target)
+    return _logging(decoder, asked.log)
+
+
+def _read(folder: Path, target: Target, any_target: bool = False) -> Loaded:
+    """What a folder of heads holds, as `Decoder` takes it."""
     answers = folder / ANSWERS
-    parts = read_heads(folder, loaded, asked.any_target)
-    return Decoder(known.rendering(loaded), *parts, answers if answers.is_file() else None)
+    return *read_heads(folder, target, any_target), answers if answers.is_file() else None
+
+
+def _logging(decoder: Decoder, log: RequestLog | str | Path | None) -> Decoder:
+    """The decoder, which writes to a log where one is named."""
+    decoder.log = RequestLog(log) if isinstance(log, str | Path) else log
+    return decoder
+
+
+def _follower(link: Path, at: Path, target: Target, any_target: bool) -> Callable[[], Loaded | None]:
+    """Reads the heads that a link leads to, once it leads elsewhere than `at`; each are tried once."""
+
+    def newer() -> Loaded | None:
+        nonlocal at
+        if (now := link.resolve()) == at:
+            return None
+        at = now
+        return _read(now, target, any_target)
+
+    return newer
 
 
 def _loaded(target: Target | str, asked: LoadOptions, quantization: str, **origin: str | None) -> Target:

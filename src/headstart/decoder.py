@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
@@ -11,7 +14,8 @@ from pydantic import ValidationError
 
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
 from headstart.data.prompts.shapes import Unusable, parse_prompt
-from headstart.decode.costs import Conditions, Costs
+from headstart.data.served.log import RequestLog, Served, template_version
+from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.decode.kept_text import KeptText
 from headstart.decode.loop import Check, DecodeLoop, Drafter, Generation, OnTokens, check, check_options
 from headstart.decode.options import DecodeKeywords, DecodeOptions, TreeKind
@@ -30,6 +34,8 @@ from headstart.tuning.tune import Tuning
 TREES = get_args(TreeKind)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Of messages; "developer" is another word for "system"."""
+Loaded = tuple[DraftHead, TreeShape, dict[str, Any], Path | None]
+"""Heads with their tree, calibration and file of answers, as `Decoder` takes them."""
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 """A user's text, a conversation of {"role", "content"} messages, or token ids. A content is a text, or a list of parts
 such as {"type": "text", "text": ...}."""
@@ -44,6 +50,10 @@ class Decoder:
         shape: the static tree to draft; without nodes but the root, decoding with heads is plain.
         calibration: what tuning measured, see `Tuning.to_json`; without it the heads draft the static tree always.
         answers: a file of earlier answers of the target, for the drafter "memory".
+
+    Attributes:
+        log: takes every request that is answered whole; None, as long as nobody asks for it, keeps nothing.
+        newer: gives heads to go on with from the next request on, or None while there are no newer ones.
 
     Raises:
         UserError: a calibration that lacks something.
@@ -68,6 +78,8 @@ class Decoder:
         self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
         self._there: Tuning | None = None  # the tuning as it is, once that was asked for
         self._lock = threading.RLock()
+        self.log: RequestLog | None = None
+        self.newer: Callable[[], Loaded | None] | None = None
         target.record()  # nobody waits for the first token yet
 
     @property
@@ -76,6 +88,27 @@ class Decoder:
         if self._loaded is None:
             raise UserError(f"{self.target.name} was loaded without heads.", "Name a folder of heads.")
         return self._loaded
+
+    def swap(
+        self, heads: DraftHead, shape: TreeShape, calibration: dict[str, Any], answers: Path | None = None
+    ) -> None:
+        """Draft with other heads from the next request on; those that have begun end with the heads they began with.
+
+        Nothing that was learned with the old heads is kept, but what verifying and drafting cost here, where the new
+        ones are of the same kind. Errors are those of making a decoder; the old heads then stay.
+        """
+        tuning = _tuning(calibration)
+        with self._lock:
+            same, here = self._loaded is not None and self._loaded.config == heads.config, self._here
+            self._here = None
+            if not same or tuning is None:
+                self._conditions = None
+            elif here is not None:
+                self._here = tuning.under(Measured(here.costs, here.packed))
+            self._loaded, self.shape, self.calibration, self.tuning = heads, shape, calibration, tuning
+            self.answers = answers
+            self._there = None
+            self._loops.clear()
 
     @property
     def costs(self) -> Costs | None:
@@ -158,7 +191,7 @@ class Decoder:
         def run(on_tokens: OnTokens, check: Check) -> Answer:
             generations = loop.generate(tokens, asked, on_tokens, check, kept_text)
             self.remember(loop, tokens, generations)
-            return self._answer(generations[0], asked, loop)
+            return self._answer(tokens[0], generations[0], asked, loop)
 
         return Stream(run, pieces)
 
@@ -213,7 +246,7 @@ class Decoder:
         tokens, loop = self._prepared(prompts, asked)
         generations = loop.generate(tokens, asked)
         self.remember(loop, tokens, generations)
-        answers = [self._answer(generation, asked, loop) for generation in generations]
+        answers = [self._answer(*pair, asked, loop) for pair in zip(tokens, generations, strict=True)]
         warn_of_failures(answers)
         return answers
 
@@ -221,7 +254,19 @@ class Decoder:
         check_options(asked)
         tokens = [self.tokens(prompt, asked.raw, asked.tools, asked.chat_template_kwargs) for prompt in prompts]
         check(self.target, tokens, asked)
+        self._renew()
         return tokens, self.loop(asked.drafter, asked.tree, asked.draft != "off", asked.deterministic)
+
+    def _renew(self) -> None:
+        """Go on with newer heads, if there are; what keeps them from being used is a Python warning."""
+        if self.newer is None:
+            return
+        with self._lock:
+            try:
+                if (newer := self.newer()) is not None:
+                    self.swap(*newer)
+            except (UserError, OSError) as error:
+                warnings.warn(f"New heads cannot be used: {error} The old ones go on.", RuntimeWarning, stacklevel=5)
 
     def _tuned_here(self) -> Tuning | None:
         """The tuning with costs that hold here and now, measured once for each set of conditions."""
@@ -253,11 +298,12 @@ class Decoder:
             return tuning.drafter(self.heads, tree)
         return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
 
-    def _answer(self, generation: Generation, asked: DecodeOptions, loop: DecodeLoop) -> Answer:
+    def _answer(self, prompt: Sequence[int], generation: Generation, asked: DecodeOptions, loop: DecodeLoop) -> Answer:
         tokenizer, ends, rounds = self.target.tokenizer, self.target.end_tokens, len(generation.rounds)
         drafts = asked.drafter != "none" and asked.draft != "off"  # or tuning found no tree that pays
         words = [token for token in generation.tokens if token not in ends]
-        return Answer(
+        drafting = (drafter.heads.version for drafter in loop.drafters if isinstance(drafter, HeadDrafter))
+        answer = Answer(
             text=decode_text(tokenizer, words) if tokenizer is not None else "",
             tokens=generation.tokens,
             finish_reason=generation.finish_reason,
@@ -268,6 +314,32 @@ class Decoder:
             rounds=rounds,
             paused_rounds=generation.paused_rounds if loop.drafters or not drafts else rounds,
             seed=generation.seed,
+            heads=next(drafting, ""),
+        )
+        if self.log is not None:
+            self.log.add(self._served(prompt, answer, asked))
+        return answer
+
+    @cached_property
+    def _stamp(self) -> tuple[str, str]:
+        """The target and its chat template, as the log names them."""
+        return self.target.identity().fingerprint, template_version(self.target.tokenizer)
+
+    def _served(self, prompt: Sequence[int], answer: Answer, asked: DecodeOptions) -> Served:
+        """What the log takes of an answer."""
+        names = () if asked.greedy else ("temperature", "top_k", "top_p", "min_p")
+        sampling: dict[str, Any] = {name: getattr(asked, name) for name in names}
+        if asked.processors or asked.repetition_penalty != 1.0:
+            sampling["processed"] = True
+        return Served(
+            list(prompt),
+            answer.tokens,
+            answer.finish_reason,
+            time.time(),
+            sampling,
+            *self._stamp,
+            heads=answer.heads,
+            rounds=answer.rounds,
         )
 
 

@@ -31,6 +31,7 @@ class Answer:
         rounds: forwards of the target after the prompt.
         paused_rounds: of these, how many drafted nothing because plain decoding was faster here.
         seed: that the text was sampled with, and that repeats it; None of greedy text.
+        heads: version of the heads that drafted; empty where none did.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Answer:
     rounds: int = 0
     paused_rounds: int = 0
     seed: int | None = None
+    heads: str = ""
 
 
 Run = Callable[[OnTokens, Check], Answer]

@@ -146,6 +146,12 @@ def chat(
     heads: Heads,
     options: DecodeOptions = DecodeOptions(),
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
+    log: Annotated[
+        Path | None, typer.Option(help="Keep token ids of what is asked and answered in this folder, to learn from.")
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Where HEADS is a link that `headstart adapt` moves: take newer heads.")
+    ] = False,
     loading: Loading = Loading(),
 ) -> None:
     """Chat with the target. Each answer is followed by its tokens/s and its tokens per round (τ).
@@ -153,7 +159,7 @@ def chat(
     Example: headstart chat runs/quickstart
     """
     check_text(system or "", "The system prompt")
-    decoder = load_decoder(heads, loading, options)
+    decoder = load_decoder(heads, replace(loading, log=log, follow=follow), options)
     console = Console(stderr=not sys.stdin.isatty())  # in a pipe, stdout holds the answers alone
     tell(console, f"{decoder.target.name}. {_CHAT_HELP}", style="dim")
     from headstart.decode.kept_text import KeptText

@@ -131,6 +131,8 @@ class DraftHead(nn.Module, ABC):
     tokens on the way there, or all depths in one forward (`OneForwardHead`).
 
     Attributes:
+        version: what names these heads in answers and logs, see `headstart.hub.format.version_of`; empty for heads that
+            were not read from an exported folder.
         drafts_features: whether its predictions hold a `feature_ME`.
         publishes: the published arrangement that it can be, if there is one; engines read those alone.
         draft_to_target_D: the target's token id of each draft token (the identity without a draft vocabulary).
@@ -144,6 +146,7 @@ class DraftHead(nn.Module, ABC):
     drafts_features: ClassVar[bool] = False
     publishes: ClassVar[Layout | None] = None
     gradient_checkpointing: bool = False
+    version: str = ""
     config: HeadConfig
     draft_to_target_D: Tensor
     lm_bias_D: Tensor | None

@@ -33,7 +33,7 @@ from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of,
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
 from headstart.support.answer_file import write_answers
-from headstart.support.files import no_folder, read_json, refuse_others, write_atomic, write_json
+from headstart.support.files import file_hash, no_folder, read_json, refuse_others, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
 from headstart.target.adapter import find_adapter
@@ -161,12 +161,18 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
     if not any_target:
         _check_target(folder, HeadsTarget.model_validate(config["target"]), target)
     heads = build_heads(config["heads"], folder / WEIGHTS, target, dtype=target.dtype)
+    heads.version = version_of(folder)
     tree = read_json(folder / TREE, AGAIN)
     shape = _shape(tree, heads, folder)
     calibration = read_json(folder / CALIBRATION, AGAIN)
     if not isinstance(calibration, dict):
         raise _not_ours(folder / CALIBRATION)
     return heads.eval().requires_grad_(False), shape, {**calibration, "paths": [list(path) for path in shape.paths]}
+
+
+def version_of(folder: Path) -> str:
+    """What names the heads in a folder in answers, logs and reports: a hash of their weights."""
+    return file_hash(folder / WEIGHTS)[:12]
 
 
 def _check_target(folder: Path, theirs: HeadsTarget, target: Target) -> None:

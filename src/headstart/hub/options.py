@@ -40,6 +40,16 @@ class LoadOptions:
         None, "Of the Hub; by default the one of `hf auth login` or HF_TOKEN.", typed=False
     )
     tokenizer: Any = option(None, "Of a target that is a loaded transformers model.", typed=False)
+    log: Any = option(
+        None,
+        "Folder, or headstart.data.served.log.RequestLog, that takes what is answered; None keeps nothing.",
+        typed=False,
+    )
+    follow: bool = option(
+        False,
+        "Where heads is a link that `headstart adapt` moves: go on with newer heads, between requests.",
+        typed=False,
+    )
 
 
 class LoadKeywords(TypedDict, total=False):
@@ -54,3 +64,5 @@ class LoadKeywords(TypedDict, total=False):
     trust_remote_code: bool
     token: str | bool | None
     tokenizer: Any
+    log: Any
+    follow: bool

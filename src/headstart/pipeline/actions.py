@@ -49,6 +49,7 @@ def report(
         heads = decoder.heads
         results["settings"]["heads"] = {
             "family": heads.config.family,
+            **({"version": heads.version} if heads.version else {}),
             "size": f"{sum(weight.numel() for weight in heads.parameters()) / 1e6:.1f} M parameters",
             "drafts in a row": str(heads.draft_steps),
             "draft vocabulary": f"{heads.config.draft_width} of {heads.config.vocab_size} tokens",

@@ -1,0 +1,210 @@
+"""What a log holds that heads can learn from: our own segments, and exchanges with serving engines.
+
+An exchange is a line of JSON with the body of a request and that of its response, as OpenAI's API and batch files have
+them: {"request": {...}, "response": {...}}, or "body" and {"response": {"body": {...}}}. Its answer is token ids where
+the engine gave them (vLLM's `token_ids`, SGLang's `output_ids` and `response_token_ids`, llama-server's `tokens`), and
+its text otherwise. What is left out is counted by reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from headstart.data.conversations.records import Conversation
+from headstart.data.prompts.chat import Unfit, prompt_tokens, with_template_kwargs, with_tools
+from headstart.data.prompts.loading import LeftOut
+from headstart.data.prompts.shapes import Unusable
+from headstart.data.served.log import Served, template_version
+from headstart.errors import UserError
+from headstart.support.files import no_folder
+from headstart.target.frozen import FrozenModel
+
+_PROCESSED = (
+    *("logit_bias", "logits_processors", "logit_processors", "custom_logit_processor", "bad_words"),
+    *("allowed_token_ids", "structured_outputs", "response_format", "grammar", "json_schema", "regex", "ebnf"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+"""Fields of requests that let something else than the target decide."""
+_NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0}
+_DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
+_SHORTEST = 4
+"""Tokens of an answer that is worth reading."""
+
+
+def read_log(folder: Path, target: FrozenModel) -> tuple[list[Served], LeftOut]:
+    """Everything in a log that is an answer of this target's own, the oldest first.
+
+    Answers that were cut by their length are read as far as they go. What is left out is counted by reason.
+
+    Raises:
+        UserError: no such folder, or nothing in it.
+    """
+    if not folder.is_dir():
+        raise no_folder(
+            folder, "Let a decoder write one: headstart chat HEADS --log FOLDER, or headstart.load(log=...)."
+        )
+    files = sorted(folder.glob("*.jsonl"))
+    if not files:
+        raise UserError(f"The log in {folder} is empty.", "Serve with it first, or put JSONL of an engine there.")
+    left_out, found = LeftOut(), list[Served]()
+    stamp = target.identity().fingerprint, template_version(target.tokenizer)
+    for where, row, at in _rows(files, left_out):
+        try:
+            served = _of_exchange(row, target, at) if "response" in row else Served.from_json(row)
+            _check(served, target, *stamp)
+        except Unusable as reason:
+            left_out.add(str(reason), where)
+        except Unfit as misfit:
+            left_out.add(misfit.reason, where)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            left_out.add("of a shape that is not understood", f"{where}: {type(error).__name__} {error}")
+        else:
+            found.append(served)
+    return sorted(found, key=lambda served: served.time), left_out
+
+
+def chosen(served: Iterable[Served], per_source: int, left_out: LeftOut, known: Iterable[str] = ()) -> list[Served]:
+    """The newest request of each prompt, and of each source at most so many, the oldest first; others are counted.
+
+    Requests whose source is not known are capped as one another's equals alone. `known` are keys (`prompt_key`) of
+    prompts that count as asked already.
+    """
+    seen, of_source, kept = set(known), Counter[str](), list[Served]()
+    for item in sorted(served, key=lambda item: -item.time):
+        key = prompt_key(item.prompt)
+        if key in seen:
+            left_out.add("that repeat a prompt")
+        elif item.source and of_source[item.source] >= per_source:
+            left_out.add(f"beyond {per_source} of one source", f"source {item.source}")
+        else:
+            seen.add(key)
+            of_source[item.source] += 1
+            kept.append(item)
+    return kept[::-1]
+
+
+def prompt_key(prompt: Sequence[int]) -> str:
+    """Names a prompt."""
+    return hashlib.sha256(json.dumps(list(prompt)).encode()).hexdigest()[:24]
+
+
+def as_conversation(served: Served) -> Conversation:
+    """For training: all of the answer is supervised, nothing of the prompt; its category is the source."""
+    tokens, mask = [*served.prompt, *served.answer], [False] * len(served.prompt) + [True] * len(served.answer)
+    name = f"{prompt_key(tokens)}-{served.time:.3f}"
+    return Conversation(name, tokens, mask, [], served.source, sampling=served.sampling)
+
+
+def _rows(files: Iterable[Path], left_out: LeftOut) -> Iterator[tuple[str, Mapping[str, Any], float]]:
+    """The objects of JSONL files with file and line, and the time of a line that has none of its own."""
+    for file in files:
+        changed = file.stat().st_mtime
+        with file.open("rb") as handle:
+            for number, line in enumerate(handle, start=1):
+                try:
+                    row = json.loads(line)
+                except ValueError:  # not UTF-8, too
+                    if line.strip():
+                        reason = "damaged" if line.endswith(b"\n") else "half-written"
+                        left_out.add(f"lines that are {reason}", f"{file.name}, line {number}")
+                    continue
+                if not isinstance(row, dict):
+                    left_out.add("of a shape that is not understood", f"{file.name}, line {number}")
+                    continue
+                yield f"{file.name}, line {number}", row, changed
+
+
+def _check(served: Served, target: FrozenModel, fingerprint: str, template: str) -> None:
+    """Raise `Unusable` for what this target did not write by itself, or cannot read."""
+    tokens = [*served.prompt, *served.answer]
+    if served.target not in ("", fingerprint):
+        raise Unusable("of another target")
+    if not served.prompt or not 0 <= min(tokens) <= max(tokens) < target.vocab_size:
+        raise Unusable("with token ids that the target does not have")
+    if served.template not in ("", template):
+        raise Unusable("under another chat template")
+    if served.sampling.get("processed"):
+        raise Unusable("under penalties, logits processors or a grammar")
+    if len(tokens) > target.max_length:
+        raise Unusable(f"over the window of {target.max_length} tokens")
+    if len(served.answer) < _SHORTEST:
+        raise Unusable(f"with an answer of fewer than {_SHORTEST} tokens")
+
+
+# -- exchanges with engines --------------------------------------------------------------------------------------------
+
+
+def _of_exchange(row: Mapping[str, Any], target: FrozenModel, at: float) -> Served:
+    """An answered request of an engine; `Unusable`, or an error of reading it, where it is none."""
+    response, request = row["response"], row.get("request") or row.get("body") or {}
+    reply = response.get("body") or response
+    choice = (reply.get("choices") or [reply])[0]
+    message = choice.get("message") or {}
+    finish = _finish(choice, reply)
+    text = message.get("content") or choice.get("text") or reply.get("content") or ""
+    given = (choice.get("token_ids"), choice.get("response_token_ids"), reply.get("output_ids"), reply.get("tokens"))
+    answer = next((list(ids) for ids in given if ids), None)
+    if answer is None and (message.get("tool_calls") or message.get("reasoning_content")):
+        raise Unusable("with reasoning or calls of tools, and no token ids")
+    if answer is None:
+        answer = _read_text(text, finish, target)
+    elif text and not message.get("reasoning_content") and not _spells(answer, text, target):
+        raise Unusable("whose token ids do not spell their text: another target's")
+    sampling = {name: request[name] for name in _DRAWN if request.get(name) is not None}
+    penalties = any(request.get(name, neutral) not in (None, neutral) for name, neutral in _NEUTRAL.items())
+    forced = any(request.get(name) not in (None, {}, [], "", {"type": "text"}) for name in _PROCESSED)
+    if penalties or forced:
+        sampling["processed"] = True
+    source = str(request.get("user") or request.get("safety_identifier") or "")
+    named = hashlib.sha256(source.encode()).hexdigest()[:12] if source else ""
+    time = float(row.get("time") or reply.get("created") or at)
+    return Served(_prompt(request, reply, choice, target), answer, finish, time, sampling, source=named)
+
+
+def _prompt(
+    request: Mapping[str, Any], reply: Mapping[str, Any], choice: Mapping[str, Any], target: FrozenModel
+) -> list[int]:
+    given = (reply.get("prompt_token_ids"), choice.get("prompt_token_ids"), request.get("input_ids"))
+    ids = next((ids for ids in given if ids), None) or request.get("prompt") or request.get("text")
+    if isinstance(ids, str):
+        return list(target.tokenizer.encode(ids))
+    if ids is None:
+        templated = with_template_kwargs(target.tokenizer, request.get("chat_template_kwargs") or {})
+        return prompt_tokens(request["messages"], with_tools(templated, request.get("tools") or []))
+    return [int(token) for token in ids]
+
+
+def _finish(choice: Mapping[str, Any], reply: Mapping[str, Any]) -> str:
+    """Why an answer ended, in our words; `Unusable` where it was broken off."""
+    why: Any = (
+        choice.get("finish_reason") or reply.get("stop_type") or (reply.get("meta_info") or {}).get("finish_reason")
+    )
+    why = why.get("type") if isinstance(why, dict) else why
+    stopped = choice.get("stop_reason") or choice.get("matched_stop")
+    if why in ("length", "limit"):
+        return "length"
+    if why in ("stop", "eos", "tool_calls"):
+        return "stop" if isinstance(stopped, str) else "end"
+    if why == "word":
+        return "stop"
+    raise Unusable("that were broken off")
+
+
+def _read_text(text: str, finish: str, target: FrozenModel) -> list[int]:
+    """Token ids of an answer that came as text. The last of one that was cut may be a part of another token."""
+    tokens = list(target.tokenizer.encode(text, add_special_tokens=False))
+    if finish == "end":
+        end = target.tokenizer.eos_token_id
+        return [*tokens, end] if end in target.end_tokens else tokens
+    return tokens[:-1]
+
+
+def _spells(tokens: Sequence[int], text: str, target: FrozenModel) -> bool:
+    if max(tokens) >= target.vocab_size:
+        return True  # is said of these ids later
+    return bool(target.tokenizer.decode(tokens, skip_special_tokens=True).strip() == text.strip())
