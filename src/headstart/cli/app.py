@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from headstart.cli.adapt import adapt_app
 from headstart.cli.doctor import doctor
 from headstart.cli.engines import engine_table, export, import_checkpoint
 from headstart.cli.heads import audit, chat, evaluate, generate, load_decoder
@@ -46,6 +47,7 @@ recipes_app = typer.Typer(
     help="List the packaged recipes, show one, or explain settings.\n\nExample: headstart recipes show quickstart",
 )
 app.add_typer(data_app, name="data")
+app.add_typer(adapt_app, name="adapt")
 app.add_typer(report_app, name="report")
 app.add_typer(recipes_app, name="recipes")
 

@@ -137,7 +137,7 @@ def refer(run_folder: Path, stage: str, artifact: Artifact, link: str | None = N
     if paths.get(stage) != file_path:
         write_json(run_folder / REFERENCES, {**paths, stage: file_path})
     if link is not None:
-        _point(run_folder / link, artifact.folder)
+        point(run_folder / link, artifact.folder)
 
 
 def forget(run_folder: Path, stage: str) -> None:
@@ -164,7 +164,8 @@ def referred(run_folder: Path, stage: str) -> Path | None:
     return None if folder is None else Path(os.path.normpath(run_folder.resolve() / folder))
 
 
-def _point(link: Path, folder: Path) -> None:
+def point(link: Path, folder: Path) -> None:
+    """Let a link lead to a folder, in one step; a UserError where something else than a link is in its place."""
     link.parent.mkdir(parents=True, exist_ok=True)
     wanted = os.path.relpath(folder, link.parent.resolve())
     if link.is_symlink() and os.readlink(link) == wanted:

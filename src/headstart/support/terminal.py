@@ -31,7 +31,7 @@ from headstart.errors import UserError, out_of_memory
 
 T = TypeVar("T")
 
-RESUMABLE = {"run", "train", "data", "tune"}
+RESUMABLE = {"run", "train", "data", "tune", "adapt"}
 """Commands that go on where they were when they are given again."""
 
 ACCEPTED = "bold cyan"

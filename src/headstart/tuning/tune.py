@@ -174,9 +174,11 @@ def tune(
     conversations: Sequence[Supervised],
     options: TuneSection | None = None,
     console: Console | None = None,
+    before: Tuning | None = None,
 ) -> Tuning:
     """Measure costs and acceptance on this machine, and choose the tree. Heads are in the target's dtype and on its
     device; the conversations were kept out of training, and the target answers some of them again at temperature 1.
+    The costs are those of `before`, of heads of the same kind, where it has any.
 
     Raises:
         UserError: when no conversation holds a position that reaches the last head.
@@ -190,7 +192,11 @@ def tune(
     ordered = sorted(values, key=lambda path: (-values[path], len(path), path))
     if target.chains_only:
         ordered = [path for path in ordered if not any(path)]
-    measured = measure_costs(target, heads, ordered, timing)
+    if before is not None and before.conditions is not None:
+        measured, conditions = Measured(before.costs, before.packed), before.settings["conditions"]
+    else:
+        measured = measure_costs(target, heads, ordered, timing)
+        conditions = Conditions.of(target).to_json() | {"context": timing.context, "rows": 1}
     costs = measured.costs
     # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
     ordered = ordered[: min(options.max_nodes, max(timing.widths)) - 1]
@@ -215,7 +221,7 @@ def tune(
             "device": str(target.device),
             "threads": torch.get_num_threads(),
             "context": timing.context,
-            "conditions": Conditions.of(target).to_json() | {"context": timing.context, "rows": 1},
+            "conditions": conditions,
             "positions": len(ranks_OK),
             "sampled_positions": len(drawn.ranks_OK),
         },
@@ -292,6 +298,12 @@ def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
     >>> replay(torch.tensor([[0], [5], [5], [5]]), [(0,)])  # accepts one and skips its position, then nothing, twice
     1.3333333333333333
     """
+    emitted, rounds = replay_rounds(ranks_OK, paths)
+    return emitted / rounds
+
+
+def replay_rounds(ranks_OK: Tensor, paths: Sequence[RankPath]) -> tuple[int, int]:
+    """The tokens that `replay` emits, and in how many rounds."""
     tree, ranks, position, rounds, emitted = set(paths), ranks_OK.tolist(), 0, 0, 0
     while position < len(ranks):
         row = ranks[position]
@@ -301,7 +313,7 @@ def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
         rounds += 1
         emitted += depth + 1
         position += depth + 1
-    return emitted / rounds
+    return emitted, rounds
 
 
 def choose(accept_probs: Sequence[float], costs: Costs, depths: Sequence[int]) -> tuple[int, list[list[float]]]:

@@ -1,0 +1,95 @@
+"""Whether new heads may serve: on later traffic they must be better than those in service, on the run's own texts not
+worse.
+
+Both draft the same static tree on the same texts, round after round: the tokens a round that decoding would have come
+to on just these answers. Rounds are paired by text, and texts of one source are drawn together, so that the interval of
+the change covers how much sources differ.
+
+Shape suffixes: O origins, K steps.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from headstart.data.conversations.records import Conversation
+from headstart.errors import UserError
+from headstart.eval.figures import Interval, Totals, quotient_interval, rate_interval
+from headstart.heads.base import DraftHead
+from headstart.support.terminal import tracked
+from headstart.target.model import Target
+from headstart.tree.tree import RankPath
+from headstart.tuning.acceptance import measure_drafts
+from headstart.tuning.tune import replay_rounds
+
+_SEED = 0
+
+Rounds = dict[str, tuple[int, int]]
+"""Tokens and rounds of each text, by its id."""
+
+
+def rounds_of(
+    target: Target,
+    heads: DraftHead,
+    texts: Sequence[Conversation],
+    paths: Sequence[RankPath],
+    console: Console | None = None,
+) -> Rounds:
+    """What decoding these texts with a tree of these heads would take; texts too short to draft in are left out."""
+    max_rank, rounds = 1 + max(max(path) for path in paths), Rounds()
+    for text in tracked(texts, "measuring acceptance", len(texts), console):
+        try:
+            drafts = measure_drafts(target, heads, [text], max_rank)
+        except UserError:
+            continue
+        rounds[text.id] = replay_rounds(drafts.ranks_OK, paths)
+    return rounds
+
+
+def compared(new: Rounds, old: Rounds, texts: Sequence[Conversation]) -> dict[str, Any]:
+    """Tokens a round before and after, and the relative change, each with its interval over sources (`Interval`)."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    used = [text for text in texts if text.id in new and text.id in old]
+    for text in used:
+        for place, count in enumerate((*new[text.id], *old[text.id])):
+            sums[text.category or text.id][place] += count
+    columns = list(zip(*sums.values(), strict=True)) or [(), (), (), ()]
+    after, before = Totals(columns[0], columns[1]), Totals(columns[2], columns[3])
+    known = {"texts": len(used), "sources": len(sums), "tokens": sum(columns[0])}
+    if not sums:
+        nothing: Interval = {"mean": 0.0, "low": None, "high": None}
+        return {**known, "before": nothing, "after": nothing, "change": nothing}
+    ratio = quotient_interval([after], [before], _SEED)
+    mean, low, high = ratio["mean"] - 1, ratio["low"], ratio["high"]
+    change = {"mean": mean, "low": None if low is None else low - 1, "high": None if high is None else high - 1}
+    return {**known, "before": rate_interval(before, _SEED), "after": rate_interval(after, _SEED), "change": change}
+
+
+def refusals(later: dict[str, Any], original: dict[str, dict[str, Any]], fall: float) -> list[str]:
+    """Why heads may not serve, as sentences; none where they may.
+
+    `original` compares them on the run's own validation texts, by the words for what they are compared with.
+    """
+    reasons = []
+    low = later["change"]["low"]
+    if low is None:
+        reasons.append(f"Later traffic is of {later['sources']} sources, too few for an interval.")
+    elif low <= 0:
+        reasons.append(f"On {later['texts']} later requests they are not clearly better: {in_words(later)}.")
+    for name, figures in original.items():
+        low = figures["change"]["low"]
+        if low is None or low < -fall:
+            allowed = f"a fall of more than {100 * fall:g} % is not excluded"
+            reasons.append(f"On the run's own validation texts, beside {name}, {allowed}: {in_words(figures)}.")
+    return reasons
+
+
+def in_words(figures: dict[str, Any]) -> str:
+    """A comparison as people read it."""
+    before, after, change = figures["before"]["mean"], figures["after"]["mean"], figures["change"]
+    interval = "" if change["low"] is None else f", {100 * change['low']:+.1f} to {100 * change['high']:+.1f} %"
+    return f"{before:.3f} to {after:.3f} tokens a round ({100 * change['mean']:+.1f} %{interval})"

@@ -1,0 +1,68 @@
+"""What adapting has come to: updates with their figures, and what each version of the heads was worth in service."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headstart.adapt.gate import in_words
+from headstart.adapt.service import Service
+from headstart.data.served.log import segments
+from headstart.support.terminal import format_seconds, tell
+
+
+def summary(service: Service, log: Path | None) -> dict[str, Any]:
+    """Updates, what serves, and acceptance in service by version and day, as JSON values."""
+    updates = service.updates()
+    cost = sum(update["training"]["seconds"] for update in updates)
+    served = list(_served(log)) if log is not None else []
+    return {"serving": service.serving, "updates": updates, "training_seconds": cost, "served": served}
+
+
+def _served(log: Path) -> Iterator[dict[str, Any]]:
+    """Tokens and rounds of our decoder's own answers, by day and version, in the order of time."""
+    sums: dict[tuple[str, str], list[int]] = {}
+    for file in segments(log):
+        for line in file.read_bytes().splitlines():
+            with suppress(ValueError, KeyError, TypeError, OverflowError):  # such lines are counted where they are read
+                row = json.loads(line)
+                if row["rounds"]:
+                    day = datetime.fromtimestamp(row["time"], UTC).date().isoformat()
+                    counts = sums.setdefault((day, str(row["heads"])), [0, 0, 0])
+                    for place, count in enumerate((1, len(row["answer"]) - 1, row["rounds"])):  # the first is prefill's
+                        counts[place] += count
+    for (day, version), (requests, tokens, rounds) in sums.items():
+        yield {"day": day, "heads": version, "requests": requests, "tokens_per_round": tokens / rounds}
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """Print a summary."""
+    for update in found["updates"]:
+        verdict = "accepted" if update["accepted"] else "refused"
+        spent = format_seconds(update["training"]["seconds"])
+        number, plan = update["number"], update["plan"]
+        tell(
+            console,
+            f"Update {number} ({update['version']}): {verdict}; {plan['requests']} requests and "
+            f"{plan['own_conversations']} conversations of the run, {update['training']['steps']} steps in {spent}.",
+        )
+        tell(console, f"    later requests: {in_words(update['later'])}")
+        for name, figures in update["own"].items():
+            tell(console, f"    the run's own texts, beside {name}: {in_words(figures)}")
+        for reason in () if update["accepted"] else update["why"]:
+            tell(console, f"    {reason}", style="yellow")
+    if found["served"]:
+        table = Table("day", "heads", "requests", "tokens a round", box=None)
+        for row in found["served"]:
+            table.add_row(row["day"], row["heads"] or "none", str(row["requests"]), f"{row['tokens_per_round']:.3f}")
+        console.print(table)
+    tell(
+        console, f"Update {found['serving']} serves; training took {format_seconds(found['training_seconds'])} in all."
+    )

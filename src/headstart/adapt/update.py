@@ -1,0 +1,283 @@
+"""One update of heads in service: learnt from recent traffic and the run's own conversations, then judged.
+
+What an update is made of lies in the folder of the log, so that deleting the log deletes it, too:
+
+    LOG/update/train.jsonl, validation.jsonl   what is learnt, and what chooses among the heads and tunes them
+    LOG/update/plan.json                       written after these: what they were made of
+    LOG/update/states, train, heads            hidden states, training, and the heads that came of it
+
+Each step completes what is there: a killed update goes on where it was. It is kept with the heads of the run once it
+was judged, and this folder is deleted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from headstart.adapt.gate import compared, in_words, refusals, rounds_of
+from headstart.adapt.options import LEAST, AdaptOptions
+from headstart.adapt.service import Service
+from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
+from headstart.data.prompts.loading import LeftOut
+from headstart.data.prompts.sources import drawn
+from headstart.data.served.log import Served
+from headstart.data.served.reading import as_conversation, chosen, prompt_key, read_log
+from headstart.data.states.shards import Work, build_store
+from headstart.data.states.store import StateStore
+from headstart.errors import UserError
+from headstart.heads.base import DraftHead
+from headstart.heads.io import load_heads
+from headstart.hub.format import export_heads, read_heads, version_of
+from headstart.pipeline.data_stages import aux_layers, conversations
+from headstart.pipeline.run import Run
+from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
+from headstart.support.artifacts import link_or_copy, referred
+from headstart.support.files import read_json, remove, write_json, write_text
+from headstart.support.lock import locked
+from headstart.support.terminal import progress_bar, tell
+from headstart.target.model import Target
+from headstart.train.trainer import train
+from headstart.train.training_artifact import RESULT, finished
+from headstart.tree.tree import TreeShape
+from headstart.tuning.tune import Tuning, tune
+
+_LATER = 4
+"""One of so many requests, the newest, is not learnt: what comes later judges."""
+_VALIDATION = 8
+"""One of so many texts that could be learnt chooses among the heads of the training instead."""
+
+
+class Waiting(UserError):
+    """There is too little traffic yet."""
+
+
+@dataclass
+class Update:
+    """The update of a run's heads from a log that is under way, or to come. `overrides` are settings of its training,
+    as of a recipe."""
+
+    run: Run
+    log: Path
+    options: AdaptOptions = field(default_factory=AdaptOptions)
+    overrides: Sequence[str] = ()
+
+    @classmethod
+    def of(
+        cls,
+        run: Path,
+        log: Path,
+        console: Console,
+        options: AdaptOptions = AdaptOptions(),
+        overrides: Sequence[str] = (),
+    ) -> Update:
+        """That of the run in a folder; a UserError where there is none, or it has no heads yet."""
+        Service(run)
+        return cls(Run(load_recipe(str(run / "recipe.yaml")), run, console), log, options, overrides)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.options.mix < 1:
+            raise UserError(f"--mix is {self.options.mix}.", "Give a share from 0 to below 1.")
+        self.service = Service(self.run.folder)
+        self.folder = self.log / "update"
+
+    @cached_property
+    def target(self) -> Target:
+        return self.run.decoded
+
+    @property
+    def trained(self) -> bool:
+        """Whether there are heads to be judged."""
+        return (self.folder / "heads").is_dir()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """Work on it while nobody else adapts these heads, nor reads this log to adapt others."""
+        if not self.log.is_dir():
+            raise UserError(f"No folder at {self.log}.", "Serve with a log first: headstart chat HEADS --log FOLDER.")
+        with self.service.held(), locked(self.log):
+            yield
+
+    def train(self) -> Path:
+        """Make the heads of the update, or go on making them; returns their folder.
+
+        Raises:
+            Waiting: too few requests since the update before.
+            Busy: another process adapts these heads, or from this log.
+            UserError: nothing that can be learnt from, or what training refuses.
+        """
+        with self._held():
+            if not (self.folder / "plan.json").is_file():
+                self._plan()
+            if not self.trained:
+                plan = read_json(self.folder / "plan.json")
+                recipe = self._recipe(plan)
+                if not finished(self.folder / "train"):
+                    train(recipe, self.target, *self._stores(recipe), self._made("train"), self.run.console)
+                self._tune(recipe, plan)
+        return self.folder / "heads"
+
+    def gate(self) -> dict[str, Any]:
+        """Judge the heads of the update, keep them with what was found, and have them serve if they may; returns it.
+
+        Raises:
+            Waiting: too few requests came after those that were learnt.
+            UserError: no heads to judge.
+        """
+        with self._held():
+            if not self.trained:
+                raise UserError(
+                    "There is no update to judge.", "Make one first: headstart adapt train RUN --log FOLDER."
+                )
+            plan, service = read_json(self.folder / "plan.json"), self.service
+            number, known = plan["number"], {each["number"]: each for each in service.updates()}
+            if number not in known:
+                figures = self._judge(plan)
+                service.add(number, self.folder / "heads", figures)
+                known[number] = figures
+            if known[number]["accepted"] and service.serving != number:
+                service.serve(number, "accepted")
+            remove(self.folder)
+        return {"number": number, **known[number]}
+
+    # -- what it is made of ----------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Choose what is learnt, and write it."""
+        served, left_out = read_log(self.log, self.target)
+        before = max((each["plan"]["seen"] for each in self.service.updates()), default=0.0)
+        new = sum(item.time > before for item in served)
+        if new < self.options.requests:
+            raise Waiting(
+                f"{new} requests are new in {self.log}, and an update waits for {self.options.requests}. "
+                f"{left_out.notice}".strip(),
+                "Serve more, or lower --requests.",
+            )
+        recent = served[-self.options.recent :]
+        first_later = len(recent) - len(recent) // _LATER
+        learnt = chosen(recent[:first_later], self.options.per_source, left_out)
+        number = self.service.next_number
+        own = conversations(self.run, "train")
+        share = self.options.mix / (1 - self.options.mix)
+        texts = {"traffic": list(map(as_conversation, learnt)), "own": drawn(own, number)[: round(share * len(learnt))]}
+        splits: dict[str, list[Conversation]] = {"train": [], "validation": []}
+        for part in texts.values():
+            for place, text in enumerate(part):
+                splits["validation" if place % _VALIDATION == _VALIDATION - 1 else "train"].append(text)
+        if not all(splits.values()):
+            raise Waiting(f"{len(learnt)} requests can be learnt from. {left_out.notice}", "Serve more.")
+        remove(self.folder)
+        for split, part in splits.items():
+            write_conversations(self._made() / f"{split}.jsonl", part)
+        plan = {
+            "number": number,
+            "base": self.service.serving,
+            "until": recent[first_later - 1].time,
+            "seen": served[-1].time,
+            "requests": len(learnt),
+            "answer_tokens": sum(len(item.answer) for item in learnt),
+            "own_conversations": len(texts["own"]),
+            "left_out": left_out.counts,
+        }
+        write_json(self.folder / "plan.json", plan)
+        tell(
+            self.run.console, f"Update {number}: {len(learnt)} requests, {len(texts['own'])} conversations of the run."
+        )
+        if left_out.notice:
+            tell(self.run.console, f"    {left_out.notice}")
+
+    def _recipe(self, plan: dict[str, Any]) -> Recipe:
+        """The run's recipe, with the training of the recipe `adapt` from the heads in service."""
+        low_rank = yaml.safe_load(packaged_recipes()["adapt"].read_text(encoding="utf-8"))["train"]
+        start = str(self.service.heads(plan["base"]))
+        section = {"steps": None, "minutes": None, "epochs": 4, "joint": {"rank": 0}, **low_rank, "start_from": start}
+        file = self.folder / "recipe.yaml"
+        values = {"extends": str((self.run.folder / "recipe.yaml").resolve()), "train": section}
+        write_text(file, yaml.safe_dump(values, sort_keys=False))
+        return load_recipe(str(file), self.overrides)
+
+    def _stores(self, recipe: Recipe) -> tuple[StateStore, StateStore]:
+        """Hidden states by prefill of what is learnt, but for those that the run has of its own conversations."""
+        shards, data = self._made("states/shards"), recipe.data
+        kept = referred(self.run.folder, "states")
+        for file in kept.glob("shard-*.safetensors") if kept is not None else ():
+            if not (shards / file.name).exists():
+                link_or_copy(file, shards / file.name)
+        stores = []
+        for split in ("train", "validation"):
+            texts, folder = read_conversations(self.folder / f"{split}.jsonl"), self.folder / "states" / split
+            with progress_bar(self.run.console, f"hidden states ({split})", unit="tokens") as bar:
+                work = Work(data.states_dtype, advance=bar.update)
+                budget, layers = int(1e9 * data.cache_gigabytes), aux_layers(self.run)
+                stores.append(
+                    build_store(folder, texts, self.target, layers, budget_bytes=budget, shards=shards, work=work)
+                )
+        return stores[0], stores[1]
+
+    def _tune(self, recipe: Recipe, plan: dict[str, Any]) -> None:
+        """Calibrate the heads anew, at the costs that those in service were measured at."""
+        heads = load_heads(self.folder / "train" / "best", self.target).to(self.target.dtype)
+        texts = read_conversations(self.folder / "validation.jsonl")
+        before = Tuning.from_json(self._read(plan["base"])[2])
+        tuning = tune(self.target, heads, texts, recipe.tune, self.run.console, before=before)
+        facts = {
+            "adapted from": f"update {plan['base']} ({version_of(self.service.heads(plan['base']))})",
+            "requests learnt": str(plan["requests"]),
+            "conversations of the run": str(plan["own_conversations"]),
+        }
+        export_heads(self.folder / "heads", heads, self.target, tuning.to_json(), {"training": facts})
+
+    # -- whether it may serve --------------------------------------------------------------------------------------
+
+    def _judge(self, plan: dict[str, Any]) -> dict[str, Any]:
+        left_out, target, console = LeftOut(), self.target, self.run.console
+        learnt = (read_conversations(self.folder / f"{split}.jsonl") for split in ("train", "validation"))
+        known = {prompt_key(text.tokens[: text.supervised.index(True)]) for part in learnt for text in part}
+        served: list[Served] = [item for item in read_log(self.log, target)[0] if item.time > plan["until"]]
+        later = list(
+            map(as_conversation, chosen(served[-self.options.recent :], self.options.per_source, left_out, known))
+        )
+        if len(later) < LEAST:
+            raise Waiting(
+                f"{len(later)} usable requests came after those that were learnt, and {LEAST} judge. {left_out.notice}",
+                "Serve more, then judge again: headstart adapt gate RUN --log FOLDER.",
+            )
+        own = conversations(self.run, "validation")
+        new, _, _ = read_heads(self.folder / "heads", target)
+        serving = self.service.serving
+        old, shape, _ = self._read(serving)
+        paths = (shape if shape.size > 1 else TreeShape.chain(old.draft_steps)).paths
+        of_new = rounds_of(target, new, [*later, *own], paths, console)
+        of_old = rounds_of(target, old, [*later, *own], paths, console)
+        beside = {f"those in service (update {serving})": compared(of_new, of_old, own)}
+        if serving:  # falls that are too small to be seen do not add up
+            beside["those of the run"] = compared(of_new, rounds_of(target, self._read(0)[0], own, paths, console), own)
+        on_later = compared(of_new, of_old, later)
+        reasons = refusals(on_later, beside, self.options.fall)
+        result = read_json(self.folder / "train" / RESULT)
+        return {
+            "accepted": not reasons,
+            "why": reasons or [f"On {len(later)} later requests: {in_words(on_later)}."],
+            "version": version_of(self.folder / "heads"),
+            "judged": time.time(),
+            "later": {**on_later, "left_out": left_out.counts},
+            "own": beside,
+            "training": {"steps": result["steps"], "seconds": result["elapsed_seconds"]},
+            "plan": plan,
+        }
+
+    def _read(self, number: int) -> tuple[DraftHead, TreeShape, dict[str, Any]]:
+        return read_heads(self.service.heads(number), self.target)
+
+    def _made(self, name: str = "") -> Path:
+        folder = self.folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder

@@ -1,0 +1,359 @@
+"""Heads that go on learning from what is served: updates that pass the gate, updates that must not, and swaps."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+import headstart
+from headstart.adapt.gate import compared, refusals
+from headstart.adapt.options import AdaptOptions
+from headstart.adapt.service import Service
+from headstart.adapt.update import Update, Waiting
+from headstart.cli.app import app
+from headstart.data.conversations.records import read_conversations
+from headstart.data.served.log import RequestLog, Served, segments
+from headstart.decoder import Decoder
+from headstart.errors import UserError
+from headstart.hub.format import version_of
+from headstart.pipeline.run import Run, execute
+from headstart.pipeline.stages import STAGES
+from headstart.recipes.recipe import load_recipe
+from headstart.support.files import write_json
+from headstart.support.lock import Busy, locked
+from headstart.train.summing import Teacher
+from tests.test_pipeline import quiet, tiny_recipe
+
+OPTIONS = AdaptOptions(requests=96)
+WIDE = replace(OPTIONS, fall=0.3)
+"""The tiny target's own texts are few, and next to nothing can be excluded."""
+QUICK = ("train.steps=80", "train.lr=1e-2", "train.eval_every=20", "train.lora_rank=0")
+THINGS = ["rice", "bread", "fire", "stone", "water", "paper", "glass", "wool", "iron", "milk"]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> Path:
+    """A run that trained its heads for a moment, and a log of its target's answers to 128 requests beside it."""
+    folder = tmp_path_factory.mktemp("adapt")
+    sizes = {"conversations": 20, "validation": 12, "max_new_tokens": 24}
+    execute(quiet(folder / "run", tiny_recipe(folder, tiny_target_folder, data=sizes)), STAGES)
+    drafting_pays(folder / "run" / "heads")
+    decoder = headstart.load(folder / "run", dtype="float32", device="cpu")
+    log = RequestLog(folder / "log")
+    for start in range(0, 128, 16):
+        prompts = [f"{THINGS[n % 10]} for {THINGS[n // 10 % 10]} {n}?" for n in range(start, start + 16)]
+        tokens = [decoder.tokens(text) for text in prompts]
+        for number, answer in enumerate(decoder.generate_batch(tokens, max_new_tokens=24, draft="off"), start):
+            log.add(_served(decoder, tokens[number - start], answer.tokens, number))
+    return folder
+
+
+def drafting_pays(heads: Path) -> None:
+    """Whatever the machine is like: drafts cost nothing."""
+    tuning = json.loads((heads / "calibration.json").read_text())
+    free = {"verify_ms": [1.0] * len(tuning["widths"]), "draft_ms": 0.0, "level_ms": 0.0, "read_ms": 0.0}
+    write_json(heads / "calibration.json", {**tuning, **free})
+    write_json(heads / "tree.json", {"paths": [[0], [0, 0]]})
+
+
+def _served(decoder: Decoder, prompt: list[int], answer: list[int], number: int) -> Served:
+    fingerprint = decoder.target.identity().fingerprint
+    return Served(prompt, answer, "end", 1000.0 + number, target=fingerprint, source=f"user {number % 12}")
+
+
+@pytest.fixture
+def place(whole: Path, tmp_path: Path) -> Path:
+    """A copy of both that a test may change."""
+    for name in ("run", "log", "artifacts"):
+        shutil.copytree(whole / name, tmp_path / name, symlinks=True)
+    return tmp_path
+
+
+def update_of(place: Path, options: AdaptOptions = WIDE, overrides: tuple[str, ...] = QUICK) -> Update:
+    recipe = load_recipe(str(place / "run" / "recipe.yaml"))
+    return Update(Run(recipe, place / "run", Console(quiet=True)), place / "log", options, overrides)
+
+
+def of_folder(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
+
+
+@pytest.fixture(scope="module")
+def adapted(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Decoder, list[Any]]:
+    """An update that was accepted while a decoder served: the place, what the gate found, the decoder, and its answers
+    before and after."""
+    folder = tmp_path_factory.mktemp("adapted")
+    for name in ("run", "log", "artifacts"):
+        shutil.copytree(whole / name, folder / name, symlinks=True)
+    update = update_of(folder)
+    decoder = headstart.load(update.service.link, follow=True, dtype="float32", device="cpu")
+    answers = [decoder.generate("milk for wool 7?", max_new_tokens=16, draft="on")]
+    update.train()
+    answers.append(decoder.generate("milk for wool 7?", max_new_tokens=16, draft="on"))
+    judged = update.gate()
+    answers.append(decoder.generate("milk for wool 7?", max_new_tokens=16, draft="on"))
+    return folder, judged, decoder, answers
+
+
+def test_an_update_that_is_better_serves_from_the_next_request_on(
+    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]],
+) -> None:
+    folder, judged, _, answers = adapted
+    assert judged["accepted"], judged["why"]
+    assert judged["later"]["change"]["low"] > 0 and judged["later"]["texts"] >= 16
+    versions = [answer.heads for answer in answers]
+    assert versions[0] == versions[1] != versions[2] == judged["version"]
+    assert answers[0].tokens == answers[2].tokens, "heads never change the text"
+    assert answers[2].tokens_per_round >= answers[0].tokens_per_round
+    service = Service(folder / "run")
+    assert service.serving == 1 and not (folder / "log" / "update").exists()
+    assert of_folder(folder / "run" / "heads") == of_folder(service.heads(0)), "the run keeps its own"
+
+
+def test_later_requests_judge_that_were_not_learnt(adapted: tuple[Path, dict[str, Any], Decoder, list[Any]]) -> None:
+    plan = adapted[1]["plan"]
+    assert plan["until"] == 1000.0 + 95 and plan["seen"] == 1000.0 + 127
+    assert plan["requests"] == 96 and plan["own_conversations"] == 20
+
+
+def test_one_command_goes_back_and_another_swaps(adapted: tuple[Path, dict[str, Any], Decoder, list[Any]]) -> None:
+    folder, judged, decoder, answers = adapted
+    run, log = str(folder / "run"), str(folder / "log")
+    done = CliRunner().invoke(app, ["adapt", "back", run])
+    assert done.exit_code == 0 and "update 0" in done.output
+    assert decoder.generate("milk for wool 7?", max_new_tokens=16, draft="on").heads == answers[0].heads
+    with pytest.raises(UserError, match="No heads served before"):
+        Service(folder / "run").back()
+    assert CliRunner().invoke(app, ["adapt", "swap", run, "1"]).exit_code == 0
+    assert decoder.generate("milk for wool 7?", max_new_tokens=16, draft="on").heads == judged["version"]
+    done = CliRunner().invoke(app, ["adapt", "report", run, "--log", log, "--json", "found.json"])
+    assert done.exit_code == 0 and "Update 1" in done.output and "accepted" in done.output
+    assert json.loads(Path("found.json").read_text())["serving"] == 1
+    with pytest.raises(UserError, match="no update 7"):
+        Service(folder / "run").serve(7, "swap")
+
+
+def test_a_swap_in_the_middle_of_streams_changes_no_text(
+    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]],
+) -> None:
+    folder, _, follower, _ = adapted
+    service = Service(folder / "run")
+    decoder = headstart.load(service.heads(0), target=follower.target)
+    prompts = [f"{thing} for all {thing}s?" for thing in THINGS[:8]]
+    options: dict[str, Any] = {"max_new_tokens": 200, "draft": "on", "stop_token_ids": []}
+    plain = [decoder.generate(text, max_new_tokens=200, draft="off").tokens for text in prompts]
+    swapped, versions = threading.Event(), set()
+    other = headstart.load(service.heads(1), target=follower.target)
+    streams = [decoder.stream(text, **options) for text in prompts]
+    first = [next(stream) for stream in streams]  # all of them have begun
+    rest: dict[int, str] = {}
+
+    def read(number: int) -> None:
+        pieces = []
+        for place, piece in enumerate(streams[number]):
+            pieces.append(piece)
+            if place == 2:
+                swapped.wait()
+        rest[number] = "".join(pieces)
+
+    readers = [threading.Thread(target=read, args=(number,)) for number in range(8)]
+    for reader in readers:
+        reader.start()
+    decoder.swap(other.heads, other.shape, other.calibration)
+    swapped.set()
+    later = decoder.generate(prompts[0], **options)
+    for reader in readers:
+        reader.join()
+    for number, stream in enumerate(streams):
+        assert stream.answer is not None
+        versions.add(stream.answer.heads)
+        assert stream.answer.tokens == plain[number]
+        assert first[number] + rest[number] == stream.answer.text
+    assert versions == {version_of(service.heads(0))}, "they end with the heads they began with"
+    assert later.tokens == plain[0] and later.heads == version_of(service.heads(1))
+
+
+def test_heads_that_cannot_be_read_leave_the_old_ones_serving(
+    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path
+) -> None:
+    folder, _, follower, _ = adapted
+    good, bad, link = tmp_path / "good", tmp_path / "bad", tmp_path / "link"
+    shutil.copytree(Service(folder / "run").heads(1), good)
+    shutil.copytree(good, bad)
+    (bad / "heads.safetensors").write_bytes(b"cut")
+    link.symlink_to(good)
+    decoder = headstart.load(link, target=follower.target, follow=True)
+    before = decoder.generate([5, 6, 7], max_new_tokens=8)
+    link.unlink()
+    link.symlink_to(bad)
+    with pytest.warns(RuntimeWarning, match="New heads cannot be used"):
+        after = decoder.generate([5, 6, 7], max_new_tokens=8)
+    assert after.tokens == before.tokens and after.heads == before.heads
+
+
+# -- updates that must not serve ---------------------------------------------------------------------------------------
+
+
+def plant(update: Update) -> None:
+    """Have the heads of the last step be judged, whatever the training's own validation found."""
+    shutil.copy(update.folder / "train" / "last" / "heads.safetensors", update.folder / "heads" / "heads.safetensors")
+
+
+def test_heads_that_learnt_shuffled_labels_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = Teacher._logits
+
+    def shuffled(self: Teacher, final_SE: torch.Tensor) -> torch.Tensor:
+        order_D = torch.randperm(len(self._weight_DE), generator=torch.Generator().manual_seed(0))
+        return logits(self, final_SE)[:, order_D]
+
+    monkeypatch.setattr(Teacher, "_logits", shuffled)
+    update = update_of(place)
+    before = of_folder(update.service.heads(0))
+    update.train()
+    plant(update)
+    judged = update.gate()
+    assert not judged["accepted"] and judged["later"]["change"]["mean"] < 0
+    assert "not clearly better" in judged["why"][0]
+    assert update.service.serving == 0 and of_folder(update.service.link) == before
+    (kept,) = update.service.updates()
+    assert kept["why"] == judged["why"] and update.service.heads(1).is_dir(), "a refused update is kept and explained"
+
+
+def test_heads_that_forget_the_runs_own_texts_are_refused(place: Path) -> None:
+    update = update_of(place, replace(OPTIONS, mix=0.0), ("train.steps=100", "train.lr=3e-2", "train.lora_rank=0"))
+    update.train()
+    plant(update)
+    judged = update.gate()
+    assert judged["later"]["change"]["low"] > 0, "better on the traffic"
+    assert not judged["accepted"] and "run's own validation texts" in judged["why"][0]
+    assert update.service.serving == 0
+
+
+def test_falls_that_are_not_excluded_are_refused() -> None:
+    def figures(low: float | None, mean: float) -> dict[str, Any]:
+        one = {"mean": 2.0, "low": 1.9, "high": 2.1}
+        return {
+            "texts": 9,
+            "sources": 9,
+            "before": one,
+            "after": one,
+            "change": {"mean": mean, "low": low, "high": 0.2},
+        }
+
+    good, flat, fell, few = figures(0.01, 0.05), figures(-0.01, 0.0), figures(-0.03, -0.01), figures(None, 0.3)
+    assert not refusals(good, {"a": flat}, 0.02)
+    assert len(refusals(flat, {"a": flat}, 0.02)) == 1
+    assert "beside a" in refusals(good, {"a": fell, "b": flat}, 0.02)[0]
+    assert "too few" in refusals(few, {"a": flat}, 0.02)[0]
+    assert len(refusals(good, {"a": few}, 0.02)) == 1
+
+
+def test_texts_of_one_source_are_drawn_together(whole: Path) -> None:
+    texts = read_conversations(whole / "run" / "data" / "conversations" / "train.jsonl")
+    rounds = {text.id: (20, 10) for text in texts}
+    of_one = [replace(text, category="anna") for text in texts]
+    assert compared(rounds, rounds, texts)["sources"] == len(texts)
+    assert compared(rounds, rounds, of_one)["change"]["low"] is None
+    assert compared({}, {}, texts)["change"]["low"] is None
+
+
+# -- disturbances ------------------------------------------------------------------------------------------------------
+
+
+def test_too_few_requests_wait(place: Path) -> None:
+    with pytest.raises(Waiting, match="128 requests are new"):
+        update_of(place, replace(WIDE, requests=200)).train()
+    update = update_of(place)
+    update.train()
+    for file in segments(place / "log"):
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows if row["time"] < 1100))
+    with pytest.raises(Waiting, match="4 usable requests"):
+        update.gate()
+    assert update.trained, "it waits to be judged"
+
+
+def test_two_adapters_at_once(place: Path) -> None:
+    update = update_of(place)
+    with locked(place / "log"), pytest.raises(Busy):  # of other heads, from this log
+        update.train()
+    with update.service.held(), pytest.raises(Busy):
+        update.train()
+
+
+def test_a_full_disk_leaves_the_heads_in_service(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = update_of(place)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
+
+    for where in ("data.states.shards.write_tensors", "heads.io.write_tensors", "adapt.service.give"):
+        with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+            patched.setattr(f"headstart.{where}", full)
+            update.train()
+            update.gate()
+        assert update.service.serving == 0
+    assert update.gate()["number"] == 1
+
+
+def test_a_log_of_another_target_teaches_nothing(place: Path) -> None:
+    for file in segments(place / "log"):
+        rows = [{**json.loads(line), "target": "another"} for line in file.read_text().splitlines()]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(Waiting, match=r"0 requests are new .* 128 of another target"):
+        update_of(place).train()
+
+
+def test_one_source_does_not_own_an_update(place: Path) -> None:
+    update = update_of(place, replace(WIDE, per_source=2))
+    update.train()
+    plan = json.loads((update.folder / "plan.json").read_text())
+    assert plan["requests"] == 24 and plan["left_out"] == {"beyond 2 of one source": 72}
+
+
+def test_watch_goes_on_after_sigkill(place: Path) -> None:
+    command = [sys.executable, "-m", "headstart", "adapt", "watch", str(place / "run"), "--log", str(place / "log")]
+    command += ["--once", "--requests", "96", "--fall", "0.3", *QUICK, "train.save_every=5"]
+    for mark in ("plan.json", "train/checkpoints"):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        for _ in range(1200):
+            if (place / "log" / "update" / mark).exists() or process.poll() is not None:
+                break
+            time.sleep(0.05)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Update 1 serves" in done.stdout and "0 requests are new" in done.stdout
+    assert Service(place / "run").serving == 1 and not (place / "log" / "update").exists()
+
+
+def test_what_a_log_holds_and_how_it_is_deleted(place: Path) -> None:
+    run, log = str(place / "run"), str(place / "log")
+    (place / "log" / "engine.jsonl").write_text("{half")
+    update_of(place).train()
+    done = CliRunner().invoke(app, ["adapt", "log", run, "--log", log])
+    assert done.exit_code == 0 and "128 requests" in done.output and "lines that are half-written" in done.output
+    done = CliRunner().invoke(app, ["adapt", "log", run, "--log", log, "--delete"])
+    assert done.exit_code == 0 and "left there: engine.jsonl" in done.output
+    assert {file.name for file in (place / "log").iterdir()} == {"engine.jsonl", "lock"}
+
+
+def test_only_runs_adapt(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["adapt", "train", str(tmp_path), "--log", str(tmp_path)])
+    assert done.exit_code == 2 and "not the folder of a run" in done.output
