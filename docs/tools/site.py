@@ -28,6 +28,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "examples/README.md": "examples/index.md",
     "examples/own_model/README.md": "examples/own_model.md",
+    "examples/adapting/README.md": "examples/adapting.md",
     "examples/vllm/README.md": "examples/vllm.md",
 }
 """Pages outside of docs/, and where they stand in the site."""
