@@ -109,6 +109,28 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/test_cli_race.py": {
         "test_a_race_decodes_both_ways": (".venv/bin/headstart race runs/quickstart --prompt",),
     },
+    "tests/data/test_served.py": {
+        "test_a_decoder_logs_what_it_answers_and_nothing_else": ("from headstart import load",),
+    },
+    "tests/test_adapt.py": {
+        "test_chat_logs_and_follows": ("headstart chat runs/quickstart/adapt/heads --log",),
+        "test_what_a_log_holds_and_how_it_is_deleted": (
+            "headstart adapt log runs/quickstart --log traffic",
+            "headstart adapt log runs/quickstart --log traffic --delete",
+            "headstart adapt log RUN --log FOLDER --delete",
+        ),
+        "test_watch_goes_on_after_sigkill": ("headstart adapt watch runs/quickstart", "headstart adapt watch RUN"),
+        "test_the_steps_are_commands": ("headstart adapt train RUN", "headstart adapt gate RUN"),
+        "test_one_command_goes_back_and_another_swaps": (
+            "headstart adapt swap RUN",
+            "headstart adapt back RUN",
+            "headstart adapt report RUN",
+            "headstart adapt report runs/quickstart",
+        ),
+    },
+    "tests/test_examples.py": {
+        "test_what_serves_keeps_requests_and_names_their_users": ("python serve.py requests.jsonl",),
+    },
     "tests/test_adapted_runs.py": {
         "test_heads_for_a_target_with_an_adapter": ("headstart run quickstart target.adapter=",),
         "test_medusa_2_from_prompts_to_a_report": ("headstart run medusa2",),
@@ -257,6 +279,8 @@ NOT_RUN = {
     "python -m vllm.entrypoints.openai.api_server --model TARGET": "what the rehearsal's `vllm` is, where vLLM is real",
     "convert_hf_to_gguf.py served": "a script of llama.cpp for DFlash and DSpark heads, and `served` holds EAGLE-3's",
     "headstart tune --engine vllm": _NAME,
+    "headstart adapt": _NAME,
+    "headstart export runs/quickstart/adapt/heads": "`headstart export` of other folders of heads is run",
     "srun --gpus-per-task 1": "an option of srun, named",
     "accelerate launch": "the name of a launcher",
     **{f"headstart {name}": _NAME for name in (

@@ -206,6 +206,24 @@ def test_heads_that_cannot_be_read_leave_the_old_ones_serving(
     assert after.tokens == before.tokens and after.heads == before.heads
 
 
+def test_chat_logs_and_follows(adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path) -> None:
+    link = Service(adapted[0] / "run").link
+    command = ["chat", str(link), "--log", str(tmp_path / "log"), "--follow", "--dtype", "float32", "--device", "cpu"]
+    done = CliRunner().invoke(app, [*command, "--max-new-tokens", "8"], input="milk for wool?\nand rice?\n")
+    assert done.exit_code == 0, done.output
+    rows = [json.loads(line) for file in segments(tmp_path / "log") for line in file.read_text().splitlines()]
+    assert len(rows) == 2 and len(rows[1]["prompt"]) > len(rows[0]["prompt"]) and rows[0]["target"]
+
+
+def test_the_steps_are_commands(place: Path) -> None:
+    named = [str(place / "run"), "--log", str(place / "log"), "--requests", "96", "--fall", "0.3"]
+    done = CliRunner().invoke(app, ["adapt", "gate", *named])
+    assert done.exit_code == 2 and "no update to judge" in done.output
+    assert CliRunner().invoke(app, ["adapt", "train", *named, *QUICK]).exit_code == 0
+    done = CliRunner().invoke(app, ["adapt", "gate", *named])
+    assert done.exit_code == 0 and "Update 1 serves" in done.output
+
+
 # -- updates that must not serve ---------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,25 @@ def test_the_recipe_of_a_model_of_ones_own_is_valid() -> None:
     assert len([parse_prompt(json.loads(line), "") for line in lines]) >= recipe.data.heldout + recipe.data.validation
 
 
+def test_what_serves_keeps_requests_and_names_their_users(
+    tiny_target: Target,
+    tiny_target_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    export(tmp_path / "heads", Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder)))
+    requests = [("anna", "the sun"), ("private", "the moon"), ("ben", "rice")]
+    rows = [json.dumps({"user": user, "prompt": text}) + "\n" for user, text in requests]
+    (tmp_path / "requests.jsonl").write_text("".join(rows))
+    arguments = ["serve.py", "requests.jsonl", "--heads", "heads", "--log", "traffic", "--max-new-tokens", "6"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    runpy.run_path(str(EXAMPLES / "adapting" / "serve.py"), run_name="__main__")
+    assert capsys.readouterr().out.count("tokens a round with heads") == 3
+    (log,) = (tmp_path / "traffic").glob("served-*.jsonl")
+    assert [json.loads(line)["source"] for line in log.read_text().splitlines()] == ["anna", "ben"]
+
+
 def test_the_client_says_what_was_accepted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two rounds of two drafts, one of them accepted, after earlier ones that do not count."""
     stand_in = StandIn("vllm", lambda prompt, most, body: ([], {}), drafts=2, rounds=7, accepted=[5, 1])
