@@ -37,6 +37,7 @@ from headstart.recipes.recipe import load_recipe
 from headstart.support.files import write_json
 from headstart.support.lock import Busy, locked
 from headstart.train.summing import Teacher
+from tests.test_benchmarks import script
 from tests.test_pipeline import quiet, tiny_recipe
 
 OPTIONS = AdaptOptions(requests=96)
@@ -50,7 +51,7 @@ THINGS = ["rice", "bread", "fire", "stone", "water", "paper", "glass", "wool", "
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> Path:
     """A run that trained its heads for a moment, and a log of its target's answers to 128 requests beside it."""
     folder = tmp_path_factory.mktemp("adapt")
-    sizes = {"conversations": 20, "validation": 12, "max_new_tokens": 24}
+    sizes = {"conversations": 20, "validation": 12, "heldout": 8, "max_new_tokens": 24}
     execute(quiet(folder / "run", tiny_recipe(folder, tiny_target_folder, data=sizes)), STAGES)
     drafting_pays(folder / "run" / "heads")
     decoder = headstart.load(folder / "run", dtype="float32", device="cpu")
@@ -288,6 +289,21 @@ def test_texts_of_one_source_are_drawn_together(whole: Path) -> None:
     assert compared(rounds, rounds, texts)["sources"] == len(texts)
     assert compared(rounds, rounds, of_one)["change"]["low"] is None
     assert compared({}, {}, texts)["change"]["low"] is None
+
+
+def test_the_benchmark_of_a_shift(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = ["--phases", "3", "122", "3", "--judged", "2", "--tokens", "12", "--recent", "64"]
+    settings = ["--settings", *QUICK[1:], "train.epochs=1"]
+    arguments = ["--run", str(whole / "run"), "--out", str(tmp_path / "out"), *sizes, *settings]
+    script("adapting", monkeypatch).main(arguments)
+    found = json.loads((tmp_path / "out" / "adapting.json").read_text())
+    assert [row["kind"] for row in found["rows"]] == ["own"] + ["shifted"] * 7 + ["own"]
+    assert {row["frozen"] for row in found["rows"] if row["kind"] == "shifted"} == {
+        found["details"]["worth"]["0"]["shifted"]
+    }
+    assert len(found["details"]["updates"]) == 2
+    script("adapting", monkeypatch).main(arguments)  # what is done is kept
+    assert json.loads((tmp_path / "out" / "adapting.json").read_text())["rows"] == found["rows"]
 
 
 # -- disturbances ------------------------------------------------------------------------------------------------------
