@@ -124,6 +124,7 @@ def test_an_update_that_is_better_serves_from_the_next_request_on(
     service = Service(folder / "run")
     assert service.serving == 1 and not (folder / "log" / "update").exists()
     assert of_folder(folder / "run" / "heads") == of_folder(service.heads(0)), "the run keeps its own"
+    assert of_folder(service.heads(1))["answers.bin"] == of_folder(service.heads(0))["answers.bin"]
 
 
 def test_later_requests_judge_that_were_not_learnt(adapted: tuple[Path, dict[str, Any], Decoder, list[Any]]) -> None:
@@ -175,7 +176,7 @@ def test_a_swap_in_the_middle_of_streams_changes_no_text(
     readers = [threading.Thread(target=read, args=(number,)) for number in range(8)]
     for reader in readers:
         reader.start()
-    decoder.swap(other.heads, other.shape, other.calibration)
+    decoder.swap(other.heads, other.shape, other.calibration, other.answers)
     swapped.set()
     later = decoder.generate(prompts[0], **options)
     for reader in readers:

@@ -309,6 +309,24 @@ def test_what_came_with_the_heads(tmp_path: Path, target: Target) -> None:
         without.generate(TEXTS[1], drafter=f"memory:{tmp_path / 'other'}")
 
 
+def test_newer_heads_bring_their_own_answers(tmp_path: Path, target: Target) -> None:
+    heads, shape = make_heads(target), TreeShape.from_paths(TUNING["paths"])
+    plain = [Decoder(target).generate(text, max_new_tokens=30) for text in TEXTS[:2]]
+    for number, (text, answer) in enumerate(zip(TEXTS, plain, strict=False)):
+        kept = [[*text, *answer.tokens]]
+        write_answers(tmp_path / f"{number}", target.identity().fingerprint, kept, 1_000_000)
+    decoder = Decoder(target, heads, shape, answers=tmp_path / "0")
+    known: dict[str, Any] = {"max_new_tokens": 30, "drafter": "memory", "draft": "on"}
+    before = [decoder.generate(text, **known) for text in TEXTS[:2]]
+    decoder.swap(heads, shape, {}, tmp_path / "1")
+    after = [decoder.generate(text, **known) for text in TEXTS[:2]]
+    assert [answer.tokens for answer in before] == [answer.tokens for answer in after]
+    assert before[0].rounds < after[0].rounds and after[1].rounds < before[1].rounds
+    decoder.swap(heads, shape, {})
+    with pytest.raises(UserError, match="memory:FILE"):
+        decoder.generate(TEXTS[0], **known)
+
+
 def test_another_targets_answers_are_not_drafted(tmp_path: Path, target: Target) -> None:
     AnswerFile(tmp_path / "served", FINGERPRINT).add([[*TEXTS[1], 1, 2, 3]])
     drafters = Decoder(target).drafters(f"memory:{tmp_path / 'served'}")

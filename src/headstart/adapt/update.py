@@ -36,10 +36,11 @@ from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.io import load_heads
-from headstart.hub.format import export_heads, read_heads, version_of
+from headstart.hub.format import ANSWERS, export_heads, read_heads, version_of
 from headstart.pipeline.data_stages import aux_layers, conversations
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
+from headstart.support.answer_file import read_answers
 from headstart.support.artifacts import link_or_copy, referred
 from headstart.support.files import read_json, remove, write_json, write_text
 from headstart.support.lock import locked
@@ -233,7 +234,9 @@ class Update:
             "requests learnt": str(plan["requests"]),
             "conversations of the run": str(plan["own_conversations"]),
         }
-        export_heads(self.folder / "heads", heads, self.target, tuning.to_json(), {"training": facts})
+        kept = self.service.heads(plan["base"]) / ANSWERS  # of the run: what was served stays in the log
+        answers = read_answers(kept) if kept.is_file() else []
+        export_heads(self.folder / "heads", heads, self.target, tuning.to_json(), {"training": facts}, answers)
 
     # -- whether it may serve --------------------------------------------------------------------------------------
 
