@@ -113,6 +113,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_decoder_logs_what_it_answers_and_nothing_else": ("from headstart import load",),
     },
     "tests/test_adapt.py": {
+        "test_the_benchmark_of_a_shift": (".venv/bin/python benchmarks/adapting.py",),
         "test_chat_logs_and_follows": ("headstart chat runs/quickstart/adapt/heads --log",),
         "test_what_a_log_holds_and_how_it_is_deleted": (
             "headstart adapt log runs/quickstart --log traffic",
