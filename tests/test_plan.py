@@ -358,7 +358,7 @@ class TestByTheConfigAlone:
         plan = on_paper("llama-3.1-8b", "eagle3-8b", tmp_path)
         assert plan.seconds == {} and plan.room is None and plan.free_bytes is None
         assert "are not on this machine" in plan.how
-        assert dict(plan.facts)["Memory while training"].startswith("at least 11.2 GB")
+        assert dict(plan.facts)["Memory while training"].startswith("at least 11.7 GB")
 
     def test_what_is_not_here_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offline = UserError("The Hub cannot be reached.", "Check the network.")

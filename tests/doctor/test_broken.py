@@ -124,7 +124,7 @@ def test_settings_that_the_family_does_not_have(tmp_path: Path) -> None:
 
 def test_the_command_says_that_nothing_is_wrong(healthy: Path) -> None:
     shown = works("doctor", healthy, "--quick").stdout
-    assert "Nothing wrong in 8 checks." in shown
+    assert "Nothing wrong in 9 checks." in shown
     assert "✓" in shown
     assert "Fix:" not in shown
 

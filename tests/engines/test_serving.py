@@ -375,4 +375,3 @@ def test_the_benchmark_of_engines(heads: Path, tmp_path: Path, monkeypatch: pyte
     for row in rows:
         assert row["our_accepted_per_round"] == pytest.approx(sum(row["our_acceptance_by_place"]))
         assert len(row["our_acceptance_by_place"]) == row["drafts"] and row["our_rounds"] >= 2
-        assert row["our_texts_the_same"] == 0, "the engine counts upwards"
