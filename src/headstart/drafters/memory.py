@@ -292,7 +292,7 @@ def _continuations(
     """What follows so many tokens after some places: the probability of each token and its places, the likeliest first.
 
     >>> _continuations([[7, 8], [7, 9], [6, -1]], [2, 2, 2], [0, 1, 2], 0)
-    [(0.256..., 7, [0, 1]), (0.128..., 6, [2])]
+    [(0.257..., 7, [0, 1]), (0.128..., 6, [2])]
     """
     following: dict[int, list[int]] = {}
     for place in places:
