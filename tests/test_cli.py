@@ -237,7 +237,7 @@ def test_export_copies_heads_that_load_alone(finished: Path, tmp_path: Path, tin
 def test_push_can_be_tried_without_sending(finished: Path) -> None:
     out = works("push", finished / "heads", "user/name", "--private", "--dry-run").stdout
     assert "heads.safetensors" in out
-    assert "Would upload 6 files" in out
+    assert "Would upload 7 files" in out
     assert "user/name" in refused("push", finished / "heads", "name", "--dry-run")
 
 

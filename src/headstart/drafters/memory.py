@@ -291,8 +291,9 @@ def _continuations(
 ) -> list[tuple[float, int, list[int]]]:
     """What follows so many tokens after some places: the probability of each token and its places, the likeliest first.
 
-    >>> _continuations([[7, 8], [7, 9], [6, -1]], [2, 2, 2], [0, 1, 2], 0)
-    [(0.257..., 7, [0, 1]), (0.128..., 6, [2])]
+    >>> found = _continuations([[7, 8], [7, 9], [6, -1]], [2, 2, 2], [0, 1, 2], 0)
+    >>> [(round(prob, 3), token, places) for prob, token, places in found]
+    [(0.258, 7, [0, 1]), (0.129, 6, [2])]
     """
     following: dict[int, list[int]] = {}
     for place in places:
