@@ -20,7 +20,6 @@ from headstart.data.conversations.records import Conversation
 from headstart.errors import UserError
 from headstart.eval.figures import Interval, Totals, quotient_interval, rate_interval
 from headstart.heads.base import DraftHead
-from headstart.support.terminal import tracked
 from headstart.target.model import Target
 from headstart.tree.tree import RankPath
 from headstart.tuning.acceptance import measure_drafts
@@ -40,14 +39,13 @@ def rounds_of(
     console: Console | None = None,
 ) -> Rounds:
     """What decoding these texts with a tree of these heads would take; texts too short to draft in are left out."""
-    max_rank, rounds = 1 + max(max(path) for path in paths), Rounds()
-    for text in tracked(texts, "measuring acceptance", len(texts), console):
-        try:
-            drafts = measure_drafts(target, heads, [text], max_rank)
-        except UserError:
-            continue
-        rounds[text.id] = replay_rounds(drafts.ranks_OK, paths)
-    return rounds
+    try:
+        drafts = measure_drafts(target, heads, texts, 1 + max(max(path) for path in paths), console)
+    except UserError:
+        return {}
+    text_O = drafts.text_O
+    assert text_O is not None, "as measure_drafts gives it"
+    return {texts[at].id: replay_rounds(drafts.ranks_OK[text_O == at], paths) for at in sorted({*text_O.tolist()})}
 
 
 def compared(new: Rounds, old: Rounds, texts: Sequence[Conversation]) -> dict[str, Any]:

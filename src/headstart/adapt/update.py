@@ -26,11 +26,11 @@ from rich.console import Console
 from headstart.adapt.gate import compared, in_words, refusals, rounds_of
 from headstart.adapt.options import LEAST, AdaptOptions
 from headstart.adapt.service import Service
-from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
+from headstart.data.conversations.records import Conversation, read_conversations, tokens_key, write_conversations
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.sources import drawn
 from headstart.data.served.log import Served
-from headstart.data.served.reading import as_conversation, chosen, prompt_key, read_log
+from headstart.data.served.reading import as_conversation, chosen, read_log
 from headstart.data.states.shards import Work, build_store
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
@@ -243,7 +243,7 @@ class Update:
     def _judge(self, plan: dict[str, Any]) -> dict[str, Any]:
         left_out, target, console = LeftOut(), self.target, self.run.console
         learnt = (read_conversations(self.folder / f"{split}.jsonl") for split in ("train", "validation"))
-        known = {prompt_key(text.tokens[: text.supervised.index(True)]) for part in learnt for text in part}
+        known = {tokens_key(text.tokens[: text.supervised.index(True)]) for part in learnt for text in part}
         served: list[Served] = [item for item in read_log(self.log, target)[0] if item.time > plan["until"]]
         later = list(
             map(as_conversation, chosen(served[-self.options.recent :], self.options.per_source, left_out, known))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headstart.errors import UserError
-from headstart.support.files import write_atomic
+from headstart.support.files import append_whole, write_atomic
 
 MOST_BYTES = 8_000_000
 """Of a file that is added to: beyond it the older half of its records goes. About 4 million tokens."""
@@ -67,16 +67,9 @@ class AnswerFile:
         """Add answers, in one record; an OSError where the system refuses, the file being as it was."""
         record = _record(self._target, answers)
         with self._opened(fcntl.LOCK_EX) as file:
-            size = os.fstat(file).st_size
-            try:
-                written = os.write(file, record)
-                while written < len(record):
-                    written += os.write(file, record[written:])
-            except OSError:
-                os.ftruncate(file, size)
-                raise
-            if size + len(record) > self._most_bytes:
-                self._shorten(file, size + len(record))
+            append_whole(file, record)
+            if (size := os.fstat(file).st_size) > self._most_bytes:
+                self._shorten(file, size)
 
     def new(self) -> tuple[list[list[int]], bool]:
         """Answers that were added since the last call, by any process, and whether the file is another one since then:

@@ -132,6 +132,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         raise
 
 
+def append_whole(file: int, data: bytes) -> None:
+    """Add bytes to a file that was opened for appending, by nobody else meanwhile; an OSError where the system refuses,
+    the file being as it was."""
+    size, written = os.fstat(file).st_size, 0
+    try:
+        while written < len(data):
+            written += os.write(file, data[written:])
+    except OSError:
+        os.ftruncate(file, size)
+        raise
+
+
 @dataclass(frozen=True)
 class TensorPlace:
     """Where a tensor's bytes lie in its file, from `start` up to `stop`; the dtype is in the words of safetensors."""

@@ -69,7 +69,8 @@ class Drafts(NamedTuple):
         sampled_OKR: how likely a child sampled instead of each of the first drafts, beside those above it, is to be
             accepted: the mass that the target's distribution shares with the one it is drawn from. R may be smaller.
         text_O: which of the texts the origin lies in, int64.
-        entropy_O: of the target's own distribution at the first draft, over its whole vocabulary, in nats.
+        entropy_O: of the target's own distribution at the first draft, over its whole vocabulary, in nats; None for
+            sampling.
     """
 
     ranks_OK: Tensor
@@ -133,8 +134,10 @@ def measure_drafts(
             name: torch.stack([table[name][row] for table, row in zip(tables, rows, strict=True)], 1)
             for name in tables[0]
         }
-        entropy_O = entropies(target, states[FINAL][[origin + 1 for origin in whole]])
-        measured.append({**by_step, "text_O": torch.full((len(whole),), number), "entropy_O": entropy_O.cpu()})
+        by_text = {"text_O": torch.full((len(whole),), number)}
+        if not sampling:
+            by_text["entropy_O"] = entropies(target, states[FINAL][[origin + 1 for origin in whole]]).cpu()
+        measured.append(by_step | by_text)
     if not sum(len(table["ranks_OK"]) for table in measured):
         raise UserError(
             f"No calibration answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead.",

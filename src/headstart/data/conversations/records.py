@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -14,6 +16,11 @@ from rich.text import Text
 from headstart.data.prompts.chat import Message
 from headstart.errors import UserError
 from headstart.support.files import read_jsonl, write_jsonl
+
+
+def tokens_key(tokens: Sequence[int]) -> str:
+    """Names a text by its token ids."""
+    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:24]
 
 
 @dataclass(frozen=True)

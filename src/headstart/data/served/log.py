@@ -24,7 +24,7 @@ from typing import Any
 
 from headstart.data.prompts.chat import template_kwargs
 from headstart.errors import UserError
-from headstart.support.files import read_json, write_json
+from headstart.support.files import append_whole, read_json, write_json
 
 BOUNDS = "log.json"
 _SEGMENTS = 8
@@ -131,13 +131,7 @@ class RequestLog:
             self._began = time.time()
             file = self.folder / f"served-{int(1e3 * self._began)}-{os.getpid()}.jsonl"
             self._segment = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        before = os.fstat(self._segment).st_size
-        try:
-            if os.write(self._segment, line) < len(line):
-                raise OSError(28, os.strerror(28), str(self.folder))
-        except OSError:
-            os.ftruncate(self._segment, before)
-            raise
+        append_whole(self._segment, line)
 
     def _tell(self, text: str) -> None:
         if text not in self._told:

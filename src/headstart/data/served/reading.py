@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from headstart.data.conversations.records import Conversation
+from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.prompts.chat import Unfit, prompt_tokens, with_template_kwargs, with_tools
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.shapes import Unusable
@@ -71,12 +71,12 @@ def read_log(folder: Path, target: FrozenModel) -> tuple[list[Served], LeftOut]:
 def chosen(served: Iterable[Served], per_source: int, left_out: LeftOut, known: Iterable[str] = ()) -> list[Served]:
     """The newest request of each prompt, and of each source at most so many, the oldest first; others are counted.
 
-    Requests whose source is not known are capped as one another's equals alone. `known` are keys (`prompt_key`) of
+    Requests whose source is not known are capped as one another's equals alone. `known` are keys (`tokens_key`) of
     prompts that count as asked already.
     """
     seen, of_source, kept = set(known), Counter[str](), list[Served]()
     for item in sorted(served, key=lambda item: -item.time):
-        key = prompt_key(item.prompt)
+        key = tokens_key(item.prompt)
         if key in seen:
             left_out.add("that repeat a prompt")
         elif item.source and of_source[item.source] >= per_source:
@@ -88,15 +88,10 @@ def chosen(served: Iterable[Served], per_source: int, left_out: LeftOut, known: 
     return kept[::-1]
 
 
-def prompt_key(prompt: Sequence[int]) -> str:
-    """Names a prompt."""
-    return hashlib.sha256(json.dumps(list(prompt)).encode()).hexdigest()[:24]
-
-
 def as_conversation(served: Served) -> Conversation:
     """For training: all of the answer is supervised, nothing of the prompt; its category is the source."""
     tokens, mask = [*served.prompt, *served.answer], [False] * len(served.prompt) + [True] * len(served.answer)
-    name = f"{prompt_key(tokens)}-{served.time:.3f}"
+    name = f"{tokens_key(tokens)}-{served.time:.3f}"
     return Conversation(name, tokens, mask, [], served.source, sampling=served.sampling)
 
 

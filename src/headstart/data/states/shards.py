@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from headstart.data.conversations.jobs import JOBS, Board, Job, Workers, share
-from headstart.data.conversations.records import Conversation
+from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.states.shard_format import AUTO, KEY, checksums, encode
 from headstart.data.states.store import FORMAT, MANIFEST, StateStore, estimate_bytes
 from headstart.errors import UserError
@@ -145,7 +145,7 @@ class Capture:
         """Write a shard of conversations and the states [T, E] of their tokens, by layer; needs free disk."""
         if not written:
             return
-        once = {_key(conversation.tokens): (conversation.tokens, states) for conversation, states in written}
+        once = {tokens_key(conversation.tokens): (conversation.tokens, states) for conversation, states in written}
         rows, states = [tokens for tokens, _ in once.values()], [states for _, states in once.values()]
         need_disk(self._shards, self._kind.bytes(sum(map(len, rows))), "Keeping hidden states")
         _write_shard(self._shards, self._kind, rows, states)
@@ -202,7 +202,7 @@ def _computed(target: Target, shards: Path, jobs: Iterable[Job], board: Board) -
 
 def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[Conversation]) -> dict[str, Any]:
     target = kind.target
-    places = [[index.places[layer, _key(item.tokens)] for item in kept] for layer in kind.aux_layers]
+    places = [[index.places[layer, tokens_key(item.tokens)] for item in kept] for layer in kind.aux_layers]
     files = sorted({file for of_layer in places for file, _ in of_layer})
     number_of = {file: number for number, file in enumerate(files)}
     digest = hashlib.sha256(json.dumps([FORMAT, index.owner]).encode())
@@ -257,14 +257,10 @@ class ShardIndex:
     ) -> dict[tuple[int, ...], list[int]]:
         """By the layers that no whole shard holds of them: numbers of conversations, equal ones once."""
         numbers: dict[tuple[int, ...], dict[str, int]] = {}
-        for number, key in enumerate(_key(conversation.tokens) for conversation in conversations):
+        for number, key in enumerate(tokens_key(conversation.tokens) for conversation in conversations):
             if missing := tuple(layer for layer in aux_layers if (layer, key) not in self.places):
                 numbers.setdefault(missing, {}).setdefault(key, number)
         return {missing: list(by_key.values()) for missing, by_key in numbers.items()}
-
-
-def _key(tokens: Sequence[int]) -> str:
-    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:24]
 
 
 def _split(numbers: Sequence[int], lengths: Sequence[int], per_token: int, shard_bytes: int) -> list[list[int]]:
@@ -305,7 +301,7 @@ def _write_shard(
     metadata = {
         "owner": kind.owner,
         "taps": json.dumps(list(kind.aux_layers)),
-        "keys": json.dumps([_key(row) for row in rows]),
+        "keys": json.dumps([tokens_key(row) for row in rows]),
         "lengths": json.dumps(lengths),
     }
     name = hashlib.sha256(json.dumps(metadata).encode()).hexdigest()[:16]

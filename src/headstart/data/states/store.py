@@ -66,7 +66,7 @@ class Sample:
 
     Attributes:
         kept: by layer, states as they are stored.
-        scales: by layer, [T], of states in one byte a number (see `codes`), which stand for numbers of a `dtype`.
+        scales: by layer, [T], of states in one byte a number (see `shard_format`); they stand for numbers of a `dtype`.
     """
 
     tokens_T: Tensor
