@@ -38,7 +38,7 @@ much costs are wrong, if it is among the first 4 after them; the draft itself on
 which the first one has. A new loop starts with 2 plain rounds. Until 2 pairs of drafts are known, for 4 drafted
 rounds at most, costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no round enters the
 account; then all of them do, by the corrected costs. After that trees have at most twice the nodes of the largest size
-with 2 pairs. Two plain rounds are due after 100 drafted ones, and after 16 where one of them verified a larger size.
+with 2 pairs. Two plain rounds are due after 100 drafted ones, and after 4 where one of them verified a larger size.
 
 A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
 that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are

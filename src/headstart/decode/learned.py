@@ -63,7 +63,7 @@ class RoundTimes:
     @property
     def wants_plain(self) -> int:
         """How many plain rounds are due."""
-        due = self.since_plain * SHARE >= LEAST_PAIRS or (self.wider and self.since_plain >= 4 * _NEAR)
+        due = self.since_plain * SHARE >= LEAST_PAIRS or (self.wider and self.since_plain >= _NEAR)
         return LEAST_PAIRS if due or not self.plain else 0
 
     @property
