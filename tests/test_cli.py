@@ -142,6 +142,28 @@ def test_generate_writes_the_same_words_with_and_without_heads(finished: Path) -
     assert "tokens/s" not in sampled.stdout
 
 
+def test_generate_answers_a_file_of_prompts(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its order, two at a time, with the words that each gets alone; nothing is answered where a line is no
+    prompt."""
+    monkeypatch.setattr("headstart.cli.heads._TOGETHER", 2)
+    file, how = tmp_path / "prompts.jsonl", ("--dtype", "float32", "--max-new-tokens", 8)
+    asked = ["who are you", "and again", "hello"]
+    rows = [{"prompt": asked[0], "id": "first"}, {"turns": asked[1:2]}]
+    rows.append({"messages": [{"role": "user", "content": asked[2]}]})
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    result = works("generate", finished, "--prompts", file, *how)
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [answer["id"] for answer in answers] == ["first", "line 2", "line 3"]
+    alone = [works("generate", finished, "--prompt", text, *how).stdout for text in asked]
+    assert [answer["text"] + "\n" for answer in answers] == alone
+    assert "3 answers, 24 tokens" in result.stderr
+    sampled = works("generate", finished, "--prompts", file, *how, "--temperature", 1, "--seed", 5).stdout
+    assert [json.loads(line)["seed"] for line in sampled.splitlines()] == [5, 6, 7]
+    file.write_text('{"prompt": "hello"}\n{"prompt": 5}\n', encoding="utf-8")
+    assert "line 2" in refused("generate", finished, "--prompts", file)
+    assert "one of the two" in refused("generate", finished)
+
+
 def test_generate_ends_at_a_stop_text(finished: Path) -> None:
     heads = finished / "heads"
     asked = ("generate", heads, "--prompt", "who are you", "--dtype", "float32", "--max-new-tokens", 12)

@@ -134,6 +134,35 @@ def test_a_draft_costs_the_levels_that_the_heads_drafted(levels: int | None, cha
     assert budget._draft_ms == pytest.approx(charged, abs=1e-6), "the mean of a constant"
 
 
+@pytest.mark.parametrize("limit", [32, 64])
+@pytest.mark.parametrize(("draft_ms", "plain_tokens"), [(2.0, 8), (7.0, 200)])
+def test_short_answers_are_drafted_as_soon_as_they_have_paid_for_a_try(
+    limit: int, draft_ms: float, plain_tokens: int
+) -> None:
+    """Answers too short to win a try of dear drafts back are plain until together they have saved for it, and drafted
+    from then on; cheap drafts are tried in the very first answer."""
+    costs = Costs((1, 2, 4, 8, 16, 32, 64), (4.3, 4.4, 4.8, 5.5, 7.0, 10.0, 16.0), draft_ms)
+    experience, plain_rounds, later = Experience(), 0, []
+    for _ in range(20):
+        budget, left, rounds, drafted = (
+            Budget(costs, "auto", 1, limit, prompt=30, experience=experience),
+            limit - 1,
+            0,
+            0,
+        )
+        while left > 0:
+            nodes = min(6, budget.room(64)) if budget.drafts else 1
+            emitted = min(left, nodes if nodes < 6 else 5)
+            chain = Tree([0] * nodes, list(range(-1, nodes - 1)), [0.9**depth for depth in range(nodes)])
+            spent_ms = (draft_ms if nodes > 1 else 0.0, costs.verify(nodes))
+            budget.note([chain], [emitted], spent_ms)
+            left, rounds, drafted = left - emitted, rounds + 1, drafted + (nodes > 1)
+        plain_rounds += rounds if not later and not drafted else 0
+        later += [drafted / rounds] if drafted or later else []
+    assert plain_rounds <= plain_tokens
+    assert min(later) > 0.5 and sum(later) > 0.8 * len(later), "all but rounds that measured pairs begin with"
+
+
 def test_modes() -> None:
     assert Budget(None, "auto", 1).drafts
     assert not Budget(REAL, "off", 1).drafts

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
@@ -19,14 +21,17 @@ from headstart.cli.options import Heads, Loading, Overwrite, listed, with_option
 from headstart.decode.options import DecodeKeywords, DecodeOptions
 from headstart.errors import UserError, check_text
 from headstart.eval.options import AuditOptions, EvalOptions
-from headstart.support.files import check_writable
-from headstart.support.terminal import ACCEPTED, ask, complain, say, tell
+from headstart.support.files import check_writable, read_jsonl
+from headstart.support.terminal import ACCEPTED, ask, complain, format_seconds, progress_bar, say, tell
 
 if TYPE_CHECKING:
     from headstart.api import Decoder, Stream
+    from headstart.data.prompts.shapes import Prompt
 
 REPORT_FILES = ("results.json", "report.md", "report.html")
 AUDIT_FILES = ("audit.json", "audit.md")
+_TOGETHER = 32
+"""Prompts of a file that are decoded together; their answers are written before the next are begun."""
 _OF_ONE_ANSWER = ("stop", "raw")
 _CHAT_HELP = (
     "/new starts over, /drafts colours the words that were drafted, /help shows this, an empty line or Ctrl-D quits."
@@ -128,14 +133,27 @@ def audit(
 @with_options()
 def generate(
     heads: Heads,
-    prompt: Annotated[str, typer.Option(help="What the user says; - reads it from standard input.")],
+    prompt: Annotated[str | None, typer.Option(help="What the user says; - reads it from standard input.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="Instead: JSONL of any shape that data.prompts takes. Answers are JSON lines in its order."),
+    ] = None,
     options: DecodeOptions = DecodeOptions(),
     loading: Loading = Loading(),
 ) -> None:
-    """Answer one prompt. The text goes to stdout, the figures to stderr.
+    """Answer a prompt, or each prompt of a file. The text goes to stdout, the figures to stderr.
 
     Example: headstart generate runs/quickstart --prompt "Why is the sky blue?"
+
+    Example: headstart generate runs/quickstart --prompts questions.jsonl > answers.jsonl
     """
+    if (prompt is None) == (prompts is None):
+        raise UserError("generate takes --prompt or --prompts.", "Give one of the two.")
+    if prompts is not None:
+        asked = read_prompts(prompts)
+        _answer_all(load_decoder(heads, loading, options), asked, options)
+        return
+    assert prompt is not None, "one of the two"
     prompt = read_prompt(prompt, options.raw)
     decoder = load_decoder(heads, loading, options)
     _pour(decoder.stream(prompt, **_keywords(options)))
@@ -198,6 +216,58 @@ def read_prompt(prompt: str, raw: bool) -> str:
     if not (prompt if raw else prompt.strip()):
         raise UserError("The prompt is empty.", "Give a question: --prompt TEXT.")
     return prompt
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a JSONL file, in order; a UserError names the line that holds none."""
+    from headstart.data.prompts.shapes import SHAPES, Unusable, parse_prompt
+
+    prompts = []
+    for number, row in read_jsonl(path):
+        try:
+            prompts.append(parse_prompt(row, f"line {number}"))
+        except Unusable as error:
+            raise UserError(f"{path}, line {number}: a prompt {error}.", f"Write {SHAPES[4]} or {SHAPES[0]}.") from None
+    if not prompts:
+        raise UserError(f"{path} holds no prompt.", f"Write one {SHAPES[4]} a line.")
+    return prompts
+
+
+def _answer_all(decoder: Decoder, prompts: Sequence[Prompt], options: DecodeOptions) -> None:
+    """Write the answer to each prompt's first request as a JSON line to stdout, some of them decoded together."""
+    from headstart.decode.loop import check
+
+    tokens = [
+        decoder.tokens(
+            prompt.turns[0] if prompt.plain else prompt.opening,
+            prompt.plain or options.raw,
+            prompt.tools or options.tools,
+            options.chat_template_kwargs,
+        )
+        for prompt in prompts
+    ]
+    check(decoder.target, tokens, options)  # all of them, before the first is answered
+    console, start, count, rounds = Console(stderr=True), perf_counter(), 0, 0
+    with progress_bar(console, "answers", len(prompts)) as bar:
+        for first in range(0, len(tokens), _TOGETHER):
+            seeded = options if options.seed is None else replace(options, seed=options.seed + first)
+            answers = decoder.generate_batch(tokens[first : first + _TOGETHER], **_keywords(seeded))
+            for prompt, answer in zip(prompts[first:], answers, strict=False):
+                count, rounds = count + len(answer.tokens), rounds + answer.rounds
+                line = {
+                    "id": prompt.id,
+                    "text": answer.text,
+                    "tokens": len(answer.tokens),
+                    "finish_reason": answer.finish_reason,
+                    "tokens_per_round": round(answer.tokens_per_round, 2),
+                    **({} if answer.seed is None else {"seed": answer.seed}),
+                }
+                sys.stdout.write(json.dumps(line, ensure_ascii=False) + "\n")
+            sys.stdout.flush()
+            bar.advance(len(answers))
+    seconds = perf_counter() - start
+    figures = f"{len(prompts)} answers, {count} tokens in {format_seconds(seconds)}, {count / seconds:.1f} tokens/s"
+    tell(console, f"{figures}, τ {(count - len(prompts)) / max(1, rounds):.2f}", style="dim")
 
 
 def _keywords(options: DecodeOptions) -> DecodeKeywords:
