@@ -20,7 +20,7 @@ import torch
 from record import here, record
 
 from headstart.decode.options import SamplingOptions
-from headstart.decode.verify import RULES, SamplingVerifier
+from headstart.decode.verify import DRAWS, SamplingVerifier
 from headstart.target.model import TargetOutput
 from headstart.tree.tree import Drawn, Tree, TreeBatch, TreeShape
 
@@ -66,7 +66,7 @@ def compared(rule: str, shape: TreeShape, vocab: int, options: argparse.Namespac
         for form in sorted(spent, reverse=bool(number % 2)):
             batches, outs = together if form == "side_by_side_ms" else apart
             verifiers = [
-                SamplingVerifier(SamplingOptions(temperature=1.0), [[1]] * len(batch.trees), number + row, RULES[rule])
+                SamplingVerifier(SamplingOptions(temperature=1.0), [[1]] * len(batch.trees), number + row, DRAWS[rule])
                 for row, batch in enumerate(batches)
             ]
 

@@ -1,6 +1,9 @@
 """Linear heads: K linear maps on the target's last hidden state.
 
-Head k at position t predicts token t + k + 2, as in Medusa.
+Head k at position t predicts token t + k + 2, as in Medusa. On tokens a b c d e (positions 0-4), from the state after
+`b` (t = 1):
+
+    head 0 -> d (3)      head 1 -> e (4)
 """
 
 from __future__ import annotations

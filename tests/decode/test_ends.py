@@ -9,7 +9,7 @@ import torch
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import RULES
+from headstart.decode.verify import DRAWS
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.target.model import Target
@@ -63,7 +63,7 @@ def test_no_end_comes_before_the_shortest_text(plain: DecodeLoop, drafted: Decod
         assert len(theirs) >= place + 4 and token not in theirs[: place + 4]
 
 
-@pytest.mark.parametrize("verifier", RULES)
+@pytest.mark.parametrize("verifier", DRAWS)
 def test_sampling_keeps_to_it_too(plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target, verifier: str) -> None:
     """Every second token would end the text."""
     ends = list(range(0, tiny_target.vocab_size, 2))

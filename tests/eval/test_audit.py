@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headstart.api import Decoder
 from headstart.decode import verify
-from headstart.decode.verify import RULES, SamplingVerifier, accept_or_draw
+from headstart.decode.verify import DRAWS, SamplingVerifier, accept_or_draw
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.audit import RANDOM, WRONG, run_audit
@@ -50,7 +50,7 @@ def results(decoder: Decoder) -> dict[str, Any]:
         max_new_tokens=10,
         samples=1000,
         texts=1,
-        verifier=tuple(RULES),
+        verifier=tuple(DRAWS),
     )
     return run_audit(decoder, PROMPTS, options, Console(quiet=True))
 
@@ -64,7 +64,7 @@ def test_honest_decoding_is_clean(results: dict[str, Any]) -> None:
     for row in results["greedy"]:
         assert (row["different_tokens"], row["differences"], row["tokens"]) == (0, [], 30)
     assert sum(row["drafts_accepted"] for row in results["greedy"] if row["drafter"] == WRONG) == 0
-    assert len(results["sampling"]) == len(RULES) * 2
+    assert len(results["sampling"]) == len(DRAWS) * 2
     for row in results["sampling"]:
         assert row["samples"] == 1000
         assert row["samples"] <= row["rounds"] <= 2 * row["samples"], "two of three tokens, in one round or two"

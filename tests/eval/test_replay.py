@@ -24,9 +24,9 @@ from tests.eval.sources import Drafts
 def drafted_run(seconds: float = 0.1) -> Run:
     """The prefill's token, two accepted and one's own, a round in which another path was accepted, and a cut end."""
     rounds = [
-        Round(4, 3, 10.0, 20.0, 1.0, depth=2, drafts=(5, 6)),
-        Round(4, 2, 10.0, 20.0, 1.0, depth=2, drafts=(9, 9)),
-        Round(4, 3, 10.0, 20.0, 1.0, depth=2, drafts=(11, 12)),
+        Round(4, 3, 10.0, 20.0, 1.0, depth=2, likeliest=(5, 6)),
+        Round(4, 2, 10.0, 20.0, 1.0, depth=2, likeliest=(9, 9)),
+        Round(4, 3, 10.0, 20.0, 1.0, depth=2, likeliest=(11, 12)),
     ]
     scale = seconds / 0.1
     times = [10.0, 40.0, 40.0, 40.0, 70.0, 70.0, 99.0, 99.0]

@@ -1,16 +1,17 @@
 """How many nodes a round verifies, and when drafting pauses: from measured costs and from what drafts bring.
 
-Nodes: a round that verifies a tree emits one token and, for each node, one more with the probability that the node's
-whole path is accepted. Over a long text the best choice of nodes maximises expected tokens minus rate times cost, where
-the rate (tokens per millisecond) is that of the decoding as a whole: a node pays when it brings more tokens than the
-time of its verification would bring otherwise. Plain decoding, chains and static trees are special cases of this.
-Nothing is cut where some tree has drawn nodes, or none of the probabilities.
+Nodes: a round that verifies a tree emits one token and, for each draft, one more with the probability that its whole
+path is accepted. Over a long text the best choice of nodes maximises expected tokens minus rate times cost, where the
+rate (tokens per millisecond) is that of the decoding as a whole: a node pays when it brings more tokens than the time
+of its verification would bring otherwise. Plain decoding, chains and static trees are special cases of this. Nothing
+is cut where some tree has drawn nodes, or none of the probabilities.
 
 Pauses ("auto"). Amounts are tokens a row; nodes include the root, so that 4 nodes are 3 drafts. A drafted round is
 worth what it emitted less the plain rounds that take its time. What is left is what the row with the most of it may
 still emit, of `max_new_tokens`.
 
-1. The account starts with a stake of 2 (`STAKE`); when sampling, with a twelfth of `max_new_tokens` if that is less.
+1. The account starts with a stake of 2 (`STAKE`); when sampling or `deterministic`, with a twelfth of
+   `max_new_tokens` if that is less.
 2. A drafted round adds its worth, or takes it; the account is not raised above 8 (`_MOST_HELD`). Every plain round adds
    1/50 (`SHARE`) / (1 + lost tries), as far as 2 or, if that is more, the reserve and the price of a try.
 3. A try is a drafted round with 4 nodes of a row and 3 levels (`_SMALL`); two of them while costs are unknown. Its cost
@@ -23,22 +24,24 @@ still emit, of `max_new_tokens`.
    they are until the next. It drafts at once where the reserve is 0, costs are known and no try is lost. Else plain
    rounds come first, until the account covers reserve and price. Where they would take more than half of what is left,
    or any while costs are unknown, nothing more is drafted in this call: of a new loop the whole first answer is plain
-   where a try costs more than the stake, as after a long prompt. When sampling, a reserve ends drafting as well.
+   where a try costs more than the stake, as after a long prompt. When sampling or `deterministic`, a reserve ends
+   drafting as well.
 6. A try is lost when a drafted round leaves the account at the reserve or below, the very first time too. The lost try
    counts before the plan is made: rounds of the first pause add 1/100, those of the next 1/150.
 7. After a loss drafting is on trial, with trees of 4 nodes at most, until the account is above what it held when the
    trial began (then no try counts as lost any more) or the next is lost. What is known of promises is forgotten.
-8. In greedy decoding account, lost tries, mean tokens a round and measured rounds serve later calls of the loop with
-   a like number of rows (`size_of`). Sampling starts anew with every call.
+8. Account, lost tries, mean tokens a round and measured rounds serve later calls of the loop with a like number of
+   rows (`size_of`). When sampling or `deterministic`, every call starts anew.
 
 So drafting can lose the stake, that share of plain rounds, and eight tokens of what it won.
 
-Measuring (greedy "auto"; `learned.py`): a drafted round and the plain ones before it make a pair, which says by how
-much costs are wrong, if it is among the first 4 after them; the draft itself only if it had no more to read than usual,
-which the first one has. A new loop starts with 2 plain rounds. Until 2 pairs of drafts are known, for 4 drafted
-rounds at most, costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no round enters the
-account; then all of them do, by the corrected costs. After that trees have at most twice the nodes of the largest size
-with 2 pairs. Two plain rounds are due after 100 drafted ones, and after 4 where one of them verified a larger size.
+Measuring (greedy "auto", not `deterministic`; `learned.py`): a drafted round and the plain ones before it make a pair,
+which says by how much costs are wrong, if it is among the first 4 after them; the draft itself only if it had no more
+to read than usual, which the first one has. A new loop starts with 2 plain rounds. Until 2 pairs of drafts are known,
+for 4 drafted rounds at most, costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no
+round enters the account; then all of them do, by the corrected costs. After that trees have at most twice the nodes of
+the largest size with 2 pairs. Two plain rounds are due after 100 drafted ones, and after 4 where one of them verified
+a larger size.
 
 A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
 that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
@@ -200,7 +203,7 @@ class Budget:
         return self._mode != "off" and self._plain_left == 0
 
     def room(self, max_nodes: int) -> int:
-        """Nodes of a row that this round may draft, at most the `max_nodes` that fit into memory."""
+        """Nodes of a row that this round may draft, at most the `max_nodes` that memory and target allow."""
         if self._now is None:
             return max_nodes
         if self._costs_unknown or self._before_try is not None:
@@ -258,7 +261,8 @@ class Budget:
 
     def note(self, trees: Sequence[Tree], emitted: Sequence[int], spent_ms: tuple[float, float] | None = None) -> None:
         """Learn from the outcome of a round: the trees as verified, the tokens that each row emitted, and the
-        milliseconds that draft and forward took, None when a drafter failed."""
+        milliseconds that draft and forward took, None where nothing could be drafted: no room, or no drafter that
+        works."""
         if self._now is None:
             return
         rows, tokens = len(emitted), sum(weight * count for weight, count in zip(self.weights, emitted, strict=True))

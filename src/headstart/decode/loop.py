@@ -25,7 +25,7 @@ from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import by_halves, reserve
 from headstart.decode.options import DecodeOptions, Processor, check_kinds, random_seed
 from headstart.decode.sampling import argmax, check_processors, check_sampling, not_before, warp
-from headstart.decode.verify import RULES, SamplingVerifier, decided_on_device
+from headstart.decode.verify import DRAWS, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
@@ -42,7 +42,7 @@ class Round:
     Nodes are those of the verified tree, root included, and `depth` is its depth. Emitted tokens include the target's
     own, before any cut at the end of the text. `draft_ms` is proposing, and choosing which nodes to verify; `verify_ms`
     the tree forward and reading the target's choices; `host_ms` everything else. `paused` says that nothing was
-    drafted because it would not have paid. `drafts` are the tokens of the tree's likeliest path.
+    drafted because it would not have paid. `likeliest` are the tokens of the tree's likeliest path.
     """
 
     nodes: int
@@ -52,7 +52,7 @@ class Round:
     host_ms: float
     depth: int = 0
     paused: bool = False
-    drafts: Sequence[int] = ()
+    likeliest: Sequence[int] = ()
 
 
 @dataclass
@@ -309,11 +309,11 @@ class DecodeLoop:
             # The limit is part of the request: cutting a tree afterwards may depend on what was drawn, which sampling
             # must not.
             deepest = target.deepest(cache)
-            room = max_nodes if deepest is None else min(max_nodes, deepest + 1)
-            drafts = budget.drafts and room > 1 and bool(sessions)
-            if drafts:
+            bound = max_nodes if deepest is None else min(max_nodes, deepest + 1)
+            drafting_now = budget.drafts and bound > 1 and bool(sessions)
+            if drafting_now:
                 request = Request(
-                    budget.room(room),
+                    budget.room(bound),
                     budget.threshold,
                     budget.level_threshold,
                     chain=target.chains_only,
@@ -327,8 +327,8 @@ class DecodeLoop:
                     batch = TreeBatch.of(trees, target.device)
             drafted = perf_counter()
             # The next answer may draft again.
-            drafting = sessions if call.kept_text is None else range(len(self.drafters))
-            out = target.forward_tree(cache, batch, self._aux_layers(drafting))
+            learning = sessions if call.kept_text is None else range(len(self.drafters))
+            out = target.forward_tree(cache, batch, self._aux_layers(learning))
             committed, roots = verifier.accept(batch, out)
             verified = perf_counter()
             cache.commit(committed.paths, committed.paths_BP, committed.counts_B)
@@ -340,7 +340,7 @@ class DecodeLoop:
             remaining = emit(emitted)
             paused = bool(self.drafters) and options.draft == "auto" and not budget.drafts
             # Where there was no room, or no drafter that works, the time says nothing of drafting.
-            spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafts == budget.drafts else None
+            spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafting_now == budget.drafts else None
             budget.note(batch.trees, list(map(len, emitted)), spent_ms)
             if not budget.will_draft:
                 sessions.clear()  # nothing more will be drafted: plain rounds cost what they do without drafters
@@ -433,8 +433,8 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
     if options.min_new_tokens < 0:
         raise UserError(f"min_new_tokens is {options.min_new_tokens}.", "Use 0 for none, or a number of tokens.")
     check_sampling(options)
-    if options.verifier != "auto" and options.verifier not in RULES:
-        raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *RULES]))
+    if options.verifier != "auto" and options.verifier not in DRAWS:
+        raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *DRAWS]))
     if options.draft not in ("auto", "on", "off"):
         raise UserError(f"draft is {options.draft!r}.", "Use auto, on or off.")
     if not all(options.stop_strings):
@@ -481,7 +481,7 @@ def make_verifier(
     not_yet = keeping_on(options, prompts, target)
     if options.verifier == "auto" and options.greedy and not options.needs_prefix and not not_yet:
         return Verifier()
-    draws = not options.greedy if options.verifier == "auto" else RULES[options.verifier]
+    draws = not options.greedy if options.verifier == "auto" else DRAWS[options.verifier]
     assert options.seed is not None, "drawn by now"
     return SamplingVerifier(options, prompts, options.seed, draws, not_yet)
 

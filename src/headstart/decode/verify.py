@@ -36,9 +36,11 @@ from headstart.support.uploads import upload
 from headstart.target.model import TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, decided
 
-RULES = {"top_k": False, "greedy_draft": True}
-"""Names of the ways to sample: whether drafters are asked to draw the last child of each node. What comes out follows
-the same distribution; `greedy_draft` accepts more, and `top_k` draws the very text that plain sampling draws."""
+DRAWS = {"top_k": False, "greedy_draft": True}
+"""By the names that `DecodeOptions.verifier` takes, whether drafters draw. `greedy_draft` (arXiv 2502.18779): a node's
+last child is drawn, all others are the most likely ones. `top_k`, no relation to the option top_k: none is drawn. What
+comes out follows the same distribution; `greedy_draft` accepts more, and `top_k` draws the very text that plain
+sampling draws."""
 
 
 class SamplingVerifier:

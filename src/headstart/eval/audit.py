@@ -31,7 +31,7 @@ from torch import Tensor
 
 from headstart.decode.loop import DecodeLoop, Drafter, Generation, check
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import RULES
+from headstart.decode.verify import DRAWS
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge
@@ -51,7 +51,7 @@ SCHEMA_VERSION = 1
 LEVEL = 0.01
 """How often an honest audit is called not clean by chance, all sampling tests taken together (Bonferroni)."""
 RANDOM, WRONG = "random heads", "always wrong"
-DRAFTERS = ("dynamic", "static", RANDOM, WRONG, "ngram", "heads+ngram", "lookahead")
+AUDITED = ("dynamic", "static", RANDOM, WRONG, "ngram", "heads+ngram", "lookahead")
 """Drafters of the greedy proof."""
 TEMPERATURES = (0.7, 1.0)
 """Of the sampling proof."""
@@ -137,8 +137,8 @@ def _filled(options: AuditOptions) -> AuditOptions:
     """The options with what they stand for when nothing was said; temperatures are those of the sampling proof."""
     return replace(
         options,
-        drafters=options.drafters or DRAFTERS,
-        verifier=options.verifier or tuple(RULES),
+        drafters=options.drafters or AUDITED,
+        verifier=options.verifier or tuple(DRAWS),
         temperature=[temperature for temperature in options.temperature or TEMPERATURES if temperature != 0],
     )
 

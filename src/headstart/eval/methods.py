@@ -30,7 +30,7 @@ from headstart.target.model import Target
 TREES: dict[str, TreeKind] = {"dynamic": "dynamic", "static": "static", "chain": "chain"}
 """Names of the heads with each kind of tree; "heads" has the one that tuning found best."""
 ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")
-"""Every drafter that needs no second model."""
+"""What `--compare all` takes."""
 LOOKUP_TOKENS = 4
 """Drafts a round of transformers' prompt lookup."""
 

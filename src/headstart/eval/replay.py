@@ -149,7 +149,7 @@ def replay(name: str, run: Run, row: int, tokenizer: Any) -> Replay:
     replayed: Replay = {"name": name, "tokens": tokens, "pieces": pieces_of(tokenizer, [], tokens), "steps": []}
     past = 0.0
     for count, ms, decided in steps:
-        drafts = list(decided.drafts) if decided else []
+        drafts = list(decided.likeliest) if decided else []
         accepted = min(decided.emitted - 1, count) if decided else 0
         emitted = tokens[before : before + accepted]
         kept = next((k for k, pair in enumerate(zip(drafts, emitted, strict=False)) if pair[0] != pair[1]), None)

@@ -96,10 +96,10 @@ class StepPrediction:
 
     Attributes:
         hidden_MH: what the LM head reads.
-        teacher_M: flat index b * T + t of the position whose FINAL state gives the target's own distribution for the
-            same token: the token predicted is number t + 1 of row b.
-        origin_M: flat index of the position the drafting started from: step k of origin t predicts token t + k + 2
-            (k from 0).
+        teacher_M: flat index b * T + s of position s = t + k + 1 of row b (see `origin_M`); the token predicted is
+            number s + 1. The label is the target's distribution there, by the FINAL state of s.
+        origin_M: flat index b * T + t of the position t the drafting started from: step k (from 0) predicts token
+            t + k + 2.
         feature_ME: the head's guess of the FINAL state at `teacher_M`, for families that draft features.
         bias_D: of the LM head, where it is the target's and has one.
         finish: what the target does to its logits, where the LM head is the target's.

@@ -2,7 +2,8 @@
 
 The state of token t and the embedding of token t + 1 are joined by a linear map; a decoder layer without an input norm
 turns them into a guess of the final state of token t + 1, which the target's own frozen LM head reads. The guess is fed
-back. With dynamic trees this is EAGLE-2 (arXiv 2406.16858). See `recurrent` for what each step reads and drafts.
+back. With dynamic trees this is EAGLE-2 (arXiv 2406.16858). See `headstart.heads.parts.recurrent` for what each step
+reads and drafts.
 
 Shape suffixes: E hidden size, V vocabulary.
 """

@@ -3,8 +3,11 @@
 Three aux hidden states are fused by a linear map; attention reads the normed embedding of the next token beside the
 normed fused state, the stream is the fused state itself, and the layer's output is fed back. The heads have a final
 norm and an LM head of their own over the draft vocabulary. EAGLE-3.1 normalises every aux hidden state before the map
-and feeds back the normed output. What each step reads and drafts is in `headstart.heads.parts.recurrent`, with an
-example; "state" there is the fused state.
+and feeds back the normed output. On tokens a b c d e, the draft from the states after `b` (more of this in
+`headstart.heads.parts.recurrent`):
+
+    step 0   fused(b), emb(c) -> d                      sees the entries of a, b (b's is step 0)
+    step 1   its own output of step 0, emb(d) -> e      sees the entries of a, b, and itself
 
 This is the arrangement that serving engines read. With `init: transition` it begins as a solved step from one final
 state of the target to the next. Two things are solved for before the first gradient step. The linear part of the step,

@@ -3,11 +3,11 @@
 
 The module norms the embedding of the next token and the state of this one, joins them by a linear map (`eh_proj`), runs
 a decoder layer and norms what comes out, which the target's own frozen LM head reads. It takes all draft steps, as
-engines use a module that a target ships: its output stands for the next final state and is fed back, see `recurrent`.
-On tokens a b c d e (positions 0-4), the draft from the state after `b`:
+engines use a module that a target ships: its output stands for the next final state and is fed back, see
+`headstart.heads.parts.recurrent`. On tokens a b c d e (positions 0-4), the draft from the state after `b`:
 
-    step 0   state(b), emb(c) -> d               sees the entries of a, b
-    step 1   own output of step 0, emb(d) -> e   sees the entries of a, b, and its own of step 0
+    step 0   state(b), emb(c) -> d               sees the entries of a, b (b's is step 0)
+    step 1   own output of step 0, emb(d) -> e   sees the entries of a, b, and itself
 
 With `heads.init=native` the module is the one that the target ships, in the target's own kind of layer. Trained, it
 goes back into a copy of the checkpoint (`headstart export --format checkpoint`).

@@ -1,4 +1,4 @@
-"""The serving engines that are known here, by name."""
+"""Engines that `tune --engine` starts and measures, by name."""
 
 from __future__ import annotations
 

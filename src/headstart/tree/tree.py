@@ -349,7 +349,8 @@ class Request:
 
 @dataclass
 class Committed:
-    """What a round added to the text: the accepted path of each row, root first, at least the root.
+    """What a round committed to the cache: of each row the root, which was emitted the round before, and then the
+    accepted drafts. The token after them is the next root.
 
     `paths_BP` are the paths on the device, int64, where short rows repeat their last node, and `counts_B` how many
     nodes they have. Hidden states, by layer, and logits are those after every node of the batch.

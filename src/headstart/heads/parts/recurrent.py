@@ -5,10 +5,10 @@ t + 2. The state is the final one (EAGLE-1, MTP) or what the heads make of sever
 stands in for the next one: together with the drafted token's embedding it is the entry of the next step. On tokens
 a b c d e (positions 0-4), the draft that starts from the state after `b` (origin 1):
 
-    step 0   state(b), emb(c) -> d                      sees the entries of a, b
-    step 1   its own output of step 0, emb(d) -> e      sees the entries of a, b, and its own of step 0
+    step 0   state(b), emb(c) -> d                      sees the entries of a, b (b's is step 0)
+    step 1   its own output of step 0, emb(d) -> e      sees the entries of a, b, and itself
 
-Where the target wrote c d e, these are the origins that step 0 and step 1 learn from. Origin 0 is not among them: its
+Where the target wrote c d e, step 0 learns from the origins 1 and 2, step 1 from 1. Origin 0 is not among them: its
 root, `b`, was not written by the target, as every root is in decoding:
 
 >>> from headstart.heads.base import supervised_origins
@@ -17,8 +17,8 @@ root, `b`, was not written by the target, as every root is in decoding:
 [[1, 2], [1]]
 
 The entry of step k stands at position t + k. Training computes step k of all origins of a conversation at once; an
-origin sees the text's entries up to itself and its own earlier steps, never those of another origin, exactly as when
-drafting (the "training-time test" of EAGLE-3, arXiv 2503.01840).
+origin sees the text's entries up to itself (its step 0) and its own steps from 1 on, this one included, never those of
+another origin, exactly as when drafting (the "training-time test" of EAGLE-3, arXiv 2503.01840).
 
 Shape suffixes: B rows, T tokens, A origins of a row, M predictions, P pending entries, W nodes of a level, S cache
 slots, K draft steps, E hidden size, I width of what attention reads, X what a family reads of the target, D draft
@@ -69,7 +69,7 @@ class RecurrentSession:
             room for more.
         tokens_BP: the token after each of them; that of a row's last one is the root, known when drafting begins.
         drafted: whether their entries were computed (with the root) in this round.
-        base: cache slot of each row's root.
+        base: cache slot of each row's entry with the root: (state before the root, root).
         feedback_BWE: what the nodes of the last level feed back.
         visible_BWS: nodes of this round that each node of the last level sees, by order of drafting.
         memory: what graphs know, where drafts are captured.
@@ -466,7 +466,8 @@ class UnrolledText:
         return stream_BTE.gather(1, self.sight.index_BA[:, :, None].expand(-1, -1, stream_BTE.shape[2]))
 
     def step(self, step: int) -> Tensor:
-        """The last layer's stream of every origin, [B, A, E]."""
+        """The last layer's stream of every origin, [B, A, E]: of its entry with token origin + step + 1, at position
+        origin + step."""
         heads, index_BA = self.heads, self.sight.index_BA
         if step == 0:
             positions = positions_of(self.tokens_BT, self.starts_BT)
