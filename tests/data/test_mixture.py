@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from headstart.data.conversations import part_writer
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import begun_at, identity, pinned
 from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
@@ -92,6 +93,29 @@ def test_conversations_of_a_mixture(tiny_target: Target, sources: list[dict[str,
     splits = build_conversations(tiny_target, data, tmp_path / "data")
     parts = (splits.heldout, splits.validation, splits.train)
     assert [sum(item.messages[0]["content"].startswith("b") for item in part) for part in parts] == [1, 1, 3]
+
+
+def test_the_target_writes_its_share_of_a_mixture(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every part, and all that is missing once the files are used up; of what it writes no more than that."""
+    asked = []
+
+    def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
+        asked.append(count)
+        return [(f"own {seed} {i}", "own") for i in range(count)]
+
+    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    sizes = {"conversations": 20, "heldout": 4, "validation": 8, "max_new_tokens": 8, "batch_size": 8}
+    few = {"source": write(tmp_path / "few.jsonl", *(f"a {i}" for i in range(16))), "weight": 3}
+    data = DataSection.model_validate({"prompts": [few, "self"], **sizes})
+    splits = build_conversations(tiny_target, data, tmp_path / "data")
+    parts = (splits.heldout, splits.validation, splits.train)
+    assert [sum(item.category == "own" for item in part) for part in parts] == [1, 2, 14]
+    assert [len(part) for part in parts] == [4, 8, 20]
+    assert asked == [2, 3, 3, 8, 8], "a few more than wanted beside given ones, whole batches without"
+    written = identity(tiny_target, data.model_dump(mode="json"))
+    assert written != identity(tiny_target, data.model_copy(update={"seed_prompts": "none"}).model_dump(mode="json"))
 
 
 def test_a_run_of_a_mixture_works_again_when_an_excluded_question_changes(
@@ -188,7 +212,6 @@ def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPa
         ),
         ("data.prompts=[{source: b, weight: 0}]", "Source 1 .* weight input should be greater than 0"),
         ("data.prompts=[{weight: 1}]", "Source 1 .* source field required"),
-        ("data.prompts=[self, b.jsonl]", "Source 1 of data.prompts is 'self'"),
     ],
 )
 def test_mistakes_in_the_recipe_are_answered(override: str, said: str) -> None:
@@ -196,3 +219,5 @@ def test_mistakes_in_the_recipe_are_answered(override: str, said: str) -> None:
         load_recipe("quickstart", [override])
     with pytest.raises(UserError, match=r"data\.revision is 'main', and data.prompts names several sources"):
         load_recipe("quickstart", ["data.prompts=[a.jsonl]", "data.revision=main"])
+    with pytest.raises(UserError, match="prompts that the target writes have none"):
+        load_recipe("quickstart", ["data.prompts=[self, b.jsonl]", "data.regenerate=false"])

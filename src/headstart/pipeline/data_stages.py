@@ -95,7 +95,7 @@ def check_formats(run: Run, target: FrozenModel) -> list[str]:
 
 def _target(run: Run) -> Outcome:
     target = run.target if run.recipe.export.formats else run.described
-    check_prompts(target.tokenizer, run.recipe.data.prompts)
+    check_prompts(target.tokenizer, run.recipe.data.self_share > 0)
     aux_layers(run)  # a mistake in the heads' settings shows now, not after the data
     for remark in check_formats(run, target):
         tell(run.console, remark)
@@ -154,7 +154,7 @@ def _prompts_content(source: str) -> str | None:
 
 def _conversations(run: Run) -> Outcome:
     data, target = run.recipe.data, run.described
-    slug = "self" if data.prompts == "self" else "-".join(Path(source.source).stem for source in data.sources[:3])
+    slug = "-".join([*["self"] * (data.self_share > 0), *(Path(source.source).stem for source in data.sources)][:3])
     settings = data.model_dump(mode="json")
     if (known := referred(run.folder, "conversations")) is not None:
         settings = begun_at(settings, read_note(known))

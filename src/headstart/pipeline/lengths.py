@@ -97,7 +97,7 @@ def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
 
     Of a dataset on the hub, only what is read is downloaded. Prompts that cannot be read are a UserError.
     """
-    return [] if data.prompts == "self" else load_prompts(data, tokenizer, limit=SAMPLE, whole=False).prompts
+    return [] if not data.sources else load_prompts(data, tokenizer, limit=SAMPLE, whole=False).prompts
 
 
 def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int) -> Lengths:

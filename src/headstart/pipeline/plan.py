@@ -124,7 +124,7 @@ def _timed(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> P
         at_once = min(at_once, max(1.0, (core_count() or 1) / torch.get_num_threads()))
     else:
         bare, held = 0, target.parameters * target.dtype.itemsize
-    check_prompts(target.tokenizer, data.prompts)
+    check_prompts(target.tokenizer, data.self_share > 0)
     check_formats(run, target)
     config = make_config(recipe.heads, target)
     heads = family(config.family)(config).to(target.device)

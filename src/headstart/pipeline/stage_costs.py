@@ -163,7 +163,7 @@ def expecting_conversations(planned: Planned) -> Planned:
 
 def _writing(planned: Planned, count: float) -> float:
     data, lengths = planned.recipe.data, planned.lengths
-    steps = data.max_new_tokens * lengths.turns + (_PROMPT_STEPS if data.prompts == "self" else 0)
+    steps = data.max_new_tokens * lengths.turns + _PROMPT_STEPS * data.self_share
     return planned.speeds.forwards(count / data.batch_size * steps, count * lengths.tokens) / planned.at_once
 
 

@@ -112,7 +112,7 @@ class TargetSection(Section):
 class PromptSource(Section):
     """One of several sources of prompts."""
 
-    source: str = Field(description="A .jsonl/.json file, or a datasets name.")
+    source: str = Field(description="A .jsonl/.json file, a datasets name, or 'self'.")
     weight: float = Field(1.0, gt=0, description="Its share of the prompts, relative to the other weights.")
     split: str | None = Field(None, description="Split of a dataset; data.split by default.")
     revision: str | None = Field(None, description="Branch, tag or commit of a dataset of the hub.")
@@ -205,12 +205,20 @@ class DataSection(Section):
 
     @property
     def sources(self) -> tuple[PromptSource, ...]:
-        """Where prompts are read, each with its split; empty when the target writes its own."""
-        if self.prompts == "self":
-            return ()
+        """Where prompts are read, each with its split; none of them is what the target writes."""
+        named = self.prompts
+        if isinstance(named, str):
+            named = (PromptSource(source=named, split=self.split, revision=self.revision),)
+        read = (source for source in named if source.source != "self")
+        return tuple(source.model_copy(update={"split": source.split or self.split}) for source in read)
+
+    @property
+    def self_share(self) -> float:
+        """Of all prompts, the share that the target writes itself."""
         if isinstance(self.prompts, str):
-            return (PromptSource(source=self.prompts, split=self.split, revision=self.revision),)
-        return tuple(source.model_copy(update={"split": source.split or self.split}) for source in self.prompts)
+            return float(self.prompts == "self")
+        weights = [(source.source == "self", source.weight) for source in self.prompts]
+        return sum(weight for own, weight in weights if own) / sum(weight for _, weight in weights)
 
     @field_validator("prompts", mode="before")
     @classmethod
@@ -235,6 +243,15 @@ class DataSection(Section):
             raise UserError(
                 f"data.revision is {self.revision!r}, and data.prompts names several sources.",
                 "Give each source its own: data.prompts=[{source: .., revision: ..}, ..].",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _answers_for_all(self) -> DataSection:
+        if not self.regenerate and 0 < self.self_share < 1:
+            raise UserError(
+                "data.regenerate=false keeps the answers of files, and prompts that the target writes have none.",
+                "Leave 'self' out of data.prompts, or let the target answer all of them.",
             )
         return self
 
@@ -386,9 +403,4 @@ def _source(value: Any, number: int) -> PromptSource:
             f"Source {number} of data.prompts is {value!r}: {name} {mistake['msg'].lower()}.",
             "Write {source: FILE.jsonl, weight: 2}; the weight is above 0.",
         ) from None
-    if source.source == "self":
-        raise UserError(
-            f"Source {number} of data.prompts is 'self': prompts that the target writes are not mixed with others.",
-            "Write data.prompts=self alone, or files and datasets only.",
-        )
     return source

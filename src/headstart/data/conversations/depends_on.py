@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.prompts.chat import has_template
-from headstart.data.prompts.sources import find_origin
+from headstart.data.prompts.sources import Origin, find_origin
 from headstart.recipes.sections import DataSection
 from headstart.target.model import Target
 
@@ -34,7 +34,8 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     prompts = settings["prompts"]
     self_prompted, mixed = prompts == "self", not isinstance(prompts, str)
-    unneeded = AMOUNTS | OF_SERVERS | _OF_SOME | (_OF_FILES if self_prompted else _OF_SELF)
+    partly = mixed and any(source["source"] == "self" for source in prompts)
+    unneeded = AMOUNTS | OF_SERVERS | _OF_SOME | (_OF_FILES if self_prompted else set() if partly else _OF_SELF)
     unneeded |= {"split"} if mixed else set()
     origin = None if self_prompted or mixed else find_origin(prompts, settings.get("revision"))
     template = json.dumps(getattr(target.tokenizer, "chat_template", None), sort_keys=True)
@@ -70,7 +71,8 @@ def _mixture(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     total = sum(source["weight"] for source in settings["prompts"])
     identities = []
     for source in settings["prompts"]:
-        origin = find_origin(source["source"], source["revision"])
+        own = source["source"] == "self"
+        origin = Origin("self", content="written") if own else find_origin(source["source"], source["revision"])
         identities.append(
             {
                 "origin": origin.identity,

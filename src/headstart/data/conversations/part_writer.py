@@ -9,7 +9,7 @@ from typing import Any
 from headstart.data.conversations.answers import Answers, KeepsStates
 from headstart.data.conversations.jobs import Workers
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
-from headstart.data.prompts.loading import LeftOut, deduplicate
+from headstart.data.prompts.loading import LeftOut, deduplicate, in_turns
 from headstart.data.prompts.overlap import Excluded
 from headstart.data.prompts.self_prompts import write_prompts
 from headstart.data.prompts.shapes import Prompt
@@ -43,8 +43,8 @@ class PartWriter:
         size = self.settings.batch_size
         return Workers(self.target.device, -(-count // size), self._writer.batches(size))
 
-    def job(self, part: dict[str, Any], given: Sequence[Prompt] | None) -> dict[str, Any]:
-        """A part to write, that answers these prompts; None where the target writes them.
+    def job(self, part: dict[str, Any], given: Sequence[Prompt]) -> dict[str, Any]:
+        """A part to write, that answers these prompts and, where the target writes some, as many of its own as fill it.
 
         `part` has its split and number, where its prompts start among those given, and how many conversations it has at
         most (size).
@@ -55,7 +55,7 @@ class PartWriter:
             # The one process that sends requests to servers bounds them: nobody helps.
             "target": "" if self.settings.server else self.target.whole_identity,
             "settings": self.settings.model_dump(mode="json", exclude=_OF_PLANNING),
-            "prompts": None if given is None else [asdict(prompt) for prompt in given],
+            "prompts": [asdict(prompt) for prompt in given],
             "states": None if self._capture is None else list(self._capture.aux_layers),
         }
 
@@ -63,10 +63,14 @@ class PartWriter:
         split, number = str(what["split"]), int(what["number"])
         seed = (self.settings.seed * 1_000_003 + number) * len(SPLITS) + list(SPLITS).index(split)
         left_out = LeftOut()
-        if what["prompts"] is None:
-            prompts = self._self_prompts(f"{split}-{number}", seed, check, left_out)[: what["size"]]
-        else:
-            prompts = [Prompt(**prompt) for prompt in what["prompts"]]
+        prompts = [Prompt(**prompt) for prompt in what["prompts"]]
+        share, missing = self.settings.self_share, what["size"] - len(prompts)
+        if share and missing:
+            # Some of them will not do.
+            count = missing + -(-missing // 4) if prompts else self.settings.batch_size
+            own = self._self_prompts(f"{split}-{number}", count, seed, check, left_out)[:missing]
+            turns = in_turns([iter(prompts), iter(own)], [1 - share, share])
+            prompts = [prompt for _, prompt in turns] if prompts else own
         answers = Answers(self.target, self.settings, self._writer, capture=self._capture, check=check)
         if split == "heldout":
             written = answers.openings(prompts, left_out)
@@ -80,12 +84,13 @@ class PartWriter:
             "examples": left_out.examples,
         }
 
-    def _self_prompts(self, name: str, seed: int, check: Callable[[], None], left_out: LeftOut) -> list[Prompt]:
-        """Prompts that the target writes: the same for the same settings, whatever was written before."""
+    def _self_prompts(
+        self, name: str, count: int, seed: int, check: Callable[[], None], left_out: LeftOut
+    ) -> list[Prompt]:
+        """At most so many prompts that the target writes: the same for the same settings, whatever was written
+        before."""
         target, settings = self.target, self.settings
-        drafts = write_prompts(
-            target, settings.batch_size, settings.seed_prompts, seed, writer=self._writer, check=check
-        )
+        drafts = write_prompts(target, count, settings.seed_prompts, seed, writer=self._writer, check=check)
         prompts = []
         for number, (text, category) in enumerate(drafts):
             prompt = Prompt([{"role": "user", "content": text}], category, f"{name}-{number}")

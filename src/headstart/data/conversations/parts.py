@@ -41,7 +41,7 @@ class Part:
     @classmethod
     def of(cls, job: dict[str, Any], result: dict[str, Any], seconds: float) -> Part:
         """What came of a job of `headstart.data.conversations.part_writer.PartWriter`."""
-        prompts = (job["start"], job["start"] + len(job["prompts"])) if job["prompts"] is not None else (0, 0)
+        prompts = job["start"], job["start"] + len(job["prompts"])
         conversations = [Conversation.from_json(row) for row in result["conversations"]]
         return cls(job["number"], job["split"], prompts, seconds, conversations)
 
@@ -124,7 +124,7 @@ class TimeBudget:
 
 
 class GivenPrompts:
-    """The prompts that a recipe names, in one order, read as far as they are needed; none for self-prompts.
+    """The prompts of the files and datasets that a recipe names, in one order, read as far as they are needed.
 
     `answering` counts those that could not be used once they were answered.
     """
@@ -134,7 +134,7 @@ class GivenPrompts:
         self._prompts: list[Prompt] = []
         self._left_out, self.answering = LeftOut(), LeftOut()
         self.used_up: list[str] = []
-        if writer.settings.prompts != "self":
+        if writer.settings.sources:
             self._read()
 
     def _read(self) -> None:
@@ -143,10 +143,8 @@ class GivenPrompts:
         read = load_prompts(settings, tokenizer, limit=self._limit, seed=settings.seed)
         self._prompts, self._left_out, self.used_up = read.prompts, read.left_out, read.used_up
 
-    def some(self, start: int, count: int) -> list[Prompt] | None:
-        """So many prompts from this one on, fewer at the end; None for prompts that the target writes."""
-        if self.writer.settings.prompts == "self":
-            return None
+    def some(self, start: int, count: int) -> list[Prompt]:
+        """So many prompts from this one on, fewer at the end."""
         if start + self.writer.settings.batch_size > len(self._prompts) == self._limit:
             self._limit *= 2
             self._read()
@@ -197,18 +195,20 @@ class PartPlan:
         room = self.missing() - sum(job.what["size"] for job in waiting)
         if room <= 0 or not self._in_time(self._number, writers):
             return None
+        own_share = self._prompts.writer.settings.self_share
         size = min(batch_size, room)
-        given = self._prompts.some(self._start, size)
-        if given is None:
+        if own_share:
             # Some may be in another split, and a part for one more takes long: a few more than wanted are asked for.
             size = min(batch_size, self._count + -(-self._count // 8))
+        given = self._prompts.some(self._start, size - round(own_share * size)) if own_share < 1 else []
+        if own_share:  # where files are used up, the target writes the rest
             if self._number > self._most:
                 return None
         elif not given or (waiting and room < batch_size):
             return None
         part = {"split": self._split, "number": self._number, "start": self._start, "size": size}
         self._number += 1
-        self._start += len(given or ())
+        self._start += len(given)
         return Job(f"{part['number']:05d}-{self._split}", self._prompts.writer.job(part, given))
 
     def still(self, job: Job, writers: int) -> bool:

@@ -113,11 +113,11 @@ def check_template(tokenizer: Any) -> None:
         )
 
 
-def check_prompts(tokenizer: Any, prompts: object) -> None:
-    """Refuse a target that has no tokenizer, or no chat template and a recipe whose prompts it should write itself."""
+def check_prompts(tokenizer: Any, own: bool) -> None:
+    """Refuse a target that has no tokenizer, or no chat template where it should write prompts itself (`own`)."""
     if tokenizer is None:
         check_template(tokenizer)
-    if prompts == "self" and not has_template(tokenizer):
+    if own and not has_template(tokenizer):
         raise UserError(
             "The target has no chat template, so it cannot write its own prompts.",
             'Give rows of plain text (data.prompts=FILE.jsonl, each row {"text": ..}), or use an instruction-tuned '

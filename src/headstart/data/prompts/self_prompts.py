@@ -22,7 +22,7 @@ _MAX_PROMPT_TOKENS = 128
 
 def user_prefix(tokenizer: Any) -> str:
     """What the chat template writes before the user's first words."""
-    check_prompts(tokenizer, "self")
+    check_prompts(tokenizer, own=True)
     text = str(tokenizer.apply_chat_template([{"role": "user", "content": _SENTINEL}], tokenize=False))
     return text[: text.index(_SENTINEL)]
 
