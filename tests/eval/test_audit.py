@@ -39,7 +39,9 @@ def decoder() -> Decoder:
     model = tiny_model("llama", vocab_size=24)
     model.lm_head.weight.data *= 8  # a peaked distribution, as real models have
     target = Target(model, None, "tiny")
-    return Decoder(target, make_heads(target), TreeShape.from_paths(TUNING["paths"]), TUNING)
+    heads = make_heads(target)
+    heads.version = "0a1b2c"
+    return Decoder(target, heads, TreeShape.from_paths(TUNING["paths"]), TUNING)
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,7 @@ def test_the_evidence_is_written_and_shown(results: dict[str, Any], tmp_path: Pa
     shown = console.export_text()
     for words in ("greedy, static, batch 3", "greedy, n-gram, batch 1", "greedy_draft, temperature 0.7", "noise"):
         assert words in shown
+    assert "Audit of heads (0a1b2c)" in shown and "| heads version | 0a1b2c |" in text, "which heads drafted"
     assert "| n-gram | 3 |" in text and "| heads name | heads |" in text and "ngram |" not in text
 
 

@@ -93,8 +93,8 @@ def run_audit(
     """Run all proofs on these prompts, in token ids, at least two each; the target is in float32 or exact="bits".
 
     Returns the content of audit.json: schema_version, clean, problems (a sentence each), prompts (as the target reads
-    them), greedy, sampling, bits (rows of logits compared, and how many differ in any bit), settings, environment. What
-    cannot be audited is a UserError before anything runs.
+    them), greedy, sampling, bits (rows of logits compared, and how many differ in any bit), settings (with the version
+    of the heads), environment. What cannot be audited is a UserError before anything runs.
     """
     options = _filled(options or AuditOptions())
     started = perf_counter()
@@ -124,6 +124,7 @@ def run_audit(
             **asdict(options),
             "target": target.name,
             "target_fingerprint": target.identity().fingerprint,
+            "heads_version": source.heads.version or None,
             "prompts": len(prompts),
             "level": LEVEL,
             "least_expected": MIN_EXPECTED,

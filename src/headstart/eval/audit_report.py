@@ -51,7 +51,9 @@ def _could_have_been_seen(results: Mapping[str, Any]) -> str:
 
 def show_audit(results: Mapping[str, Any], console: Console) -> None:
     """Print one line per check, then the verdict and what failed."""
-    table = Table(title=f"Audit of {results['settings']['heads_name']}", title_justify="left")
+    settings = results["settings"]
+    version = f" ({settings['heads_version']})" if settings["heads_version"] else ""
+    table = Table(title=f"Audit of {settings['heads_name']}{version}", title_justify="left")
     table.add_column("check")
     table.add_column("compared", justify="right")
     table.add_column("found", justify="right")
