@@ -190,22 +190,42 @@ def test_a_swap_in_the_middle_of_streams_changes_no_text(
     assert later.tokens == plain[0] and later.heads == version_of(service.heads(1))
 
 
+@pytest.mark.parametrize("file", ["heads.safetensors", "answers.bin"])
 def test_heads_that_cannot_be_read_leave_the_old_ones_serving(
-    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path
+    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path, file: str
 ) -> None:
     folder, _, follower, _ = adapted
     good, bad, link = tmp_path / "good", tmp_path / "bad", tmp_path / "link"
     shutil.copytree(Service(folder / "run").heads(1), good)
     shutil.copytree(good, bad)
-    (bad / "heads.safetensors").write_bytes(b"cut")
+    (bad / file).write_bytes((bad / file).read_bytes()[:-1])
     link.symlink_to(good)
     decoder = headstart.load(link, target=follower.target, follow=True)
     before = decoder.generate([5, 6, 7], max_new_tokens=8)
     link.unlink()
     link.symlink_to(bad)
-    with pytest.warns(RuntimeWarning, match="New heads cannot be used"):
+    with pytest.warns(RuntimeWarning, match=rf"New heads cannot be used: .*{file} is cut short or damaged.* again"):
         after = decoder.generate([5, 6, 7], max_new_tokens=8)
     assert after.tokens == before.tokens and after.heads == before.heads
+    assert decoder.answers == good / "answers.bin"
+
+
+def test_an_update_whose_answers_are_damaged_does_not_serve(
+    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path
+) -> None:
+    shutil.copytree(adapted[0], tmp_path / "place", symlinks=True)
+    service = Service(tmp_path / "place" / "run")
+    service.serve(0, "swap")
+    file = service.heads(1) / "answers.bin"
+    file.write_bytes(file.read_bytes().replace(b"answer", b"anther"))
+    with pytest.raises(UserError, match=r"answers.bin is cut short or damaged.*no whole answers") as caught:
+        service.serve(1, "swap")
+    assert "delete the file" in caught.value.remedy and service.serving == 0
+    with pytest.raises(UserError, match=r"answers.bin is cut short"):
+        headstart.load(service.heads(1))
+    file.unlink()
+    service.serve(1, "swap")
+    assert service.serving == 1
 
 
 def test_chat_logs_and_follows(adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path) -> None:

@@ -121,6 +121,7 @@ def _follower(link: Path, at: Path, target: Target, any_target: bool) -> Callabl
         if (now := link.resolve()) == at:
             return None
         at = now
+        check_folder(now)
         return _read(now, target, any_target)
 
     return newer

@@ -12,7 +12,8 @@
     adapter/            of the target, where it has one that is not on the Hub; as peft saves adapters
     custom_generate/    lets transformers decode with the heads: model.generate(..., custom_generate=FOLDER)
 
-Loading needs none of README.md, answers.bin, engines.json and custom_generate. A folder is written whole or not at all.
+Loading needs none of README.md, answers.bin (which must be whole where it is), engines.json and custom_generate. A
+folder is written whole or not at all.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
-from headstart.support.answer_file import write_answers
+from headstart.support.answer_file import check_answers, write_answers
 from headstart.support.files import file_hash, no_folder, read_json, refuse_others, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
@@ -210,6 +211,8 @@ def check_folder(folder: Path) -> None:
             pass
     except SafetensorError as error:
         raise UserError(f"{folder / WEIGHTS} is cut short or damaged ({error}).", AGAIN) from None
+    if (folder / ANSWERS).is_file():
+        check_answers(folder / ANSWERS)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

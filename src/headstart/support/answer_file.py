@@ -139,6 +139,17 @@ def read_answers(path: Path) -> list[list[int]]:
     return [answer for record in records for answer in _answers(record)]
 
 
+def check_answers(path: Path) -> None:
+    """See (UserError) that a file which `write_answers` wrote is whole, as far as its checksums say; cheap."""
+    data = path.read_bytes()
+    whole = sum(record.stop - record.start for record in _whole(data))
+    if not data or whole < len(data):
+        raise UserError(
+            f"{path} is cut short or damaged: {len(data) - whole} of its {len(data)} bytes are no whole answers.",
+            "Export or fetch the heads again, or delete the file: heads draft without it.",
+        )
+
+
 def _grouped(answers: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
     together: list[Sequence[int]] = []
     for answer in answers:
