@@ -30,7 +30,7 @@ from headstart.data.conversations.records import read_conversations
 from headstart.data.served.log import RequestLog, Served, segments
 from headstart.decoder import Decoder
 from headstart.errors import UserError
-from headstart.hub.format import version_of
+from headstart.heads.io import version_of
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import load_recipe

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from headstart.errors import UserError
-from headstart.heads.io import load_heads, save_heads
+from headstart.heads.io import WEIGHTS, load_heads, save_heads, version_of
 from headstart.hub.format import check_folder, export_heads, heads_target, read_heads
 from headstart.target.model import Target
 from headstart.tuning.tune import Tuning
@@ -85,6 +86,18 @@ def test_a_failing_export_leaves_the_folder_as_it_was(folder: Path, tiny_target:
     with pytest.raises(KeyError, match="results"):  # the card is written last
         export_heads(folder, make_heads(tiny_target), tiny_target, TUNING, {"measurements": [{"name": "nothing"}]})
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+def test_the_weights_name_their_version(folder: Path, tmp_path: Path, tiny_target: Target) -> None:
+    heads = read_heads(folder, tiny_target)[0]
+    assert len(heads.version) == 12 and heads.version == version_of(folder)
+    export_heads(tmp_path / "again", heads, tiny_target, TUNING, {})
+    assert version_of(tmp_path / "again") == heads.version, "of the weights alone"
+    next(heads.parameters()).view(-1)[0] += 1
+    export_heads(tmp_path / "other", heads, tiny_target, TUNING, {})
+    assert version_of(tmp_path / "other") != heads.version
+    save_file(load_file(folder / WEIGHTS), folder / WEIGHTS)
+    assert read_heads(folder, tiny_target)[0].version == "", "of weights that something else wrote"
 
 
 def test_another_target_is_refused_by_both_names(folder: Path, tiny_target: Target) -> None:

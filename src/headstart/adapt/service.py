@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from headstart.errors import UserError
-from headstart.heads.io import RUN_RECIPE, heads_folder
-from headstart.hub.format import check_folder, version_of
+from headstart.heads.io import RUN_RECIPE, heads_folder, version_of
+from headstart.hub.format import check_folder
 from headstart.support.artifacts import give, point
 from headstart.support.files import read_json, write_atomic, write_json
 from headstart.support.lock import locked

@@ -35,8 +35,8 @@ from headstart.data.states.shards import Work, build_store
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
-from headstart.heads.io import load_heads
-from headstart.hub.format import ANSWERS, export_heads, read_heads, version_of
+from headstart.heads.io import load_heads, version_of
+from headstart.hub.format import ANSWERS, export_heads, read_heads
 from headstart.pipeline.data_stages import aux_layers, conversations
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes

@@ -131,7 +131,7 @@ class DraftHead(nn.Module, ABC):
     tokens on the way there, or all depths in one forward (`OneForwardHead`).
 
     Attributes:
-        version: what names these heads in answers and logs, see `headstart.hub.format.version_of`; empty for heads that
+        version: what names these heads in answers and logs, see `headstart.heads.io.version_of`; empty for heads that
             were not read from an exported folder.
         drafts_features: whether its predictions hold a `feature_ME`.
         publishes: the published arrangement that it can be, if there is one; engines read those alone.

@@ -6,11 +6,13 @@ from the target again.
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,6 +25,8 @@ from headstart.target.frozen import FrozenModel
 CONFIG = "config.json"
 WEIGHTS = "heads.safetensors"
 AGAIN = "Export or fetch the heads again."
+_VERSION = "version"
+"""In the header of the weights."""
 RUN_RECIPE, _RUN_HEADS = "recipe.yaml", "heads"
 """What tells the folder of a run, and where it keeps the heads that it came to."""
 
@@ -74,8 +78,25 @@ def settings_of(heads: DraftHead) -> dict[str, Any]:
 
 
 def write_weights(heads: DraftHead, path: Path) -> None:
-    """Write everything the heads save (parameters and draft vocabulary) to one safetensors file."""
-    write_tensors(path, heads.state_dict())
+    """Write everything the heads save (parameters and draft vocabulary) to one safetensors file, whose header names
+    their version."""
+    tensors = heads.state_dict()
+    write_tensors(path, tensors, {"format": "pt", _VERSION: _version(tensors)})
+
+
+def version_of(folder: Path) -> str:
+    """What names the heads in a folder in answers, logs and reports: the beginning of a hash of their weights, which
+    was taken when these were written; empty for a file without one. Nothing but its header is read."""
+    with safe_open(folder / WEIGHTS, framework="pt") as file:
+        return str((file.metadata() or {}).get(_VERSION, ""))
+
+
+def _version(tensors: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def build_heads(

@@ -2,7 +2,7 @@
 
     config.json         format version, the target (what to load, name, fingerprint and sketch: which model it is; the
                         variables of its chat template), the heads' family and settings
-    heads.safetensors   the heads' parameters and draft vocabulary
+    heads.safetensors   the heads' parameters and draft vocabulary; its header names their version
     tree.json           the tuned tree, as rank paths; no paths means that plain decoding is fastest
     calibration.json    what the tree follows from: costs and acceptance as measured, and on which machine
     README.md           the model card
@@ -30,11 +30,11 @@ import headstart
 from headstart.data.prompts.chat import has_variable, template_kwargs, with_template_kwargs
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
-from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of, write_weights
+from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of, version_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
 from headstart.support.answer_file import check_answers, write_answers
-from headstart.support.files import file_hash, no_folder, read_json, refuse_others, write_atomic, write_json
+from headstart.support.files import no_folder, read_json, refuse_others, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
 from headstart.target.adapter import find_adapter
@@ -169,11 +169,6 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
     if not isinstance(calibration, dict):
         raise _not_ours(folder / CALIBRATION)
     return heads.eval().requires_grad_(False), shape, {**calibration, "paths": [list(path) for path in shape.paths]}
-
-
-def version_of(folder: Path) -> str:
-    """What names the heads in a folder in answers, logs and reports: a hash of their weights."""
-    return file_hash(folder / WEIGHTS)[:12]
 
 
 def _check_target(folder: Path, theirs: HeadsTarget, target: Target) -> None:
