@@ -243,7 +243,7 @@ def test_the_steps_are_commands(place: Path) -> None:
     assert done.exit_code == 2 and "no update to judge" in done.output
     assert CliRunner().invoke(app, ["adapt", "train", *named, *QUICK]).exit_code == 0
     done = CliRunner().invoke(app, ["adapt", "gate", *named])
-    assert done.exit_code == 0 and "Update 1 serves" in done.output
+    assert done.exit_code == 0 and "Update 1 (" in done.output and "): accepted; 96 requests" in done.output
 
 
 # -- updates that must not serve ---------------------------------------------------------------------------------------
@@ -394,7 +394,7 @@ def test_watch_goes_on_after_sigkill(place: Path) -> None:
         process.wait()
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Update 1 serves" in done.stdout and "0 requests are new" in done.stdout
+    assert "): accepted; 96 requests" in done.stdout and "0 requests are new" in done.stdout
     assert Service(place / "run").serving == 1 and not (place / "log" / "update").exists()
 
 

@@ -42,22 +42,26 @@ def _served(log: Path) -> Iterator[dict[str, Any]]:
         yield {"day": day, "heads": version, "requests": requests, "tokens_per_round": tokens / rounds}
 
 
+def show_update(update: Mapping[str, Any], console: Console) -> None:
+    """Print the figures of an update, and why it does not serve where it was refused."""
+    spent, plan = format_seconds(update["training"]["seconds"]), update["plan"]
+    tell(
+        console,
+        f"Update {update['number']} ({update['version']}): {'accepted' if update['accepted'] else 'refused'}; "
+        f"{plan['requests']} requests and {plan['own_conversations']} conversations of the run, "
+        f"{update['training']['steps']} steps in {spent}.",
+    )
+    tell(console, f"    later requests: {in_words(update['later'])}")
+    for name, figures in update["own"].items():
+        tell(console, f"    the run's own texts, beside {name}: {in_words(figures)}")
+    for reason in update["why"]:
+        tell(console, f"    {reason}", style="yellow")
+
+
 def show(found: Mapping[str, Any], console: Console) -> None:
     """Print a summary."""
     for update in found["updates"]:
-        verdict = "accepted" if update["accepted"] else "refused"
-        spent = format_seconds(update["training"]["seconds"])
-        number, plan = update["number"], update["plan"]
-        tell(
-            console,
-            f"Update {number} ({update['version']}): {verdict}; {plan['requests']} requests and "
-            f"{plan['own_conversations']} conversations of the run, {update['training']['steps']} steps in {spent}.",
-        )
-        tell(console, f"    later requests: {in_words(update['later'])}")
-        for name, figures in update["own"].items():
-            tell(console, f"    the run's own texts, beside {name}: {in_words(figures)}")
-        for reason in () if update["accepted"] else update["why"]:
-            tell(console, f"    {reason}", style="yellow")
+        show_update(update, console)
     if found["served"]:
         table = Table("day", "heads", "requests", "tokens a round", box=None)
         for row in found["served"]:

@@ -29,6 +29,14 @@ _HISTORY = "service.json"
 _FIGURES = "update.json"
 
 
+def recipe_of(run: Path) -> Path:
+    """The recipe of a run; a UserError where the folder is none."""
+    if not (run / RUN_RECIPE).is_file():
+        remedy = "Give the folder of the run that trained the heads: its conversations keep them from forgetting."
+        raise UserError(f"{run} is not the folder of a run.", remedy)
+    return run / RUN_RECIPE
+
+
 class Service:
     """The heads of a run in service; made at first use, with those of the run.
 
@@ -37,10 +45,7 @@ class Service:
     """
 
     def __init__(self, run: Path) -> None:
-        run = run.resolve()
-        if not (run / RUN_RECIPE).is_file():
-            remedy = "Give the folder of the run that trained the heads: its conversations keep them from forgetting."
-            raise UserError(f"{run} is not the folder of a run.", remedy)
+        run = recipe_of(run).parent.resolve()
         self.folder = run / FOLDER
         self.link = self.folder / "heads"
         if not self._changes() or self.link.resolve() != self.heads(self.serving).resolve():

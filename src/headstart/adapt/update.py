@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console
 
-from headstart.adapt.gate import compared, in_words, refusals, rounds_of
+from headstart.adapt.gate import compared, refusals, rounds_of
 from headstart.adapt.options import LEAST, AdaptOptions
 from headstart.adapt.service import Service
 from headstart.data.conversations.records import Conversation, read_conversations, tokens_key, write_conversations
@@ -70,19 +69,6 @@ class Update:
     log: Path
     options: AdaptOptions = field(default_factory=AdaptOptions)
     overrides: Sequence[str] = ()
-
-    @classmethod
-    def of(
-        cls,
-        run: Path,
-        log: Path,
-        console: Console,
-        options: AdaptOptions = AdaptOptions(),
-        overrides: Sequence[str] = (),
-    ) -> Update:
-        """That of the run in a folder; a UserError where there is none, or it has no heads yet."""
-        Service(run)
-        return cls(Run(load_recipe(str(run / "recipe.yaml")), run, console), log, options, overrides)
 
     def __post_init__(self) -> None:
         if not 0 <= self.options.mix < 1:
@@ -268,7 +254,7 @@ class Update:
         result = read_json(self.folder / "train" / RESULT)
         return {
             "accepted": not reasons,
-            "why": reasons or [f"On {len(later)} later requests: {in_words(on_later)}."],
+            "why": reasons,
             "version": version_of(self.folder / "heads"),
             "judged": time.time(),
             "later": {**on_later, "left_out": left_out.counts},

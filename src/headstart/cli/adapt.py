@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -85,7 +85,11 @@ def gate(run: RunFolder, log: LogFolder, options: AdaptOptions = AdaptOptions())
 
     Example: headstart adapt gate runs/quickstart --log traffic
     """
-    if not _show_verdict(_update(run, log, options).gate()):
+    from headstart.adapt.report import show_update
+
+    judged = _update(run, log, options).gate()
+    show_update(judged, Console())
+    if not judged["accepted"]:
         raise typer.Exit(1)
 
 
@@ -158,6 +162,7 @@ def watch(
 
     Example: headstart adapt watch runs/quickstart --log traffic
     """
+    from headstart.adapt.report import show_update
     from headstart.adapt.update import Waiting
     from headstart.data.served.log import prune
 
@@ -168,7 +173,7 @@ def watch(
         prune(log)
         try:
             update.train()
-            _show_verdict(update.gate())
+            show_update(update.gate(), console)
         except Waiting as waiting:
             tell(console, waiting.problem, style="dim")
             if once:
@@ -178,13 +183,9 @@ def watch(
 
 def _update(run: Path, log: Path, options: AdaptOptions = AdaptOptions(), overrides: list[str] | None = None) -> Update:
     """The update of a run's heads that is under way, or to come."""
+    from headstart.adapt.service import recipe_of
     from headstart.adapt.update import Update
+    from headstart.pipeline.run import Run
+    from headstart.recipes.recipe import load_recipe
 
-    return Update.of(run, log, Console(), options, overrides or ())
-
-
-def _show_verdict(judged: dict[str, Any]) -> bool:
-    """Say whether an update serves, and why; returns whether it does."""
-    console, accepted = Console(), bool(judged["accepted"])
-    tell(console, f"Update {judged['number']} {'serves' if accepted else 'was refused'}. {' '.join(judged['why'])}")
-    return accepted
+    return Update(Run(load_recipe(str(recipe_of(run))), run, Console()), log, options, overrides or ())
