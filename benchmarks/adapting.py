@@ -26,7 +26,7 @@ from record import record
 from rich.console import Console
 
 import headstart
-from headstart.adapt.gate import Rounds, rounds_of
+from headstart.adapt.gate import rounds_of, tokens_per_round
 from headstart.adapt.options import AdaptOptions
 from headstart.adapt.update import Update
 from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def judge(folder: Path) -> dict[str, float]:
         heads = headstart.load(folder, target=target).heads
-        return {kind: _mean(rounds_of(target, heads, traffic.judged[kind], paths)) for kind in KINDS}
+        return {kind: tokens_per_round(rounds_of(target, heads, traffic.judged[kind], paths)) for kind in KINDS}
 
     worth = {0: judge(service.heads(0))}
     learnt: list[Conversation] = []
@@ -218,10 +218,6 @@ def _served(text: Conversation, place: int, rate: float) -> Served:
     start = text.supervised.index(True)
     moment = 3600 * (place + 1) / rate
     return Served(text.tokens[:start], text.tokens[start:], "end", moment, source=f"user {place % 24}")
-
-
-def _mean(rounds: Rounds) -> float:
-    return sum(tokens for tokens, _ in rounds.values()) / sum(count for _, count in rounds.values())
 
 
 if __name__ == "__main__":

@@ -122,6 +122,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_watch_goes_on_after_sigkill": ("headstart adapt watch runs/quickstart", "headstart adapt watch RUN"),
         "test_the_steps_are_commands": ("headstart adapt train RUN", "headstart adapt gate RUN"),
+        "test_what_an_engine_accepts_tells_which_heads_it_has": ("headstart adapt engine runs/quickstart",),
         "test_one_command_goes_back_and_another_swaps": (
             "headstart adapt swap RUN",
             "headstart adapt back RUN",
@@ -281,7 +282,6 @@ NOT_RUN = {
     "convert_hf_to_gguf.py served": "a script of llama.cpp for DFlash and DSpark heads, and `served` holds EAGLE-3's",
     "headstart tune --engine vllm": _NAME,
     "headstart adapt": _NAME,
-    "headstart export runs/quickstart/adapt/heads": "`headstart export` of other folders of heads is run",
     "srun --gpus-per-task 1": "an option of srun, named",
     "accelerate launch": "the name of a launcher",
     **{f"headstart {name}": _NAME for name in (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -34,6 +36,8 @@ from headstart.heads.io import version_of
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import load_recipe
+from headstart.servers.engines import ENGINES
+from headstart.servers.process import Server
 from headstart.support.files import write_json
 from headstart.support.lock import Busy, locked
 from headstart.train.summing import Teacher
@@ -52,7 +56,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) ->
     """A run that trained its heads for a moment, and a log of its target's answers to 128 requests beside it."""
     folder = tmp_path_factory.mktemp("adapt")
     sizes = {"conversations": 20, "validation": 12, "heldout": 8, "max_new_tokens": 24}
-    execute(quiet(folder / "run", tiny_recipe(folder, tiny_target_folder, data=sizes)), STAGES)
+    engines_know = {"input_map": False}
+    execute(quiet(folder / "run", tiny_recipe(folder, tiny_target_folder, data=sizes, heads=engines_know)), STAGES)
     drafting_pays(folder / "run" / "heads")
     decoder = headstart.load(folder / "run", dtype="float32", device="cpu")
     log = RequestLog(folder / "log")
@@ -244,6 +249,55 @@ def test_the_steps_are_commands(place: Path) -> None:
     assert CliRunner().invoke(app, ["adapt", "train", *named, *QUICK]).exit_code == 0
     done = CliRunner().invoke(app, ["adapt", "gate", *named])
     assert done.exit_code == 0 and "Update 1 (" in done.output and "): accepted; 96 requests" in done.output
+
+
+# -- in a serving engine -----------------------------------------------------------------------------------------------
+
+
+def test_what_an_engine_accepts_tells_which_heads_it_has(
+    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, log, out = str(adapted[0] / "run"), str(adapted[0] / "log"), tmp_path / "served"
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    stand_in = f"{sys.executable} -m rehearsal.stand_in vllm serve"
+
+    def adapt(*words: str) -> Any:
+        return CliRunner().invoke(app, ["adapt", words[0], run, *words[1:]])
+
+    def engine(*words: str) -> Any:
+        return adapt("engine", "--log", log, "--out", str(out), *words)
+
+    def restarted(result: Any) -> Server:
+        """A stand-in for vLLM, started as the command says that was printed."""
+        assert "Restart vllm" in result.output, result.output
+        (line,) = (line for line in result.output.splitlines() if line.startswith("Restart vllm with: "))
+        words = shlex.split(line.removeprefix("Restart vllm with: "))
+        assert words[:2] == ["vllm", "serve"]
+        return Server(ENGINES["vllm"], words[2], words[3:], tmp_path / "engine.log", command=stand_in)
+
+    assert adapt("swap", "0").exit_code == 0
+    with restarted(engine()) as server:
+        address = ("--server", server._endpoint.url)
+        before = engine(*address)
+        assert before.exit_code == 0 and "by update 1" in before.output and "Restart" not in before.output
+        assert adapt("swap", "1").exit_code == 0
+        old = engine(*address)
+        assert old.exit_code == 1 and "Restart vllm with" in old.output
+    assert sorted(path.name for path in out.iterdir()) == ["0000", "0001"], "beside those that are served"
+    with restarted(old) as server:
+        address = ("--server", server._endpoint.url)
+        assert (after := engine(*address)).exit_code == 0, after.output
+
+        def tokens_a_round(result: Any) -> float:
+            return float(re.search(r"([\d.]+) tokens a round", result.output)[1])
+
+        assert tokens_a_round(after) > tokens_a_round(old) == tokens_a_round(before)
+        asked = threading.Thread(target=lambda: [server.answer([5, 6, 7], 64) for _ in range(40)])
+        asked.start()
+        busy = engine(*address)
+        asked.join()
+        assert busy.exit_code == 2 and "answered others meanwhile" in busy.output
+    assert engine(*address).exit_code == 2, "there is no server"
 
 
 # -- updates that must not serve ---------------------------------------------------------------------------------------

@@ -48,6 +48,14 @@ def rounds_of(
     return {texts[at].id: replay_rounds(drafts.ranks_OK[text_O == at], paths) for at in sorted({*text_O.tolist()})}
 
 
+def tokens_per_round(rounds: Rounds) -> float:
+    """Of all texts together; a UserError where none was long enough to draft in."""
+    if not rounds:
+        raise UserError("No answer is long enough to draft in.", "Let the target write longer ones.")
+    tokens, count = map(sum, zip(*rounds.values(), strict=True))
+    return float(tokens / count)
+
+
 def compared(new: Rounds, old: Rounds, texts: Sequence[Conversation]) -> dict[str, Any]:
     """Tokens a round before and after, and the relative change, each with its interval over sources (`Interval`)."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])

@@ -104,19 +104,24 @@ class Service:
         self._note(number, why)
         point(self.link, self.heads(number))
 
-    def back(self) -> None:
-        """Have the heads serve that served before."""
+    @property
+    def earlier(self) -> int | None:
+        """The number of the update that served before, which `back` goes to; None where none did."""
         stack: list[int] = []
         for change in self._changes():
             if change["why"] == "back":
                 stack.pop()
             else:
                 stack.append(int(change["update"]))
-        if len(stack) < 2:
+        return stack[-2] if len(stack) > 1 else None
+
+    def back(self) -> None:
+        """Have the heads serve that served before."""
+        if (number := self.earlier) is None:
             raise UserError(
                 f"No heads served before those of update {self.serving}.", "There is nothing to go back to."
             )
-        self.serve(stack[-2], "back")
+        self.serve(number, "back")
 
     def _update(self, number: int) -> Path:
         return self.folder / "updates" / f"{number:04d}"

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from headstart.adapt.options import AdaptOptions
 from headstart.cli.options import JsonFile, Overrides, with_options
+from headstart.servers.names import FormatName
 from headstart.support.terminal import Group, program, say, tell
 
 if TYPE_CHECKING:
@@ -144,6 +145,38 @@ def report(
     show(found, Console())
     if json is not None:
         write_json(json, found)
+
+
+@adapt_app.command("engine")
+def engine(
+    run: RunFolder,
+    log: LogFolder,
+    out: Annotated[Path, typer.Option(help="Write them into a folder of their own in this one.")],
+    format: Annotated[FormatName, typer.Option(help="What the engine reads.")] = "vllm",
+    server: Annotated[str | None, typer.Option(help="Address of a running engine, to see what it drafts with.")] = None,
+) -> None:
+    """Write the heads in service for a serving engine, beside those that it has, and see whether it drafts with them.
+
+    No engine takes new heads from a folder while it runs: the command that starts it with them is printed. Which heads
+    a running one drafts with shows in what it accepts of drafts for the newest requests. Exits with 1 where it is not
+    those in service.
+
+    Example: headstart adapt engine runs/quickstart --log traffic --out served --server http://localhost:8000
+    """
+    from headstart.adapt.engine import drafting
+    from headstart.hub.engines.export import export_for
+
+    console, update = Console(), _update(run, log)
+    number = update.service.serving
+    exported = export_for(update.service.heads(number), out / f"{number:04d}", format, update.target)
+    say(console, (f"Update {number}", exported.folder))
+    found = drafting(server, update) if server is not None else None
+    if found is not None:
+        say(console, ("Engine", found))
+    if found is None or not found.is_of(number):
+        say(console, *((f"Restart {name} with", command) for name, command in exported.commands.items()))
+    if found is not None and not found.is_of(number):
+        raise typer.Exit(1)
 
 
 @adapt_app.command("watch")

@@ -1,4 +1,4 @@
-"""A serving engine as a process of its own on this machine: started, asked with token ids, stopped."""
+"""A serving engine that is asked with token ids, and one as a process of its own here: started, and stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from headstart.errors import UserError
 from headstart.servers.client import Endpoint, Later
-from headstart.servers.completions import Ask
+from headstart.servers.completions import Ask, Dialect
 from headstart.servers.engines import ServingEngine
 
 _HOST = "127.0.0.1"
@@ -43,7 +43,40 @@ class EngineAnswer:
     seconds: float
 
 
-class Server:
+class Running:
+    """An engine that runs at an address; `remedy` is what to say where it does not answer."""
+
+    def __init__(self, name: str, endpoint: Endpoint, dialect: Dialect, model: str, remedy: str) -> None:
+        self._name, self._endpoint, self._dialect, self._model, self._remedy = name, endpoint, dialect, model, remedy
+
+    def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
+        """The engine's greedy answer to token ids, which ends as the target ends it."""
+        path, body = self._dialect.request(Ask(prompt, max_new_tokens), self._model)
+        started = perf_counter()
+        try:
+            reply = self._endpoint.send("POST", path, body)
+            seconds = perf_counter() - started
+            return EngineAnswer(tuple(self._dialect.read(self._endpoint.read(reply)).tokens), seconds)
+        except UserError as error:
+            problem = error.problem
+        except (Later, KeyError, IndexError, TypeError) as error:
+            problem = f"{type(error).__name__}: {error}"
+        raise UserError(f"{self._name} did not answer: {problem[:300]}", self._remedy)
+
+    def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[EngineAnswer]:
+        """The answers to several prompts that are asked at the same time."""
+        with ThreadPoolExecutor(len(prompts)) as requests:
+            return list(requests.map(lambda prompt: self.answer(prompt, max_new_tokens), prompts))
+
+    def counters(self) -> Counter[str | int]:
+        """What it has counted since it was started; see `read_counters`."""
+        try:
+            return read_counters(self._endpoint.send("GET", "/metrics").text)
+        except Later as error:
+            raise UserError(f"{self._name} stopped unexpectedly: {error}", self._remedy) from None
+
+
+class Server(Running):
     """A running engine; a context manager that stops it. What it prints goes to `log`.
 
     `drafting` are arguments that add heads, none for plain decoding; `options` are further ones, as one types them,
@@ -79,7 +112,8 @@ class Server:
         ]
         self._process: subprocess.Popen[bytes] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
-        self._endpoint = Endpoint(f"http://{_HOST}:{port}")
+        endpoint = Endpoint(f"http://{_HOST}:{port}")
+        super().__init__(engine.name, endpoint, engine.dialect, engine.model, f"Its log is {log}.")
 
     def __enter__(self) -> Self:
         self._handlers = _ending_by_exception()
@@ -98,32 +132,6 @@ class Server:
         finally:
             for sent, handler in self._handlers.items():
                 signal.signal(sent, handler)
-
-    def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
-        """The engine's greedy answer to token ids, which ends as the target ends it."""
-        path, body = self.engine.dialect.request(Ask(prompt, max_new_tokens), self.engine.model)
-        started = perf_counter()
-        try:
-            reply = self._endpoint.send("POST", path, body)
-            seconds = perf_counter() - started
-            return EngineAnswer(tuple(self.engine.dialect.read(self._endpoint.read(reply)).tokens), seconds)
-        except UserError as error:
-            problem = error.problem
-        except (Later, KeyError, IndexError, TypeError) as error:
-            problem = f"{type(error).__name__}: {error}"
-        raise UserError(f"{self.engine.name} did not answer: {problem[:300]}", f"Its log is {self.log}.")
-
-    def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[EngineAnswer]:
-        """The answers to several prompts that are asked at the same time."""
-        with ThreadPoolExecutor(len(prompts)) as requests:
-            return list(requests.map(lambda prompt: self.answer(prompt, max_new_tokens), prompts))
-
-    def counters(self) -> Counter[str | int]:
-        """What it has counted since it was started; see `read_counters`."""
-        try:
-            return read_counters(self._endpoint.send("GET", "/metrics").text)
-        except Later as error:
-            raise UserError(f"{self.engine.name} stopped unexpectedly: {error}", f"Its log is {self.log}.") from None
 
     def version(self) -> str:
         """What the running engine says of its version; empty when it does not say."""

@@ -1,0 +1,81 @@
+"""Whether a serving engine drafts with the heads in service: told by the drafts that it accepts.
+
+No engine takes new heads from a folder while it runs, so it is started again with them. vLLM 0.32 gets draft weights
+from a training process on its own GPUs alone (`/start_draft_weight_update`, by NCCL or CUDA IPC), and what it reads
+from a folder (`reload_weights`) are the target's; SGLang 0.5 reads one folder into target and drafter alike
+(`/update_weights_from_disk`); llama-server has no such call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headstart.adapt.gate import rounds_of, tokens_per_round
+from headstart.adapt.update import Update
+from headstart.data.prompts.loading import LeftOut
+from headstart.data.served.log import Served
+from headstart.data.served.reading import as_conversation, chosen, read_log
+from headstart.errors import UserError
+from headstart.hub.format import read_heads
+from headstart.servers.client import Endpoint, Later
+from headstart.servers.completions import served_by
+from headstart.servers.process import Running
+from headstart.tree.tree import TreeShape
+
+_PROMPTS, _TOKENS = 16, 64
+_LOST = 0.1
+"""Share of the expected tokens a round that an engine may lack: it rounds otherwise, and drafts at the end of texts."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """Tokens a round of an engine that drafts chains of so many tokens, and those that updates of the heads, by number,
+    come to on its own answers."""
+
+    tokens_per_round: float
+    drafts: int
+    expected: dict[int, float]
+
+    def is_of(self, number: int) -> bool:
+        """Whether the drafts are those of an update, rather than of another one or of none."""
+        nearest = min(self.expected, key=lambda update: abs(self.expected[update] - self.tokens_per_round))
+        return nearest == number and self.tokens_per_round > (1 - _LOST) * self.expected[number]
+
+    def __str__(self) -> str:
+        """As people read it."""
+        each = ", ".join(f"{rate:.2f} by update {number}" for number, rate in self.expected.items())
+        return (
+            f"{self.tokens_per_round:.2f} tokens a round with {self.drafts} drafts; expected on these answers: {each}"
+        )
+
+
+def drafting(url: str, update: Update) -> Drafting:
+    """Ask an engine at an address the newest prompts of the log, one at a time.
+
+    Raises:
+        UserError: it does not answer, drafts nothing, or answers others meanwhile.
+    """
+    endpoint, remedy = Endpoint(url), "Give the address of an engine that serves the target with heads."
+    try:
+        served = served_by(endpoint, "")
+    except Later as problem:
+        raise UserError(f"{url} does not answer: {problem}.", remedy) from None
+    engine, target = Running(url, endpoint, served.dialect, served.model, remedy), update.target
+    before, texts = engine.counters(), []
+    for item in chosen(read_log(update.log, target)[0], _PROMPTS, LeftOut())[-_PROMPTS:]:
+        answer = list(engine.answer(item.prompt, _TOKENS).tokens)
+        texts.append(as_conversation(Served(item.prompt, answer, "length", item.time)))
+    counted = engine.counters() - before
+    if not counted["drafts"] or not texts:
+        raise UserError(f"{url} counts no drafts.", f"{remedy} llama-server counts with --metrics.")
+    drafts = round(counted["draft_tokens"] / counted["drafts"])
+    written = sum(sum(text.supervised) for text in texts)
+    if counted["drafts"] + counted["accepted_tokens"] > written + len(texts) * drafts:
+        raise UserError(f"{url} answered others meanwhile.", "Ask it while it is idle.")
+    service, expected = update.service, {}
+    for number in dict.fromkeys((service.serving, service.earlier)):
+        if number is not None:
+            heads = read_heads(service.heads(number), target)[0]
+            rounds = rounds_of(target, heads, texts, TreeShape.chain(min(drafts, heads.draft_steps)).paths)
+            expected[number] = tokens_per_round(rounds)
+    return Drafting(1 + counted["accepted_tokens"] / counted["drafts"], drafts, expected)
