@@ -325,7 +325,8 @@ def _programs(folder: Path, engines: Engines, words: Mapping[str, str]) -> None:
         small = f"--max-model-len 512 --max-num-seqs 8 --kv-cache-memory-bytes {1 << 28} --enforce-eager"
         options = f"{small} --no-enable-prefix-caching --dtype {dtype} {node}"
         connector = f"PYTHONPATH={ROOT}/benchmarks/vllm_cpu"
-        vllm = f'env {connector} {shlex.join(engines.vllm)} --model "$2" {options} "${{@:3}}"'
+        two = "VLLM_ENABLE_V1_MULTIPROCESSING=0"  # processes, not three, that each take 10 seconds to import vLLM
+        vllm = f'env {connector} {two} {shlex.join(engines.vllm)} --model "$2" {options} "${{@:3}}"'
     if engines.llama_server is not None:
         llama = f'{shlex.join(engines.llama_server)} -c 1024 -t 2 {llama_port} "$@"'
     for name, started in (("vllm", vllm), ("llama-server", llama)):
