@@ -555,8 +555,11 @@ class Played:
     failed: str
 
 
-def summed_up(place: Place, played: Sequence[Played]) -> str:
-    """Write what was run as a results file, and return it in Markdown: parts, commands, versions and minutes."""
+def summed_up(place: Place, played: Sequence[Played], load: float) -> str:
+    """Write what was run as a results file, and return it in Markdown: parts, commands, versions and minutes.
+
+    `load` is what the machine had to do before: processes on average.
+    """
     known = versions(place.engines)
     minutes, failed = sum(each.seconds for each in played) / 60, [each for each in played if each.failed]
     total = f"{len(place.done)} commands in {minutes:.1f} minutes; {len(failed)} of {len(played)} parts failed."
@@ -566,7 +569,7 @@ def summed_up(place: Place, played: Sequence[Played]) -> str:
         for each in played
     ]
     with_these = ", ".join(f"{name} {version}" for name, version in known.items())
-    what = f"The commands of the pages, at toy size. {total} With {with_these}."
+    what = f"The commands of the pages, at toy size. {total} With {with_these}; at a load of {load:.1f} beforehand."
     record(place.folder / "rehearsal.json", what, rows, here(), __file__, None)
     lines = ["| part | command | seconds |", "| --- | --- | --- |"]
     for each in played:
@@ -589,7 +592,7 @@ def main() -> None:
     engines = Engines() if options.stand_in else installed()
     if not options.stand_in and None in (engines.vllm, engines.llama_server):
         print(HOW_TO_INSTALL)
-    commands, began = printed(), time.monotonic()
+    commands, began, (load, *_) = printed(), time.monotonic(), os.getloadavg()
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
         place = set_up((options.out or Path(scratch) / "place").resolve(), engines)
         played: list[Played] = []
@@ -605,7 +608,7 @@ def main() -> None:
                 why = f"{problem}"
                 print(f"FAILED {problem}", flush=True)
             played.append(Played(name, place.done[before:], time.monotonic() - started, why))
-        text = summed_up(place, played)
+        text = summed_up(place, played, load)
         (place.folder / "summary.md").write_text(text)
     print(text)
     sys.exit(any(each.failed for each in played))
