@@ -42,7 +42,7 @@ def test_two_workers_write_what_one_writes(
     )
     monkeypatch.setattr("headstart.data.prompts.self_prompts.acceptable", lambda text, special: True)
     # A random model seldom writes the one token that ends a turn.
-    monkeypatch.setattr(Target, "end_tokens", frozenset(range(0, tiny_target.vocab_size, 5)))
+    monkeypatch.setattr(tiny_target, "end_tokens", frozenset(range(0, tiny_target.vocab_size, 5)))
     writers: list[str] = []
     continue_rows = InProcess.continue_rows
 
