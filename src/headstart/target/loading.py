@@ -282,8 +282,10 @@ def _dequantised(folder: Path, gguf: str) -> Path:
     path = cache / f"{file.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
 
     def convert(partial: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf)
-        options: dict[str, Any] = {"dtype": torch.float32}
+        # Read once: it takes seconds, and tokenizer and model would each read it anew.
+        config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf, config=config)
+        options: dict[str, Any] = {"dtype": torch.float32, "config": config}
         if hasattr(transformers, "GgufConfig"):  # versions before 5.17 always unpack the weights
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=gguf, **options)
