@@ -6,6 +6,7 @@ of its own, with one cache for all of it, and each test runs in its own empty fo
 
 from __future__ import annotations
 
+import gc
 import os
 import site
 import tempfile
@@ -44,6 +45,12 @@ _settle(Path(_HOME.name))
 
 if "OMP_NUM_THREADS" in os.environ:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def pytest_collection_finish() -> None:
+    """What imports and tests hold for good is not looked through whenever a test, or memory that ends, has garbage
+    collected: some 0.3 s each time."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -109,7 +116,7 @@ def device() -> Iterator[StandIn]:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def hub() -> Iterator[FakeHub]:
     """A fake Hub over HTTP."""
     from tests.hub.fake_hub import FakeHub
@@ -119,7 +126,7 @@ def hub() -> Iterator[FakeHub]:
     hub.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(hub: FakeHub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """The real client of the Hub, in a process of its own that only knows `hub`."""
     from tests.hub.client import Client
