@@ -19,6 +19,7 @@ import torch
 
 if TYPE_CHECKING:
     from headstart.target.model import Target
+    from tests.forks import Forks
     from tests.hub.client import Client
     from tests.hub.fake_hub import FakeHub
     from tests.standin import StandIn
@@ -105,6 +106,16 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "target"
     save_tiny_target(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    """Commands in processes of their own, without the seconds of their imports."""
+    from tests.forks import Forks
+
+    made = Forks(tmp_path_factory.mktemp("forks"))
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -9,8 +9,6 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from dataclasses import replace
@@ -41,6 +39,7 @@ from headstart.servers.process import Server
 from headstart.support.files import write_json
 from headstart.support.lock import Busy, locked
 from headstart.train.summing import Teacher
+from tests.forks import Forks
 from tests.test_benchmarks import script
 from tests.test_pipeline import quiet, tiny_recipe
 
@@ -435,18 +434,18 @@ def test_one_source_does_not_own_an_update(place: Path) -> None:
     assert plan["requests"] == 24 and plan["left_out"] == {"beyond 2 of one source": 72}
 
 
-def test_watch_goes_on_after_sigkill(place: Path) -> None:
-    command = [sys.executable, "-m", "headstart", "adapt", "watch", str(place / "run"), "--log", str(place / "log")]
+def test_watch_goes_on_after_sigkill(place: Path, forks: Forks) -> None:
+    command = ["-m", "headstart", "adapt", "watch", str(place / "run"), "--log", str(place / "log")]
     command += ["--once", "--requests", "96", "--fall", "0.3", *QUICK, "train.save_every=5"]
     for mark in ("plan.json", "train/checkpoints"):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        process = forks.start(*command)
         for _ in range(1200):
             if (place / "log" / "update" / mark).exists() or process.poll() is not None:
                 break
             time.sleep(0.05)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = forks.run(*command)
     assert done.returncode == 0, done.stderr
     assert "): accepted; 96 requests" in done.stdout and "0 requests are new" in done.stdout
     assert Service(place / "run").serving == 1 and not (place / "log" / "update").exists()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+from tests.forks import REPOSITORY, Forks
+
 TRAPS = {
     "RANK": "1",
     "LOCAL_RANK": "1",
@@ -43,7 +42,9 @@ def test_a_test_finds_an_empty_folder_and_a_home_of_its_own(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("started_in", ["a folder with a run", "the repository"])
-def test_what_is_around_the_suite_does_not_reach_it(tmp_path: Path, started_in: str) -> None:
+def test_what_is_around_the_suite_does_not_reach_it(
+    tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch, started_in: str
+) -> None:
     """The suite's own conftest, in a session that is started with a run beside it and with a launcher's variables."""
     path = tmp_path / "place"
     (path / "runs" / "quickstart" / "heads").mkdir(parents=True)
@@ -52,13 +53,9 @@ def test_what_is_around_the_suite_does_not_reach_it(tmp_path: Path, started_in: 
         PROBE.replace("WHERE", repr(str(tmp_path / "found"))).replace("TRAPS", repr(sorted(TRAPS)))
     )
     options = ["-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "--rootdir", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(tmp_path / "test_probe.py")],
-        cwd=path if started_in == "a folder with a run" else REPOSITORY,
-        env={**os.environ, **TRAPS, "HOME": str(tmp_path / "home"), "PYTHONPATH": python_path()},
-        capture_output=True,
-        text=True,
-    )
+    monkeypatch.chdir(path if started_in == "a folder with a run" else REPOSITORY)
+    environment = {**os.environ, **TRAPS, "HOME": str(tmp_path / "home")}
+    done = forks.run("-m", "pytest", *options, tmp_path / "test_probe.py", env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     found = (tmp_path / "found").read_text()
     assert '"traps": []' in found and '"here": []' in found
@@ -96,30 +93,10 @@ def test_on_purpose(tiny_target):
 """
 
 
-def test_a_drafter_that_raises_fails_its_test(tmp_path: Path) -> None:
+def test_a_drafter_that_raises_fails_its_test(tmp_path: Path, forks: Forks) -> None:
     (tmp_path / "test_failing.py").write_text(FAILING)
-    options = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "tests.conftest",
-        "--rootdir",
-        str(tmp_path),
-        "-rA",
-        "-W",
-        "ignore",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, str(tmp_path / "test_failing.py")],
-        env={**os.environ, "PYTHONPATH": python_path()},
-        capture_output=True,
-        text=True,
-    )
+    options = ["-q", "-p", "no:cacheprovider", "-p", "tests.conftest", "--rootdir", str(tmp_path)]
+    done = forks.run("-m", "pytest", *options, "-rA", "-W", "ignore", tmp_path / "test_failing.py")
     told = re.findall(r"^(PASSED|FAILED|ERROR) .*::(\w+)", done.stdout, re.MULTILINE)
     expected = {("PASSED", "test_on_purpose"), ("FAILED", "test_in_a_test"), ("ERROR", "test_in_a_fixture")}
     assert set(told) == expected, done.stdout
-
-
-def python_path() -> str:
-    return os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -23,6 +23,7 @@ from headstart.support.detokenizer import IncrementalDetokenizer
 from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
+from tests.forks import Forks
 from tests.hub.helpers import TUNING, export, make_heads
 from tests.target.test_chains import hybrid
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -477,11 +478,10 @@ print("done")
 
 
 def test_a_stream_left_open_does_not_abort_the_interpreter(
-    tiny_target: Target, tiny_target_folder: Path, tmp_path: Path
+    tiny_target: Target, tiny_target_folder: Path, forks: Forks, tmp_path: Path
 ) -> None:
     export(tmp_path / "heads", tiny_target)
-    code = [sys.executable, "-c", _LEFT_OPEN, str(tmp_path / "heads"), str(tiny_target_folder)]
-    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    done = forks.run("-c", _LEFT_OPEN, tmp_path / "heads", tiny_target_folder)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     said = [line for line in done.stderr.splitlines() if not line.startswith("These heads were ")]
     assert said == []

@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from headstart.support.lock import locked
 from headstart.target.fitting import FINAL
 from headstart.target.teacher import teacher_problem
 from headstart.train import trainer
+from tests.forks import Forks
 from tests.test_stages import said
 
 WORDS = "tell me about the sun and moon how to cook rice what is a user system who are you"
@@ -174,13 +174,12 @@ def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
 
 
 def test_a_run_killed_while_training_goes_on(
-    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiny_target_folder: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = tiny_recipe(tmp_path, tiny_target_folder, train={"steps": 100_000, "epochs": 100_000})
     folder = tmp_path / "run"
     (tmp_path / "recipe.yaml").write_text(recipe_text(recipe))
-    command = [sys.executable, "-m", "headstart", "train", str(tmp_path / "recipe.yaml"), "--run-dir", str(folder)]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = forks.start("-m", "headstart", "train", tmp_path / "recipe.yaml", "--run-dir", folder)
     try:
         deadline = time.monotonic() + 120
         while len(list((folder / "train" / "checkpoints").glob("step-*"))) < 2 and time.monotonic() < deadline:
@@ -391,12 +390,12 @@ def test_what_a_run_takes_up_again_before_the_answer_is_not_deleted(copied: tupl
     assert not execute(quiet(folder, recipe), STAGES), "all of it is still there"
 
 
-def test_what_a_launcher_trained_meanwhile_is_not_taken_for_this_runs_heads(copied: tuple[Recipe, Path]) -> None:
+def test_what_a_launcher_trained_meanwhile_is_not_taken_for_this_runs_heads(
+    copied: tuple[Recipe, Path], forks: Forks
+) -> None:
     recipe, folder = copied
     (tmp := folder.parent.parent / "longer.yaml").write_text(recipe_text(changed(recipe, train={"steps": 6})))
-    done = subprocess.run(
-        [sys.executable, "-m", "headstart.train", str(tmp), "--run-dir", str(folder)], capture_output=True, text=True
-    )
+    done = forks.run("-m", "headstart.train", tmp, "--run-dir", folder)
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 6
     run = Run(changed(recipe, tune={"max_rank": 1}), folder, Console(file=io.StringIO(), width=200))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from headstart.pipeline.stages import stages_until
 from headstart.pipeline.together import execute_together
 from headstart.recipes.recipe import recipe_text
 from headstart.support.lock import locked
+from tests.forks import Forks
 from tests.test_pipeline import quiet, tiny_recipe
 from tests.test_stages import said
 
@@ -39,7 +39,7 @@ main()
 """The command, killed right after it has written one file, once the other process helps."""
 
 
-def test_the_planner_is_killed(tmp_path: Path, tiny_target_folder: Path) -> None:
+def test_the_planner_is_killed(tmp_path: Path, tiny_target_folder: Path, forks: Forks) -> None:
     recipe = tiny_recipe(tmp_path, tiny_target_folder)
     alone, folder = tmp_path / "runs" / "alone", tmp_path / "shared" / "run"
     execute(quiet(alone, recipe), stages_until("states"))
@@ -47,16 +47,13 @@ def test_the_planner_is_killed(tmp_path: Path, tiny_target_folder: Path) -> None
     command = ["data", "build", str(tmp_path / "recipe.yaml"), "--run-dir", str(folder)]
     log = tmp_path / "log"
     log.write_text("")
-    with subprocess.Popen(
-        [sys.executable, "-c", DIES, "00002-train.jsonl", str(log), *command], stdout=subprocess.PIPE, text=True
-    ) as first:
-        assert first.stdout is not None
-        while "2/3" not in first.stdout.readline():
-            assert first.poll() is None, "it ended by itself"
-        with log.open("w") as out:
-            second = subprocess.run([sys.executable, "-m", "headstart", *command], stdout=out, check=False)
-        assert first.wait() == -9
-    assert second.returncode == 0
+    first = forks.start("-c", DIES, "00002-train.jsonl", log, *command)
+    while "2/3" not in first.out.read_text():
+        assert first.poll() is None, "it ended by itself"
+        time.sleep(0.02)
+    second = forks.start("-m", "headstart", *command, out=log)
+    assert first.wait() == -9
+    assert second.wait() == 0
     for split in ("train", "validation", "heldout"):
         ours, theirs = (path / "data" / "conversations" / f"{split}.jsonl" for path in (folder, alone))
         assert ours.read_text() == theirs.read_text()

@@ -1,19 +1,11 @@
-"""One of several processes of a training, for tests. Imports are paid once: every task runs in a fork of this process.
-
-    python tests/train/ranks.py RANK COUNT
-
-A task is a line of JSON on stdin: the `port` to meet at, the file `out` for what is written, what to `do` and its
-`arguments`. The answer is a line with the exit code of the fork, negative for a signal.
-"""
+"""What one of several processes of a training does, in tests: each in a fork of its own (`tests.forks`)."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -21,8 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-
-sys.path.append(str(Path(__file__).resolve().parents[2]))  # last: its links are called train, data, eval ...
 
 from headstart.cli.app import app
 from headstart.data.states.online import OnlineStates
@@ -42,7 +32,14 @@ from tests.train.stores import Silent
 from tests.train.test_golden import HEADS
 
 POISONED = 7
-_LONGEST = 100  # seconds, after which a task that hangs is ended
+KINDS = ("medusa", "eagle3", "dflash")
+"""Heads on the last state alone, on states of several layers one step after the other, and in blocks."""
+
+
+def families_of(how: str) -> list[str]:
+    """What is trained on two processes: every family from the store, and one of each kind in other ways, in which every
+    family is trained on one process elsewhere. How processes share their work does not depend on the family."""
+    return [*families()] if how == "stored" else [*KINDS]
 
 
 def recipe_of(name: str, **train: Any) -> Recipe:
@@ -101,9 +98,9 @@ def train_families_packed(
     how: str = "stored",
     packing: bool = True,
 ) -> None:
-    """As `train_families`, in the batches of packing, whether they are packed or not."""
+    """As `train_families`, one of each kind in the batches of packing, whether they are packed or not."""
     trainer.epoch_batches = batches.epoch_batches = batches.packed_batches
-    train_families(target_folder, states, folder, gradient_accumulation_steps, how, packing=packing)
+    train_families(target_folder, states, folder, gradient_accumulation_steps, how, KINDS, packing=packing)
 
 
 def train_families(
@@ -112,9 +109,11 @@ def train_families(
     folder: str,
     gradient_accumulation_steps: int | str = 1,
     how: str = "stored",
+    names: Sequence[str] = (),
     **settings: Any,
 ) -> None:
-    """Train every family; each process leaves its weights in <folder>/<family>: start-<rank>, then of-<rank>."""
+    """Train these families, or `families_of`; each process leaves its weights in <folder>/<family>: start-<rank>, then
+    of-<rank>."""
     join_processes("cpu")
     target = load_target(target_folder, "float32", "cpu")
     store, valid = both_states(Path(states), target, how)
@@ -134,7 +133,7 @@ def train_families(
         return result
 
     trainer._Trainer.train = keep
-    for name in families():
+    for name in names or families_of(how):
         trainer.train(
             recipe_of(name, gradient_accumulation_steps=int(gradient_accumulation_steps), **joint_of(how), **settings),
             target,
@@ -286,25 +285,3 @@ def train_with_one_refusing(*arguments: str) -> None:
     processes._PATIENCE = 0.5  # the main process has nothing to say
     at(2, refuse)
     train(*arguments)
-
-
-def main() -> None:
-    rank, ranks_in_all = sys.argv[1:]
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        task = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            signal.alarm(_LONGEST)
-            out = os.open(task["out"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(out, 1)
-            os.dup2(out, 2)
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks_in_all, "LOCAL_WORLD_SIZE": ranks_in_all}
-            os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(task["port"]))
-            globals()[task["do"]](*task["arguments"])
-            return
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -20,16 +20,8 @@ from headstart.support.artifacts import referred
 from headstart.support.lock import locked
 from headstart.target.loading import load_target
 from headstart.train.trainer import train
+from tests.forks import Forks
 from tests.train.conftest import clean_environment
-
-
-def command(*arguments: str | Path, launcher: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
-    return [sys.executable, *launcher, "-m", "headstart.train", *map(str, arguments)], clean_environment()
-
-
-def run_to_end(*arguments: str | Path, **extra: str) -> subprocess.CompletedProcess[str]:
-    words, environment = command(*arguments)
-    return subprocess.run(words, env={**environment, **extra}, capture_output=True, text=True, timeout=120)
 
 
 def here(file: Path, folder: Path, *overrides: str) -> Path:
@@ -42,10 +34,9 @@ def here(file: Path, folder: Path, *overrides: str) -> Path:
 
 
 def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
-    workplace: Callable[..., tuple[Path, Path]], tmp_path: Path
+    workplace: Callable[..., tuple[Path, Path]], forks: Forks, tmp_path: Path
 ) -> None:
     file, run = workplace(steps=12, save_every=5, eval_every=100)
-    words, environment = command(file, "--run-dir", run)
     # It ends itself in the middle of step 8, as a kill from outside would end it.
     kill = "\n".join(
         [
@@ -60,8 +51,7 @@ def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
             "main()",
         ]
     )
-    words[words.index("-m") : words.index("headstart.train") + 1] = ["-c", kill]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    done = forks.run("-c", kill, file, "--run-dir", run, env=clean_environment())
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not (run / "train" / "result.json").exists()
     resumed = load_heads(here(file, run / "train")).state_dict()
@@ -74,9 +64,9 @@ def test_two_processes_do_what_one_does_with_twice_the_accumulation(
     workplace: Callable[..., tuple[Path, Path]], tmp_path: Path
 ) -> None:
     file, run = workplace(steps=6, save_every=3, eval_every=3, lr=1e-3, position_weight="dpace")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    words, environment = command(file, "--run-dir", run, launcher=launcher)
-    environment["ACCELERATE_USE_CPU"] = "true"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    words = [*launcher, "-m", "headstart.train", str(file), "--run-dir", str(run)]
+    environment = {**clean_environment(), "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert (run / "train" / "result.json").is_file()
@@ -94,10 +84,10 @@ def test_two_processes_do_what_one_does_with_twice_the_accumulation(
     assert first["predictions"] == second["predictions"] and first["tau"] == second["tau"]
 
 
-def test_a_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Path, Path]]) -> None:
+def test_a_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Path, Path]], forks: Forks) -> None:
     file, run = workplace(steps=1)
     with locked(run):
-        done = run_to_end(file, "--run-dir", run)
+        done = forks.run("-m", "headstart.train", file, "--run-dir", run, env=clean_environment())
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.count(f"Another run (process {os.getpid()}) is working in {run}") == 1
     assert done.stderr.count("choose another --run-dir") == 1
@@ -105,14 +95,12 @@ def test_a_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Pa
 
 
 def test_both_ways_to_type_it_leave_the_same_records(
-    workplace: Callable[..., tuple[Path, Path]], tmp_path: Path
+    workplace: Callable[..., tuple[Path, Path]], forks: Forks, tmp_path: Path
 ) -> None:
     records = []
     for name, words in (("module", ["-m", "headstart.train"]), ("command", ["-m", "headstart", "train"])):
         file, run = workplace(tmp_path / name, steps=1)
-        done = subprocess.run(
-            [sys.executable, *words, str(file), "--run-dir", str(run)], env=clean_environment(), capture_output=True
-        )
+        done = forks.run(*words, file, "--run-dir", run, env=clean_environment())
         assert done.returncode == 0, done.stderr
         records.append(json.loads((run / "stages" / "train.json").read_text()))
     one, other = ({**record, "seconds": 0} for record in records)
@@ -120,15 +108,16 @@ def test_both_ways_to_type_it_leave_the_same_records(
 
 
 def test_a_launcher_of_one_process_trains_as_the_command_does(
-    workplace: Callable[..., tuple[Path, Path]],
+    workplace: Callable[..., tuple[Path, Path]], forks: Forks
 ) -> None:
     file, run = workplace(steps=1)
-    done = run_to_end(file, "--run-dir", run, MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="True")
+    words, environment = ["-m", "headstart.train", file, "--run-dir", run], clean_environment()
+    done = forks.run(*words, env={**environment, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "True"})
     assert done.returncode == 0, done.stderr
     assert "Training on 1 process (cpu, float32, 1 CPU threads each)" in done.stdout
     assert load_recipe(str(run / "recipe.yaml")) == load_recipe(str(file)), "what `headstart train` keeps, too"
     commands = json.loads((run / "provenance.json").read_text())["commands"]
     assert "headstart/train/__main__.py" in commands[-1]["argv"][0] and commands[-1]["versions"]["torch"]
     assert (run / "train").resolve() == referred(run, "train").resolve()
-    again = run_to_end(file, "--run-dir", run)
+    again = forks.run(*words, env=environment)
     assert again.returncode == 0 and "4/4 train  done" in again.stdout

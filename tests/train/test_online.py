@@ -24,10 +24,10 @@ from headstart.train import trainer
 from headstart.train.checks import check_training
 from headstart.train.trainer import train
 from headstart.train.training_artifact import training
-from tests.train.conftest import conversations
+from tests.forks import Forks
+from tests.train.conftest import clean_environment, conversations
 from tests.train.results import assert_same, metrics
 from tests.train.test_golden import HEADS
-from tests.train.test_main import run_to_end
 
 SUMS = {"rtol": 1e-5, "atol": 1e-5}
 """float32 sums in another order: a conversation stands in a batch of another length, and matrix products of other
@@ -136,11 +136,12 @@ def test_an_online_training_is_an_artifact_of_its_own(
 
 
 def test_the_command_trains_online_and_stores_nothing(
-    workplace: Callable[..., tuple[Path, Path]], tiny_target: Target, tmp_path: Path
+    workplace: Callable[..., tuple[Path, Path]], forks: Forks, tiny_target: Target, tmp_path: Path
 ) -> None:
     file, run = workplace(steps=2)
     online = run.with_name("online")
-    done = run_to_end(file, "--run-dir", online, "data.states=online")
+    words = ["-m", "headstart.train", file, "--run-dir", online, "data.states=online"]
+    done = forks.run(*words, env=clean_environment())
     assert done.returncode == 0, done.stderr
     files = [online / "data" / "conversations" / f"{split}.jsonl" for split in ("train", "validation")]
     stores = [OnlineStates(file, read_conversations(file), tiny_target, [FINAL]) for file in files]

@@ -6,9 +6,7 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from safetensors.torch import load_file
 
 from headstart.data.conversations.records import read_conversations
 from headstart.data.states.store import StateStore
-from headstart.heads.base import HeadBatch, families, make_config
+from headstart.heads.base import HeadBatch, make_config
 from headstart.heads.io import load_heads
 from headstart.pipeline.run import execute
 from headstart.pipeline.stages import stages_until
@@ -31,11 +29,12 @@ from headstart.train import batches, trainer
 from headstart.train.batches import epoch_batches, epoch_steps, predictions, read_batch
 from headstart.train.joint import Joint
 from headstart.train.training_artifact import training
+from tests.forks import Forks
 from tests.test_pipeline import quiet
 from tests.train import ranks
 from tests.train.conftest import clean_environment
 from tests.train.test_golden import HEADS
-from tests.train.test_main import here, run_to_end
+from tests.train.test_main import here
 
 COUNT = 2
 
@@ -52,43 +51,28 @@ Ranks = Callable[..., list[Ended]]
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    """Run a function of `tests.train.ranks` on two processes, in forks of two that wait for such tasks."""
-    environment = {**clean_environment(), "ACCELERATE_USE_CPU": "true"}
-    folder = tmp_path_factory.mktemp("ranks")
-    words = [sys.executable, ranks.__file__]
-    hosts = [
-        subprocess.Popen(
-            [*words, str(rank), str(COUNT)],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(COUNT)
-    ]
+def together(forks: Forks) -> Ranks:
+    """Run a function of `tests.train.ranks` on two processes."""
 
     def run(do: Callable[..., None], *arguments: str | Path) -> list[Ended]:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        outs = [folder / f"out-{rank}" for rank in range(COUNT)]
-        for host, out in zip(hosts, outs, strict=True):
-            task = {"port": port, "out": str(out), "do": do.__name__, "arguments": [str(word) for word in arguments]}
-            assert host.stdin is not None
-            print(json.dumps(task), file=host.stdin, flush=True)
-        ended = []
-        for host, out in zip(hosts, outs, strict=True):
-            assert host.stdout is not None
-            ended.append(Ended(int(host.stdout.readline()), out.read_text()))
-        return ended
+            port = str(free.getsockname()[1])
+        everyone = {
+            **clean_environment(),
+            "ACCELERATE_USE_CPU": "true",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        everyone |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(COUNT))
+        code = f"import sys; from tests.train import ranks; ranks.{do.__name__}(*sys.argv[1:])"
+        begun = [
+            forks.start("-c", code, *arguments, env={**everyone, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))})
+            for rank in range(COUNT)
+        ]
+        return [Ended(fork.wait(), fork.out.read_text() + fork.err.read_text()) for fork in begun]
 
-    yield run
-    for host in hosts:
-        assert host.stdin is not None and host.stdout is not None
-        host.stdin.close()
-        host.stdout.close()
-        assert host.wait() == 0
+    return run
 
 
 def assert_codes(ended: list[Ended], *codes: int) -> None:
@@ -183,7 +167,7 @@ HOW = ("stored", "online", "joint")
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_every_family_trains_as_one_process_does_with_twice_the_accumulation(
+def test_heads_train_as_one_process_does_with_twice_the_accumulation(
     trained: Callable[[str], Trained], states: Path, how: str
 ) -> None:
     """From the store, with the target's forward in each process on its own batches, and with an adapter of the target
@@ -193,7 +177,7 @@ def test_every_family_trains_as_one_process_does_with_twice_the_accumulation(
     learnt = [[predictions(read(ranks.silent(store), one)) > 0 for (one,) in (step[:1], step[1:])] for step in steps]
     assert [False, True] in learnt or [True, False] in learnt, "in some step, one process has nothing to learn from"
     made = trained(how)
-    for name in families():
+    for name in ranks.families_of(how):
         first, second = (weights_of(made.both / name / f"of-{rank}") for rank in range(COUNT))
         alone, start = (weights_of(made.alone / name / what) for what in ("of-0", "start-0"))
         assert any("lora" in key for key in alone) == (how == "joint")
@@ -206,7 +190,7 @@ def test_every_family_trains_as_one_process_does_with_twice_the_accumulation(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_every_family_goes_on_with_one_process_where_two_were_killed(
+def test_heads_go_on_with_one_process_where_two_were_killed(
     trained: Callable[[str], Trained],
     states: Path,
     tiny_target_folder: Path,
@@ -215,13 +199,13 @@ def test_every_family_goes_on_with_one_process_where_two_were_killed(
     how: str,
 ) -> None:
     made = trained(how)
-    for name in families():
+    for name in ranks.families_of(how):
         (tmp_path / name / "checkpoints").mkdir(parents=True)
         shutil.copyfile(made.both / name / "metrics.jsonl", tmp_path / name / "metrics.jsonl")
         kept = Path("checkpoints", "step-00000002")
         shutil.copytree(made.both / name / kept, tmp_path / name / kept)
     train_alone(monkeypatch, tiny_target_folder, states, tmp_path, COUNT, how)
-    for name in families():
+    for name in ranks.families_of(how):
         log = (tmp_path / name / "log.txt").read_text()
         assert "Training on 1 process " in log and "Continuing from step 2 " in log
         alone, start = (weights_of(made.alone / name / what) for what in ("of-0", "start-0"))
@@ -231,7 +215,7 @@ def test_every_family_goes_on_with_one_process_where_two_were_killed(
 
 
 @pytest.mark.parametrize("how", ["stored", "online"])
-def test_packed_on_two_processes_every_family_trains_as_unpacked_on_one(
+def test_packed_on_two_processes_heads_train_as_unpacked_on_one(
     together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     ended = together(ranks.train_families_packed, tiny_target_folder, states, tmp_path / "both", "1", how)
@@ -239,61 +223,49 @@ def test_packed_on_two_processes_every_family_trains_as_unpacked_on_one(
     alone = tmp_path / "alone"
     do = ranks.train_families_packed
     train_alone(monkeypatch, tiny_target_folder, states, alone, COUNT, how, do, packing=False)
-    for name in families():
+    for name in ranks.KINDS:
         one, both = (load_heads(folder / name / "last").state_dict() for folder in (alone, tmp_path / "both"))
         assert_moved_alike(start_of(alone / name), one, both)
         rows = [last_row(folder / name) for folder in (alone, tmp_path / "both")]
         assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
 
 
-def test_a_target_of_which_each_process_holds_a_part_gives_the_same_heads(
-    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
-) -> None:
-    """Not the last bit: a part of each sum is added on each process."""
-    file, run = workplace(
-        heads={"family": "eagle3", **HEADS["eagle3"]}, steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1, eval_every=2
-    )
-    recipe = load_recipe(str(file), ["data.states=online"])
-    folders = [run.with_name(name) for name in ("sharded", "whole")]
-    for folder, sharded in zip(folders, ("true", "false"), strict=True):
-        execute(quiet(folder, recipe), stages_until("states"))
-        lengths = [len(text.tokens) for text in read_conversations(folder / "data/conversations/validation.jsonl")]
-        assert len(epoch_batches(lengths, 64, seed=0, epoch=0)) % COUNT == 1
-        words = ["--run-dir", folder, "data.states=online", f"train.shard_target={sharded}"]
-        ended = together(ranks.train_plainly, file, *words)
-        assert_codes(ended, 0, 0)
-        assert ("Each process holds a part of the weights" in ended[0].text) == (sharded == "true")
-    one, other = (load_heads(folder / "train" / "last") for folder in folders)
-    assert one.config == other.config
-    assert_moved_alike(load_heads(folders[1] / "train" / "start-0").state_dict(), one.state_dict(), other.state_dict())
-    rows = [last_row(folder / "train") for folder in folders]
-    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
-    assert rows[0]["predictions"] == rows[1]["predictions"]
-
-
-def test_online_two_processes_train_as_from_the_store_and_leave_no_states(
+def test_online_two_processes_train_as_from_the_store_also_with_a_part_of_the_target_each(
     together: Ranks, workplace: Callable[..., tuple[Path, Path]]
 ) -> None:
     """The states differ by sums in another order, and so do the weights that are solved for from them, where hardly
-    anything depends on these: what is compared is the way from there."""
+    anything depends on these: what is compared is the way from there. Of a target in parts, a part of each sum is added
+    on each process."""
     file, run = workplace(
-        heads={"family": "eagle3", **HEADS["eagle3"]}, steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1
+        heads={"family": "eagle3", **HEADS["eagle3"]}, steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1, eval_every=2
     )
-    folders = {how: run.with_name(how) for how in ("stored", "online")}
+    online = "data.states=online"
+    settings = {"stored": ["data.states=stored"], "whole": [online], "parts": [online, "train.shard_target=true"]}
+    # In folders of runs of their own: beside each other, the last two would share one training.
+    folders = {how: run.parent.with_name(how) / "run" for how in settings}
     for how, folder in folders.items():
-        execute(quiet(folder, load_recipe(str(file), [f"data.states={how}"])), stages_until("states"))
-        ended = together(ranks.train_plainly, file, "--run-dir", folder, f"data.states={how}")
+        execute(quiet(folder, load_recipe(str(file), settings[how])), stages_until("states"))
+        ended = together(ranks.train_plainly, file, "--run-dir", folder, *settings[how])
         assert_codes(ended, 0, 0)
         assert "Training on 2 processes" in ended[0].text
+        assert ("Each process holds a part of the weights" in ended[0].text) == (how == "parts")
+    lengths = [len(text.tokens) for text in read_conversations(run / "data/conversations/validation.jsonl")]
+    assert len(epoch_batches(lengths, 64, seed=0, epoch=0)) % COUNT == 1, "one process validates less than the other"
     assert StateStore(folders["stored"] / "data" / "states" / "train").bytes > 0
-    assert not list((folders["online"] / "data" / "states").iterdir()) and "states" not in references(folders["online"])
-    stored, online = (
-        {name: tensor - start_of(folder / "train")[name] for name, tensor in weights_of(folder / "train/last").items()}
-        for folder in folders.values()
-    )
-    assert_moved_alike({name: torch.zeros_like(tensor) for name, tensor in stored.items()}, stored, online, within=1e-3)
-    rows = [last_row(folder / "train") for folder in folders.values()]
-    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+    for how in ("whole", "parts"):
+        assert not list((folders[how] / "data" / "states").iterdir()) and "states" not in references(folders[how])
+
+    start = {how: start_of(folder / "train") for how, folder in folders.items()}
+    last = {how: weights_of(folder / "train" / "last") for how, folder in folders.items()}
+    ways = {how: {name: last[how][name] - start[how][name] for name in last[how]} for how in folders}
+    nowhere = {name: torch.zeros_like(tensor) for name, tensor in ways["whole"].items()}
+    for how in ("stored", "parts"):
+        assert load_heads(folders[how] / "train" / "last").config == load_heads(folders["whole"] / "train/last").config
+        assert_moved_alike(nowhere, ways["whole"], ways[how], within=1e-3)
+    rows = {how: last_row(folder / "train") for how, folder in folders.items()}
+    for how in ("stored", "parts"):
+        assert rows[how]["loss"] == pytest.approx(rows["whole"]["loss"], rel=1e-5)
+        assert rows[how]["predictions"] == rows["whole"]["predictions"]
 
 
 def test_a_loss_that_is_not_finite_on_one_process_stops_both_with_one_message(
@@ -366,13 +338,16 @@ def test_the_clock_of_the_main_process_ends_both(together: Ranks, workplace: Cal
     assert last_row(run / "train")["step"] == 4, "it is over, whatever one of them sees"
 
 
-def test_ctrl_c_keeps_the_step_and_ends_both(together: Ranks, workplace: Callable[..., tuple[Path, Path]]) -> None:
+def test_ctrl_c_keeps_the_step_and_ends_both(
+    together: Ranks, forks: Forks, workplace: Callable[..., tuple[Path, Path]]
+) -> None:
     file, run = workplace(steps=8, save_every=100, eval_every=100)
     ended = together(ranks.train_until_ctrl_c, file, "--run-dir", run)
     assert_codes(ended, 130, 130)
     assert_one_voice(ended, "Stopped after step 4")
     assert [path.name for path in (run / "train" / "checkpoints").iterdir()] == ["step-00000004"]
-    alone = run_to_end(file, "--run-dir", run, "train.gradient_accumulation_steps=2")
+    words = [file, "--run-dir", run, "train.gradient_accumulation_steps=2"]
+    alone = forks.run("-m", "headstart.train", *words, env=clean_environment())
     assert alone.returncode == 0, alone.stderr
     assert "Continuing from a training on another number of processes of these heads" in alone.stdout
     assert "Continuing from step 4" in alone.stdout and last_row(run / "train")["step"] == 8
