@@ -27,13 +27,14 @@ from headstart.tree.tree import Drawn, Tree, TreeBatch, TreeShape
 from headstart.tuning.acceptance import Text, measure_drafts
 from tests.hub.helpers import export, make_heads
 from tests.test_benchmarks import script, written_by
+from tests.tiny import tiny_model
 
 
 def test_device_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "waits.json"
-    script("device_waits", monkeypatch).main(
-        ["--families", "medusa", "--rows", "2", "--tokens", "8", "--where", "--out", str(out)]
-    )
+    """On a target of one layer: every other one costs the stand-in device seconds."""
+    out, benchmark = tmp_path / "waits.json", script("device_waits", monkeypatch)
+    monkeypatch.setattr(benchmark, "tiny_model", lambda kind, **sizes: tiny_model(kind, **{**sizes, "layers": 1}))
+    benchmark.main(["--families", "medusa", "--rows", "2", "--tokens", "8", "--where", "--out", str(out)])
     rounds = read_json(out)["rows"]
     assert [(row["drafter"], row["temperature"]) for row in rounds] == [
         (drafter, temperature) for drafter in ("none", "ngram", "medusa", "medusa+ngram") for temperature in (0.0, 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,7 @@ def learn(name: str, target: Target, item: Conversation, folder: Path, steps: in
     return load_heads(result.last_folder, target).to(target.dtype).eval()
 
 
+@cache
 def varied_text(target: Target) -> Conversation:
     """An answer of the target without repetitions, in which shifts would not show.
 
