@@ -10,6 +10,7 @@ ended, negative for a signal.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -103,6 +104,7 @@ def main() -> None:
     sys.path.append(str(REPOSITORY))  # last: its links have such names, too
     for name in IMPORTED:
         import_module(name)
+    gc.freeze()
     with socket.create_server(("127.0.0.1", 0)) as server:
         print(server.getsockname()[1], flush=True)
         while sys.stdin not in select([server, sys.stdin], [], [])[0]:
