@@ -3,6 +3,10 @@ that may go down, and not up. No upload makes it wait. Forwards are captured bef
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache, partial
+from itertools import product
+
 import pytest
 
 from headstart.decode.loop import DecodeLoop, Drafter
@@ -38,6 +42,9 @@ BESIDE_GRAPHS = {
 }
 """Greedy, of one row: launches that are no graphs: what is put into their buffers and taken out, and the decision."""
 
+WAYS = tuple(product((1, 4), (0.0, 1.0)))
+"""Rows and temperatures."""
+
 
 def make_drafters(name: str, target: Target, host: Target) -> list[Drafter]:
     drafters: list[Drafter] = []
@@ -51,25 +58,29 @@ def make_drafters(name: str, target: Target, host: Target) -> list[Drafter]:
     return drafters
 
 
-def decoded(name: str, rows: int, temperature: float, layers: int = 3) -> list[Round]:
-    """The rounds of a batch that was decoded before, when its graphs were captured."""
-    options = DecodeOptions(max_new_tokens=16, ignore_end=True, temperature=temperature, seed=0)
-    prompts = [[5 + row, 9, 14, 5 + row, 9, 14, 5 + row, 9][: 8 - row] for row in range(rows)]
+@cache
+def decoded(name: str, layers: int, ways: Sequence[tuple[int, float]] = WAYS) -> dict[tuple[int, float], list[Round]]:
+    """The rounds of batches that were decoded before, when their graphs were captured, by rows and temperature."""
     host = Target(tiny_model("llama", vocab_size=61, layers=layers))
+    found = {}
     with StandIn() as device:
         target = Target(tiny_model("llama", vocab_size=61, layers=layers).to(CUDA))
-        loop = DecodeLoop(target, *make_drafters(name, target, host))
-        loop.generate(prompts, options)
-        rounds = rounds_of(device, target, lambda: loop.generate(prompts, options))
-    assert rounds
-    return rounds
+        drafters = make_drafters(name, target, host)
+        for rows, temperature in ways:
+            options = DecodeOptions(max_new_tokens=16, ignore_end=True, temperature=temperature, seed=0)
+            prompts = [[5 + row, 9, 14, 5 + row, 9, 14, 5 + row, 9][: 8 - row] for row in range(rows)]
+            loop = DecodeLoop(target, *drafters)
+            loop.generate(prompts, options)
+            found[rows, temperature] = rounds_of(device, target, partial(loop.generate, prompts, options))
+            assert found[rows, temperature]
+    return found
 
 
 @pytest.mark.parametrize("name", WAITS)
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 def test_waits_and_uploads_of_a_round(name: str, rows: int, temperature: float) -> None:
-    rounds = decoded(name, rows, temperature)
+    rounds = decoded(name, 3)[rows, temperature]
     most_waits, most_uploads = (SAMPLED, SAMPLED_UPLOADS) if temperature else (WAITS, UPLOADS)
     for one in rounds:
         waits = [event for event in one.events if event.kind == "wait"]
@@ -86,6 +97,6 @@ def test_waits_and_uploads_of_a_round(name: str, rows: int, temperature: float) 
 def test_launches_of_a_round(name: str) -> None:
     """A graph for the target's forward and one for each level of the heads, however many layers: what each gives is
     read, and nothing else is. Beside them stands what goes into their buffers and out, and the decision."""
-    for one in decoded(name, 1, 0.0, layers=8):
+    for one in decoded(name, 8, ((1, 0.0),))[1, 0.0]:
         assert one.counts.graphs == one.counts.waits <= WAITS[name]
         assert one.counts.launches - one.counts.graphs <= BESIDE_GRAPHS[name]
