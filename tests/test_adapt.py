@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import signal
+import sys
 import threading
 import time
 from dataclasses import replace

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -61,13 +59,11 @@ def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
 
 
 def test_two_processes_do_what_one_does_with_twice_the_accumulation(
-    workplace: Callable[..., tuple[Path, Path]], tmp_path: Path
+    workplace: Callable[..., tuple[Path, Path]], forks: Forks, tmp_path: Path
 ) -> None:
     file, run = workplace(steps=6, save_every=3, eval_every=3, lr=1e-3, position_weight="dpace")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    words = [*launcher, "-m", "headstart.train", str(file), "--run-dir", str(run)]
-    environment = {**clean_environment(), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=200)
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "headstart.train", file]
+    done = forks.run(*words, "--run-dir", run, env={**clean_environment(), "ACCELERATE_USE_CPU": "true"})
     assert done.returncode == 0, done.stderr
     assert (run / "train" / "result.json").is_file()
     assert "Training on 2 processes" in done.stdout
