@@ -292,10 +292,17 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
             return float(re.search(r"([\d.]+) tokens a round", result.output)[1])
 
         assert tokens_a_round(after) > tokens_a_round(old) == tokens_a_round(before)
-        asked = threading.Thread(target=lambda: [server.answer([5, 6, 7], 64) for _ in range(40)])
-        asked.start()
+        measured = threading.Event()
+
+        def ask() -> None:
+            while not measured.is_set():
+                server.answer([5, 6, 7], 16)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
         busy = engine(*address)
-        asked.join()
+        measured.set()
+        asking.join()
         assert busy.exit_code == 2 and "answered others meanwhile" in busy.output
     assert engine(*address).exit_code == 2, "there is no server"
 
