@@ -155,7 +155,7 @@ class Place:
 
     def _start(self, command: Command | str, out: IO[str], more: Mapping[str, str], stdin: str) -> Process:
         text = command if isinstance(command, str) else toy(command.text, self.words)
-        print(f"  $ {text.splitlines()[0]}{' ...' if chr(10) in text else ''}", flush=True)
+        print(f"  {self.part} $ {text.splitlines()[0]}{' ...' if chr(10) in text else ''}", flush=True)
         script = ["bash", "-c", text]
         if isinstance(command, Command) and "\nimport" in f"\n{text}" and not text.startswith("#!"):
             script = [sys.executable, "-c", text]

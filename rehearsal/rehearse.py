@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +60,9 @@ class Part:
 
 
 PARTS: list[Part] = []
+PACKAGED = ("own", "gpu", "example")
+"""Folders of the parts that run the packaged target, where llama-server is real. They take as long as all others, which
+go on beside them in a place of their own."""
 SLURM = "#!/bin/bash\n#SBATCH --job-name=heads"
 """How the script of docs/scaling.md begins."""
 
@@ -555,14 +559,35 @@ class Played:
     failed: str
 
 
-def summed_up(place: Place, played: Sequence[Played], load: float) -> str:
+def play(place: Place, parts: Sequence[Part]) -> list[Played]:
+    """Run parts one after another."""
+    commands, played = printed(), []
+    for each in parts:
+        name = each.play.__name__
+        print(f"{each.folder}: {name}", flush=True)
+        place.part, before, started, why = each.folder, len(place.done), time.monotonic(), ""
+        try:
+            each.play(place, *(named(begins, commands) for begins in each.begins))
+        except (Failed, OSError, ValueError, KeyError) as problem:
+            why = f"{problem}"
+            print(f"FAILED {name}: {problem}", flush=True)
+        played.append(Played(name, place.done[before:], time.monotonic() - started, why))
+    return played
+
+
+def summed_up(file: Path, engines: Engines, played: Sequence[Played], seconds: float, load: float) -> str:
     """Write what was run as a results file, and return it in Markdown: parts, commands, versions and minutes.
 
-    `load` is what the machine had to do before: processes on average.
+    Args:
+        file: to write.
+        engines: that took part.
+        played: all parts.
+        seconds: from beginning to end.
+        load: of the machine beforehand.
     """
-    known = versions(place.engines)
-    minutes, failed = sum(each.seconds for each in played) / 60, [each for each in played if each.failed]
-    total = f"{len(place.done)} commands in {minutes:.1f} minutes; {len(failed)} of {len(played)} parts failed."
+    known, failed = versions(engines), [each for each in played if each.failed]
+    commands = sum(len(each.done) for each in played)
+    total = f"{commands} commands in {seconds / 60:.1f} minutes; {len(failed)} of {len(played)} parts failed."
     rows = [
         {"part": each.name.replace("_", " "), "commands": len(each.done), "minutes": each.seconds / 60}
         | ({"failed": each.failed} if failed else {})
@@ -570,7 +595,7 @@ def summed_up(place: Place, played: Sequence[Played], load: float) -> str:
     ]
     with_these = ", ".join(f"{name} {version}" for name, version in known.items())
     what = f"The commands of the pages, at toy size. {total} With {with_these}; at a load of {load:.1f} beforehand."
-    record(place.folder / "rehearsal.json", what, rows, here(), __file__, None)
+    record(file, what, rows, here(), __file__, None)
     lines = ["| part | command | seconds |", "| --- | --- | --- |"]
     for each in played:
         lines.append(f"| {each.name} |  | {each.seconds:.0f} |")
@@ -592,24 +617,19 @@ def main() -> None:
     engines = Engines() if options.stand_in else installed()
     if not options.stand_in and None in (engines.vllm, engines.llama_server):
         print(HOW_TO_INSTALL)
-    commands, began, (load, *_) = printed(), time.monotonic(), os.getloadavg()
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch:
-        place = set_up((options.out or Path(scratch) / "place").resolve(), engines)
-        played: list[Played] = []
-        for each in PARTS:
-            name = each.play.__name__
-            if (options.only and name not in options.only) or (options.short and not each.short):
-                continue
-            print(f"{name} ({time.monotonic() - began:.0f} s)", flush=True)
-            place.part, before, started, why = each.folder, len(place.done), time.monotonic(), ""
-            try:
-                each.play(place, *(named(begins, commands) for begins in each.begins))
-            except (Failed, OSError, ValueError, KeyError) as problem:
-                why = f"{problem}"
-                print(f"FAILED {problem}", flush=True)
-            played.append(Played(name, place.done[before:], time.monotonic() - started, why))
-        text = summed_up(place, played, load)
-        (place.folder / "summary.md").write_text(text)
+    parts = [each for each in PARTS if each.short or not options.short]
+    parts = [each for each in parts if each.play.__name__ in options.only] if options.only else parts
+    lanes = {
+        "packaged": [each for each in parts if each.folder in PACKAGED],
+        "toy": [each for each in parts if each.folder not in PACKAGED],
+    }
+    began, load = time.monotonic(), os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as scratch, ThreadPoolExecutor(len(lanes)) as pool:
+        out = (options.out or Path(scratch) / "out").resolve()
+        places = [set_up(out / lane, engines) for lane in lanes]
+        played = [each for lane in pool.map(play, places, lanes.values()) for each in lane]
+        text = summed_up(out / "rehearsal.json", engines, played, time.monotonic() - began, load)
+        (out / "summary.md").write_text(text)
     print(text)
     sys.exit(any(each.failed for each in played))
 
