@@ -59,7 +59,7 @@ SUBSTITUTIONS = (
     ("sleep 10", "sleep 1"),
     ("--max-model-len 8192", "--max-model-len 128"),
     ("data.batch_size=4096", "data.batch_size=8"),
-    ("headstart audit", "headstart audit --limit 2 --samples 40"),
+    ("headstart audit", "headstart audit --limit 2 --samples 10"),
     ("data.conversations=4000", "data.conversations=16"),
     # engines
     ("--engine vllm", "--engine vllm {tuning}"),
