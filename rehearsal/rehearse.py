@@ -315,7 +315,7 @@ def states_written_by_vllm(place: Place, show: Command, take: Command, train: Co
         shard.unlink()
     with place.serving(command, "8000"):
         text = place.run(take)
-    taken = re.search(r"States of [1-9]\d* conversations taken over", text)
+    taken = re.search(r"Imported the states of [1-9]\d* conversations", text)
     place.check(taken is not None, f"states are taken: {text}")
     place.run(train)
 
@@ -338,7 +338,7 @@ def states_of_a_folder(place: Place, take: Command) -> None:
             asked = f"-H 'Content-Type: application/json' -d '{json.dumps(body)}'"
             place.run(f"curl -sf http://localhost:{place.words['8000']}/v1/completions {asked}")
     taken = Command(take.page, take.line, take.text + " heads.aux_layers=[1,3,6]")
-    place.check("States of 3 conversations taken over" in place.run(taken), "the files of the folder are taken")
+    place.check("Imported the states of 3 conversations" in place.run(taken), "the files of the folder are taken")
 
 
 @part(
