@@ -101,6 +101,8 @@ def run_audit(
     target = source.target
     _check(target, prompts, options)
     drafters = {name: _drafters(source, name) for name in options.drafters if name != WRONG}
+    of_heads = (part.heads.version for parts in drafters.values() for part in parts if isinstance(part, HeadDrafter))
+    versions = (version for version in of_heads if version)
     total = len(prompts) * (1 + len(options.drafters) * len(options.batch_sizes))
     with progress_bar(console, "greedy", total) as bar:
         greedy, answers = _greedy(source, drafters, prompts, options, bar)
@@ -124,7 +126,7 @@ def run_audit(
             **asdict(options),
             "target": target.name,
             "target_fingerprint": target.identity().fingerprint,
-            "heads_version": source.heads.version or None,
+            "heads_version": next(versions, None),
             "prompts": len(prompts),
             "level": LEVEL,
             "least_expected": MIN_EXPECTED,
