@@ -209,7 +209,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/test_small_benchmarks.py": {
         "test_writing": (".venv/bin/python benchmarks/writing.py",),
         "test_plan_accuracy": (".venv/bin/python benchmarks/plan_accuracy.py",),
-        "test_online": ("python benchmarks/online.py", ".venv/bin/python benchmarks/online.py"),
+        "test_online": (".venv/bin/python benchmarks/online.py",),
     },
     "tests/heads/test_new_family.py": {
         "test_a_toy_family_keeps_the_whole_contract": (
