@@ -19,7 +19,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.decoder import Decoder
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.eval.environment import environment
-from headstart.target import products
+from headstart.target import captured, products
 from headstart.target.captured import Captured, Recorded
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
@@ -96,13 +96,35 @@ def test_a_replay_gives_what_the_modules_give(kind: str, rows: int, width: int) 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
 def test_operators_that_are_not_rewritten_keep_their_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.target.captured.merge_products", lambda graph: [])
-    monkeypatch.setattr("headstart.target.captured.shorten_norms", lambda graph: None)
+    monkeypatch.setattr("headstart.target.captured.shorten_norms", lambda graph, device: None)
     monkeypatch.setattr("headstart.target.fitting.fits", lambda modules: False)
     target = Target(tiny_model(kind))
     replayed = rounds(target, 4, 8)
     with through_modules(target):
         expected = rounds(target, 4, 8)
     assert all(map(torch.equal, replayed, expected))
+
+
+@pytest.mark.parametrize(("kind", "norms"), [("llama", 2), ("qwen3", 4), ("gemma3", 6)])
+def test_norms_and_rotations_are_calls_of_few_operators(kind: str, norms: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for name in ("inverse_rms", "rotated"):
+        function = getattr(captured, name)
+
+        def counted(*args: Any, name: str = name, function: Any = function, **kwargs: Any) -> Tensor:
+            called.append(name)
+            result: Tensor = function(*args, **kwargs)
+            return result
+
+        monkeypatch.setattr(captured, name, counted)
+    target = Target(tiny_model(kind))
+    check_replay(target, 1, 4)
+    cache = target.new_cache(1, 20)
+    target.prefill(cache, [TEXTS[0][:4]])
+    called.clear()
+    target.forward_tree(cache, TreeBatch.roots([5]))
+    assert called.count("rotated") == 2 * target.num_layers
+    assert called.count("inverse_rms") == norms * target.num_layers + 1
 
 
 @pytest.mark.skipif(not can_pack(torch.zeros(32, 32)), reason="this build of torch has no oneDNN")

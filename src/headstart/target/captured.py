@@ -5,7 +5,8 @@ row, since nothing but attention looks from one token to another: there each row
 and values go to the cache, as in every forward of ours. The operators are then rewritten where that pays on a CPU:
 
 - Linear layers that read the same numbers become one product with prepacked weights (see `products`).
-- The scale of an RMS norm works in place on one number a token, instead of taking a copy of the state in float32 apart.
+- The scale of an RMS norm comes from three operators on the state as it is, instead of six on a copy in float32.
+- Rotary positions swap the halves of queries and keys in one operator; the sign of one half is in the table of sines.
 
 What cannot be recorded, or gives other logits than the modules do, runs through the modules, and `Target.eager` says
 why. Long texts do so anyway: there the operators themselves take all the time. On a GPU, trees go through CUDA graphs
@@ -20,6 +21,7 @@ import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from operator import is_not
 from typing import Any, cast
 
@@ -147,7 +149,8 @@ class Captured:
         if packs:
             self.products = merge_products(tape.graph)
             drop(weight for product in self.products for weight in product.weights)
-        shorten_norms(tape.graph)
+        shorten_norms(tape.graph, device)
+        shorten_rotations(tape.graph)
         clean(tape.graph)
         self._replay = tape.compile()
         # Other matrices know nothing of `Running.bits`.
@@ -287,14 +290,18 @@ _POWERS = (Tensor.pow, torch.pow, Tensor.__pow__)
 _MEANS = (Tensor.mean, torch.mean)
 _ROOTS = (torch.rsqrt, Tensor.rsqrt)
 _SUMS = (Tensor.__add__, Tensor.add, torch.add)
+_PRODUCTS = (Tensor.__mul__, Tensor.mul, torch.mul)
+_NEGATIVES = (Tensor.__neg__, Tensor.neg, torch.neg)
 
 
 def _is(node: Any, functions: Sequence[Any]) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and any(node.target is f for f in functions)
 
 
-def shorten_norms(graph: fx.Graph) -> None:
-    """`rsqrt(mean(x ** 2) + eps)` over the last dimension as one call."""
+def shorten_norms(graph: fx.Graph, device: torch.device) -> None:
+    """`x * rsqrt(mean(x ** 2) + eps)` over the last dimension, x in float32, with one call for the scale and without a
+    copy of x."""
+    scales: dict[float, Callable[[Tensor], Tensor]] = {}
     for root in list(graph.nodes):
         if not _is(root, _ROOTS) or not _is(root.args[0], _SUMS):
             continue
@@ -305,13 +312,67 @@ def shorten_norms(graph: fx.Graph) -> None:
         power = mean.args[0]
         if along not in (((-1,), {"keepdim": True}), ((-1, True), {})) or power.args[1] != 2:
             continue
+        x = power.args[0]
+        scale = scales.setdefault(eps, partial(inverse_rms, eps=torch.tensor(eps, device=device)))
         with graph.inserting_before(root):
-            scale = call(graph, inverse_rms, (power.args[0], eps))
-        root.replace_all_uses_with(scale)
+            shorter = call(graph, scale, (_as_float32(x) or x,))
+        root.replace_all_uses_with(shorter)
+        for user in list(x.users):
+            if (lower := _as_float32(x)) and _is(user, _PRODUCTS) and set(user.args) == {x, shorter}:
+                user.replace_input_with(x, lower)  # the product is in float32 all the same
 
 
-def inverse_rms(x: Tensor, eps: float) -> Tensor:
-    """1 / root mean square of the last dimension, which stays with size 1."""
-    norm = torch.linalg.vector_norm(x, 2, -1, True)
-    scale: Tensor = norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+def _as_float32(node: Any) -> fx.Node | None:
+    """What is put into float32 here."""
+    found = _is(node, [Tensor.float]) or (_is(node, [Tensor.to]) and node.args[1:] == (torch.float32,))
+    return node.args[0] if found and not node.kwargs else None
+
+
+def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
+    """1 / root mean square of the last dimension, which stays with size 1, in float32."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+    scale: Tensor = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return scale
+
+
+def shorten_rotations(graph: fx.Graph) -> None:
+    """`x * cos + cat((-x2, x1)) * sin`, where x1 and x2 are the halves of x, with one call."""
+    signed: dict[Any, fx.Node] = {}
+    for total in list(graph.nodes):
+        if not _is(total, _SUMS) or len(total.args) != 2 or not all(_is(part, _PRODUCTS) for part in total.args):
+            continue
+        (x, cos), (turned, sin) = (part.args for part in total.args)
+        half = _swapped_half(turned, x)
+        if half is None:
+            continue
+        view = (sin.target, sin.args) if isinstance(sin, fx.Node) else sin  # each layer has a view of its own
+        if view not in signed:
+            with graph.inserting_after(sin):
+                signed[view] = call(graph, negative_half, (sin, half))
+        with graph.inserting_before(total):
+            total.replace_all_uses_with(call(graph, rotated, (x, cos, signed[view], half)))
+
+
+def _swapped_half(turned: Any, x: Any) -> int | None:
+    """The size of a half, where `turned` is `cat((-x2, x1))` over the last dimension."""
+    if not _is(turned, [torch.cat]) or (turned.args[1:], dict(turned.kwargs)) not in (((), {"dim": -1}), ((-1,), {})):
+        return None
+    parts = turned.args[0]
+    if len(parts) != 2 or not _is(parts[0], _NEGATIVES):
+        return None
+    second, first = parts[0].args[0], parts[1]
+    if not all(_is(part, [Tensor.__getitem__]) and part.args[0] is x for part in (first, second)):
+        return None
+    half = second.args[1][-1].start
+    wanted = (Ellipsis, slice(None, half, None)), (Ellipsis, slice(half, None, None))
+    return half if (first.args[1], second.args[1]) == wanted and isinstance(half, int) else None
+
+
+def negative_half(x: Tensor, half: int) -> Tensor:
+    """With the other sign up to `half` of the last dimension."""
+    return torch.cat((-x[..., :half], x[..., half:]), dim=-1)
+
+
+def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor, half: int) -> Tensor:
+    turned: Tensor = (x * cos).add_(x.roll(half, -1) * signed_sin)
+    return turned
