@@ -81,6 +81,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new_tokens = 0
         self._check: Callable[[], None] | None = None
         self._ragged = False
+        self._new: list[tuple[Tensor, ...]] = []
+        self._sight: list[tuple[Tensor, ...]] = []
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._lengths: dict[torch.device, tuple[list[int], Tensor]] = {}
 
@@ -110,6 +112,9 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new_tokens = new_tokens
         self._seen = seen
         self._ragged, self._slots = len(set(self.lengths)) > 1, {}
+        if not self._ragged:  # one view for all layers, taken apart, instead of several for each
+            self._new = [store[:, :, :, seen - new_tokens : seen].unbind() for store in self._stores]
+            self._sight = [store[:, :, :, :seen].unbind() for store in self._stores]
 
     def begin_at(self, lengths_B1: Tensor, new_tokens: int, seen: int) -> None:
         """Announce a forward whose rows begin where a tensor says, with so many slots in sight."""
@@ -122,16 +127,15 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     ) -> tuple[Tensor, Tensor]:
         """Write one layer's new keys and values [B, H, T, D]; return views of all slots in sight."""
         (key_store, key_index), (value_store, value_index) = self._places[layer_idx]
+        if not self._ragged:
+            self._new[key_store][key_index].copy_(key_states)
+            self._new[value_store][value_index].copy_(value_states)
+            return self._sight[key_store][key_index], self._sight[value_store][value_index]
         keys = self._stores[key_store][key_index]
         values = self._stores[value_store][value_index]
-        if self._ragged:
-            rows_B1, slots_BT = self._rows_and_slots(keys.device)
-            keys[rows_B1, :, slots_BT] = key_states.transpose(1, 2)
-            values[rows_B1, :, slots_BT] = value_states.transpose(1, 2)
-        else:
-            start = self.lengths[0]
-            keys[:, :, start : start + self._new_tokens] = key_states
-            values[:, :, start : start + self._new_tokens] = value_states
+        rows_B1, slots_BT = self._rows_and_slots(keys.device)
+        keys[rows_B1, :, slots_BT] = key_states.transpose(1, 2)
+        values[rows_B1, :, slots_BT] = value_states.transpose(1, 2)
         return keys[:, :, : self._seen], values[:, :, : self._seen]
 
     def note(self, tokens_BT: Tensor) -> None:
@@ -227,14 +231,14 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         capacity, other = 2 * needed, copy.copy(self)
         other._stores = [F.pad(store, (0, 0, 0, capacity - self.capacity)) for store in self._stores]
         other.capacity, other.lengths, other._slots, other._lengths = capacity, list(self.lengths), {}, {}
-        other.memory = None
+        other.memory, other._new, other._sight = None, [], []
         return other
 
     def kept(self, row: int, length: int) -> TreeCache:
         """What a row has committed of so many tokens, in memory of its own."""
         alone = self.part(row, row + 1)
         alone._stores = [store[:, :, :, :length].clone() for store in alone._stores]
-        alone.capacity, alone.lengths = length, [length]
+        alone.capacity, alone.lengths, alone._new, alone._sight = length, [length], [], []
         return alone
 
     def go_on_with(self, row: int, other: TreeCache) -> None:
