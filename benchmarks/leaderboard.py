@@ -23,6 +23,7 @@ from rich.console import Console
 
 from headstart.api import load
 from headstart.data.prompts.questions import read_questions
+from headstart.data.prompts.sources import READY_MADE
 from headstart.errors import UserError
 from headstart.eval.evaluate import evaluate
 from headstart.eval.options import EvalOptions
@@ -44,7 +45,7 @@ class Rules:
 
     Attributes:
         target: that is drafted for, as it is.
-        prompts: where its conversations come from.
+        prompts: where its conversations may come from.
         seconds: from the start of the command until the heads can be loaded.
         cores: that all work is done on.
         questions: asked of the file, from the first one on.
@@ -52,7 +53,7 @@ class Rules:
     """
 
     target: str = "smollm2-135m"
-    prompts: str = "self"
+    prompts: tuple[str, ...] = ("self", READY_MADE)
     seconds: float = 3600.0
     cores: int = 2
     questions: int = 40
@@ -141,13 +142,15 @@ def measuring(rules: Rules, name: str) -> EvalOptions:
 def broken_by(recipe: Recipe, rules: Rules = RULES) -> list[str]:
     """The rules that a recipe breaks, as phrases."""
     target, data, train = recipe.target, recipe.data, recipe.train
+    prompts = data.prompts
+    sources = {prompts} if isinstance(prompts, str) else {source.source for source in prompts}
     rules_kept = {
         f"the target is {rules.target} as it is (no adapter, no quantization)": target.spec == rules.target
         and target.adapter is None
         and target.quantization == "none",
         "the target does not learn (train.joint.rank=0)": train.joint.rank == 0,
-        f"the target writes prompts and answers itself (data.prompts={rules.prompts})": data.prompts == rules.prompts
-        and data.regenerate,
+        f"the target writes the answers, and prompts are {' or '.join(rules.prompts)} (data.prompts)": data.regenerate
+        and sources <= set(rules.prompts),
         "nothing is computed elsewhere (data.server=null)": data.server is None,
         "heads start from the target alone (train.start_from=null)": train.start_from is None,
         "the questions are in data.exclude": any(Path(file).name == QUESTIONS.name for file in data.exclude),

@@ -53,7 +53,7 @@ def test_no_question_is_trained_on(board: ModuleType) -> None:
         ("target.adapter=lora", "the target is smollm2-135m as it is"),
         ("target.quantization=int8", "the target is smollm2-135m as it is"),
         ("train.joint.rank=8", "the target does not learn"),
-        ("data.prompts=asked.jsonl", "writes prompts and answers itself"),
+        ("data.prompts=asked.jsonl", "the target writes the answers"),
         ("data.server=http://localhost:8000", "nothing is computed elsewhere"),
         ("train.start_from=heads", "from the target alone"),
     ],
@@ -70,7 +70,7 @@ def toy(
 ) -> tuple[Any, dict[str, Any]]:
     """An entry of the tiny target for a few questions, and the rules that it keeps to."""
     asked = prompt_file(tmp_path, 1)
-    rules = board.Rules(target=str(tiny_target_folder), prompts=asked, questions=3, max_new_tokens=8)
+    rules = board.Rules(target=str(tiny_target_folder), prompts=(asked,), questions=3, max_new_tokens=8)
     monkeypatch.setattr(board, "pin", lambda cores: None)
     monkeypatch.setattr(importlib.import_module("record"), "commit", lambda: "c0ffee")
     settings = f"""
@@ -115,7 +115,7 @@ def test_an_entry_has_all_that_repeats_it_and_what_breaks_a_rule_is_named(
             [
                 "medusa",
                 f"target={rules.target}",
-                f"data.prompts={rules.prompts}",
+                f"data.prompts={rules.prompts[0]}",
                 "--name",
                 "mine",
                 "--by",

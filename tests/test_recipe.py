@@ -200,7 +200,7 @@ def test_reading_recipes_loads_no_model_library() -> None:
 
 
 @pytest.mark.parametrize(
-    ("minutes", "expected"), [(12, (4.8, 960, 4.32, 6)), (25, (10, 2000, 9, 12)), (180, (72, 14400, 64.8, 64))]
+    ("minutes", "expected"), [(12, (3.6, 1920, 5.64, 6)), (25, (7.5, 4000, 11.75, 12)), (180, (54, 28800, 84.6, 64))]
 )
 def test_minutes_scale_writing_training_and_report(minutes: int, expected: tuple[float, ...]) -> None:
     recipe = load_recipe("quickstart", [f"minutes={minutes}"])
@@ -213,7 +213,7 @@ def test_minutes_scale_writing_training_and_report(minutes: int, expected: tuple
 def test_what_is_given_goes_before_the_minutes() -> None:
     recipe = load_recipe("quickstart", ["minutes=12", "train.minutes=null", "data.conversations=50"])
 
-    assert (recipe.train.minutes, recipe.data.conversations, recipe.data.minutes) == (None, 50, 4.8)
+    assert (recipe.train.minutes, recipe.data.conversations, recipe.data.minutes) == (None, 50, 3.6)
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", ".inf", "soon"])

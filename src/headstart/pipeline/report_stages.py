@@ -135,7 +135,8 @@ def _sources(data: DataSection) -> str:
     if isinstance(data.prompts, str):
         return data.prompts
     total = sum(source.weight for source in data.prompts)
-    return ", ".join(f"{source.source} ({source.weight / total:.0%})" for source in data.prompts)
+    shares = [(source.source, f"{source.weight / total:.0%}") for source in data.prompts]
+    return ", ".join(f"{source} ({share})" for source, share in shares if share != "0%")
 
 
 def _answers(run: Run) -> Iterator[list[int]]:

@@ -31,9 +31,9 @@ from headstart.recipes.sections import (
 )
 
 _OF_THE_MINUTES: tuple[tuple[str, str, Callable[[float], float]], ...] = (
-    ("data", "minutes", lambda minutes: round(0.4 * minutes, 2)),
-    ("data", "conversations", lambda minutes: ceil(80 * minutes)),  # more than two cores write in these minutes
-    ("train", "minutes", lambda minutes: round(0.36 * minutes, 2)),
+    ("data", "minutes", lambda minutes: round(0.3 * minutes, 2)),
+    ("data", "conversations", lambda minutes: ceil(160 * minutes)),  # more than two cores write in these minutes
+    ("train", "minutes", lambda minutes: round(0.47 * minutes, 2)),
     ("eval", "limit", lambda minutes: min(64, max(6, int(minutes / 2)))),
 )
 """What follows from the minutes of a recipe: section, setting, its value. Loading and tuning take what remains."""

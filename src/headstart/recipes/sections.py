@@ -112,7 +112,7 @@ class TargetSection(Section):
 class PromptSource(Section):
     """One of several sources of prompts."""
 
-    source: str = Field(description="A .jsonl/.json file, a datasets name, or 'self'.")
+    source: str = Field(description="A .jsonl/.json file, a datasets name, 'ready-made' or 'self'.")
     weight: float = Field(1.0, gt=0, description="Its share of the prompts, relative to the other weights.")
     split: str | None = Field(None, description="Split of a dataset; data.split by default.")
     revision: str | None = Field(None, description="Branch, tag or commit of a dataset of the hub.")
@@ -125,8 +125,9 @@ class DataSection(Section):
 
     prompts: str | tuple[PromptSource, ...] = Field(
         "self",
-        description="'self' (the target writes its own prompts), a .jsonl/.json file, a datasets name, or a list of "
-        "{source, weight}, each with a split and a revision of its own where it needs them.",
+        description="'self' (the target writes its own prompts), 'ready-made' (requests that come with headstart), "
+        "a .jsonl/.json file, a datasets name, or a list of {source, weight}, each with a split and a revision of its "
+        "own where it needs them.",
     )
     split: str = Field("train", description="Split, when prompts is a datasets name.")
     revision: str | None = Field(None, description="Branch, tag or commit, when prompts is a dataset of the hub.")

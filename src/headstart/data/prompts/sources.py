@@ -17,6 +17,9 @@ from typing import Any
 from headstart.errors import UserError
 from headstart.support.files import file_hash, read_json, read_jsonl
 
+READY_MADE = "ready-made"
+"""The source of the requests that come with headstart, so that no time is spent on writing any: SmolLM2-135M-Instruct
+wrote them from our seed prompts (`headstart.data.prompts.self_prompts`)."""
 _WHOLE_BYTES = 8_000_000_000
 """Datasets of the hub up to this size are downloaded and drawn from as a whole."""
 _BUFFER = 20_000
@@ -88,6 +91,8 @@ def drawn(items: Sequence[Any], seed: int) -> list[Any]:
 
 
 def _local(source: str) -> Path | None:
+    if source == READY_MADE:
+        return Path(__file__).with_name("ready_made.jsonl")
     path = Path(source).expanduser()
     if path.suffix in (".jsonl", ".json") or path.exists():
         return path
@@ -154,7 +159,7 @@ def _unreadable(where: str, error: Exception) -> UserError:
     reason = (str(error).splitlines() or [""])[0].rstrip(".")
     return UserError(
         f"Cannot read prompts from {where}: {type(error).__name__}: {reason}.",
-        "Give 'self', a .jsonl or .json file, or the name of a dataset that datasets.load_dataset can reach.",
+        "Give 'self', 'ready-made', a .jsonl or .json file, or a dataset that datasets.load_dataset can reach.",
     )
 
 

@@ -1,0 +1,33 @@
+"""The requests that come with headstart: whole, different, readable, and no question that heads are measured on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headstart.data.prompts.loading import load_prompts
+from headstart.data.prompts.overlap import Excluded, normalise
+from headstart.data.prompts.seed_prompts import SEED_PROMPTS
+from headstart.data.prompts.self_prompts import acceptable
+from headstart.data.prompts.sources import READY_MADE
+from headstart.recipes.recipe import load_recipe
+from headstart.recipes.sections import DataSection
+
+QUESTIONS = Path(__file__).parents[2] / "benchmarks" / "leaderboard_questions.jsonl"
+
+
+def test_ready_made_requests_are_many_all_different_and_give_no_question_away() -> None:
+    prompts = load_prompts(DataSection(prompts=READY_MADE)).prompts
+    asked = [prompt.turns[0] for prompt in prompts]
+    assert len({normalise(text) for text in asked}) == len(asked) >= 4000
+    assert all(acceptable(text, ["<|im_end|>", "<|endoftext|>"]) for text in asked)
+    assert {prompt.category for prompt in prompts} == set(SEED_PROMPTS)
+    excluded = Excluded([str(QUESTIONS)])
+    assert not any(excluded.reason([text]) for text in asked)
+
+
+def test_recipes_of_a_laptop_ask_them_first_and_have_the_target_write_what_is_missing() -> None:
+    data = load_recipe("quickstart").data
+    assert [source.source for source in data.sources] == [READY_MADE]
+    assert round(data.self_share * data.batch_size) == 0 < data.self_share
+    some = load_prompts(data, limit=300, seed=data.seed).prompts
+    assert len({prompt.category for prompt in some}) == len(SEED_PROMPTS)
