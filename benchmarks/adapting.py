@@ -2,20 +2,24 @@
 
     python benchmarks/adapting.py --run runs/quickstart
 
-Requests as the run knows them come first, then those of a kind that it never saw (programs in Python), then the
-former again. Time is simulated: requests arrive at a constant rate, an update begins whenever enough are new, and its
-heads serve once the processor seconds that it took (states, training, tuning and gate) have passed. The frozen heads
-are those of the run; the offline ones learnt, from these, all that the updates learnt, in as many steps, and with
-hindsight. Every version is judged on the target's own greedy answers to prompts that no version learnt, of both kinds:
-tokens a round of one static tree, so that nothing depends on the clock but when new heads serve. Answers and updates
-that are done are kept, so the command can be stopped and given again.
+Requests as the run knows them come first, then those of a kind that it never saw (`SHIFTED`), then the former again.
+Time is simulated: requests arrive at a constant rate, an update begins whenever enough are new, and its heads serve
+once the processor seconds that it took (states, training, tuning and gate) have passed. The frozen heads are those of
+the run; the offline ones learnt, from these, all that the updates learnt, in as many steps, and with hindsight. Every
+version is judged on the target's own greedy answers to prompts that no version learnt, of both kinds: tokens a round of
+one static tree, so that nothing depends on the clock but when new heads serve. Intervals are of a paired bootstrap over
+these prompts.
+
+Answers, judgements and updates that are done are kept, so the command can be stopped and given again; an update that
+was under way begins anew.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -24,18 +28,20 @@ from typing import Any
 
 from record import record
 from rich.console import Console
+from tables import figures as figures_of
 
 import headstart
-from headstart.adapt.gate import rounds_of, tokens_per_round
+from headstart.adapt.gate import Rounds, compared, in_words, rounds_of, tokens_per_round
 from headstart.adapt.options import AdaptOptions
 from headstart.adapt.update import Update
 from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
 from headstart.data.prompts.questions import read_questions
 from headstart.data.prompts.sources import drawn
-from headstart.data.served.log import RequestLog, Served
+from headstart.data.served.log import RequestLog, Served, segments
 from headstart.data.served.reading import as_conversation
 from headstart.errors import UserError
 from headstart.eval.environment import environment
+from headstart.pipeline.data_stages import conversations
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import load_recipe
 from headstart.support.files import read_json, remove, write_json
@@ -43,19 +49,22 @@ from headstart.tree.tree import TreeShape
 
 _VERBS = ["counts", "finds", "removes", "sorts", "prints", "sums", "checks", "joins"]
 _THINGS = (
-    *("the words of a text", "the even numbers of a list", "the keys of a dictionary", "the lines of a file"),
+    *("the words of a text", "the even numbers of a list", "the keys of a map", "the lines of a file"),
     *("the dates of a calendar", "the prices of a shop", "the names of some users", "the cells of a table"),
 )
 _WISHES = (
-    *("", " Use a loop.", " Add a docstring.", " Show how it is called.", " Give it type hints.", " Write a class."),
+    *("", " Use a loop.", " Add a comment.", " Show how it is called.", " Use a stream.", " Write a whole class."),
     *(" Handle empty input.",),
 )
 SHIFTED = drawn(
-    [f"Write a Python function that {verb} {thing}.{wish}" for wish, verb, thing in product(_WISHES, _VERBS, _THINGS)],
+    [f"Write a Java method that {verb} {thing}.{wish}" for wish, verb, thing in product(_WISHES, _VERBS, _THINGS)],
     seed=0,
 )
 """Requests of a kind that the run never saw."""
+MARK = re.compile(r"\bjava\b", re.IGNORECASE)
+"""In such a request: how many conversations of the training have it is written beside the results."""
 KINDS = ("own", "shifted")
+PHASES = ("before", "shifted", "after")
 
 
 @dataclass(frozen=True)
@@ -82,13 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, default=Path("runs/quickstart"))
     parser.add_argument("--out", type=Path, default=Path("out/adapting"))
-    parser.add_argument("--phases", type=int, nargs=3, default=[24, 336, 24], help="requests: own, shifted, own again")
-    parser.add_argument("--judged", type=int, default=16, help="prompts of each kind that judge")
+    parser.add_argument("--phases", type=int, nargs=3, default=[20, 190, 20], help="requests: own, shifted, own again")
+    parser.add_argument("--judged", type=int, default=24, help="prompts of each kind that judge")
     parser.add_argument("--tokens", type=int, default=96, help="longest answer")
     parser.add_argument("--rate", type=float, default=320.0, help="requests an hour")
-    parser.add_argument("--requests", type=int, default=64, help="new ones that begin an update")
-    parser.add_argument("--recent", type=int, default=192, help="that an update is made of")
-    parser.add_argument("--settings", nargs="*", default=["train.epochs=2"], help="of the training")
+    parser.add_argument("--requests", type=int, default=80, help="new ones that begin an update")
+    parser.add_argument("--recent", type=int, default=240, help="that an update is made of")
+    parser.add_argument("--settings", nargs="*", default=[], help="of the training")
     options = parser.parse_args(arguments)
     out: Path = options.out
     work = _run_beside(options.run, out / "online")
@@ -98,73 +107,106 @@ def main(arguments: Sequence[str] | None = None) -> None:
     service = Update(work, out / "log", settings, options.settings).service
     paths = headstart.load(service.heads(0), target=target).shape.paths or TreeShape.chain(2).paths
 
-    def judge(folder: Path) -> dict[str, float]:
-        heads = headstart.load(folder, target=target).heads
-        return {kind: tokens_per_round(rounds_of(target, heads, traffic.judged[kind], paths)) for kind in KINDS}
+    def judge(name: str, folder: Path) -> dict[str, Rounds]:
+        """What a version comes to on the texts of each kind."""
+        file = out / f"judged_{name}.json"
+        if not file.is_file():
+            heads = headstart.load(folder, target=target).heads
+            write_json(file, {kind: rounds_of(target, heads, traffic.judged[kind], paths) for kind in KINDS})
+        return dict(read_json(file))
 
-    worth = {0: judge(service.heads(0))}
-    learnt: list[Conversation] = []
-    own: dict[str, Conversation] = {}
-    serving, done, updates = [(0.0, 0)], 0, []
-    log = RequestLog(out / "log", gigabytes=10.0, days=1e5)
+    worth = {0: judge("0", service.heads(0))}
+    learnt: dict[str, Conversation] = {}
+    serving, updates = [(0.0, 0)], []
     for number in range(options.requests, len(traffic.requests) + 1, options.requests):
-        hour = number / options.rate
-        if not (out / f"update{number}.json").is_file():
-            for place, (_, text) in enumerate(traffic.requests[done:number], done):
-                log.add(_served(text, place, options.rate))
+        hour, file = number / options.rate, out / f"update{number}.json"
+        if not file.is_file():
+            _write_log(out / "log", traffic, number, options.rate)
             update = Update(work, out / "log", settings, options.settings)
+            remove(update.folder)
             began = process_time()
             update.train()
             parts = [read_conversations(update.folder / f"{split}.jsonl") for split in ("train", "validation")]
-            texts = [[text.to_json() for text in part] for part in parts]
             judged = update.gate()
-            took = process_time() - began
-            figures = {"hours": hour, "seconds": took, "judged": judged, "learnt": texts}
-            write_json(out / f"update{number}.json", figures, indent=None)
-        done = number
-        known = read_json(out / f"update{number}.json")
-        judged = known["judged"]
+            figures = {"seconds": process_time() - began, "judged": judged}
+            write_json(file, {**figures, "learnt": [text.to_json() for part in parts for text in part]}, indent=None)
+            print(in_words(judged["later"]), *map(in_words, judged["own"].values()), judged["why"], flush=True)
+        known = read_json(file)
+        judged, seconds = known["judged"], known["seconds"]
         if judged["accepted"]:
-            serving.append((hour + known["seconds"] / 3600, judged["number"]))
-            worth[judged["number"]] = judge(service.heads(judged["number"]))
-        for part in known["learnt"]:
-            for text in map(Conversation.from_json, part):
-                own[text.id] = text
-        figures = {name: judged[name] for name in ("number", "accepted", "why", "training")}
-        updates.append({"hours": hour, "cpu_seconds": known["seconds"], **figures})
-    learnt = list(own.values())
+            serving.append((hour + seconds / 3600, judged["number"]))
+            worth[judged["number"]] = judge(str(judged["number"]), service.heads(judged["number"]))
+        learnt |= {text.id: text for text in map(Conversation.from_json, known["learnt"])}
+        updates.append(_row_of_update(judged, hour, seconds))
+    texts = list(learnt.values())
     offline = Offline(
         _run_beside(options.run, out / "offline"),
         out / "offline_log",
         settings,
-        [*options.settings, "train.epochs=1000", f"train.steps={sum(each['training']['steps'] for each in updates)}"],
+        [*options.settings, "train.epochs=1000", f"train.steps={sum(each['steps'] for each in updates)}"],
     )
-    offline.texts = learnt[len(learnt) // 8 :], learnt[: len(learnt) // 8]
+    offline.texts = texts[len(texts) // 8 :], texts[: len(texts) // 8]
     offline.log.mkdir(parents=True, exist_ok=True)
-    with_hindsight = judge(offline.train())
+    versions = {"frozen": worth[0], "offline": judge("offline", offline.train())}
     rows = []
-    for number in range(0, len(traffic.requests) + 1, max(1, options.requests // 4)):
-        hour = number / options.rate
-        kind = traffic.requests[min(number, len(traffic.requests) - 1)][0]
-        version = max((pair for pair in serving if pair[0] <= hour), key=lambda pair: pair[0])[1]
-        figures = {"served": worth[version][kind], "frozen": worth[0][kind], "offline": with_hindsight[kind]}
-        rows.append({"hours": round(hour, 3), "kind": kind, "update": version, **figures})
-    record(
-        out / "adapting.json",
-        what=__doc__.splitlines()[0],
-        rows=rows,
-        machine=environment(target),
-        script=__file__,
-        arguments=arguments,
-        settings={
-            name: getattr(options, name) for name in ("phases", "judged", "tokens", "rate", "requests", "recent")
-        },
-        details={"updates": updates, "worth": worth, "offline": with_hindsight, "learnt": len(learnt)},
+    for hour, phase, version in _changes(options.phases, options.rate, serving):
+        kind = KINDS[phase == 1]
+        row = {"name": f"{PHASES[phase]}, update {version}", "hours": hour, "update": version}
+        row |= {name: tokens_per_round(of[kind]) for name, of in {"served": worth[version], **versions}.items()}
+        change = compared(worth[version][kind], worth[0][kind], traffic.judged[kind])["change"]
+        rows.append({**row, "over_frozen": _times(change)})
+    used = ("phases", "judged", "tokens", "rate", "requests", "recent", "settings")
+    common: dict[str, Any] = {
+        "machine": environment(target),
+        "script": __file__,
+        "arguments": arguments,
+        "settings": {name: getattr(options, name) for name in used},
+    }
+    what = (
+        f"Tokens a round of one static tree, from an hour on, at {options.rate:g} requests an hour in simulated time; "
+        f"{options.judged} prompts of each kind judge, answers of at most {options.tokens} tokens."
     )
-    for row in rows:
-        print(row)
-    for each in updates:
-        print(each)
+    record(out / "adapting.json", what, rows, **common, details={"learnt": len(texts), "seen": _seen(work)})
+    what = (
+        f"The updates, each after {options.requests} new requests and made of the newest {options.recent}, judged at "
+        "the default limits: tokens a round over those of the heads in service before, or of the run's."
+    )
+    record(out / "adapting_updates.json", what, updates, **common)
+    print(figures_of(rows), figures_of(updates), sep="\n\n")
+
+
+def _row_of_update(judged: Mapping[str, Any], hour: float, seconds: float) -> dict[str, Any]:
+    own = [figures["change"] for figures in judged["own"].values()]
+    return {
+        "number": judged["number"],
+        "hours": hour,
+        "accepted": judged["accepted"],
+        "steps": judged["training"]["steps"],
+        "cpu_seconds": seconds,
+        "over_before_on_later": _times(judged["later"]["change"]),
+        "over_before_on_own": _times(own[0]),
+        "over_the_run_on_own": _times(own[-1]),
+        "why": " ".join(judged["why"]),
+    }
+
+
+def _times(change: Mapping[str, float | None]) -> dict[str, float | None]:
+    """A relative change with its interval, as a ratio."""
+    return {end: None if value is None else 1 + value for end, value in change.items()}
+
+
+def _changes(phases: Sequence[int], rate: float, serving: Sequence[tuple[float, int]]) -> list[tuple[float, int, int]]:
+    """When requests or heads change: hours, phase and version.
+
+    >>> _changes([10, 20, 10], 10.0, [(0.0, 0), (1.5, 1)])
+    [(0.0, 0, 0), (1.0, 1, 0), (1.5, 1, 1), (3.0, 2, 1)]
+    """
+    begins = [sum(phases[:phase]) / rate for phase in range(len(phases))]
+    moments = {*begins, *(hour for hour, _ in serving if hour < sum(phases) / rate)}
+    return [
+        (hour, sum(begin <= hour for begin in begins) - 1, max(number for at, number in serving if at <= hour))
+        for hour in sorted(moments)
+    ]
 
 
 def _run_beside(run: Path, folder: Path) -> Run:
@@ -212,6 +254,21 @@ def _answered(run: Run, prompts: Sequence[str], tokens: int, file: Path) -> list
             print(f"{file.name}: {len(texts)} of {len(prompts)}", flush=True)
         write_conversations(file, texts)
     return read_conversations(file)
+
+
+def _write_log(folder: Path, traffic: Traffic, count: int, rate: float) -> None:
+    """The first requests, each but once."""
+    log = RequestLog(folder, gigabytes=10.0, days=1e5)
+    there = sum(len(file.read_bytes().splitlines()) for file in segments(folder))
+    for place, (_, text) in enumerate(traffic.requests[there:count], there):
+        log.add(_served(text, place, rate))
+
+
+def _seen(run: Run) -> dict[str, int]:
+    """Conversations of the training, and those with a request of the shifted kind."""
+    texts = conversations(run, "train")
+    of_kind = [text for text in texts if any(MARK.search(str(message["content"])) for message in text.messages[:1])]
+    return {"conversations": len(texts), "of_the_shifted_kind": len(of_kind)}
 
 
 def _served(text: Conversation, place: int, rate: float) -> Served:

@@ -379,13 +379,21 @@ def test_the_benchmark_of_a_shift(whole: Path, tmp_path: Path, monkeypatch: pyte
     arguments = ["--run", str(whole / "run"), "--out", str(tmp_path / "out"), *sizes, *settings]
     script("adapting", monkeypatch).main(arguments)
     found = json.loads((tmp_path / "out" / "adapting.json").read_text())
-    assert [row["kind"] for row in found["rows"]] == ["own"] + ["shifted"] * 7 + ["own"]
-    assert {row["frozen"] for row in found["rows"] if row["kind"] == "shifted"} == {
-        found["details"]["worth"]["0"]["shifted"]
-    }
-    assert len(found["details"]["updates"]) == 2
+    updates = json.loads((tmp_path / "out" / "adapting_updates.json").read_text())["rows"]
+    serving = {0} | {row["number"] for row in updates if row["accepted"]}
+    assert [row["number"] for row in updates] == [1, 2]
+    assert {row["update"] for row in found["rows"]} <= serving
+    phases = [row["name"].split(",")[0] for row in found["rows"]]
+    assert list(dict.fromkeys(phases)) == ["before", "shifted", "after"]
+    for row in found["rows"]:
+        assert row["frozen"] == next(other["served"] for other in found["rows"] if _kind(other) == _kind(row))
+        assert row["over_frozen"]["mean"] == pytest.approx(row["served"] / row["frozen"])
     script("adapting", monkeypatch).main(arguments)  # what is done is kept
     assert json.loads((tmp_path / "out" / "adapting.json").read_text())["rows"] == found["rows"]
+
+
+def _kind(row: dict[str, Any]) -> bool:
+    return str(row["name"]).startswith("shifted")
 
 
 # -- disturbances ------------------------------------------------------------------------------------------------------
