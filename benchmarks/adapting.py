@@ -162,14 +162,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "arguments": arguments,
         "settings": {name: getattr(options, name) for name in used},
     }
+    before, shifted, after = options.phases
     what = (
-        f"Tokens a round of one static tree, from an hour on, at {options.rate:g} requests an hour in simulated time; "
-        f"{options.judged} prompts of each kind judge, answers of at most {options.tokens} tokens."
+        f"A planted shift: {before} requests as the training knew them, {shifted} for Java methods, {after} as before, "
+        f"{options.rate:g} an hour in simulated time. Tokens a round of one static tree; {options.judged} prompts of "
+        f"each kind judge, answers of at most {options.tokens} tokens."
     )
     record(out / "adapting.json", what, rows, **common, details={"learnt": len(texts), "seen": _seen(work)})
     what = (
-        f"The updates, each after {options.requests} new requests and made of the newest {options.recent}, judged at "
-        "the default limits: tokens a round over those of the heads in service before, or of the run's."
+        f"The updates of this shift, each after {options.requests} new requests and made of the newest "
+        f"{options.recent}, judged at the default limits: tokens a round over those of the heads in service before."
     )
     record(out / "adapting_updates.json", what, updates, **common)
     print(figures_of(rows), figures_of(updates), sep="\n\n")

@@ -35,6 +35,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (
     "README.md",
     "BENCHMARKS.md",
+    "docs/adapting.md",
     "docs/choosing.md",
     "docs/leaderboard.md",
     "docs/questions.md",

@@ -16,6 +16,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
 PAGES = (
     "README.md",
     "BENCHMARKS.md",
+    "docs/adapting.md",
     "docs/choosing.md",
     "docs/leaderboard.md",
     "docs/questions.md",

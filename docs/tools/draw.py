@@ -1,4 +1,4 @@
-"""Draw the figures of docs/how-it-works.md: what the code does with small examples, as SVG in docs/images.
+"""Draw the figures of the pages: what the code does with small examples, and what was measured, as SVG in docs/images.
 
     python docs/tools/draw.py
 
@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import product
+from math import ceil, floor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -259,11 +261,60 @@ def budget() -> Drawing:
     return drawing
 
 
+def shift() -> Drawing:
+    """What heads are worth while the traffic shifts and shifts back, as `benchmarks/adapting.py` found."""
+    drawing = Drawing("Tokens a round while requests shift to a kind that training never saw, and back again.")
+    results, updates = _results("adapting"), _results("adapting_updates")["rows"]
+    rows, end = results["rows"], sum(results["settings"]["phases"]) / results["settings"]["rate"]
+    left, right, top, base = 56.0, 440.0, 84.0, 284.0
+    lines = (
+        ("frozen", "soft", "frozen: the heads of the run"),
+        ("offline", "warm", "trained offline on all that was learnt, with hindsight"),
+        ("served", "bar", "adapting: the heads in service"),
+    )
+    values = [row[name] for row in rows for name, _, _ in lines]
+    low, high = floor(5 * min(values)) / 5, ceil(5 * max(values)) / 5
+
+    def at(hours: float, value: float) -> tuple[float, float]:
+        return left + (right - left) * hours / end, base - (base - top) * (value - low) / (high - low)
+
+    drawing.text("Tokens a round, by hours of simulated time", 20, 28, "s")
+    shifted = next(row["hours"] for row in rows if row["name"].startswith("shifted"))
+    back = next(row["hours"] for row in rows if row["name"].startswith("after"))
+    begins, ends = at(shifted, low)[0], at(back, low)[0]
+    drawing.box((begins, top - 24), (ends - begins, base - top + 24), "fill")
+    drawing.text("requests of a new kind", (begins + ends) / 2, top - 10, "s m")
+    for step in range(round(5 * (high - low)) + 1):
+        x, y = at(0, low + step / 5)
+        drawing.line([(x, y), (right, y)], "edge", 1)
+        drawing.text(f"{low + step / 5:.1f}", x - 8, y + 4, "s e")
+    until = [*(row["hours"] for row in rows[1:]), end]
+    for number, (name, color, words) in enumerate(lines):
+        steps = [at(hours, row[name]) for row, last in zip(rows, until, strict=True) for hours in (row["hours"], last)]
+        drawing.line(steps, color, 2.5 if name == "served" else 1.5)
+        drawing.box((left, base + 50 + 20 * number), (12, 12), color)
+        drawing.text(words, left + 20, base + 60 + 20 * number, "s")
+    for hour in range(floor(4 * end) + 1):
+        drawing.text(f"{hour / 4:g} h", at(hour / 4, low)[0], base + 16, "s m")
+    for update in updates:
+        x, _ = at(update["hours"] + update["cpu_seconds"] / 3600, low)
+        if x <= right:
+            drawing.dot(x, base + 28, "bar" if update["accepted"] else "soft", 5)
+    drawing.dot(left + 6, base + 116, "bar", 5)
+    drawing.text("an update that the gate let serve; grey: refused", left + 20, base + 120, "s")
+    drawing.y = base + 120
+    return drawing
+
+
+def _results(name: str) -> dict[str, Any]:
+    return dict(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8")))
+
+
 def _measured() -> list[tuple[Costs, str, str]]:
     """Costs from results files, with a color and a name: verification by width, and what a draft takes."""
 
     def rows(name: str) -> list[dict[str, float]]:
-        return list(json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["rows"])
+        return list(_results(name)["rows"])
 
     forwards = [row for row in rows("forward") if row["batch"] == 1]
     heads = rows("quickstart")[0]
@@ -281,6 +332,7 @@ def _measured() -> list[tuple[Costs, str, str]]:
 
 FIGURES: dict[str, Callable[[], Drawing]] = {
     "round": a_round, "tree": a_tree, "verification": verification, "budget": budget,
+    "shift": shift,
 }  # fmt: skip
 """By name of the file."""
 
