@@ -78,8 +78,12 @@ class StandIn:
             return {"tokens": self.tokenize(body["prompt" if vllm else "content"])}
         if path == "/v1/chat/completions" and self.render is not None:
             read, write = self.render
-            tokens, _ = self._written(read(body["messages"]), body["max_tokens"], body)
-            return {"choices": [{"message": {"role": "assistant", "content": write(tokens)}}]}
+            prompt = read(body["messages"])
+            tokens, more = self._written(prompt, body["max_tokens"], body)
+            asked = body.get("return_token_ids")
+            given = {"prompt_token_ids": prompt} if asked else {}
+            choice = {"message": {"role": "assistant", "content": write(tokens)}}
+            return {"choices": [choice | ({"token_ids": tokens} if asked else {})], **given, **more}
         if path == "/v1/completions" and vllm:
             tokens, more = self._written(body["prompt"], body["max_tokens"], body)
             ids = {"prompt_token_ids": body["prompt"], "token_ids": tokens} if body.get("return_token_ids") else {}

@@ -277,7 +277,7 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
 
     assert adapt("swap", "0").exit_code == 0
     with restarted(engine()) as server:
-        address = ("--server", server._endpoint.url)
+        address = ("--server", server.url)
         before = engine(*address)
         assert before.exit_code == 0 and "by update 1" in before.output and "Restart" not in before.output
         assert adapt("swap", "1").exit_code == 0
@@ -285,7 +285,7 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
         assert old.exit_code == 1 and "Restart vllm with" in old.output
     assert sorted(path.name for path in out.iterdir()) == ["0000", "0001"], "beside those that are served"
     with restarted(old) as server:
-        address = ("--server", server._endpoint.url)
+        address = ("--server", server.url)
         assert (after := engine(*address)).exit_code == 0, after.output
 
         def tokens_a_round(result: Any) -> float:
@@ -305,6 +305,25 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
         asking.join()
         assert busy.exit_code == 2 and "answered others meanwhile" in busy.output
     assert engine(*address).exit_code == 2, "there is no server"
+
+
+def test_the_benchmark_in_vllm(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for vLLM, stopped after a part of the traffic and given again."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    sizes = ["--later", "6", "--tokens", "16", "--drafts", "2", "--requests", "64", "--fall", "0.9"]
+    arguments = ["--run", str(place / "run"), "--out", str(tmp_path / "out"), *sizes, "--settings", *QUICK]
+    arguments += ["--engine-command", f"{sys.executable} -m rehearsal.stand_in vllm serve"]
+    benchmark = script("adapting_in_vllm", monkeypatch)
+    with pytest.raises(Waiting, match="8 requests are new"):
+        benchmark.main([*arguments, "--served", "8"])
+    benchmark.main([*arguments, "--served", "88"])
+    found = json.loads((tmp_path / "out" / "adapting_in_vllm.json").read_text())
+    before, after = found["rows"]
+    assert (before["name"], after["name"]) == ("of the run", "adapted") and before["requests"] == 6
+    assert after["accepted_per_round"] > before["accepted_per_round"] and after["over_earlier"]["mean"] > 1
+    assert sum(after["acceptance_by_place"]) == pytest.approx(after["accepted_per_round"])
+    assert found["details"]["update"]["plan"]["requests"] == 66
+    assert "by update 1" in found["details"]["told_by_drafts"]["1"]
 
 
 # -- updates that must not serve ---------------------------------------------------------------------------------------

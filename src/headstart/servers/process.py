@@ -49,6 +49,11 @@ class Running:
     def __init__(self, name: str, endpoint: Endpoint, dialect: Dialect, model: str, remedy: str) -> None:
         self._name, self._endpoint, self._dialect, self._model, self._remedy = name, endpoint, dialect, model, remedy
 
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self._endpoint.url
+
     def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
         """The engine's greedy answer to token ids, which ends as the target ends it."""
         path, body = self._dialect.request(Ask(prompt, max_new_tokens), self._model)
