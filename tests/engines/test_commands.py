@@ -42,6 +42,16 @@ def test_the_printed_commands_are_those_of_the_engines(made: Made, target: Targe
     assert "compare draft_n_accepted with --parallel 1" in " ".join(printed.split())
 
 
+def test_what_vllm_needs_on_a_cpu_is_said_where_there_is_no_gpu(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = "On a CPU vLLM also needs --dtype bfloat16 --no-enable-prefix-caching."
+    for gpu in (False, True):
+        monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
+        said = works("export", made("eagle3-reduced")[1], "--format", "vllm", "--out", tmp_path / f"served{gpu}").stdout
+        assert (needed in " ".join(said.split())) is not gpu
+
+
 def test_heads_of_a_run_are_exported_and_checked(made: Made, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()

@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from headstart.hub.engine_tuning import EngineTuning
     from headstart.target.frozen import FrozenModel
 
+VLLM_ON_A_CPU = (
+    "On a CPU vLLM also needs --dtype bfloat16 --no-enable-prefix-caching. Where its vllm command finds no package of "
+    "that name, put `python -m vllm.entrypoints.openai.api_server --model` in the place of `vllm serve`."
+)
+
 
 def export(
     heads: Annotated[str | None, HEADS] = None,
@@ -93,12 +98,16 @@ def export(
         say(console, ("Heads", out), ("Share them", f"{program()} push {out} user/name"))
         return
     with console.status("exporting"):
+        import torch
+
         from headstart.hub.engines.export import export_for
 
         done = export_for(folder, out, formats, target or teacher, dtype, trust_remote_code)
     for remark in done.remarks:
         tell(console, remark)
     say(console, ("Heads", out), *((f"Serve with {name}", command) for name, command in done.commands.items()))
+    if "vllm" in done.commands and not torch.cuda.is_available():
+        tell(console, VLLM_ON_A_CPU)
 
 
 def _of_run(folder: Path, console: Console) -> FrozenModel | None:
