@@ -87,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("heads", type=Path, help="a folder of heads with answers of their training")
     parser.add_argument("--questions", type=Path, nargs="*", default=[], help="JSONL, as of `headstart eval`")
-    parser.add_argument("--limit", type=int, help="questions of each file, and requests, at most")
+    parser.add_argument("--limit", type=int, help="questions of each file at most")
+    parser.add_argument("--requests", type=int, help="of the templates, at most")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--out", type=Path, default=Path("out/memory"))
     options = parser.parse_args(arguments)
@@ -96,17 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for file in options.questions:
         methods = {name: _drafters(decoder, name) for name in (WITHOUT, WITH)}
-        rows.append(row_of(file.stem, _runs(decoder, methods, read_questions(file), options, file.stem), decoder))
+        questions = read_questions(file)[: options.limit]
+        rows.append(row_of(file.stem, _runs(decoder, methods, questions, options, file.stem), decoder))
         print(report(rows[-1:]), flush=True)
     default = _drafters(decoder, WITHOUT)
     with tempfile.TemporaryDirectory() as folder:
         served = AnswerFile(Path(folder) / "served", decoder.target.identity().fingerprint)
         memory = MemoryDrafter(decoder.target.vocab_size, decoder.answers, served)
         methods = {WITHOUT: default, WITH: (*default, memory)}
-        runs = _runs(decoder, methods, requests(), options, "templates", memory)
+        runs = _runs(decoder, methods, requests()[: options.requests], options, "templates", memory)
     rows.append(row_of("requests of 20 templates", runs, decoder))
     print(report(rows[-1:]), flush=True)
-    size = measured_index(decoder, MOST_TOKENS if options.limit is None else 20_000)
+    size = measured_index(decoder, MOST_TOKENS if options.requests is None else 20_000)
     record(
         options.out / "memory.json",
         "Expected speed over plain decoding by stored costs, greedy, batch 1, answers replayed without a clock: heads "
@@ -151,7 +153,7 @@ def _runs(
 ) -> dict[str, list[Cost]]:
     """What each method makes of each answer, one after the other; `memory` remembers them."""
     file = options.out / f"{name}_answers.json"
-    texts = answered(decoder.target, questions[: options.limit], file, options.max_new_tokens)
+    texts = answered(decoder.target, questions, file, options.max_new_tokens)
     kept_in = options.out / f"{name}_costs.json"
     kept = read_json(kept_in) if kept_in.is_file() else {}
     runs: dict[str, list[Cost]] = {method: [] for method in methods}

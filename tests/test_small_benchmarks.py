@@ -249,7 +249,7 @@ def test_memory(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.Mo
     asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
     benchmark = script("memory", monkeypatch)
     monkeypatch.setattr(benchmark, "requests", lambda: benchmark.read_questions(asked) * 3)
-    arguments = [str(tmp_path / "heads"), "--questions", str(asked), "--limit", "6", "--out", str(out)]
+    arguments = [str(tmp_path / "heads"), "--questions", str(asked), "--requests", "6", "--out", str(out)]
     benchmark.main([*arguments, "--max-new-tokens", "24"])
     written = written_by("memory", out)
     once, again = written["rows"]
