@@ -5,10 +5,10 @@
 Requests as the run knows them come first, then those of a kind that it never saw (`SHIFTED`), then the former again.
 Time is simulated: requests arrive at a constant rate, an update begins whenever enough are new, and its heads serve
 once the processor seconds that it took (states, training, tuning and gate) have passed. The frozen heads are those of
-the run; the offline ones learnt, from these, all that the updates learnt, each text as often and in as many steps, with
-hindsight. Every version is judged on the target's own greedy answers to prompts that no version learnt, of both kinds:
-tokens a round of one static tree, so that nothing depends on the clock but when new heads serve. Intervals are of a
-paired bootstrap over these prompts.
+the run; the offline ones learnt, from these, all that the updates learnt, in as many steps, and with hindsight. Every
+version is judged on the target's own greedy answers to prompts that no version learnt, of both kinds: tokens a round of
+one static tree, so that nothing depends on the clock but when new heads serve. Intervals are of a paired bootstrap over
+these prompts.
 
 Answers, judgements and updates that are done are kept, so the command can be stopped and given again; an update that
 was under way begins anew.
@@ -20,7 +20,7 @@ import argparse
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from time import process_time
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return dict(read_json(file))
 
     worth = {0: judge("0", service.heads(0))}
-    learnt: list[Conversation] = []
+    learnt: dict[str, Conversation] = {}
     serving, updates = [(0.0, 0)], []
     for number in range(options.requests, len(traffic.requests) + 1, options.requests):
         hour, file = number / options.rate, out / f"update{number}.json"
@@ -136,28 +136,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if judged["accepted"]:
             serving.append((hour + seconds / 3600, judged["number"]))
             worth[judged["number"]] = judge(str(judged["number"]), service.heads(judged["number"]))
-        learnt += map(Conversation.from_json, known["learnt"])
+        learnt |= {text.id: text for text in map(Conversation.from_json, known["learnt"])}
         updates.append(_row_of_update(judged, hour, seconds))
-    held = {*drawn(sorted({text.id for text in learnt}), seed=0)[::8]}
+    texts = list(learnt.values())
     offline = Offline(
         _run_beside(options.run, out / "offline"),
         out / "offline_log",
         settings,
         [*options.settings, "train.epochs=1000", f"train.steps={sum(each['steps'] for each in updates)}"],
     )
-    offline.texts = (
-        [replace(text, id=f"{place} {text.id}") for place, text in enumerate(learnt) if text.id not in held],
-        [*{text.id: text for text in learnt if text.id in held}.values()],
-    )
+    offline.texts = texts[len(texts) // 8 :], texts[: len(texts) // 8]
     offline.log.mkdir(parents=True, exist_ok=True)
     versions = {"frozen": worth[0], "offline": judge("offline", offline.train())}
     rows = []
     for hour, phase, version in _changes(options.phases, options.rate, serving):
         kind = KINDS[phase == 1]
         row = {"name": f"{PHASES[phase]}, update {version}", "hours": hour, "update": version}
-        row |= {
-            f"{name}_tau": tokens_per_round(of[kind]) for name, of in {"served": worth[version], **versions}.items()
-        }
+        row |= {name: tokens_per_round(of[kind]) for name, of in {"served": worth[version], **versions}.items()}
         change = compared(worth[version][kind], worth[0][kind], traffic.judged[kind])["change"]
         rows.append({**row, "over_frozen": _times(change)})
     used = ("phases", "judged", "tokens", "rate", "requests", "recent", "settings")
@@ -173,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{options.rate:g} an hour in simulated time. Tokens a round of one static tree; {options.judged} prompts of "
         f"each kind judge, answers of at most {options.tokens} tokens."
     )
-    record(out / "adapting.json", what, rows, **common, details={"learnt": len(learnt), "seen": _seen(work)})
+    record(out / "adapting.json", what, rows, **common, details={"learnt": len(texts), "seen": _seen(work)})
     what = (
         f"The updates of this shift, each after {options.requests} new requests and made of the newest "
         f"{options.recent}, judged at the default limits: tokens a round over those of the heads in service before."

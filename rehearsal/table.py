@@ -207,6 +207,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "tests/test_small_benchmarks.py": {
+        "test_memory": (".venv/bin/python benchmarks/memory.py",),
         "test_writing": (".venv/bin/python benchmarks/writing.py",),
         "test_plan_accuracy": (".venv/bin/python benchmarks/plan_accuracy.py",),
         "test_online": (".venv/bin/python benchmarks/online.py",),

@@ -393,7 +393,7 @@ def test_texts_of_one_source_are_drawn_together(whole: Path) -> None:
 
 
 def test_the_benchmark_of_a_shift(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = ["--phases", "3", "122", "3", "--judged", "2", "--tokens", "12", "--recent", "64"]
+    sizes = ["--phases", "3", "122", "3", "--judged", "2", "--tokens", "12", "--requests", "64", "--recent", "64"]
     settings = ["--settings", *QUICK[1:], "train.epochs=1"]
     arguments = ["--run", str(whole / "run"), "--out", str(tmp_path / "out"), *sizes, *settings]
     script("adapting", monkeypatch).main(arguments)
@@ -405,8 +405,8 @@ def test_the_benchmark_of_a_shift(whole: Path, tmp_path: Path, monkeypatch: pyte
     phases = [row["name"].split(",")[0] for row in found["rows"]]
     assert list(dict.fromkeys(phases)) == ["before", "shifted", "after"]
     for row in found["rows"]:
-        assert row["frozen_tau"] == next(other["served_tau"] for other in found["rows"] if _kind(other) == _kind(row))
-        assert row["over_frozen"]["mean"] == pytest.approx(row["served_tau"] / row["frozen_tau"])
+        assert row["frozen"] == next(other["served"] for other in found["rows"] if _kind(other) == _kind(row))
+        assert row["over_frozen"]["mean"] == pytest.approx(row["served"] / row["frozen"])
     script("adapting", monkeypatch).main(arguments)  # what is done is kept
     assert json.loads((tmp_path / "out" / "adapting.json").read_text())["rows"] == found["rows"]
 

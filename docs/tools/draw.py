@@ -268,9 +268,9 @@ def shift() -> Drawing:
     rows, end = results["rows"], sum(results["settings"]["phases"]) / results["settings"]["rate"]
     left, right, top, base = 56.0, 440.0, 84.0, 284.0
     lines = (
-        ("frozen_tau", "soft", "frozen: the heads of the run"),
-        ("offline_tau", "warm", "trained offline on all that was learnt, with hindsight"),
-        ("served_tau", "bar", "adapting: the heads in service"),
+        ("frozen", "soft", "frozen: the heads of the run"),
+        ("offline", "warm", "trained offline on all that was learnt, with hindsight"),
+        ("served", "bar", "adapting: the heads in service"),
     )
     values = [row[name] for row in rows for name, _, _ in lines]
     low, high = floor(5 * min(values)) / 5, ceil(5 * max(values)) / 5
@@ -291,7 +291,7 @@ def shift() -> Drawing:
     until = [*(row["hours"] for row in rows[1:]), end]
     for number, (name, color, words) in enumerate(lines):
         steps = [at(hours, row[name]) for row, last in zip(rows, until, strict=True) for hours in (row["hours"], last)]
-        drawing.line(steps, color, 2.5 if name == "served_tau" else 1.5)
+        drawing.line(steps, color, 2.5 if name == "served" else 1.5)
         drawing.box((left, base + 50 + 20 * number), (12, 12), color)
         drawing.text(words, left + 20, base + 60 + 20 * number, "s")
     for hour in range(floor(4 * end) + 1):
