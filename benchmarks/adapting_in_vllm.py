@@ -27,7 +27,6 @@ from adapting import SHIFTED
 from record import record
 from rich.console import Console
 
-from headstart.adapt.engine import drafting
 from headstart.adapt.gate import in_words
 from headstart.adapt.options import AdaptOptions
 from headstart.adapt.update import Update
@@ -90,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         update.gate()
     judged = service.updates()[-1]
     print(in_words(judged["later"]), *map(in_words, judged["own"].values()), judged["why"], flush=True)
-    numbers, told = (0, judged["number"]), {}
+    numbers = (0, judged["number"])
     prompts = [
         prompt_tokens([{"role": "user", "content": text}], target.tokenizer) for text in SHIFTED[options.served :]
     ]
@@ -98,8 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         servers = (earlier, adapted)
         version = adapted.version()
         measured = compare(servers, prompts[: options.later], options.tokens)
-        if judged["accepted"]:
-            told = {number: str(drafting(each.url, update)) for number, each in zip(numbers, servers, strict=True)}
     rows = [row(*pair, measured[0]) for pair in zip(("of the run", "adapted"), measured, strict=True)]
     record(
         out / "adapting_in_vllm.json",
@@ -110,10 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments=arguments,
         settings={name: getattr(options, name) for name in ("served", "later", "at_a_time", "tokens", "drafts")}
         | {"engine": f"vllm {version}", "arguments": options.engine_arguments, "training": options.settings},
-        details={"update": judged, "told_by_drafts": told, "requests": measured},
+        details={"update": judged, "requests": measured},
     )
-    for line in (*rows, *told.items()):
-        print(line)
+    print(*rows, sep="\n")
 
 
 def serve(start: Callable[[int], Server], prompts: Sequence[str], log: Path, tokens: int, at_a_time: int) -> None:
