@@ -160,7 +160,7 @@ def row(name: str, counted: Sequence[Mapping[str, Any]], base: Sequence[Mapping[
     """What heads came to; tokens a round and tokens a second also over those of the earlier heads, `base`."""
     rounds, accepted = (sum(each[key] for each in counted) for key in ("rounds", "accepted"))
     places = sum((Counter(each["places"]) for each in counted), Counter[str]())
-    over = {} if counted is base else {
+    over: dict[str, Any] = {} if counted is base else {
         "over_earlier": ratio_interval(a_round(counted), a_round(base), 0),
         "over_earlier_speed": ratio_interval(a_second(counted), a_second(base), 0),
     }  # fmt: skip

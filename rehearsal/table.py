@@ -114,6 +114,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tests/test_adapt.py": {
         "test_the_benchmark_of_a_shift": (".venv/bin/python benchmarks/adapting.py",),
+        "test_the_benchmark_in_vllm": (".venv/bin/python benchmarks/adapting_in_vllm.py",),
         "test_chat_logs_and_follows": ("headstart chat runs/quickstart/adapt/heads --log",),
         "test_what_a_log_holds_and_how_it_is_deleted": (
             "headstart adapt log runs/quickstart --log traffic",

@@ -316,13 +316,13 @@ def test_the_benchmark_in_vllm(place: Path, tmp_path: Path, monkeypatch: pytest.
     benchmark = script("adapting_in_vllm", monkeypatch)
     with pytest.raises(Waiting, match="8 requests are new"):
         benchmark.main([*arguments, "--served", "8"])
-    benchmark.main([*arguments, "--served", "88"])
+    benchmark.main([*arguments, "--served", "96"])
     found = json.loads((tmp_path / "out" / "adapting_in_vllm.json").read_text())
     before, after = found["rows"]
     assert (before["name"], after["name"]) == ("of the run", "adapted") and before["requests"] == 6
     assert after["accepted_per_round"] > before["accepted_per_round"] and after["over_earlier"]["mean"] > 1
     assert sum(after["acceptance_by_place"]) == pytest.approx(after["accepted_per_round"])
-    assert found["details"]["update"]["plan"]["requests"] == 66
+    assert found["details"]["update"]["plan"]["requests"] <= 72, "the newest quarter is not learnt"
 
 
 # -- updates that must not serve ---------------------------------------------------------------------------------------
