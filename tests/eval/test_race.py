@@ -90,6 +90,13 @@ def test_the_page_holds_what_was_measured(race: Race) -> None:
     assert lanes.rejected == [" 9 9"]
 
 
+def test_the_page_says_where_texts_differ(race: Race) -> None:
+    note = "The answers are not the same text"
+    assert note not in template("race.html.j2").render(races=[race], shown=race)
+    race["answers"][-1]["tokens"] = race["answers"][0]["tokens"][::-1]
+    assert note in template("race.html.j2").render(races=[race], shown=race)
+
+
 def test_the_page_is_whole_without_its_script(race: Race) -> None:
     page = template("race.html.j2").render(races=[race], shown=race)
     still = page[: page.index("<script>")]
