@@ -127,6 +127,22 @@ def test_norms_and_rotations_are_calls_of_few_operators(kind: str, norms: int, m
     assert called.count("inverse_rms") == norms * target.num_layers + 1
 
 
+def test_rotations_are_told_apart_by_how_their_tables_are_made() -> None:
+    """Views of one table of sines, by index or by keyword: each rotation gets its own."""
+    angles_KD = torch.randn(2, 3, 8)
+
+    def code(recorder: Any, x_TD: Tensor) -> list[Tensor]:
+        turned_TD = torch.cat((-x_TD[..., 4:], x_TD[..., :4]), dim=-1)
+        sums = angles_KD.sum(dim=1), angles_KD.sum(dim=0)[:2]
+        tables = angles_KD[:, 0, :], angles_KD[:, 1, :], *sums
+        return [x_TD * 2.0 + turned_TD * table_KD[:1] for table_KD in tables]
+
+    tape = record(code, ("x",), lambda count: [torch.ones(count, 8)], (11, 13))
+    captured.shorten_rotations(tape.graph)
+    x_TD = torch.randn(5, 8)
+    assert all(map(torch.equal, tape.compile()(x_TD, 5), code(None, x_TD)))
+
+
 @pytest.mark.skipif(not can_pack(torch.zeros(32, 32)), reason="this build of torch has no oneDNN")
 def test_a_node_of_a_replayed_tree_has_the_bits_of_a_single_step() -> None:
     """In float32, where products of several layers are merged; `test_bits` has the dtypes that decoding uses."""

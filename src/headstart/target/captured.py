@@ -313,13 +313,15 @@ def shorten_norms(graph: fx.Graph, device: torch.device) -> None:
         if along not in (((-1,), {"keepdim": True}), ((-1, True), {})) or power.args[1] != 2:
             continue
         x = power.args[0]
-        scale = scales.setdefault(eps, partial(inverse_rms, eps=torch.tensor(eps, device=device)))
+        source = _as_float32(x) or x
+        if eps not in scales:
+            scales[eps] = partial(inverse_rms, eps=torch.tensor(eps, device=device))
         with graph.inserting_before(root):
-            shorter = call(graph, scale, (_as_float32(x) or x,))
-        root.replace_all_uses_with(shorter)
+            scale = call(graph, scales[eps], (source,))
+        root.replace_all_uses_with(scale)
         for user in list(x.users):
-            if (lower := _as_float32(x)) and _is(user, _PRODUCTS) and set(user.args) == {x, shorter}:
-                user.replace_input_with(x, lower)  # the product is in float32 all the same
+            if _is(user, _PRODUCTS) and set(user.args) == {x, scale}:
+                user.replace_input_with(x, source)  # the product is in float32 all the same
 
 
 def _as_float32(node: Any) -> fx.Node | None:
@@ -337,15 +339,15 @@ def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
 
 def shorten_rotations(graph: fx.Graph) -> None:
     """`x * cos + cat((-x2, x1)) * sin`, where x1 and x2 are the halves of x, with one call."""
-    signed: dict[Any, fx.Node] = {}
+    signed: dict[str, fx.Node] = {}
     for total in list(graph.nodes):
         if not _is(total, _SUMS) or len(total.args) != 2 or not all(_is(part, _PRODUCTS) for part in total.args):
             continue
         (x, cos), (turned, sin) = (part.args for part in total.args)
         half = _swapped_half(turned, x)
-        if half is None:
+        if half is None or not isinstance(sin, fx.Node):
             continue
-        view = (sin.target, sin.args) if isinstance(sin, fx.Node) else sin  # each layer has a view of its own
+        view = repr((sin.op, sin.target, sin.args, sin.kwargs))  # each layer has a view of its own, made alike
         if view not in signed:
             with graph.inserting_after(sin):
                 signed[view] = call(graph, negative_half, (sin, half))
