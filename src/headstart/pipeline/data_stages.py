@@ -12,7 +12,7 @@ from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import OF_SERVERS, begun_at, identity, pinned
 from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.prompts.chat import check_prompts
-from headstart.data.prompts.sources import find_origin
+from headstart.data.prompts.sources import find_origin, is_here
 from headstart.data.states.shards import Capture, Work, build_store
 from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
@@ -149,7 +149,7 @@ def _conversation_settings(run: Run) -> dict[str, Any]:
 
 def _prompts_content(source: str) -> str | None:
     """Hash of a file or folder of prompts on this machine; None for everything else."""
-    return find_origin(source).content if Path(source.partition(":")[0]).expanduser().exists() else None
+    return find_origin(source).content if is_here(source) else None
 
 
 def _conversations(run: Run) -> Outcome:

@@ -136,7 +136,7 @@ def _sources(data: DataSection) -> str:
         return data.prompts
     total = sum(source.weight for source in data.prompts)
     shares = [(source.source, f"{source.weight / total:.0%}") for source in data.prompts]
-    return ", ".join(f"{source} ({share})" for source, share in shares if share != "0%")
+    return ", ".join(f"{source} ({'for what is missing' if share == '0%' else share})" for source, share in shares)
 
 
 def _answers(run: Run) -> Iterator[list[int]]:

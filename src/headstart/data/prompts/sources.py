@@ -90,6 +90,12 @@ def drawn(items: Sequence[Any], seed: int) -> list[Any]:
     return [items[i] for i in order]
 
 
+def is_here(source: str) -> bool:
+    """Whether a source is a file or folder of this machine, or comes with headstart."""
+    path = _local(source)
+    return path is not None and path.exists()
+
+
 def _local(source: str) -> Path | None:
     if source == READY_MADE:
         return Path(__file__).with_name("ready_made.jsonl")
