@@ -37,10 +37,11 @@ from headstart.adapt.update import Update
 from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
 from headstart.data.prompts.questions import read_questions
 from headstart.data.prompts.sources import drawn
-from headstart.data.served.log import RequestLog, Served, segments
+from headstart.data.served.log import PLAN, RequestLog, Served, segments
 from headstart.data.served.reading import as_conversation
 from headstart.errors import UserError
 from headstart.eval.environment import environment
+from headstart.heads.io import version_of
 from headstart.pipeline.data_stages import conversations
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import load_recipe
@@ -83,8 +84,9 @@ class Offline(Update):
     def _plan(self) -> None:
         for split, part in zip(("train", "validation"), self.texts, strict=True):
             write_conversations(self._made() / f"{split}.jsonl", part)
-        plan = {"number": 1, "base": 0, "requests": sum(map(len, self.texts)), "own_conversations": 0}
-        write_json(self.folder / "plan.json", plan)
+        requests, of = sum(map(len, self.texts)), version_of(self.service.heads(0))
+        plan = {"of": of, "base": 0, "requests": requests, "own_conversations": 0}
+        write_json(self.folder / PLAN, plan)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

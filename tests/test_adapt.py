@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import headstart
@@ -29,15 +30,17 @@ from headstart.adapt.update import Update, Waiting
 from headstart.cli.app import app
 from headstart.data.conversations.records import read_conversations
 from headstart.data.served.log import RequestLog, Served, segments
+from headstart.data.states.shards import StateKind
 from headstart.decoder import Decoder
 from headstart.errors import UserError
 from headstart.heads.io import version_of
+from headstart.pipeline.data_stages import aux_layers
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import load_recipe
 from headstart.servers.engines import ENGINES
 from headstart.servers.process import Server
-from headstart.support.files import write_json
+from headstart.support.files import write_json, write_tensors
 from headstart.support.lock import Busy, locked
 from headstart.train.summing import Teacher
 from tests.forks import Forks
@@ -243,11 +246,11 @@ def test_chat_logs_and_follows(adapted: tuple[Path, dict[str, Any], Decoder, lis
 
 
 def test_the_steps_are_commands(place: Path) -> None:
-    named = [str(place / "run"), "--log", str(place / "log"), "--requests", "96", "--fall", "0.3"]
+    named = [str(place / "run"), "--log", str(place / "log")]
     done = CliRunner().invoke(app, ["adapt", "gate", *named])
     assert done.exit_code == 2 and "no update to judge" in done.output
-    assert CliRunner().invoke(app, ["adapt", "train", *named, *QUICK]).exit_code == 0
-    done = CliRunner().invoke(app, ["adapt", "gate", *named])
+    assert CliRunner().invoke(app, ["adapt", "train", *named, "--requests", "96", *QUICK]).exit_code == 0
+    done = CliRunner().invoke(app, ["adapt", "gate", *named, "--fall", "0.3"])
     assert done.exit_code == 0 and "Update 1 (" in done.output and "): accepted; 96 requests" in done.output
 
 
@@ -269,9 +272,9 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
 
     def restarted(result: Any) -> Server:
         """A stand-in for vLLM, started as the command says that was printed."""
-        assert "Restart vllm" in result.output, result.output
-        (line,) = (line for line in result.output.splitlines() if line.startswith("Restart vllm with: "))
-        words = shlex.split(line.removeprefix("Restart vllm with: "))
+        assert "Start vllm" in result.output, result.output
+        (line,) = (line for line in result.output.splitlines() if line.startswith("Start vllm with: "))
+        words = shlex.split(line.removeprefix("Start vllm with: "))
         assert words[:2] == ["vllm", "serve"]
         return Server(ENGINES["vllm"], words[2], words[3:], tmp_path / "engine.log", command=stand_in)
 
@@ -279,10 +282,10 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
     with restarted(engine()) as server:
         address = ("--server", server.url)
         before = engine(*address)
-        assert before.exit_code == 0 and "by update 1" in before.output and "Restart" not in before.output
+        assert before.exit_code == 0 and "by update 1" in before.output
         assert adapt("swap", "1").exit_code == 0
         old = engine(*address)
-        assert old.exit_code == 1 and "Restart vllm with" in old.output
+        assert old.exit_code == 1 and "Start vllm with" in old.output
     assert sorted(path.name for path in out.iterdir()) == ["0000", "0001"], "beside those that are served"
     with restarted(old) as server:
         address = ("--server", server.url)
@@ -304,7 +307,8 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
         measured.set()
         asking.join()
         assert busy.exit_code == 2 and "answered others meanwhile" in busy.output
-    assert engine(*address).exit_code == 2, "there is no server"
+    gone = engine(*address)
+    assert gone.exit_code == 2 and "Start vllm with" in gone.output, "there is no server"
 
 
 def test_the_benchmark_in_vllm(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,6 +330,12 @@ def test_the_benchmark_in_vllm(place: Path, tmp_path: Path, monkeypatch: pytest.
 
 
 # -- updates that must not serve ---------------------------------------------------------------------------------------
+
+
+def of_another_version(file: Path) -> None:
+    tensors = load_file(file)
+    file.unlink()  # others may hold the same file by a hard link
+    write_tensors(file, tensors, {"format": "pt", "version": "another"})
 
 
 def plant(update: Update) -> None:
@@ -368,7 +378,7 @@ def test_falls_that_are_not_excluded_are_refused() -> None:
         one = {"mean": 2.0, "low": 1.9, "high": 2.1}
         return {
             "texts": 9,
-            "sources": 9,
+            "drawn": 9,
             "before": one,
             "after": one,
             "change": {"mean": mean, "low": low, "high": 0.2},
@@ -378,16 +388,18 @@ def test_falls_that_are_not_excluded_are_refused() -> None:
     assert not refusals(good, {"a": flat}, 0.02)
     assert len(refusals(flat, {"a": flat}, 0.02)) == 1
     assert "beside a" in refusals(good, {"a": fell, "b": flat}, 0.02)[0]
-    assert "too few" in refusals(few, {"a": flat}, 0.02)[0]
-    assert len(refusals(good, {"a": few}, 0.02)) == 1
+    assert "not clearly better" in refusals(few, {"a": flat}, 0.02)[0]
+    assert "an interval needs 5" in refusals(good, {"a": few}, 0.02)[0]
 
 
 def test_texts_of_one_source_are_drawn_together(whole: Path) -> None:
     texts = read_conversations(whole / "run" / "data" / "conversations" / "train.jsonl")
     rounds = {text.id: (20, 10) for text in texts}
-    of_one = [replace(text, category="anna") for text in texts]
-    assert compared(rounds, rounds, texts)["sources"] == len(texts)
-    assert compared(rounds, rounds, of_one)["change"]["low"] is None
+    of_five = [replace(text, category=f"user {place % 5}") for place, text in enumerate(texts)]
+    of_four = [replace(text, category=f"user {place % 4}") for place, text in enumerate(texts)]
+    assert compared(rounds, rounds, of_five, traffic=True)["drawn"] == 5
+    assert compared(rounds, rounds, of_four, traffic=True)["drawn"] == len(texts), "too few for an interval"
+    assert compared(rounds, rounds, of_five)["drawn"] == len(texts), "the run's own kinds are what they are"
     assert compared({}, {}, texts)["change"]["low"] is None
 
 
@@ -434,8 +446,55 @@ def test_two_adapters_at_once(place: Path) -> None:
     update = update_of(place)
     with locked(place / "log"), pytest.raises(Busy):  # of other heads, from this log
         update.train()
-    with update.service.held(), pytest.raises(Busy):
+    with update.service.held(), pytest.raises(Busy, match="stop it"):
         update.train()
+
+
+def test_heads_go_back_while_an_update_is_trained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = update_of(place)
+    update.service.add(1, update.service.heads(0), {"plan": {"seen": 0.0}})
+    update.service.serve(1, "swap")
+    update.service.serve(1, "swap")  # serves already: nothing to go back to but 0
+
+    def meanwhile(*_: Any) -> None:
+        done = CliRunner().invoke(app, ["adapt", "back", str(place / "run")])
+        assert done.exit_code == 0, done.output
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headstart.adapt.update.train", meanwhile)
+    with pytest.raises(KeyboardInterrupt):
+        update.train()
+    assert update.service.serving == 0
+
+
+def test_an_update_is_judged_for_the_run_that_it_is_of(place: Path) -> None:
+    shutil.copytree(place / "run", place / "other", symlinks=True)
+    update_of(place).train()
+    file = place / "other" / "heads" / "heads.safetensors"
+    of_another_version(file)
+    other = Run(load_recipe(str(place / "other" / "recipe.yaml")), place / "other", Console(quiet=True))
+    with pytest.raises(UserError, match=r"The update under way in .* is of the heads of another run"):
+        Update(other, place / "log", WIDE, QUICK).gate()
+
+
+def test_a_run_that_was_trained_again_begins_anew(place: Path) -> None:
+    update = update_of(place)
+    file = place / "run" / "heads" / "heads.safetensors"
+    of_another_version(file)
+    with pytest.raises(UserError, match="are others than when adapting began") as caught:
+        update.train()
+    assert caught.value.remedy.endswith(f"rm -r {update.service.folder}")
+
+
+def test_states_that_find_no_room_are_left_out_of_both_alike(place: Path) -> None:
+    kind = StateKind(update_of(place).target, aux_layers(update_of(place).run))
+    room = f"data.cache_gigabytes={0.6e-9 * kind.bytes(116 * 30)}"
+    recipe = load_recipe(str(place / "run" / "recipe.yaml"), [room])
+    update = Update(Run(recipe, place / "run", Console(quiet=True)), place / "log", WIDE, QUICK)
+    update.train()
+    plan = json.loads((update.folder / "plan.json").read_text())
+    assert 0 < plan["requests"] < 96 and 0 < plan["own_conversations"] < 20
+    assert plan["left_out"] == {"that data.cache_gigabytes has no room for": 96 - plan["requests"]}
 
 
 def test_a_full_disk_leaves_the_heads_in_service(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,7 +552,17 @@ def test_what_a_log_holds_and_how_it_is_deleted(place: Path) -> None:
     assert done.exit_code == 0 and "128 requests" in done.output and "lines that are half-written" in done.output
     done = CliRunner().invoke(app, ["adapt", "log", run, "--log", log, "--delete"])
     assert done.exit_code == 0 and "left there: engine.jsonl" in done.output
-    assert {file.name for file in (place / "log").iterdir()} == {"engine.jsonl", "lock"}
+    assert {file.name for file in (place / "log").iterdir()} == {"engine.jsonl", "lock", "log.json"}
+    done = CliRunner().invoke(app, ["adapt", "log", run, "--log", f"{log}s", "--delete"])
+    assert done.exit_code == 2 and "nothing was deleted" in done.output and not Path(f"{log}s").exists()
+
+
+def test_watch_waits_for_the_first_request(place: Path) -> None:
+    shutil.rmtree(place / "log")
+    RequestLog(place / "log")
+    words = ["adapt", "watch", str(place / "run"), "--log", str(place / "log"), "--once"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0 and "is empty" in done.output
 
 
 def test_only_runs_adapt(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
     python serve.py requests.jsonl --heads runs/quickstart/adapt/heads --log traffic
 
 Each line of the file is {"user": ..., "prompt": ...}. It stands for a server: what matters are the lines that load,
-that name who asks, and that answer.
+that answer, and that name who asks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 
 import headstart
 from headstart.data.served.log import RequestLog, Served
@@ -24,18 +23,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--log", default="traffic")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     options = parser.parse_args(arguments)
-    user = ""
 
     def keep(served: Served) -> Served | None:
-        return None if user == "private" else replace(served, source=user)
+        return None if served.source == "private" else served
 
     log = RequestLog(options.log, gigabytes=1, days=30, keep=keep)
     decoder = headstart.load(options.heads, log=log, follow=True)
     with open(options.requests, encoding="utf-8") as file:
         for line in file:
             request = json.loads(line)
-            user = request["user"]
-            answer = decoder.generate(request["prompt"], max_new_tokens=options.max_new_tokens)
+            answer = decoder.generate(request["prompt"], max_new_tokens=options.max_new_tokens, source=request["user"])
             print(f"{answer.tokens_per_round:.2f} tokens a round with heads {answer.heads}: {answer.text[:60]!r}")
 
 

@@ -338,6 +338,7 @@ class Decoder:
             time.time(),
             sampling,
             *self._stamp,
+            source=asked.source,
             heads=answer.heads,
             rounds=answer.rounds,
         )

@@ -53,13 +53,14 @@ def test_a_decoder_logs_what_it_answers_and_nothing_else(tiny_target: Target, tm
     decoder = Decoder(tiny_target, heads, TreeShape.chain(2))
     decoder.generate("who are you", max_new_tokens=8)
     decoder.log = RequestLog(tmp_path / "log")
-    first = decoder.generate("who are you", max_new_tokens=8)
+    first = decoder.generate("who are you", max_new_tokens=8, source="anna")
     pair = decoder.generate_batch(["the sun", [3, 4, 5]], max_new_tokens=8, temperature=0.7, seed=3)
-    stream = decoder.stream("what is rice", max_new_tokens=8)
+    stream = decoder.stream("what is rice", max_new_tokens=8, source="ben")
     words = "".join(stream)
     rows = lines(tmp_path / "log")
     assert len(rows) == 4 and stream.answer is not None and words == stream.answer.text
     assert [row["answer"] for row in rows] == [first.tokens, *(answer.tokens for answer in pair), stream.answer.tokens]
+    assert [row["source"] for row in rows] == ["anna", "", "", "ben"]
     assert rows[0]["prompt"] == decoder.tokens("who are you") and rows[0]["sampling"] == {}
     assert rows[1]["sampling"]["temperature"] == 0.7 and rows[0]["heads"] == "abc" == first.heads
     assert "who" not in "".join(file.read_text() for file in segments(tmp_path / "log")), "no text is kept"
@@ -94,9 +95,33 @@ def test_bounds_by_bytes_and_days(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for file in segments(tmp_path):
         os.utime(file, (1e9, 1e9))
     monkeypatch.setattr(time, "time", lambda: 1e9 + 2.1 * 86400)
-    assert prune(tmp_path) and not segments(tmp_path)
+    prune(tmp_path)
+    assert not segments(tmp_path)
     log.add(ONE)  # the segment that was open is gone: another is begun
     assert len(lines(tmp_path)) == 1
+
+
+def test_bounds_are_those_of_the_folder_unless_others_are_named(tmp_path: Path) -> None:
+    def bounds() -> dict[str, float]:
+        return dict(json.loads((tmp_path / "log.json").read_text()))
+
+    RequestLog(tmp_path, gigabytes=10, days=365).add(ONE)
+    RequestLog(tmp_path)
+    assert bounds() == {"gigabytes": 10, "days": 365}
+    RequestLog(tmp_path, days=7)
+    assert bounds() == {"gigabytes": 10, "days": 7}
+
+
+def test_an_update_under_way_is_as_old_as_a_request_may_be(tmp_path: Path) -> None:
+    RequestLog(tmp_path, days=2)
+    plan = tmp_path / "update" / "plan.json"
+    plan.parent.mkdir()
+    plan.write_text("{}")
+    prune(tmp_path)
+    assert plan.exists()
+    os.utime(plan, (1e9, 1e9))
+    prune(tmp_path)
+    assert not plan.parent.exists()
 
 
 def test_a_full_disk_stops_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,17 +162,27 @@ def test_what_engines_return(tiny_target: Target, tmp_path: Path) -> None:
     prompt, text = prompt_tokens(MESSAGES, tokenizer), "I am the user"
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
     vllm = exchange({"token_ids": ids, "message": {"content": text}}, {"user": "anna"}, prompt_token_ids=prompt)
-    batch = {"body": {"messages": MESSAGES}, "response": {"body": exchange({"token_ids": ids})["response"]}}
     sglang = {
         "request": {"input_ids": prompt},
         "response": {"output_ids": ids, "text": text, "meta_info": {"finish_reason": {"type": "stop"}}},
+        "time": 7,
     }
-    llama = {"request": {"prompt": prompt}, "response": {"content": text, "tokens": ids, "stop_type": "eos"}}
+    llama = {"request": {"prompt": prompt}, "response": {"content": text, "tokens": ids, "stop_type": "eos"}, "time": 7}
     alone = exchange({"message": {"content": text}})
-    served, counts = left_out_of([vllm, batch, sglang, llama, alone], tmp_path, tiny_target)
+    served, counts = left_out_of([vllm, sglang, llama, alone], tmp_path, tiny_target)
     assert not counts
-    assert [(item.prompt, item.answer, item.finish) for item in served] == [(prompt, ids, "end")] * 5
+    assert [(item.prompt, item.answer, item.finish) for item in served] == [(prompt, ids, "end")] * 4
     assert len({item.source for item in served}) == 2 and not any("anna" in item.source for item in served)
+
+
+def test_engines_cut_the_text_that_stops_and_name_reasoning_in_two_ways(tiny_target: Target, tmp_path: Path) -> None:
+    ids = tiny_target.tokenizer.encode("I am the user in")
+    stopped = exchange({"token_ids": ids, "message": {"content": "I am the"}, "stop_reason": "user in"})
+    thought = {"content": "the user in", "reasoning": "I am"}
+    served, counts = left_out_of([stopped, exchange({"token_ids": ids, "message": thought})], tmp_path, tiny_target)
+    assert [item.answer for item in served] == [ids, ids] and not counts
+    assert served[0].finish == "stop"
+    assert not left_out_of([exchange({"message": thought})], tmp_path, tiny_target)[0], "its reasoning may not be lost"
 
 
 def test_text_that_was_cut_loses_its_last_token(tiny_target: Target, tmp_path: Path) -> None:
@@ -179,6 +214,8 @@ def test_what_is_left_out_is_named_and_counted(tiny_target: Target, tmp_path: Pa
         exchange({**text, "finish_reason": "abort"}),
         exchange({"message": {"content": "", "tool_calls": [{}]}, "finish_reason": "tool_calls"}),
         {"request": {"messages": "?"}, "response": {"error": "busy"}},
+        {"request": {"prompt": [5]}, "response": {"tokens": [8, 9, 10, 11], "stop_type": "eos"}},
+        {"custom_id": "1", "response": exchange(text)["response"]},
     ]
     served, counts = left_out_of(rows, tmp_path, tiny_target)
     assert len(served) == 2
@@ -189,7 +226,8 @@ def test_what_is_left_out_is_named_and_counted(tiny_target: Target, tmp_path: Pa
         "under penalties, logits processors or a grammar": 4,
         f"over the window of {tiny_target.max_length} tokens": 1,
         "with an answer of fewer than 4 tokens": 1,
-        "of a shape that is not understood": 2,
+        "of a shape that is not understood": 3,
+        'without a time (add "time", in seconds since 1970)': 1,
         "whose token ids do not spell their text: another target's": 1,
         "that were broken off": 2,
         "with reasoning or calls of tools, and no token ids": 1,

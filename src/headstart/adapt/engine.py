@@ -23,6 +23,8 @@ from headstart.servers.process import Running
 from headstart.tree.tree import TreeShape
 
 _PROMPTS, _TOKENS = 16, 64
+_CLOSE = 0.05
+"""Share by which expected tokens a round must differ for so few answers to tell heads apart."""
 _LOST = 0.1
 """Share of the expected tokens a round that an engine may lack: it rounds otherwise, and drafts at the end of texts."""
 
@@ -36,16 +38,24 @@ class Drafting:
     drafts: int
     expected: dict[int, float]
 
+    @property
+    def told_apart(self) -> bool:
+        """Whether the updates come to tokens a round that differ enough."""
+        rates = self.expected.values()
+        return len(rates) == 1 or max(rates) > (1 + _CLOSE) * min(rates)
+
     def is_of(self, number: int) -> bool:
-        """Whether the drafts are those of an update, rather than of another one or of none."""
+        """Whether the drafts are those of an update, rather than of another one that can be told apart or of none."""
         nearest = min(self.expected, key=lambda update: abs(self.expected[update] - self.tokens_per_round))
-        return nearest == number and self.tokens_per_round > (1 - _LOST) * self.expected[number]
+        heads = self.tokens_per_round > (1 - _LOST) * self.expected[number]
+        return heads and (nearest == number or not self.told_apart)
 
     def __str__(self) -> str:
         """As people read it."""
         each = ", ".join(f"{rate:.2f} by update {number}" for number, rate in self.expected.items())
         return (
             f"{self.tokens_per_round:.2f} tokens a round with {self.drafts} drafts; expected on these answers: {each}"
+            + ("" if self.told_apart else ", too close to tell which of them drafts")
         )
 
 

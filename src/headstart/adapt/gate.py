@@ -2,8 +2,9 @@
 worse.
 
 Both draft the same static tree on the same texts, round after round: the tokens a round that decoding would have come
-to on just these answers. Rounds are paired by text, and texts of one source are drawn together, so that the interval of
-the change covers how much sources differ.
+to on just these answers. Rounds are paired by text. Of traffic, texts of one source are drawn together, so that the
+interval of the change covers how much sources differ. The run's own texts, whose kinds are what they are, are drawn one
+by one, and so is traffic of too few sources for an interval.
 
 Shape suffixes: O origins, K steps.
 """
@@ -18,7 +19,7 @@ from rich.console import Console
 
 from headstart.data.conversations.records import Conversation
 from headstart.errors import UserError
-from headstart.eval.figures import Interval, Totals, quotient_interval, rate_interval
+from headstart.eval.figures import LEAST_UNITS, Interval, Totals, quotient_interval, rate_interval
 from headstart.heads.base import DraftHead
 from headstart.target.model import Target
 from headstart.tree.tree import RankPath
@@ -56,16 +57,18 @@ def tokens_per_round(rounds: Rounds) -> float:
     return float(tokens / count)
 
 
-def compared(new: Rounds, old: Rounds, texts: Sequence[Conversation]) -> dict[str, Any]:
-    """Tokens a round before and after, and the relative change, each with its interval over sources (`Interval`)."""
+def compared(new: Rounds, old: Rounds, texts: Sequence[Conversation], traffic: bool = False) -> dict[str, Any]:
+    """Tokens a round before and after, and the relative change, each with its interval (`Interval`): over the sources
+    of `traffic`, where there are enough, else over texts."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     used = [text for text in texts if text.id in new and text.id in old]
+    by_source = traffic and len({text.category or text.id for text in used}) >= LEAST_UNITS
     for text in used:
         for place, count in enumerate((*new[text.id], *old[text.id])):
-            sums[text.category or text.id][place] += count
+            sums[(by_source and text.category) or text.id][place] += count
     columns = list(zip(*sums.values(), strict=True)) or [(), (), (), ()]
     after, before = Totals(columns[0], columns[1]), Totals(columns[2], columns[3])
-    known = {"texts": len(used), "sources": len(sums), "tokens": sum(columns[0])}
+    known = {"texts": len(used), "drawn": len(sums), "tokens": sum(columns[0])}
     if not sums:
         nothing: Interval = {"mean": 0.0, "low": None, "high": None}
         return {**known, "before": nothing, "after": nothing, "change": nothing}
@@ -82,15 +85,16 @@ def refusals(later: dict[str, Any], original: dict[str, dict[str, Any]], fall: f
     """
     reasons = []
     low = later["change"]["low"]
-    if low is None:
-        reasons.append(f"Later traffic is of {later['sources']} sources, too few for an interval.")
-    elif low <= 0:
+    if low is None or low <= 0:
         reasons.append(f"On {later['texts']} later requests they are not clearly better: {in_words(later)}.")
     for name, figures in original.items():
-        low = figures["change"]["low"]
-        if low is None or low < -fall:
+        low, where = figures["change"]["low"], f"On the run's own validation texts, beside {name}"
+        if low is None:
+            few = f"{figures['texts']} are long enough to draft in, and an interval needs {LEAST_UNITS}"
+            reasons.append(f"{where}: {few} (data.validation and data.max_new_tokens of the run).")
+        elif low < -fall:
             allowed = f"a fall of more than {100 * fall:g} % is not excluded"
-            reasons.append(f"On the run's own validation texts, beside {name}, {allowed}: {in_words(figures)}.")
+            reasons.append(f"{where}, {allowed}: {in_words(figures)}.")
     return reasons
 
 

@@ -24,7 +24,7 @@ from headstart.support.artifacts import give, point
 from headstart.support.files import read_json, write_atomic, write_json
 from headstart.support.lock import locked
 
-FOLDER = "adapt"
+_FOLDER = "adapt"
 _HISTORY = "service.json"
 _FIGURES = "update.json"
 
@@ -46,7 +46,8 @@ class Service:
 
     def __init__(self, run: Path) -> None:
         run = recipe_of(run).parent.resolve()
-        self.folder = run / FOLDER
+        self._run = run
+        self.folder = run / _FOLDER
         self.link = self.folder / "heads"
         if not self._changes() or self.link.resolve() != self.heads(self.serving).resolve():
             with self.held():
@@ -64,8 +65,16 @@ class Service:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Work on it while no other process does; Busy (a UserError) where one does."""
-        with locked(self.folder):
+        with locked(self.folder, "Wait for it, or stop it: what it has made is kept."):
             yield
+
+    def check_current(self) -> None:
+        """Refuse (UserError) to learn from heads that the run no longer has, since it was trained again."""
+        if version_of(heads_folder(self._run)) != version_of(self.heads(0)):
+            raise UserError(
+                f"The heads of {self._run} are others than when adapting began.",
+                f"To begin anew with them: rm -r {self.folder}",
+            )
 
     def heads(self, number: int) -> Path:
         """The folder of the heads of an update."""
@@ -101,7 +110,8 @@ class Service:
             known = ", ".join(str(path) for path in range(self.next_number) if self.heads(path).is_dir())
             raise UserError(f"There is no update {number} in {self.folder}.", f"There are {known}.")
         check_folder(self.heads(number))
-        self._note(number, why)
+        if number != self.serving:
+            self._note(number, why)
         point(self.link, self.heads(number))
 
     @property

@@ -28,9 +28,9 @@ from headstart.adapt.service import Service
 from headstart.data.conversations.records import Conversation, read_conversations, tokens_key, write_conversations
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.sources import drawn
-from headstart.data.served.log import Served
+from headstart.data.served.log import PLAN, UPDATE, Served, delete_update
 from headstart.data.served.reading import as_conversation, chosen, read_log
-from headstart.data.states.shards import Work, build_store
+from headstart.data.states.shards import StateKind, Work, build_store
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
@@ -41,7 +41,7 @@ from headstart.pipeline.run import Run
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
 from headstart.support.answer_file import read_answers
 from headstart.support.artifacts import link_or_copy, referred
-from headstart.support.files import read_json, remove, write_json, write_text
+from headstart.support.files import no_folder, read_json, write_json, write_text
 from headstart.support.lock import locked
 from headstart.support.terminal import progress_bar, tell
 from headstart.target.model import Target
@@ -74,23 +74,33 @@ class Update:
         if not 0 <= self.options.mix < 1:
             raise UserError(f"--mix is {self.options.mix}.", "Give a share from 0 to below 1.")
         self.service = Service(self.run.folder)
-        self.folder = self.log / "update"
+        self.folder = self.log / UPDATE
 
     @cached_property
     def target(self) -> Target:
         return self.run.decoded
 
     @property
+    def planned(self) -> bool:
+        """Whether it was chosen what is learnt."""
+        return (self.folder / PLAN).is_file()
+
+    @property
     def trained(self) -> bool:
         """Whether there are heads to be judged."""
-        return (self.folder / "heads").is_dir()
+        return self.planned and (self.folder / "heads").is_dir()
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Work on it while nobody else adapts these heads, nor reads this log to adapt others."""
+        """Work on it while nobody else makes an update from this log, or deletes it."""
         if not self.log.is_dir():
-            raise UserError(f"No folder at {self.log}.", "Serve with a log first: headstart chat HEADS --log FOLDER.")
-        with self.service.held(), locked(self.log):
+            raise no_folder(self.log, "Serve with a log first: headstart chat HEADS --log FOLDER.")
+        with locked(self.log, "Wait for it, or stop it: what it has made is kept."):
+            if self.planned and read_json(self.folder / PLAN)["of"] != version_of(self.service.heads(0)):
+                raise UserError(
+                    f"The update under way in {self.log} is of the heads of another run.",
+                    "Have that judged first (headstart adapt gate), or use a log of its own.",
+                )
             yield
 
     def train(self) -> Path:
@@ -102,10 +112,11 @@ class Update:
             UserError: nothing that can be learnt from, or what training refuses.
         """
         with self._held():
-            if not (self.folder / "plan.json").is_file():
-                self._plan()
+            if not self.planned:
+                with self.service.held():
+                    self._plan()
             if not self.trained:
-                plan = read_json(self.folder / "plan.json")
+                plan = read_json(self.folder / PLAN)
                 recipe = self._recipe(plan)
                 if not finished(self.folder / "train"):
                     train(recipe, self.target, *self._stores(recipe), self._made("train"), self.run.console)
@@ -119,26 +130,29 @@ class Update:
             Waiting: too few requests came after those that were learnt.
             UserError: no heads to judge.
         """
-        with self._held():
+        service = self.service
+        with self._held(), service.held():
             if not self.trained:
                 raise UserError(
                     "There is no update to judge.", "Make one first: headstart adapt train RUN --log FOLDER."
                 )
-            plan, service = read_json(self.folder / "plan.json"), self.service
-            number, known = plan["number"], {each["number"]: each for each in service.updates()}
-            if number not in known:
-                figures = self._judge(plan)
-                service.add(number, self.folder / "heads", figures)
-                known[number] = figures
-            if known[number]["accepted"] and service.serving != number:
-                service.serve(number, "accepted")
-            remove(self.folder)
-        return {"number": number, **known[number]}
+            plan = read_json(self.folder / PLAN)
+            judged = next((each for each in service.updates() if each["plan"] == plan), None)
+            if judged is None:
+                judged = {"number": service.next_number, **self._judge(plan)}
+                service.add(judged["number"], self.folder / "heads", judged)
+            if judged["accepted"]:
+                service.serve(judged["number"], "accepted")
+            delete_update(self.log)
+        return judged
 
     # -- what it is made of ----------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
         """Choose what is learnt, and write it."""
+        self.service.check_current()
+        if not any(self.log.glob("*.jsonl")):
+            raise Waiting(f"The log in {self.log} is empty.", "Serve with it first.")
         served, left_out = read_log(self.log, self.target)
         before = max((each["plan"]["seen"] for each in self.service.updates()), default=0.0)
         new = sum(item.time > before for item in served)
@@ -151,35 +165,46 @@ class Update:
         recent = served[-self.options.recent :]
         first_later = len(recent) - len(recent) // _LATER
         learnt = chosen(recent[:first_later], self.options.per_source, left_out)
-        number = self.service.next_number
-        own = conversations(self.run, "train")
-        share = self.options.mix / (1 - self.options.mix)
-        texts = {"traffic": list(map(as_conversation, learnt)), "own": drawn(own, number)[: round(share * len(learnt))]}
+        own, share = conversations(self.run, "train"), self.options.mix / (1 - self.options.mix)
+        own = drawn(own, self.service.next_number)[: round(share * len(learnt))]
+        texts = {"traffic": list(map(as_conversation, learnt)), "own": own}
+        held = self._share_held([text for part in texts.values() for text in part])
+        if held < 1:  # of both alike, and the newest requests
+            texts = {name: part[len(part) - int(held * len(part)) :] for name, part in texts.items()}
+            left_out.add("that data.cache_gigabytes has no room for", count=len(learnt) - len(texts["traffic"]))
         splits: dict[str, list[Conversation]] = {"train": [], "validation": []}
         for part in texts.values():
             for place, text in enumerate(part):
                 splits["validation" if place % _VALIDATION == _VALIDATION - 1 else "train"].append(text)
         if not all(splits.values()):
-            raise Waiting(f"{len(learnt)} requests can be learnt from. {left_out.notice}", "Serve more.")
-        remove(self.folder)
+            raise Waiting(f"{len(texts['traffic'])} requests can be learnt from. {left_out.notice}", "Serve more.")
+        delete_update(self.log)
         for split, part in splits.items():
             write_conversations(self._made() / f"{split}.jsonl", part)
         plan = {
-            "number": number,
+            "of": version_of(self.service.heads(0)),
             "base": self.service.serving,
             "until": recent[first_later - 1].time,
             "seen": served[-1].time,
-            "requests": len(learnt),
-            "answer_tokens": sum(len(item.answer) for item in learnt),
+            "requests": len(texts["traffic"]),
+            "answer_tokens": sum(sum(text.supervised) for text in texts["traffic"]),
             "own_conversations": len(texts["own"]),
             "left_out": left_out.counts,
         }
-        write_json(self.folder / "plan.json", plan)
+        write_json(self.folder / PLAN, plan)
         tell(
-            self.run.console, f"Update {number}: {len(learnt)} requests, {len(texts['own'])} conversations of the run."
+            self.run.console,
+            f"An update of {plan['requests']} requests and {plan['own_conversations']} conversations of the run.",
         )
         if left_out.notice:
             tell(self.run.console, f"    {left_out.notice}")
+
+    def _share_held(self, texts: Sequence[Conversation]) -> float:
+        """The share of texts whose hidden states the recipe has room for."""
+        data = self.run.recipe.data
+        kind = StateKind(self.target, tuple(aux_layers(self.run)), data.states_dtype)
+        needed = sum(kind.bytes(len(text.tokens)) for text in texts)
+        return min(1.0, 1e9 * data.cache_gigabytes / max(needed, 1))
 
     def _recipe(self, plan: dict[str, Any]) -> Recipe:
         """The run's recipe, with the training of the recipe `adapt` from the heads in service."""
@@ -231,16 +256,19 @@ class Update:
         learnt = (read_conversations(self.folder / f"{split}.jsonl") for split in ("train", "validation"))
         known = {tokens_key(text.tokens[: text.supervised.index(True)]) for part in learnt for text in part}
         served: list[Served] = [item for item in read_log(self.log, target)[0] if item.time > plan["until"]]
-        later = list(
-            map(as_conversation, chosen(served[-self.options.recent :], self.options.per_source, left_out, known))
-        )
+        new, _, _ = read_heads(self.folder / "heads", target)
+        later = []
+        for item in chosen(served[-self.options.recent :], self.options.per_source, left_out, known):
+            if len(item.answer) > new.draft_steps + 1:
+                later.append(as_conversation(item))
+            else:
+                left_out.add("too short to draft in")
         if len(later) < LEAST:
             raise Waiting(
                 f"{len(later)} usable requests came after those that were learnt, and {LEAST} judge. {left_out.notice}",
                 "Serve more, then judge again: headstart adapt gate RUN --log FOLDER.",
             )
         own = conversations(self.run, "validation")
-        new, _, _ = read_heads(self.folder / "heads", target)
         serving = self.service.serving
         old, shape, _ = self._read(serving)
         paths = (shape if shape.size > 1 else TreeShape.chain(old.draft_steps)).paths
@@ -249,7 +277,7 @@ class Update:
         beside = {f"those in service (update {serving})": compared(of_new, of_old, own)}
         if serving:  # falls that are too small to be seen do not add up
             beside["those of the run"] = compared(of_new, rounds_of(target, self._read(0)[0], own, paths, console), own)
-        on_later = compared(of_new, of_old, later)
+        on_later = compared(of_new, of_old, later, traffic=True)
         reasons = refusals(on_later, beside, self.options.fall)
         result = read_json(self.folder / "train" / RESULT)
         return {
@@ -267,6 +295,7 @@ class Update:
         return read_heads(self.service.heads(number), self.target)
 
     def _made(self, name: str = "") -> Path:
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # others may read the log's folder, not what was said
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder

@@ -39,15 +39,18 @@ def log(
 
     Example: headstart adapt log runs/quickstart --log traffic --delete
     """
-    from headstart.data.served.log import BOUNDS, prune, segments
+    from headstart.data.served.log import delete_update, prune, segments
     from headstart.data.served.reading import read_log
-    from headstart.support.files import format_bytes, remove
+    from headstart.support.files import format_bytes, no_folder, remove
     from headstart.support.lock import locked
 
     console = Console()
     if delete:
-        with locked(log):
-            for path in (*segments(log), log / BOUNDS, log / "update"):
+        if not log.is_dir():
+            raise no_folder(log, "Check the path: nothing was deleted.")
+        with locked(log, "Wait for it, or stop it and delete then."):  # the bounds stay: a decoder may go on writing
+            delete_update(log)
+            for path in segments(log):
                 remove(path)
         others = sorted(file.name for file in log.glob("*.jsonl"))
         kept = f" Not written by headstart, so left there: {', '.join(others)}." if others else ""
@@ -67,7 +70,7 @@ def log(
 
 
 @adapt_app.command("train")
-@with_options()
+@with_options(without=("fall",))
 def train(run: RunFolder, log: LogFolder, overrides: Overrides = None, options: AdaptOptions = AdaptOptions()) -> None:
     """Train an update of the heads in service, from recent requests and the run's own conversations.
 
@@ -78,7 +81,7 @@ def train(run: RunFolder, log: LogFolder, overrides: Overrides = None, options: 
 
 
 @adapt_app.command("gate")
-@with_options()
+@with_options(without=("requests", "mix"))
 def gate(run: RunFolder, log: LogFolder, options: AdaptOptions = AdaptOptions()) -> None:
     """Judge the update: it serves if it is better on later requests and no worse on the run's own texts.
 
@@ -159,7 +162,7 @@ def engine(
 
     No engine takes new heads from a folder while it runs: the command that starts it with them is printed. Which heads
     a running one drafts with shows in what it accepts of drafts for the newest requests. Exits with 1 where it is not
-    those in service.
+    those in service: restart it then.
 
     Example: headstart adapt engine runs/quickstart --log traffic --out served --server http://localhost:8000
     """
@@ -170,12 +173,12 @@ def engine(
     number = update.service.serving
     exported = export_for(update.service.heads(number), out / f"{number:04d}", format, update.target)
     say(console, (f"Update {number}", exported.folder))
-    found = drafting(server, update) if server is not None else None
-    if found is not None:
-        say(console, ("Engine", found))
-    if found is None or not found.is_of(number):
-        say(console, *((f"Restart {name} with", command) for name, command in exported.commands.items()))
-    if found is not None and not found.is_of(number):
+    say(console, *((f"Start {name} with", command) for name, command in exported.commands.items()))
+    if server is None:
+        return
+    found = drafting(server, update)
+    say(console, ("Engine", found))
+    if not found.is_of(number):
         raise typer.Exit(1)
 
 
@@ -198,6 +201,7 @@ def watch(
     from headstart.adapt.report import show_update
     from headstart.adapt.update import Waiting
     from headstart.data.served.log import prune
+    from headstart.support.lock import Busy
 
     os.nice(19)
     console, update = Console(), _update(run, log, options, overrides)
@@ -207,7 +211,7 @@ def watch(
         try:
             update.train()
             show_update(update.gate(), console)
-        except Waiting as waiting:
+        except (Waiting, Busy) as waiting:
             tell(console, waiting.problem, style="dim")
             if once:
                 return

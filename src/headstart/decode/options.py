@@ -129,8 +129,8 @@ class DecodeOptions(SamplingOptions):
     """How to answer.
 
     A `headstart.decoder.Decoder` reads `drafter`, `tree`, and how a prompt is rendered (`raw`, `tools`,
-    `chat_template_kwargs`); the decode loop, which is given a drafter and token
-    ids, reads all others. Greedy output, and samples without drafts, do not depend on the batch that a row is in. With
+    `chat_template_kwargs`), its log reads `source`; the decode loop, which is given a drafter and token ids, reads all
+    others. Greedy output, and samples without drafts, do not depend on the batch that a row is in. With
     drafts and measured costs the number of drafts does, and with it which text of the same distribution is drawn.
 
     A seed gives the same text again where the costs are the same ones: those of the heads where they were tuned;
@@ -184,6 +184,7 @@ class DecodeOptions(SamplingOptions):
         shown="those that the heads were trained with",
         parse=json_object,
     )
+    source: str = option("", "Who asks, as a log of what is served names them.", typed=False)
     ignore_end: bool = option(False, "Go on past the end-of-turn token, for measuring.", typed=False)
     stop_test: StopTest | None = option(None, "A test of your own that ends a row's text.", typed=False)
 
@@ -225,6 +226,7 @@ class DecodeKeywords(TypedDict, total=False):
     raw: bool
     tools: Sequence[Any]
     chat_template_kwargs: Mapping[str, Any] | None
+    source: str
 
 
 _KINDS: dict[str, tuple[Any, str]] = {

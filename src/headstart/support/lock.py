@@ -22,19 +22,19 @@ class Busy(UserError):
     """Another process works in a folder, or did on a machine that is gone: `way_out` says what to type then. It is
     empty where the process is of this machine, whose system lets go of locks by itself."""
 
-    def __init__(self, holder: str, folder: Path, mark: Path) -> None:
+    def __init__(self, holder: str, folder: Path, mark: Path, remedy: str) -> None:
         process, _, machine = holder.partition(" on ")
         here = machine == socket.gethostname()
         named = process if here else holder
         self.way_out = "" if here else f"If no process works there any more, since its machine has died, say: rm {mark}"
         super().__init__(
             f"Another run (process {named or 'unknown'}) is working in {folder}.",
-            f"Wait for it, or choose another --run-dir. {self.way_out}".rstrip(),
+            f"{remedy} {self.way_out}".rstrip(),
         )
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, remedy: str = "Wait for it, or choose another --run-dir.") -> Iterator[None]:
     """Hold a folder against a second run. The system lets go of the lock when its process ends, however it ends.
 
     On a file system without locks of either kind a file `lock.held` names the process that works there. It stays behind
@@ -51,21 +51,21 @@ def locked(folder: Path) -> Iterator[None]:
         problem = f"Cannot write in {folder}: {error.strerror}."
         raise UserError(problem, "Choose a folder of yours with --run-dir.") from None
     with handle:
-        if _lock(handle, folder):
+        if _lock(handle, folder, remedy):
             handle.truncate(0)
             print(_here(), file=handle, flush=True)
             yield
             handle.truncate(0)
             return
         mark = folder / "lock.held"
-        _claim(mark, folder)
+        _claim(mark, folder, remedy)
         try:
             yield
         finally:
             mark.unlink(missing_ok=True)
 
 
-def _lock(handle: TextIO, folder: Path) -> bool:
+def _lock(handle: TextIO, folder: Path, remedy: str) -> bool:
     """Lock the file; False where the file system has no locks."""
     for lock in (fcntl.flock, fcntl.lockf):
         try:
@@ -74,14 +74,14 @@ def _lock(handle: TextIO, folder: Path) -> bool:
         except OSError as error:
             if error.errno in _HELD:
                 handle.seek(0)
-                raise Busy(handle.read().strip(), folder, Path(handle.name)) from None
+                raise Busy(handle.read().strip(), folder, Path(handle.name), remedy) from None
             if error.errno not in _NO_LOCKS:
                 problem = f"Cannot lock {handle.name}: {error.strerror}."
                 raise UserError(problem, "Choose a folder on another disk with --run-dir.") from None
     return False
 
 
-def _claim(mark: Path, folder: Path) -> None:
+def _claim(mark: Path, folder: Path, remedy: str) -> None:
     """Write a file that no other process has written; that of a process which was killed is replaced."""
     for _ in range(2):
         try:
@@ -92,9 +92,9 @@ def _claim(mark: Path, folder: Path) -> None:
             holder = mark.read_text(encoding="utf-8").strip()
             process, _, machine = holder.partition(" on ")
             if machine != socket.gethostname() or not process.isdecimal() or _runs(int(process)):
-                raise Busy(holder, folder, mark) from None
+                raise Busy(holder, folder, mark, remedy) from None
             mark.unlink(missing_ok=True)
-    raise Busy("", folder, mark)
+    raise Busy("", folder, mark, remedy)
 
 
 def _here() -> str:

@@ -1,6 +1,6 @@
 """A log of what was served, to learn from: kept only where it is asked for, within bounds, deleted by one call.
 
-    log.json                 the bounds: bytes and days
+    log.json                 the bounds: bytes and days, of all who write here
     served-<ms>-<pid>.jsonl  a segment: one answered request a line, written by one process
 
 Each line holds token ids of a prompt and its answer, how the answer was drawn, the target and chat template, the heads
@@ -18,15 +18,19 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from headstart.data.prompts.chat import template_kwargs
 from headstart.errors import UserError
-from headstart.support.files import append_whole, read_json, write_json
+from headstart.support.files import append_whole, read_json, remove, write_json
 
 BOUNDS = "log.json"
+UPDATE, PLAN = "update", "plan.json"
+"""Where an update under way lies in the folder, and the file of it that is written last (`headstart.adapt.update`)."""
+_BOUNDS = {"gigabytes": 1.0, "days": 30.0}
 _SEGMENTS = 8
 """Parts of the bounds after which a segment is closed, so that deleting the oldest loses little."""
 _DAY = 86400.0
@@ -71,7 +75,8 @@ class Served:
 
 
 Keep = Callable[[Served], Served | None]
-"""What is kept of a request: as it is, changed (`dataclasses.replace`, such as with a source), or None for nothing."""
+"""What is kept of a request: as it is, changed (`dataclasses.replace`), or None for nothing. Called in the thread that
+decodes: what it is to know of who asked comes with the request (`source`)."""
 
 
 class RequestLog:
@@ -82,18 +87,26 @@ class RequestLog:
 
     Args:
         folder: made if need be, readable by its owner alone.
-        gigabytes: most gigabytes (1e9 bytes) kept in it.
-        days: most days that a request is kept; an eighth more where little is served.
+        gigabytes: most gigabytes (1e9 bytes) kept in it; as the folder has it where it is not given, else 1.
+        days: most days that a request is kept, an eighth more where little is served; likewise, else 30.
         keep: see `Keep`; without one every request is kept.
     """
 
     def __init__(
-        self, folder: str | Path, gigabytes: float = 1.0, days: float = 30.0, keep: Keep | None = None
+        self,
+        folder: str | Path,
+        gigabytes: float | None = None,
+        days: float | None = None,
+        keep: Keep | None = None,
     ) -> None:
-        if not (gigabytes > 0 and days > 0):
-            raise UserError(f"A log of {gigabytes} gigabytes and {days} days holds nothing.", "Give more than 0.")
         self.folder, self.lost = Path(folder).expanduser(), 0
-        self._bounds, self._keep = {"gigabytes": gigabytes, "days": days}, keep
+        given = {"gigabytes": gigabytes, "days": days}
+        known = read_json(self.folder / BOUNDS) if (self.folder / BOUNDS).is_file() else _BOUNDS
+        self._bounds: dict[str, float] = {**known, **{name: most for name, most in given.items() if most is not None}}
+        if not min(self._bounds.values()) > 0:
+            words = " and ".join(f"{most:g} {name}" for name, most in self._bounds.items())
+            raise UserError(f"A log of {words} holds nothing.", "Give more than 0.")
+        self._keep = keep
         self._lock = threading.Lock()
         self._segment, self._began = -1, 0.0
         self._told: set[str] = set()
@@ -144,20 +157,31 @@ def segments(folder: Path) -> list[Path]:
     return sorted(folder.glob("served-*.jsonl"), key=lambda file: (int(file.stem.split("-")[1]), file.name))
 
 
-def prune(folder: Path, room: int = 0) -> int:
-    """Delete the segments that a log's bounds do not allow beside so many bytes to come; how many."""
+def prune(folder: Path, room: int = 0) -> None:
+    """Delete the segments that a log's bounds do not allow beside so many bytes to come, and an update under way that
+    is as old."""
     if not (folder / BOUNDS).is_file():
-        return 0
-    bounds, files = read_json(folder / BOUNDS), segments(folder)
-    too_old = [file for file in files if file.stat().st_mtime < time.time() - bounds["days"] * _DAY]
-    kept = [file for file in files if file not in too_old]
-    bytes_left = sum(file.stat().st_size for file in kept)
-    while kept and bytes_left + room > 1e9 * bounds["gigabytes"]:
-        bytes_left -= kept[0].stat().st_size
-        too_old.append(kept.pop(0))
-    for file in too_old:
-        file.unlink(missing_ok=True)
-    return len(too_old)
+        return
+    bounds, kept = read_json(folder / BOUNDS), list[tuple[Path, int]]()
+    oldest = time.time() - bounds["days"] * _DAY
+    for file in segments(folder):
+        with suppress(FileNotFoundError):  # another process deletes them, too
+            known = file.stat()
+            if known.st_mtime < oldest:
+                file.unlink()
+            else:
+                kept.append((file, known.st_size))
+    while kept and sum(size for _, size in kept) + room > 1e9 * bounds["gigabytes"]:
+        kept.pop(0)[0].unlink(missing_ok=True)
+    plan = folder / UPDATE / PLAN
+    if plan.is_file() and plan.stat().st_mtime < oldest:
+        delete_update(folder)
+
+
+def delete_update(folder: Path) -> None:
+    """Delete what an update under way has made of a log; without its plan, which goes first, it is begun anew."""
+    (folder / UPDATE / PLAN).unlink(missing_ok=True)
+    remove(folder / UPDATE)
 
 
 def template_version(tokenizer: Any) -> str:

@@ -1,7 +1,8 @@
 """What a log holds that heads can learn from: our own segments, and exchanges with serving engines.
 
-An exchange is a line of JSON with the body of a request and that of its response, as OpenAI's API and batch files have
-them: {"request": {...}, "response": {...}}, or "body" and {"response": {"body": {...}}}. Its answer is token ids where
+An exchange is a line of JSON with the body of a request and that of its response, as OpenAI's API has them, and the
+time: {"request": {...}, "response": {...}, "time": 1790000000}. The time may be missing where the response says when it
+was made ("created"): what came later judges what was learnt. Its answer is token ids where
 the engine gave them (vLLM's `token_ids`, SGLang's `output_ids` and `response_token_ids`, llama-server's `tokens`), and
 its text otherwise. What is left out is counted by reason.
 """
@@ -12,6 +13,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +55,9 @@ def read_log(folder: Path, target: FrozenModel) -> tuple[list[Served], LeftOut]:
         raise UserError(f"The log in {folder} is empty.", "Serve with it first, or put JSONL of an engine there.")
     left_out, found = LeftOut(), list[Served]()
     stamp = target.identity().fingerprint, template_version(target.tokenizer)
-    for where, row, at in _rows(files, left_out):
+    for where, row in _rows(files, left_out):
         try:
-            served = _of_exchange(row, target, at) if "response" in row else Served.from_json(row)
+            served = _of_exchange(row, target) if "response" in row else Served.from_json(row)
             _check(served, target, *stamp)
         except Unusable as reason:
             left_out.add(str(reason), where)
@@ -95,11 +97,10 @@ def as_conversation(served: Served) -> Conversation:
     return Conversation(name, tokens, mask, [], served.source, sampling=served.sampling)
 
 
-def _rows(files: Iterable[Path], left_out: LeftOut) -> Iterator[tuple[str, Mapping[str, Any], float]]:
-    """The objects of JSONL files with file and line, and the time of a line that has none of its own."""
+def _rows(files: Iterable[Path], left_out: LeftOut) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The objects of JSONL files with file and line."""
     for file in files:
-        changed = file.stat().st_mtime
-        with file.open("rb") as handle:
+        with suppress(FileNotFoundError), file.open("rb") as handle:  # a segment that is over the bounds by now
             for number, line in enumerate(handle, start=1):
                 try:
                     row = json.loads(line)
@@ -111,7 +112,7 @@ def _rows(files: Iterable[Path], left_out: LeftOut) -> Iterator[tuple[str, Mappi
                 if not isinstance(row, dict):
                     left_out.add("of a shape that is not understood", f"{file.name}, line {number}")
                     continue
-                yield f"{file.name}, line {number}", row, changed
+                yield f"{file.name}, line {number}", row
 
 
 def _check(served: Served, target: FrozenModel, fingerprint: str, template: str) -> None:
@@ -134,21 +135,21 @@ def _check(served: Served, target: FrozenModel, fingerprint: str, template: str)
 # -- exchanges with engines --------------------------------------------------------------------------------------------
 
 
-def _of_exchange(row: Mapping[str, Any], target: FrozenModel, at: float) -> Served:
+def _of_exchange(row: Mapping[str, Any], target: FrozenModel) -> Served:
     """An answered request of an engine; `Unusable`, or an error of reading it, where it is none."""
-    response, request = row["response"], row.get("request") or row.get("body") or {}
-    reply = response.get("body") or response
+    reply, request = row["response"], row["request"]
     choice = (reply.get("choices") or [reply])[0]
     message = choice.get("message") or {}
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
     finish = _finish(choice, reply)
     text = message.get("content") or choice.get("text") or reply.get("content") or ""
     given = (choice.get("token_ids"), choice.get("response_token_ids"), reply.get("output_ids"), reply.get("tokens"))
     answer = next((list(ids) for ids in given if ids), None)
-    if answer is None and (message.get("tool_calls") or message.get("reasoning_content")):
+    if answer is None and (message.get("tool_calls") or reasoning):
         raise Unusable("with reasoning or calls of tools, and no token ids")
     if answer is None:
         answer = _read_text(text, finish, target)
-    elif text and not message.get("reasoning_content") and not _spells(answer, text, target):
+    elif text and not reasoning and not _spells(answer, text, finish, target):
         raise Unusable("whose token ids do not spell their text: another target's")
     sampling = {name: request[name] for name in _DRAWN if request.get(name) is not None}
     penalties = any(request.get(name, neutral) not in (None, neutral) for name, neutral in _NEUTRAL.items())
@@ -157,8 +158,10 @@ def _of_exchange(row: Mapping[str, Any], target: FrozenModel, at: float) -> Serv
         sampling["processed"] = True
     source = str(request.get("user") or request.get("safety_identifier") or "")
     named = hashlib.sha256(source.encode()).hexdigest()[:12] if source else ""
-    time = float(row.get("time") or reply.get("created") or at)
-    return Served(_prompt(request, reply, choice, target), answer, finish, time, sampling, source=named)
+    time = row.get("time") or reply.get("created")
+    if time is None:
+        raise Unusable('without a time (add "time", in seconds since 1970)')
+    return Served(_prompt(request, reply, choice, target), answer, finish, float(time), sampling, source=named)
 
 
 def _prompt(
@@ -199,7 +202,8 @@ def _read_text(text: str, finish: str, target: FrozenModel) -> list[int]:
     return tokens[:-1]
 
 
-def _spells(tokens: Sequence[int], text: str, target: FrozenModel) -> bool:
+def _spells(tokens: Sequence[int], text: str, finish: str, target: FrozenModel) -> bool:
     if max(tokens) >= target.vocab_size:
         return True  # is said of these ids later
-    return bool(target.tokenizer.decode(tokens, skip_special_tokens=True).strip() == text.strip())
+    spelt, text = target.tokenizer.decode(tokens, skip_special_tokens=True).strip(), text.strip()
+    return bool(spelt.startswith(text) if finish == "stop" else spelt == text)  # engines cut the text that stops
