@@ -66,7 +66,11 @@ def test_a_recipe_that_breaks_a_rule_is_refused_before_any_work(change: str, rul
 
 @pytest.fixture
 def toy(
-    board: ModuleType, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+    board: ModuleType,
+    tmp_path: Path,
+    tiny_target_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> tuple[Any, dict[str, Any]]:
     """An entry of the tiny target for a few questions, and the rules that it keeps to."""
     asked = prompt_file(tmp_path, 1)
@@ -82,6 +86,7 @@ def toy(
     board.main(
         ["medusa", *settings.split(), "--name", "mine", "--by", "me", "--out", str(tmp_path / "out")], rules=rules
     )
+    assert "Not to be entered" not in capsys.readouterr().out
     return rules, json.loads((tmp_path / "out" / "mine.json").read_text())
 
 
@@ -91,6 +96,7 @@ def test_an_entry_has_all_that_repeats_it_and_what_breaks_a_rule_is_named(
     rules, entry = toy
     assert board.problems(entry, rules) == []
     (row,) = entry["rows"]
+    assert len(row["acceptance_by_position"]) <= 2, "a chain as deep as two Medusa heads draft"
     assert 1 <= row["tokens_per_round"] <= 3 and row["outputs_different"] == 0 and 0 < row["seconds"] < 600
     details = entry["details"]
     assert details["recipe"]["train"]["steps"] == 2 and details["recipe"]["name"] == "mine"
