@@ -17,6 +17,7 @@ from headstart.errors import UserError
 from headstart.target.attention import Scores, TreeMask, _reference, causal_attention
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
+from headstart.target.prepacked import MAX_ROWS
 from headstart.target.products import ALONE, SameBits, agreeing, same_bits
 from headstart.tree.tree import Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
@@ -103,6 +104,14 @@ def test_a_tree_has_the_bits_of_single_steps(kind: str, rows: int) -> None:
     """Logits, hidden states, and the keys and values that are kept of the accepted path."""
     found = compare(Target(tiny_model(kind).bfloat16(), exact="bits"), TEXTS[:rows])
     assert (found.logits, found.states, found.kept) == (0, 0, 0) and found.rows == 12 * rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_trees_of_more_tokens_than_are_replayed_otherwise_have_them_too(dtype: torch.dtype) -> None:
+    texts, depth = TEXTS * 10, 6
+    assert len(texts) * (depth + 1) > MAX_ROWS, "the trees of a round, without a single sibling"
+    found = compare(Target(tiny_model("llama").to(dtype), exact="bits"), texts, rounds=1, depth=depth)
+    assert (found.logits, found.states, found.kept) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

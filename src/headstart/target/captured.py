@@ -164,7 +164,8 @@ class Captured:
 
     def serves(self, tokens: int, bits: bool) -> bool:
         """Whether it replays a forward over so many tokens of all rows, with the bits that a row has alone or not."""
-        return tokens <= MAX_ROWS and (not bits or self._has_bits)
+        # Modules have other bits than a replay: where there is one with bits, plain steps and wide trees go through it.
+        return self._has_bits if bits else tokens <= MAX_ROWS
 
     @property
     def holds(self) -> bool:
