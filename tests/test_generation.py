@@ -27,12 +27,14 @@ from transformers.generation.streamers import BaseStreamer
 import headstart
 import headstart.hf_generate.call as lend
 import headstart.target.prepacked as prepacked
+from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.hf_generate.request import LogitsChain, Prompts
 from headstart.hub.format import check_folder
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 from tests.hub.helpers import export
+from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
@@ -385,6 +387,17 @@ def test_heads_are_loaded_once_and_the_model_is_not_kept(
     alive = weakref.ref(model)
     del model
     loads.clear()
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_model_whose_forwards_are_graphs_is_not_kept(folder: str, device: StandIn) -> None:
+    model = tiny_model("llama", vocab_size=len(tiny_tokenizer()), max_length=1024).to(CUDA)
+    with lend.decoder_for(model, folder) as decoder:
+        assert decoder.target.forwards == "CUDA graphs"
+        assert len(decoder.loop("none").generate([SHORT], DecodeOptions(4, ignore_end=True))[0].tokens) == 4
+    alive = weakref.ref(model)
+    del model, decoder
     gc.collect()
     assert alive() is None
 

@@ -170,16 +170,12 @@ class Captures(Generic[M]):
 
 
 class Graphs(Captures[KeyMemory]):
-    """The CUDA graphs of one target.
+    """The CUDA graphs of one target, which they do not keep alive; `layers` is what its layers keep, all on one
+    device."""
 
-    Args:
-        forward: what is captured; it must neither wait for the device nor send it anything.
-        layers: what the target's layers keep, all on one device.
-    """
-
-    def __init__(self, forward: Forward, layers: Sequence[LayerKeys]) -> None:
+    def __init__(self, layers: Sequence[LayerKeys]) -> None:
         super().__init__(sum(layer.bytes for layer in layers), layers[0].device)
-        self._forward, self._new_memory = forward, partial(KeyMemory, layers)
+        self._new_memory = partial(KeyMemory, layers)
 
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         """An empty cache in memory that graphs can know; there is room to fill up the widest bucket."""
@@ -188,8 +184,11 @@ class Graphs(Captures[KeyMemory]):
         self.until_gone(cache, memory)
         return cache
 
-    def __call__(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int]) -> Outputs | None:
-        """Read a tree, as `Target.forward_tree` does; None where no graph can."""
+    def __call__(
+        self, forward: Forward, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int]
+    ) -> Outputs | None:
+        """Read a tree, as `Target.forward_tree` does; None where no graph can. What is captured is `forward`, which
+        must neither wait for the device nor send it anything."""
         memory, lengths = cache.memory, cache.lengths
         width = next((width for width in WIDTHS if width >= batch.size), None)
         if self.refused or memory is None or width is None or max(lengths) + width > memory.capacity:
@@ -203,11 +202,11 @@ class Graphs(Captures[KeyMemory]):
         if graph is None:
             keys = TreeCache.of(memory, rows)
 
-            def forward() -> Outputs:
+            def code() -> Outputs:
                 keys.begin_at(inputs.lengths_B1, width, seen)
-                return self._forward(inputs, keys, seen, frozenset(aux_layers))
+                return forward(inputs, keys, seen, frozenset(aux_layers))
 
-            graph = self.capture(memory, bucket, inputs, forward)
+            graph = self.capture(memory, bucket, inputs, code)
             if graph is None:
                 return None
         graph.graph.replay()

@@ -237,8 +237,11 @@ class Target(FrozenModel):
                 raise cannot_tree(self.name, "some of its layers keep a running state, so it verifies chains alone")
             return self._read_chains(cache, [tree.tokens for tree in batch.trees], aux_layers)
         self._check_aux_layers(aux_layers)
-        if self._graphs is not None and (out := self._graphs(cache, batch, aux_layers)) is not None:
-            return TargetOutput(*out)
+        captured = self._recorded.captured
+        if captured is not None and captured.graphs is not None:
+            out = captured.graphs(partial(self._graphed, captured), cache, batch, aux_layers)
+            if out is not None:
+                return TargetOutput(*out)
         return self._forward(cache, batch, aux_layers, 0 if self._fitting.limit is None else batch.depth)
 
     @torch.no_grad()  # not inference mode: heads train on these
@@ -446,7 +449,7 @@ class Target(FrozenModel):
         except (UserError, *FAILS) as error:
             return f"replaying it failed ({type(error).__name__}: {error})"
         if self.device.type == "cuda" and self.kv_bytes_by_device.keys() == {self.device}:
-            captured.graphs = graphs = Graphs(partial(replaying._graphed, captured), self.kv_layers)
+            captured.graphs = graphs = Graphs(self.kv_layers)
             try:
                 check_tree(self, replaying._path_logits, None)
             except (UserError, *FAILS) as error:
