@@ -534,6 +534,12 @@ def _refused(own: Tensor, *_: Any, **__: Any) -> Any:
     )
 
 
+def _put(own: Tensor, data: Tensor) -> None:
+    """`own.data = data`: the tensor stays, and has other memory."""
+    assert isinstance(own, StandInTensor) and isinstance(data, StandInTensor)
+    own.held = data.held
+
+
 _MOVES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.to: _to,
     torch.Tensor.cpu: lambda own: _to(own, "cpu"),
@@ -542,6 +548,7 @@ _MOVES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.tolist: lambda own: _to(own, "cpu").tolist(),
     torch.Tensor.numpy: _refused,
     torch.Tensor.__array__: _refused,
+    torch.Tensor.data.__set__: _put,  # type: ignore[attr-defined]  # a descriptor there
     torch.Tensor.data_ptr: lambda own: own.held.data_ptr(),
     torch.Tensor.untyped_storage: lambda own: own.held.untyped_storage(),
 }

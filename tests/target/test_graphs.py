@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
@@ -107,6 +111,30 @@ def test_memory_that_is_too_small_is_given_up(device: StandIn) -> None:
     assert larger.memory is not memory and larger.capacity >= 2000 and not target.spare_bytes
     del larger
     assert target.new_cache(1, 20).memory is not memory, "far too large ones are given up, too"
+
+
+def halved_in_other_memory(model: Any) -> None:
+    weight = model.model.layers[1].mlp.down_proj.weight
+    weight.data = 0.5 * weight.data
+
+
+def other_weight_of_the_lm_head(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(0.5 * model.lm_head.weight.detach(), requires_grad=False)
+
+
+def other_lm_head(model: Any) -> None:
+    model.set_output_embeddings(nn.Linear(64, VOCAB, bias=False).to(CUDA))
+
+
+@pytest.mark.parametrize("change", [halved_in_other_memory, other_weight_of_the_lm_head, other_lm_head])
+def test_graphs_go_with_weights_that_lie_elsewhere(change: Callable[[Any], None], device: StandIn) -> None:
+    target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
+    assert target.forwards == "CUDA graphs"
+    before = outcome(target, TEXTS[:1], [BUSHY], graphs=True)
+    change(target.model)
+    after = outcome(target, TEXTS[:1], [BUSHY], graphs=True)
+    assert not torch.allclose(before[0], after[0], atol=1e-3)
+    torch.testing.assert_close(after, outcome(target, TEXTS[:1], [BUSHY], graphs=False), atol=1e-5, rtol=1e-5)
 
 
 def test_keys_that_are_not_finite_do_not_outlive_a_text(device: StandIn) -> None:

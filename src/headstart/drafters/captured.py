@@ -42,14 +42,10 @@ class DraftGraphs(Captures[Memory]):
             if any(weight.device != self._device for weight in heads.weights()):
                 self.refuse("their weights lie on several devices")
                 return False
-            room = self.lend(partial(heads.new_memory, session), rows, slots + _SPARE)
+            room = self.lend(partial(heads.new_memory, session), rows, slots + _SPARE, heads.weights())
             if memory is not None:
                 memory.lent.detach()  # it is too small for the next text, too
             self.until_gone(session, room)
-            weights = tuple(weight.data_ptr() for weight in heads.weights())
-            if room.weights != weights:
-                room.graphs.clear()
-            room.weights = weights
             heads.move(session, room)
         return True
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -119,8 +119,9 @@ class Captures(Generic[M]):
         memory = self._spare
         return 0 if memory is None else memory.bytes
 
-    def lend(self, make: Callable[[int, int], M], rows: int, capacity: int) -> M:
-        """Memory for so many rows and slots at least, without what was in it; `make` makes what is not there."""
+    def lend(self, make: Callable[[int, int], M], rows: int, capacity: int, weights: Iterable[Tensor]) -> M:
+        """Memory for so many rows and slots at least, without what was in it; `make` makes what is not there. Its
+        graphs read these weights, and go once any of them lies elsewhere."""
         with self._lock:
             memory, self._spare = self._spare, None
         if memory is not None:
@@ -129,11 +130,16 @@ class Captures(Generic[M]):
                 memory = None  # given up before another is made
         if memory is not None:
             memory.clear()
-            return memory
-        roomy = power(capacity)
-        if rows * roomy * self._slot_bytes > _ROOMY * free_bytes(self._device):
-            roomy = -(-capacity // _LEAST_SEEN) * _LEAST_SEEN
-        return make(rows, roomy)
+        else:
+            roomy = power(capacity)
+            if rows * roomy * self._slot_bytes > _ROOMY * free_bytes(self._device):
+                roomy = -(-capacity // _LEAST_SEEN) * _LEAST_SEEN
+            memory = make(rows, roomy)
+        places = tuple(weight.data_ptr() for weight in weights)
+        if memory.weights != places:
+            memory.graphs.clear()
+            memory.weights = places
+        return memory
 
     def until_gone(self, user: object, memory: M) -> None:
         """Have memory come back when its user is gone, unless its `lent` is detached before."""
@@ -177,9 +183,9 @@ class Graphs(Captures[KeyMemory]):
         super().__init__(sum(layer.bytes for layer in layers), layers[0].device)
         self._new_memory = partial(KeyMemory, layers)
 
-    def new_cache(self, rows: int, capacity: int) -> TreeCache:
+    def new_cache(self, rows: int, capacity: int, weights: Iterable[Tensor]) -> TreeCache:
         """An empty cache in memory that graphs can know; there is room to fill up the widest bucket."""
-        memory = self.lend(self._new_memory, rows, capacity + WIDTHS[-1])
+        memory = self.lend(self._new_memory, rows, capacity + WIDTHS[-1], weights)
         cache = TreeCache.of(memory, rows)
         self.until_gone(cache, memory)
         return cache

@@ -281,7 +281,7 @@ class Target(FrozenModel):
             return cast(TreeCache, ChainCache(self.config, rows))  # of the same methods
         graphs = self._graphs
         if graphs is not None and graphs.refused is None:
-            return graphs.new_cache(rows, capacity)
+            return graphs.new_cache(rows, capacity, (*self.model.parameters(), *self.model.buffers()))
         return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
 
     def _read_causal(
