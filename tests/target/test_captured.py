@@ -186,6 +186,23 @@ def test_hooks_of_others_are_called() -> None:
     assert called and target.eager is not None and "hooks" in target.eager
 
 
+@pytest.mark.parametrize("before", [True, False], ids=["before it is recorded", "after it was"])
+@pytest.mark.parametrize("hooked", [True, False], ids=["a hook", "a forward"])
+def test_what_others_put_on_the_whole_model_is_called(hooked: bool, before: bool) -> None:
+    target, called = Target(tiny_model("llama")), list[int]()
+    if not before:
+        target.record()
+    model, forward = target.model, target.model.forward
+    if hooked:
+        model.register_forward_pre_hook(lambda module, args: called.append(1))
+    else:
+        model.forward = lambda *args, **kwargs: called.append(1) or forward(*args, **kwargs)
+    cache = target.new_cache(1, 20)
+    called.clear()
+    target.prefill(cache, [[1, 2, 3]])
+    assert called and target.eager is not None and "LlamaForCausalLM has hooks" in target.eager
+
+
 def test_long_texts_run_through_the_modules() -> None:
     target = Target(tiny_model("llama", max_length=2 * MAX_ROWS))
     captured = captured_by(target)

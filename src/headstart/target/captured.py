@@ -107,7 +107,7 @@ class Captured:
     """A decoder's recorded forward.
 
     Args:
-        decoder: of the model, in eval mode, with the hooks of `layers` in place.
+        model: in eval mode, its decoder with the hooks of `layers` in place; it is not kept.
         layers: whose states it gives, see `TargetOutput`.
         packs: whether weights may be kept prepacked.
 
@@ -118,11 +118,12 @@ class Captured:
         graphs: CUDA graphs of the replay (see `headstart.target.graphs`), on a GPU.
     """
 
-    def __init__(self, decoder: nn.Module, layers: Sequence[int], device: torch.device, packs: bool) -> None:
+    def __init__(self, model: Any, layers: Sequence[int], device: torch.device, packs: bool) -> None:
+        decoder = model.get_decoder()
         self._decoder, self.layers = decoder, list(layers)
         self.graphs: Any = None
-        refuse_others(decoder)
-        vocab_size = cast(Any, decoder).get_input_embeddings().num_embeddings
+        refuse_others(model, decoder)
+        vocab_size = decoder.get_input_embeddings().num_embeddings
         self._modules = list(decoder.modules())
         self.products: list[Merged] = []
 
@@ -167,16 +168,15 @@ class Captured:
         # Modules have other bits than a replay: where there is one with bits, plain steps and wide trees go through it.
         return self._has_bits if bits else tokens <= MAX_ROWS
 
-    @property
-    def holds(self) -> bool:
-        """Whether the decoder still has the modules and weights that it was recorded with, and nobody's hooks."""
+    def holds(self, model: nn.Module) -> bool:
+        """Whether the decoder has the modules and weights that it was recorded with, and the model nobody's hooks."""
         for product in self.products:
             product.refresh()
         modules = list(self._decoder.modules())
         if len(modules) != len(self._modules) or any(map(is_not, modules, self._modules)):
             return False
         unchanged = all(getattr(module, name, None) is tensor for module, name, tensor in self._known)
-        return unchanged and not _hooked(self._decoder)
+        return unchanged and not _hooked(model)
 
 
 @dataclass
@@ -193,10 +193,10 @@ class Recorded:
     refused: str | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def renew(self, capture: Callable[[], Captured | str]) -> None:
+    def renew(self, model: nn.Module, capture: Callable[[], Captured | str]) -> None:
         """Record, or learn why not, where that was never done, or modules or weights are others since."""
         with self.lock:
-            if self.refused is not None or (self.captured is not None and self.captured.holds):
+            if self.refused is not None or (self.captured is not None and self.captured.holds(model)):
                 return
             self.captured = None  # forwards that run meanwhile go through the modules
             outcome = capture()
@@ -206,9 +206,9 @@ class Recorded:
                 self.refused = outcome
 
 
-def refuse_others(decoder: nn.Module) -> None:
+def refuse_others(model: nn.Module, decoder: nn.Module) -> None:
     """Refuse modules that others changed, and may change again unseen."""
-    hooked = _hooked(decoder)
+    hooked = _hooked(model)
     if hooked:
         raise NotRecordable(f"{hooked} has hooks or a forward of somebody else's")
     if not isinstance(cast(Any, decoder).get_input_embeddings(), nn.Embedding):
@@ -220,9 +220,9 @@ def refuse_others(decoder: nn.Module) -> None:
             raise NotRecordable(f"{name} has weights that are packed, or spread over processes")
 
 
-def _hooked(decoder: nn.Module) -> str | None:
+def _hooked(model: nn.Module) -> str | None:
     """A module with hooks or a forward that are neither its class's, nor transformers', nor ours."""
-    for name, module in decoder.named_modules():
+    for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         forward = vars(module).get("forward")
         if any(not _is_ours(hook) for hook in hooks) or not (forward is None or _is_ours(forward)):

@@ -270,7 +270,7 @@ class Target(FrozenModel):
     def record(self) -> None:
         """Record the forward of the model as it is now (see `captured`), where that is still to be done. The first
         cache would do it; where time is measured, or somebody waits for the first token, it is done ahead."""
-        self._recorded.renew(self._capture)
+        self._recorded.renew(self.model, self._capture)
 
     def release(self) -> None:
         """Take our hooks and configs off the model, which stays frozen; the next forward puts them back."""
@@ -440,7 +440,7 @@ class Target(FrozenModel):
             return "its rotary frequencies depend on the length of the text"
         self._fitting.ensure(layers)
         try:
-            captured = Captured(self.decoder, layers, self.device, self.prepacked)
+            captured = Captured(self.model, layers, self.device, self.prepacked)
             replaying = copy(self)  # other threads go on without it until it is checked
             replaying._exact, replaying._recorded = "tokens", Recorded(captured)
             check_tree(self, replaying._path_logits, None)
