@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from headstart.decode.costs import Conditions
 from headstart.decode.loop import DecodeLoop
@@ -218,6 +219,19 @@ def test_other_weights_are_recorded_anew() -> None:
     target.record()
     layer = target.model.model.layers[1].mlp.down_proj
     layer.weight = nn.Parameter(2 * layer.weight.detach(), requires_grad=False)
+    check_replay(target, 1, 4)
+    assert target.eager is None
+
+
+def test_other_sinks_are_recorded_anew() -> None:
+    """Of attention, which is not recorded itself."""
+    sizes: dict[str, Any] = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8}
+    target = Target(GptOssForCausalLM(GptOssConfig(num_local_experts=4, num_experts_per_tok=2, **sizes, **heads)))
+    check_replay(target, 1, 4)
+    assert target.eager is None
+    attention = target.model.model.layers[1].self_attn
+    attention.sinks = nn.Parameter(attention.sinks.detach() + 3, requires_grad=False)
     check_replay(target, 1, 4)
     assert target.eager is None
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import is_not
 from typing import Any, cast
@@ -43,14 +43,14 @@ _COUNTS = (11, 13)
 
 @dataclass(frozen=True)
 class Site:
-    """One layer's attention, which is not recorded: a replay calls it."""
+    """One layer's attention, which is not recorded: a replay calls it. Its scores are without their sink."""
 
     layer: int
     scores: Scores
     sliding: bool
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of new tokens, queries [1, Q, M, D], keys and values [1, H, M, D]: [1, M, Q, D_v]."""
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
+        """Attention of new tokens, queries [1, Q, M, D], keys and values [1, H, M, D], sinks [Q]: [1, M, Q, D_v]."""
         forward = running()
         assert forward is not None and forward.cache is not None, "a replay has a cache"
         rows = forward.cache.rows
@@ -59,7 +59,7 @@ class Site:
                 part.reshape(part.shape[1], rows, -1, part.shape[3]).transpose(0, 1) for part in (query, key, value)
             )
         keys, values = forward.cache.update(key, value, self.layer)
-        out = attend(forward, query, keys, values, self.scores, self.sliding)
+        out = attend(forward, query, keys, values, replace(self.scores, sink=sink), self.sliding)
         return out.reshape(1, -1, *out.shape[2:])
 
 
@@ -77,7 +77,8 @@ class Recording:
             raise NotRecordable("a layer attends over keys of another one")
         with self.recorder.deaf():
             out = causal_attention(query, key, value, scores).transpose(1, 2).contiguous()
-        self.recorder.note(Site(layer, scores, sliding), ((query, key, value), {}), out)
+        site = Site(layer, replace(scores, sink=None), sliding)
+        self.recorder.note(site, ((query, key, value, scores.sink), {}), out)
         return out
 
 
