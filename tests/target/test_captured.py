@@ -128,6 +128,19 @@ def test_norms_and_rotations_are_calls_of_few_operators(kind: str, norms: int, m
     assert called.count("inverse_rms") == norms * target.num_layers + 1
 
 
+@pytest.mark.parametrize("wide", [True, False], ids=["float32", "bfloat16"])
+def test_only_norms_that_compute_in_float32_are_rewritten(wide: bool) -> None:
+    def code(recorder: Any, x_TE: Tensor) -> list[Tensor]:
+        y_TE = (x_TE + 1).float() if wide else x_TE + 1
+        return [y_TE * torch.rsqrt(y_TE.pow(2).mean(-1, keepdim=True) + 1e-6)]
+
+    tape = record(code, ("x",), lambda count: [torch.ones(count, 64, dtype=torch.bfloat16)], (11, 13))
+    captured.shorten_norms(tape.graph, torch.device("cpu"))
+    assert any(getattr(node.target, "func", None) is captured.inverse_rms for node in tape.graph.nodes) == wide
+    x_TE = torch.randn(5, 64).bfloat16()
+    torch.testing.assert_close(tape.compile()(x_TE, 5), code(None, x_TE))
+
+
 def test_rotations_are_told_apart_by_how_their_tables_are_made() -> None:
     """Views of one table of sines, by index or by keyword: each rotation gets its own."""
     angles_KD = torch.randn(2, 3, 8)

@@ -148,10 +148,10 @@ class Captured:
         tape = record(code, ("tokens_1M", "positions_1M", "mask"), inputs, _COUNTS)
         self._known = list(_places(decoder, tape.constants))
         clean(tape.graph)
+        shorten_norms(tape.graph, device)
         if packs:
             self.products = merge_products(tape.graph)
             drop(weight for product in self.products for weight in product.weights)
-        shorten_norms(tape.graph, device)
         shorten_rotations(tape.graph)
         clean(tape.graph)
         self._replay = tape.compile()
@@ -315,6 +315,8 @@ def shorten_norms(graph: fx.Graph, device: torch.device) -> None:
         if along not in (((-1,), {"keepdim": True}), ((-1, True), {})) or power.args[1] != 2:
             continue
         x = power.args[0]
+        if x.meta.get("dtype") is not torch.float32:
+            continue
         source = _as_float32(x) or x
         if eps not in scales:
             scales[eps] = partial(inverse_rms, eps=torch.tensor(eps, device=device))

@@ -42,6 +42,7 @@ class _Value:
     """A tensor that is an input, or came out of an operator before."""
 
     number: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ class _Recorder(TorchFunctionMode):
             return value
         number = self._values.get(id(value))
         if number is not None:
-            return _Value(number)
+            return _Value(number, value.dtype)
         if id(value) not in self._constants:
             self._constants[id(value)] = len(self.constants)
             self.constants.append(value)
@@ -129,7 +130,7 @@ class _Recorder(TorchFunctionMode):
         self._values[id(value)] = self._count  # what worked in place gives its first argument back
         self._kept.append(value)
         self._count += 1
-        return _Value(self._count - 1)
+        return _Value(self._count - 1, value.dtype)
 
 
 def _selects(name: str, args: Any) -> bool:
@@ -166,7 +167,8 @@ class Tape:
 
     Attributes:
         graph: its operators; placeholders are the inputs by name, then `SIZE`, their count of tokens. Weights and
-            buffers are nodes of the operation "get_attr" whose `meta["constant"]` holds the tensor.
+            buffers are nodes of the operation "get_attr" whose `meta["constant"]` holds the tensor; `meta["dtype"]` is
+            that of a recorded result.
         constants: these tensors.
     """
 
@@ -243,6 +245,7 @@ class _Builder:
     def _name(self, results: Any, node: fx.Node) -> None:
         if isinstance(results, _Value):
             self.values[results.number] = node
+            node.meta["dtype"] = results.dtype
         elif isinstance(results, (tuple, list)):
             for index, part in enumerate(results):
                 self._name(part, call(self.graph, operator.getitem, (node, index)))
