@@ -253,6 +253,16 @@ class TestMemory:
         assert told is not None
         assert "would take" not in states(float(told[1]) + 1)
 
+    def test_no_more_is_written_than_there_is_room_for(self, tmp_path: Path, tiny_target_folder: Path) -> None:
+        def plan(gigabytes: float) -> Plan:
+            data = {"prompts": "self", "conversations": 100_000, "cache_gigabytes": gigabytes}
+            return make_plan(quiet(recipe(tmp_path, tiny_target_folder, data=data), tmp_path / "run"))
+
+        half, whole = plan(0.01), plan(0.02)
+        assert whole.disk["conversations"] == pytest.approx(2 * half.disk["conversations"], rel=0.01)
+        counts = [int(dict(one.facts)["Conversations"].split()[1]) for one in (half, whole)]
+        assert counts[1] == pytest.approx(2 * counts[0], rel=0.1) and counts[1] < 50_000
+
     def test_prompts_that_cannot_be_read_are_a_problem_and_fewer_than_asked_for_are_counted(
         self, tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

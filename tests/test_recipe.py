@@ -200,20 +200,24 @@ def test_reading_recipes_loads_no_model_library() -> None:
 
 
 @pytest.mark.parametrize(
-    ("minutes", "expected"), [(12, (3.6, 1920, 5.64, 6)), (25, (7.5, 4000, 11.75, 12)), (180, (54, 28800, 84.6, 64))]
+    ("minutes", "expected"),
+    [(12, (3.6, 1920, 4, 5.64, 6)), (25, (7.5, 4000, 4, 11.75, 12)), (180, (54, 28800, 27, 84.6, 64))],
 )
 def test_minutes_scale_writing_training_and_report(minutes: int, expected: tuple[float, ...]) -> None:
     recipe = load_recipe("quickstart", [f"minutes={minutes}"])
+    data, train = recipe.data, recipe.train
 
-    assert (recipe.data.minutes, recipe.data.conversations, recipe.train.minutes, recipe.eval.limit) == expected
+    assert (data.minutes, data.conversations, data.cache_gigabytes, train.minutes, recipe.eval.limit) == expected
     assert recipe.data.minutes + recipe.train.minutes < 0.8 * minutes, "loading, tuning and the report take some"
     assert parse_recipe(recipe.model_dump(mode="json")) == recipe, "a recipe with everything filled in is read the same"
 
 
 def test_what_is_given_goes_before_the_minutes() -> None:
-    recipe = load_recipe("quickstart", ["minutes=12", "train.minutes=null", "data.conversations=50"])
+    given = ["minutes=120", "train.minutes=null", "data.conversations=50", "data.cache_gigabytes=2"]
+    recipe = load_recipe("quickstart", given)
 
-    assert (recipe.train.minutes, recipe.data.conversations, recipe.data.minutes) == (None, 50, 3.6)
+    assert (recipe.train.minutes, recipe.data.conversations, recipe.data.minutes) == (None, 50, 36)
+    assert recipe.data.cache_gigabytes == 2
 
 
 @pytest.mark.parametrize("minutes", ["0", "-1", ".inf", "soon"])

@@ -139,6 +139,17 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
     assert "spent" not in shown.getvalue(), "without a budget"
 
 
+def test_writing_that_ends_for_want_of_room_says_so(tiny_target: Target, tmp_path: Path) -> None:
+    data = section(prompt_file(tmp_path, 60), conversations=50)
+    for _ in range(2):  # written, and found there
+        shown = io.StringIO()
+        console = Console(file=shown, width=200)
+        count = len(build_conversations(tiny_target, data, tmp_path / "data", console, max_tokens=400).train)
+        assert 1 <= count < 50
+        told = f"{count} of the 50 conversations asked for: data.cache_gigabytes=4 is full. Raise it for more."
+        assert told in shown.getvalue()
+
+
 @pytest.fixture
 def says_fine(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A target that answers everything with "Fine." and ends its turn."""

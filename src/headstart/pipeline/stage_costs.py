@@ -64,7 +64,8 @@ class Planned:
         workers: batches that a process writes at once.
         held: bytes that a process holds with the target loaded, on its GPU where it has one.
         bare: bytes that it holds without the target; 0 on a GPU.
-        conversations: to train on, of `train_tokens` in all.
+        conversations: to train on, that will be written.
+        train_tokens: of those that there are prompts and minutes for; not all of their states may fit the byte budget.
     """
 
     recipe: Recipe
@@ -94,7 +95,8 @@ class Planned:
 
     @property
     def tokens(self) -> int:
-        return self.train_tokens + self.validation_tokens
+        """Of the conversations that will be written: writing ends where the byte budget of their states is full."""
+        return self.trained_tokens + self.validation_tokens
 
     @property
     def state_bytes(self) -> int:
@@ -105,7 +107,8 @@ class Planned:
     @property
     def wanted_states(self) -> int:
         """Bytes of hidden states on disk, if there were no budget."""
-        return 0 if self.recipe.data.online else self.tokens * self.state_bytes
+        tokens = self.train_tokens + self.validation_tokens
+        return 0 if self.recipe.data.online else tokens * self.state_bytes
 
     @property
     def states(self) -> int:
@@ -149,7 +152,7 @@ def teacher_bytes(planned: Planned) -> int:
 
 
 def expecting_conversations(planned: Planned) -> Planned:
-    """With those that the recipe asks for, as far as there are prompts and minutes."""
+    """With those that the recipe asks for, as far as there are prompts, minutes and room for their states."""
     data, lengths = planned.recipe.data, planned.lengths
     count = float(data.conversations)
     if 0 < lengths.prompts < SAMPLE:  # these are all there are
@@ -158,7 +161,8 @@ def expecting_conversations(planned: Planned) -> Planned:
     if data.minutes is not None and seconds > 60 * data.minutes:
         count *= 60 * data.minutes / seconds
     tokens = int(count * lengths.tokens), int(data.validation * lengths.tokens)
-    return replace(planned, conversations=count, train_tokens=tokens[0], validation_tokens=tokens[1])
+    planned = replace(planned, train_tokens=tokens[0], validation_tokens=tokens[1])
+    return replace(planned, conversations=count * planned.trained_tokens / max(1, tokens[0]))
 
 
 def _writing(planned: Planned, count: float) -> float:

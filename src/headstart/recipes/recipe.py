@@ -32,7 +32,9 @@ from headstart.recipes.sections import (
 
 _OF_THE_MINUTES: tuple[tuple[str, str, Callable[[float], float]], ...] = (
     ("data", "minutes", lambda minutes: round(0.3 * minutes, 2)),
-    ("data", "conversations", lambda minutes: ceil(160 * minutes)),  # more than two cores write in these minutes
+    # More than two cores write in these minutes.
+    ("data", "conversations", lambda minutes: ceil(160 * minutes)),
+    ("data", "cache_gigabytes", lambda minutes: max(DataSection().cache_gigabytes, round(0.15 * minutes, 2))),
     ("train", "minutes", lambda minutes: round(0.47 * minutes, 2)),
     ("eval", "limit", lambda minutes: min(64, max(6, int(minutes / 2)))),
 )
@@ -48,7 +50,8 @@ class Recipe(Section):
         None,
         gt=0,
         description="About how long all of it may take. Writing, training and the report get their shares; "
-        "data.minutes, data.conversations, train.minutes and eval.limit go before them where they are given.",
+        "data.minutes, data.conversations, data.cache_gigabytes, train.minutes and eval.limit go before them where "
+        "they are given.",
     )
     target: TargetSection = TargetSection()
     data: DataSection = DataSection()

@@ -91,11 +91,12 @@ def build_conversations(
         if 0 < len(writing.prompts.used_up) < len(settings.sources):
             used_up = ", ".join(writing.prompts.used_up)
             notices.append(f"No more prompts in {used_up}: the other sources stand in for the rest.")
-        if writing.time_is_up and count < settings.conversations:
-            notices.append(
-                f"{count} of the {settings.conversations} conversations asked for: data.minutes={settings.minutes:g} "
-                "is spent. Raise it for more."
-            )
+        ended = f"data.minutes={settings.minutes:g} is spent" if writing.time_is_up else ""
+        if sum(len(item.tokens) for item in kept["train"] + kept["validation"]) >= max_tokens:
+            ended = f"data.cache_gigabytes={settings.cache_gigabytes:g} is full"
+        if ended and count < settings.conversations:
+            asked_for = f"{count} of the {settings.conversations} conversations asked for"
+            notices.append(f"{asked_for}: {ended}. Raise it for more.")
         for notice in filter(None, notices):
             tell(console, f"    {notice}")
     board.clear()
