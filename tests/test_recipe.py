@@ -220,6 +220,14 @@ def test_what_is_given_goes_before_the_minutes() -> None:
     assert recipe.data.cache_gigabytes == 2
 
 
+def test_what_is_written_follows_the_minutes_of_writing_where_these_are_given() -> None:
+    data = load_recipe("quickstart", ["minutes=12", "data.minutes=36"]).data
+    assert data == load_recipe("quickstart", ["minutes=120"]).data
+    assert load_recipe("quickstart", ["minutes=12", "data.minutes=null"]).data.conversations == 1920
+    with pytest.raises(UserError, match=r"'data\.minutes' is -1"):
+        load_recipe("quickstart", ["data.minutes=-1"])
+
+
 @pytest.mark.parametrize("minutes", ["0", "-1", ".inf", "soon"])
 def test_minutes_that_are_none_are_refused(minutes: str) -> None:
     with pytest.raises(UserError, match="'minutes' is"):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module, resources
-from math import ceil, inf
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_serializer, field_validator, model_validator
@@ -30,15 +30,18 @@ from headstart.recipes.sections import (
     from_target,
 )
 
+_WRITING = 0.3
+"""Share of a recipe's minutes in which conversations are written."""
 _OF_THE_MINUTES: tuple[tuple[str, str, Callable[[float], float]], ...] = (
-    ("data", "minutes", lambda minutes: round(0.3 * minutes, 2)),
+    ("data", "minutes", lambda minutes: round(_WRITING * minutes, 2)),
     # More than two cores write in these minutes.
-    ("data", "conversations", lambda minutes: ceil(160 * minutes)),
+    ("data", "conversations", lambda minutes: max(1, round(160 * minutes))),
     ("data", "cache_gigabytes", lambda minutes: max(DataSection().cache_gigabytes, round(0.15 * minutes, 2))),
     ("train", "minutes", lambda minutes: round(0.47 * minutes, 2)),
     ("eval", "limit", lambda minutes: min(64, max(6, int(minutes / 2)))),
 )
-"""What follows from the minutes of a recipe: section, setting, its value. Loading and tuning take what remains."""
+"""What follows from the minutes of a recipe: section, setting, its value. Loading and tuning take what remains.
+Where data.minutes is given, the settings of the data follow from the minutes of which it would be the share."""
 
 
 class Recipe(Section):
@@ -65,13 +68,15 @@ class Recipe(Section):
     @classmethod
     def _share_minutes(cls, values: Any) -> Any:
         minutes = values.get("minutes") if isinstance(values, Mapping) else None
-        if not isinstance(minutes, int | float) or not 0 < minutes < inf:
+        if not _are_minutes(minutes):
             return values  # nothing to share, or the field says what is wrong
-        shared = dict(values)
+        shared, data = dict(values), values.get("data")
+        writing = data.get("minutes") if isinstance(data, Mapping) else None
+        whole = {"data": writing / _WRITING} if _are_minutes(writing) else {}
         for section, setting, share in _OF_THE_MINUTES:
             given = shared.get(section, {})
             if isinstance(given, Mapping):
-                shared[section] = {setting: share(minutes), **given}
+                shared[section] = {setting: share(whole.get(section, minutes)), **given}
         return shared
 
     @field_validator("name")
@@ -150,6 +155,10 @@ def parse_heads(settings: Any) -> HeadSettings:
         return known[name].model_validate(settings)
     except ValidationError as error:
         raise _explain(error, known[name], ("heads",)) from None
+
+
+def _are_minutes(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and 0 < value < inf
 
 
 def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
