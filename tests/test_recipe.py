@@ -228,6 +228,13 @@ def test_what_is_written_follows_the_minutes_of_writing_where_these_are_given() 
         load_recipe("quickstart", ["data.minutes=-1"])
 
 
+@pytest.mark.parametrize("minutes", [0.01, 1e-6])
+def test_very_few_minutes_leave_some_for_each(minutes: float) -> None:
+    recipe = load_recipe("quickstart", [f"minutes={minutes}"])
+
+    assert recipe.data.minutes == recipe.train.minutes == 0.01 and recipe.data.conversations >= 1
+
+
 @pytest.mark.parametrize("minutes", ["0", "-1", ".inf", "soon"])
 def test_minutes_that_are_none_are_refused(minutes: str) -> None:
     with pytest.raises(UserError, match="'minutes' is"):
