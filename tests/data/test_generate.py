@@ -170,6 +170,19 @@ def test_every_user_turn_is_answered_with_exact_tokens(tiny_target: Target, tmp_
 
 
 @pytest.mark.usefixtures("says_fine")
+def test_prompts_with_the_same_first_turn_are_repeated_and_not_answered(tiny_target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "turns.jsonl"
+    path.write_text("".join(json.dumps({"turns": [f"First {i % 18}", f"Second {i}"]}) + "\n" for i in range(24)))
+    said = io.StringIO()
+    splits = build_conversations(tiny_target, section(str(path)), tmp_path / "data", Console(file=said, width=200))
+    assert [len(part) for part in (splits.heldout, splits.validation, splits.train)] == [4, 3, 10]
+    parts = [Part.read(file) for file in (tmp_path / "data" / "parts").glob("*.jsonl")]
+    asked = [item.messages[0]["content"] for part in parts for item in part.conversations]
+    assert len(asked) == len(set(asked))
+    assert "Left out: 6 repeated." in said.getvalue()
+
+
+@pytest.mark.usefixtures("says_fine")
 @pytest.mark.parametrize("limit", [{"max_prompt_tokens": 40}, {"max_new_tokens": 900}])
 def test_a_later_turn_without_room_ends_the_conversation(
     tiny_target: Target, tmp_path: Path, limit: dict[str, int]

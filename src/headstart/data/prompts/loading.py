@@ -215,7 +215,7 @@ def beginning(text: str, tokenizer: Any, tokens: int) -> str:
 
 
 def deduplicate(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Keep the first of those that ask the same; see `normalise`."""
+    """Keep the first of those whose first turn asks the same; see `normalise`."""
     first: dict[str, Prompt] = {}
     for prompt in prompts:
         first.setdefault(_key(prompt), prompt)
@@ -223,4 +223,5 @@ def deduplicate(prompts: Iterable[Prompt]) -> list[Prompt]:
 
 
 def _key(prompt: Prompt) -> str:
-    return "\x00".join(normalise(turn) for turn in prompt.turns)
+    """The first turn alone: later ones need not be answered, and two splits with the same beginning would overlap."""
+    return normalise(prompt.turns[0])
