@@ -118,6 +118,24 @@ def test_the_target_writes_its_share_of_a_mixture(
     assert written != identity(tiny_target, data.model_copy(update={"seed_prompts": "none"}).model_dump(mode="json"))
 
 
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_shares_of_less_than_a_prompt_add_up_also_after_an_interruption(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
+) -> None:
+    def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
+        return [(f"own {seed} {i}", "own") for i in range(count)]
+
+    monkeypatch.setattr(part_writer, "write_prompts", write_prompts)
+    sizes = {"conversations": 40, "heldout": 4, "validation": 4, "max_new_tokens": 8, "batch_size": batch_size}
+    given = {"source": write(tmp_path / "p.jsonl", *(f"a {i}" for i in range(60))), "weight": 9}
+    data = DataSection.model_validate({"prompts": [given, "self"], **sizes})
+    splits = build_conversations(tiny_target, data, tmp_path / "data")
+    assert 3 <= sum(item.category == "own" for item in splits.train) <= 5
+    for file in sorted((tmp_path / "data" / "parts").glob("*.jsonl"))[7:]:
+        file.unlink()
+    assert build_conversations(tiny_target, data, tmp_path / "data") == splits
+
+
 def test_a_run_of_a_mixture_works_again_when_an_excluded_question_changes(
     tiny_target_folder: Path, sources: list[dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -28,6 +28,6 @@ def test_ready_made_requests_are_many_all_different_and_give_no_question_away() 
 def test_recipes_of_a_laptop_ask_them_first_and_have_the_target_write_what_is_missing() -> None:
     data = load_recipe("quickstart").data
     assert [source.source for source in data.sources] == [READY_MADE]
-    assert round(data.self_share * data.batch_size) == 0 < data.self_share
+    assert 0 < data.self_share * 4322 < 5, "all but a few"
     some = load_prompts(data, limit=300, seed=data.seed).prompts
     assert len({prompt.category for prompt in some}) == len(SEED_PROMPTS)

@@ -200,7 +200,10 @@ class PartPlan:
         if own_share:
             # Some may be in another split, and a part for one more takes long: a few more than wanted are asked for.
             size = min(batch_size, self._count + -(-self._count // 8))
-        given = self._prompts.some(self._start, size - round(own_share * size)) if own_share < 1 else []
+        # Fractions add up from part to part; the number alone says how far, the same after an interruption.
+        due = own_share * size
+        own = int(due * (self._number + 1)) - int(due * self._number)
+        given = self._prompts.some(self._start, size - own) if own_share < 1 else []
         if own_share:  # where files are used up, the target writes the rest
             if self._number > self._most:
                 return None
