@@ -275,6 +275,9 @@ class TestMemory:
         run = Run(recipe(tmp_path, tiny_target_folder, data=data), tmp_path / "run", Console(file=io.StringIO()))
         facts = dict(make_plan(run).facts)
         assert facts["Conversations"].startswith("about 32 (at most 10000")
+        mixed = recipe(tmp_path, tiny_target_folder, data={**data, "prompts": [data["prompts"], "self"]})
+        expected = dict(make_plan(quiet(mixed, tmp_path / "mixed")).facts)["Conversations"]
+        assert expected.startswith("about 10000 "), "the target writes the rest"
         assert "2.0 answers (from 40 of the prompts)" in facts["A conversation"]
         show_plan(run, make_plan(run))
 

@@ -34,7 +34,7 @@ class Lengths:
         answer: of its answers: what is learnt from.
         turns: answers that the target writes in a conversation; 0 where given answers are kept.
         cached: tokens in the cache for the longest conversation while its last answer is written.
-        prompts: that were counted, which are all there are where they are fewer than `SAMPLE`; 0 where none were.
+        prompts: that were counted, which are all that are given where they are fewer than `SAMPLE`; 0 where none were.
         source: where this comes from, for people.
     """
 

@@ -155,7 +155,7 @@ def expecting_conversations(planned: Planned) -> Planned:
     """With those that the recipe asks for, as far as there are prompts, minutes and room for their states."""
     data, lengths = planned.recipe.data, planned.lengths
     count = float(data.conversations)
-    if 0 < lengths.prompts < SAMPLE:  # these are all there are
+    if 0 < lengths.prompts < SAMPLE and not data.self_share:  # these are all there are
         count = min(count, max(1.0, lengths.prompts - data.heldout - data.validation))
     seconds = _writing(planned, count)
     if data.minutes is not None and seconds > 60 * data.minutes:
