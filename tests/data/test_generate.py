@@ -139,6 +139,20 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
     assert "spent" not in shown.getvalue(), "without a budget"
 
 
+def test_prompts_that_run_out_are_told(tiny_target: Target, tmp_path: Path) -> None:
+    def said(conversations: int) -> str:
+        shown = io.StringIO()
+        data = section(prompt_file(tmp_path), conversations=conversations)
+        build_conversations(tiny_target, data, tmp_path / "data", Console(file=shown, width=300))
+        return shown.getvalue()
+
+    assert "no more" not in said(16)
+    ran_out = "17 of the 50 conversations asked for: there are no more prompts in"
+    for _ in range(2):  # written, and found there
+        assert f"{ran_out} {tmp_path / 'prompts.jsonl'}. Give more of them." in said(50)
+    assert "no more" not in said(16), "fewer are used than are there"
+
+
 def test_writing_that_ends_for_want_of_room_says_so(tiny_target: Target, tmp_path: Path) -> None:
     data = section(prompt_file(tmp_path, 60), conversations=50)
     for _ in range(2):  # written, and found there

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections import Counter
 from pathlib import Path
@@ -67,9 +68,11 @@ def test_the_order_is_the_seeds_and_more_go_on_in_it(sources: list[dict[str, Any
 def test_a_source_that_is_used_up_is_named_and_no_prompt_comes_twice(sources: list[dict[str, Any]]) -> None:
     found = drawn(sources, 60)
     assert Counter(text[0] for text in texts(found)) == {"a": 50, "b": 10}
-    assert found.used_up == [sources[1]["source"]]
+    ends = {letter: 1 + max(i for i, text in enumerate(texts(found)) if text[0] == letter) for letter in "ab"}
+    assert found.used_up == {sources[1]["source"]: ends["b"]}
     everything = drawn(sources, None)
     assert len(texts(everything)) == len(set(texts(everything))) == 69
+    assert everything.used_up == {sources[0]["source"]: 69, sources[1]["source"]: ends["b"]}
     assert everything.left_out.counts == {"repeated": 1}
 
 
@@ -109,7 +112,9 @@ def test_the_target_writes_its_share_of_a_mixture(
     sizes = {"conversations": 20, "heldout": 4, "validation": 8, "max_new_tokens": 8, "batch_size": 8}
     few = {"source": write(tmp_path / "few.jsonl", *(f"a {i}" for i in range(16))), "weight": 3}
     data = DataSection.model_validate({"prompts": [few, "self"], **sizes})
-    splits = build_conversations(tiny_target, data, tmp_path / "data")
+    said = io.StringIO()
+    splits = build_conversations(tiny_target, data, tmp_path / "data", Console(file=said, width=200))
+    assert f"No more prompts in {few['source']}: the other sources stand in for the rest." in said.getvalue()
     parts = (splits.heldout, splits.validation, splits.train)
     assert [sum(item.category == "own" for item in part) for part in parts] == [1, 2, 14]
     assert [len(part) for part in parts] == [4, 8, 20]

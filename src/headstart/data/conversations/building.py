@@ -70,7 +70,7 @@ def build_conversations(
     counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
     kept: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
     with progress_bar(console, "conversations", total=sum(counts.values())) as bar:
-        answer_tokens, started = 0, time.perf_counter()
+        asked, answer_tokens, started = 0, 0, time.perf_counter()
         for split, count in counts.items():
             room = math.inf
             if split == "train":
@@ -78,6 +78,7 @@ def build_conversations(
             for part, new in writing.parts(split, kept[split], count, room):
                 fresh = part.fresh[: count - len(kept[split])]
                 kept[split].extend(fresh)
+                asked = max(asked, part.prompts[1])
                 answer_tokens += sum(sum(item.supervised) for item in part.conversations) if new else 0
                 rate = answer_tokens / max(1e-9, time.perf_counter() - started)
                 bar.advance(len(fresh), note=f"{rate:.0f} answer tokens/s" if rate else "")
@@ -88,15 +89,16 @@ def build_conversations(
         )
     if console is not None:
         notices, count = [writing.prompts.left_out.notice], len(kept["train"])
-        if 0 < len(writing.prompts.used_up) < len(settings.sources):
-            used_up = ", ".join(writing.prompts.used_up)
-            notices.append(f"No more prompts in {used_up}: the other sources stand in for the rest.")
-        ended = f"data.minutes={settings.minutes:g} is spent" if writing.time_is_up else ""
+        ended = f"data.minutes={settings.minutes:g} is spent. Raise it for more." if writing.time_is_up else ""
         if sum(len(item.tokens) for item in kept["train"] + kept["validation"]) >= max_tokens:
-            ended = f"data.cache_gigabytes={settings.cache_gigabytes:g} is full"
+            ended = f"data.cache_gigabytes={settings.cache_gigabytes:g} is full. Raise it for more."
+        used_up = [source for source, last in writing.prompts.used_up.items() if last <= asked]
+        if used_up and (settings.self_share or len(used_up) < len(settings.sources)):
+            notices.append(f"No more prompts in {', '.join(used_up)}: the other sources stand in for the rest.")
+        elif used_up:
+            ended = f"there are no more prompts in {', '.join(used_up)}. Give more of them."
         if ended and count < settings.conversations:
-            asked_for = f"{count} of the {settings.conversations} conversations asked for"
-            notices.append(f"{asked_for}: {ended}. Raise it for more.")
+            notices.append(f"{count} of the {settings.conversations} conversations asked for: {ended}")
         for notice in filter(None, notices):
             tell(console, f"    {notice}")
     board.clear()

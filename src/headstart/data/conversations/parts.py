@@ -133,7 +133,7 @@ class GivenPrompts:
         self.writer, self._limit = writer, limit
         self._prompts: list[Prompt] = []
         self._left_out, self.answering = LeftOut(), LeftOut()
-        self.used_up: list[str] = []
+        self.used_up: dict[str, int] = {}
         if writer.settings.sources:
             self._read()
 

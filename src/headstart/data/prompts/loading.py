@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from headstart.data.prompts.chat import Unfit, check_offsets, has_template, prompt_tokens, with_tools
 from headstart.data.prompts.overlap import Excluded, normalise
 from headstart.data.prompts.shapes import SHAPES, Prompt, Unusable, parse_prompt
-from headstart.data.prompts.sources import find_origin, read_records
+from headstart.data.prompts.sources import READY_MADE, find_origin, read_records
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection, PromptSource
 
@@ -54,12 +54,12 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts in the order in which they were drawn, the other records that were read on the way, and the sources among
-    several that had no more."""
+    """Prompts in the order in which they were drawn, the other records that were read on the way, and the sources that
+    had no more, each with how many prompts there are up to its last one."""
 
     prompts: list[Prompt]
     left_out: LeftOut
-    used_up: list[str]
+    used_up: dict[str, int]
 
 
 def load_prompts(
@@ -80,18 +80,20 @@ def load_prompts(
     of_sources = [_SourcePrompts(source, seed, whole, rule) for source in sources]
     several = len(of_sources) > 1
     prompts: list[Prompt] = []
+    last = [0] * len(sources)
     # Prompts without a kind of their own are of the kind of their source, where there are several.
     for number, prompt in in_turns(list(map(iter, of_sources)), [source.weight for source in sources]):
         if several:  # files of the same name give the same ids
             category = prompt.category or sources[number].source
             prompt = replace(prompt, id=f"{number + 1}-{prompt.id}", category=category)
         prompts.append(prompt)
+        last[number] = len(prompts)
         if len(prompts) == limit:
             break
     left_out = LeftOut()
     for of_source in of_sources:
         left_out.add_all(of_source.left_out)
-    used_up = [of_source.where for of_source in of_sources if several and of_source.used_up]
+    used_up = {of_source.where: end for of_source, end in zip(of_sources, last, strict=True) if of_source.used_up}
     return Prompts(prompts, left_out, used_up)
 
 
@@ -160,7 +162,7 @@ class _SourcePrompts:
         self._split = source.split or "train"
         self._origin = find_origin(source.source, source.revision)
         self.left_out = LeftOut()
-        is_file = Path(source.source).suffix in (".jsonl", ".json")
+        is_file = source.source == READY_MADE or Path(source.source).suffix in (".jsonl", ".json")
         self.where = source.source if is_file else f"{source.source!r}, split {self._split!r}"
         self.used_up = False
         self._seed, self._whole, self._rule = seed, whole, rule
