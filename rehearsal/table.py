@@ -229,7 +229,6 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tests/test_leaderboard.py": {
         "test_an_entry_has_all_that_repeats_it_and_what_breaks_a_rule_is_named": (
-            "python benchmarks/leaderboard.py",
             "python benchmarks/leaderboard.py quickstart minutes=60",
         ),
     },

@@ -549,7 +549,7 @@ def test_what_a_log_holds_and_how_it_is_deleted(place: Path) -> None:
     (place / "log" / "engine.jsonl").write_text("{half")
     update_of(place).train()
     done = CliRunner().invoke(app, ["adapt", "log", run, "--log", log])
-    assert done.exit_code == 0 and "128 requests" in done.output and "lines that are half-written" in done.output
+    assert done.exit_code == 0 and "Requests: 128" in done.output and "lines that are half-written" in done.output
     done = CliRunner().invoke(app, ["adapt", "log", run, "--log", log, "--delete"])
     assert done.exit_code == 0 and "left there: engine.jsonl" in done.output
     assert {file.name for file in (place / "log").iterdir()} == {"engine.jsonl", "lock", "log.json"}

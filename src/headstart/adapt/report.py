@@ -15,6 +15,7 @@ from rich.table import Table
 from headstart.adapt.gate import in_words
 from headstart.adapt.service import Service
 from headstart.data.served.log import segments
+from headstart.heads.io import version_of
 from headstart.support.terminal import format_seconds, tell
 
 
@@ -23,7 +24,8 @@ def summary(service: Service, log: Path | None) -> dict[str, Any]:
     updates = service.updates()
     cost = sum(update["training"]["seconds"] for update in updates)
     served = list(_served(log)) if log is not None else []
-    return {"serving": service.serving, "updates": updates, "training_seconds": cost, "served": served}
+    serves = {"serving": service.serving, "version": version_of(service.link), "link": str(service.link)}
+    return {**serves, "updates": updates, "training_seconds": cost, "served": served}
 
 
 def _served(log: Path) -> Iterator[dict[str, Any]]:
@@ -68,5 +70,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
             table.add_row(row["day"], row["heads"] or "none", str(row["requests"]), f"{row['tokens_per_round']:.3f}")
         console.print(table)
     tell(
-        console, f"Update {found['serving']} serves; training took {format_seconds(found['training_seconds'])} in all."
+        console,
+        f"Update {found['serving']} ({found['version']}) serves, {found['link']}; training took "
+        f"{format_seconds(found['training_seconds'])} in all.",
     )

@@ -108,7 +108,7 @@ class Service:
         """Have these heads serve from now on; decoders that follow take them before their next request."""
         if not self.heads(number).is_dir():
             known = ", ".join(str(path) for path in range(self.next_number) if self.heads(path).is_dir())
-            raise UserError(f"There is no update {number} in {self.folder}.", f"There are {known}.")
+            raise UserError(f"There is no update {number} in {self.folder}.", f"Here are: {known}.")
         check_folder(self.heads(number))
         if number != self.serving:
             self._note(number, why)

@@ -59,10 +59,11 @@ def log(
     prune(log)
     served, left_out = read_log(log, _update(run, log).target)
     size = sum(file.stat().st_size for file in log.glob("*.jsonl"))
+    tokens = sum(len(item.answer) for item in served)
     cut, drawn = sum(item.finish == "length" for item in served), sum(bool(item.sampling) for item in served)
     tell(
         console,
-        f"{len(served)} requests with {sum(len(item.answer) for item in served)} answer tokens, {format_bytes(size)}; "
+        f"Requests: {len(served)}, with {tokens} answer tokens, {format_bytes(size)}; "
         f"{cut} were cut by their length and {drawn} were sampled, and count as the others do.",
     )
     for reason, count in left_out.counts.items():
@@ -73,6 +74,8 @@ def log(
 @with_options(without=("fall",))
 def train(run: RunFolder, log: LogFolder, overrides: Overrides = None, options: AdaptOptions = AdaptOptions()) -> None:
     """Train an update of the heads in service, from recent requests and the run's own conversations.
+
+    Settings are those of a recipe's `train`: headstart recipes show adapt --all.
 
     Example: headstart adapt train runs/quickstart --log traffic train.epochs=2
     """
@@ -136,7 +139,9 @@ def report(
     log: Annotated[Path | None, typer.Option(help="Also say what each version was worth in service.")] = None,
     json: JsonFile = None,
 ) -> None:
-    """Print every update with its figures, and acceptance in service by day and version.
+    """Print what serves, every update with its figures, and acceptance in service by day and version.
+
+    The first time, the heads of the run are what serves.
 
     Example: headstart adapt report runs/quickstart --log traffic
     """
