@@ -27,6 +27,8 @@ from headstart.support.lock import locked
 _FOLDER = "adapt"
 _HISTORY = "service.json"
 _FIGURES = "update.json"
+BUSY = "Wait for it, or stop it: what it has made is kept."
+"""What to do while another process adapts."""
 
 
 def recipe_of(run: Path) -> Path:
@@ -46,7 +48,6 @@ class Service:
 
     def __init__(self, run: Path) -> None:
         run = recipe_of(run).parent.resolve()
-        self._run = run
         self.folder = run / _FOLDER
         self.link = self.folder / "heads"
         if not self._changes() or self.link.resolve() != self.heads(self.serving).resolve():
@@ -65,14 +66,15 @@ class Service:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Work on it while no other process does; Busy (a UserError) where one does."""
-        with locked(self.folder, "Wait for it, or stop it: what it has made is kept."):
+        with locked(self.folder, BUSY):
             yield
 
     def check_current(self) -> None:
         """Refuse (UserError) to learn from heads that the run no longer has, since it was trained again."""
-        if version_of(heads_folder(self._run)) != version_of(self.heads(0)):
+        run = self.folder.parent
+        if version_of(heads_folder(run)) != version_of(self.heads(0)):
             raise UserError(
-                f"The heads of {self._run} are others than when adapting began.",
+                f"The heads of {run} are others than when adapting began.",
                 f"To begin anew with them: rm -r {self.folder}",
             )
 

@@ -24,7 +24,7 @@ import yaml
 
 from headstart.adapt.gate import compared, refusals, rounds_of
 from headstart.adapt.options import LEAST, AdaptOptions
-from headstart.adapt.service import Service
+from headstart.adapt.service import BUSY, Service
 from headstart.data.conversations.records import Conversation, read_conversations, tokens_key, write_conversations
 from headstart.data.prompts.loading import LeftOut
 from headstart.data.prompts.sources import drawn
@@ -95,7 +95,7 @@ class Update:
         """Work on it while nobody else makes an update from this log, or deletes it."""
         if not self.log.is_dir():
             raise no_folder(self.log, "Serve with a log first: headstart chat HEADS --log FOLDER.")
-        with locked(self.log, "Wait for it, or stop it: what it has made is kept."):
+        with locked(self.log, BUSY):
             if self.planned and read_json(self.folder / PLAN)["of"] != version_of(self.service.heads(0)):
                 raise UserError(
                     f"The update under way in {self.log} is of the heads of another run.",
