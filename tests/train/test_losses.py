@@ -22,7 +22,16 @@ from headstart.target.lm_head import Finish
 from headstart.target.model import Target
 from headstart.train import losses, summing
 from headstart.train.losses import LOSSES, smooth_l1
-from headstart.train.summing import Teacher, TeacherLogits, alphas, summed, summed_plain, weighted
+from headstart.train.summing import (
+    LossTokens,
+    Teacher,
+    TeacherLogits,
+    alphas,
+    likely_tokens,
+    summed,
+    summed_plain,
+    weighted,
+)
 
 P_TARGET = [0.7, 0.2, 0.1]
 Q_DRAFT = [0.5, 0.4, 0.1]
@@ -353,6 +362,70 @@ def test_the_teacher_adds_the_bias_of_an_lm_head(tiny_target: Target, monkeypatc
         torch.testing.assert_close(
             teacher_logits.logits_SD, F.linear(final_1TE[0, :2], head.weight, head.bias)[:, ids_D]
         )
+
+
+# -- over some tokens ------------------------------------------------------------------------------------------------
+
+
+def _nearly_learnt(seed: int | None = None, raised: bool = True) -> Tensor:
+    """The gradient of what an LM head reads, of heads that nearly say what the target does: over all of sixty tokens,
+    or over thirty of them."""
+    generator = torch.Generator().manual_seed(0)
+    hidden_ME, lm_head_DE = torch.randn(24, 8, generator=generator), torch.randn(60, 8, generator=generator)
+    near_ME = (hidden_ME + 0.3 * torch.randn(24, 8, generator=generator)).requires_grad_()
+    table = TeacherLogits(hidden_ME @ lm_head_DE.T, torch.zeros(24, 1), torch.arange(24))
+    if seed is not None:
+        over = likely_tokens(table.logits_SD, 30, [seed])
+        table = _over(table, over if raised else over._replace(shift_L=torch.zeros(30)))
+    total = weighted([_predicted(near_ME, lm_head_DE, torch.arange(24))], losses.soft_ce, table, 0.8)
+    return torch.autograd.grad(total, near_ME)[0]
+
+
+def _over(table: TeacherLogits, over: LossTokens) -> TeacherLogits:
+    assert table.logits_SD is not None
+    return replace(table, logits_SD=table.logits_SD[:, over.tokens_L] + over.shift_L, over=over)
+
+
+def test_a_loss_over_some_tokens_teaches_what_one_over_all_does_on_average() -> None:
+    """Tokens drawn to stand for others count as much as these: without that, the mean of all draws is further off."""
+    whole = _nearly_learnt()
+    apart = [
+        float((torch.stack([_nearly_learnt(seed, raised) for seed in range(300)]).mean(0) - whole).norm())
+        for raised in (True, False)
+    ]
+    assert apart[0] < 0.5 * apart[1] and apart[0] < 0.15 * float(whole.norm())
+
+
+def test_tokens_that_a_loss_is_over_are_drawn_by_the_seed_alone(tiny_target: Target) -> None:
+    ids_D = torch.arange(4, tiny_target.vocab_size, 2)
+    states = {FINAL: torch.randn(1, 24, tiny_target.hidden_size)}
+    batch = HeadBatch(torch.zeros(1, 24).long(), torch.ones(1, 24).bool(), states)
+
+    def read(count: int, seed: int) -> TeacherLogits:
+        return Teacher(tiny_target, ids_D, count).read(batch, [seed])
+
+    whole_SD = read(0, 0).logits_SD
+    for count in (len(ids_D), len(ids_D) + 1):  # all of them
+        assert read(count, 0).over is None and torch.equal(read(count, 0).logits_SD, whole_SD)
+    first, again, other = (read(20, seed) for seed in (0, 0, 1))
+    assert torch.equal(first.over.tokens_L, again.over.tokens_L)
+    assert not torch.equal(first.over.tokens_L, other.over.tokens_L)
+    assert len(set(first.over.tokens_L.tolist())) == 20
+    torch.testing.assert_close(first.logits_SD, whole_SD[:, first.over.tokens_L] + first.over.shift_L)
+
+
+def test_steps_that_share_an_lm_head_share_the_part_of_it_that_is_read() -> None:
+    torch.manual_seed(0)
+    shared, table = torch.randn(DRAFTS, WIDTH, requires_grad=True), _teacher_logits(6)
+    tokens_L, shift_L = over = likely_tokens(table.logits_SD, 10, [0])
+    cut = _over(table, over)
+    steps = cut.over_its_tokens(_steps([4, 3], [shared] * 2))
+    assert steps[0].lm_head_DH is steps[1].lm_head_DH
+    assert torch.equal(steps[0].lm_head_DH, shared[tokens_L])
+    bias_D, finish = torch.randn(DRAFTS), Finish(cap=3.0)
+    (capped,) = cut.over_its_tokens([replace(steps[0], lm_head_DH=shared, bias_D=bias_D, finish=finish)])
+    expected = finish(F.linear(capped.hidden_MH, shared[tokens_L], bias_D[tokens_L])) + shift_L
+    torch.testing.assert_close(capped.logits_MD, expected)
 
 
 def test_recipes_name_every_loss() -> None:

@@ -87,6 +87,26 @@ def test_matrices_that_lie_below_one_another_are_taken_one_by_one() -> None:
     assert torch.equal(weight[4:6], start[4:6])
 
 
+def test_matrices_that_take_turns_move_as_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a gradient that stays the same: in one of two steps, and by two updates then; half of them in each step."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)  # in float32
+    torch.manual_seed(0)
+    start, gradient = torch.randn(12, 6), torch.randn(12, 6)
+    parts = [slice(0, 4), slice(4, 12)]
+    weights = [nn.Parameter(start.clone()) for _ in range(2)]
+    each, in_turns = (
+        Muon([weight], lr=0.1, rows={weight: parts}, every=every) for weight, every in zip(weights, (1, 2), strict=True)
+    )
+    for step in range(4):
+        before = weights[1].detach().clone()
+        for weight, muon in zip(weights, (each, in_turns), strict=True):
+            weight.grad = gradient.clone()
+            muon.step()
+        moved = [bool((weights[1] != before)[rows].any()) for rows in parts]
+        assert moved == [step % 2 == 0, step % 2 == 1]
+    torch.testing.assert_close(*weights)
+
+
 def test_a_gradient_of_nothing_changes_nothing() -> None:
     weight = nn.Parameter(torch.ones(4, 6))
     weight.grad = torch.zeros(4, 6)

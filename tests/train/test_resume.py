@@ -48,7 +48,7 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
         {"mixed_precision": "bf16", "gradient_accumulation_steps": 2, "epochs": 6},
         {"position_weight": "dpace"},
         {"optimizer": "muon"},
-        {"position_weight": "subsampled", "step_weight": 0.6},
+        {"position_weight": "subsampled", "step_weight": 0.6, "loss_tokens": 12},
     ],
 )
 def test_a_killed_run_goes_on_to_the_same_weights(

@@ -102,7 +102,8 @@ class StepPrediction:
             t + k + 2.
         feature_ME: the head's guess of the FINAL state at `teacher_M`, for families that draft features.
         bias_D: of the LM head, where it is the target's and has one.
-        finish: what the target does to its logits, where the LM head is the target's.
+        finish: what becomes of the LM head's output: what the target does to its own, where the LM head is the
+            target's.
         frozen_columns: how many of the LM head's first columns do not learn, where others do.
         confidence_M: logits of the probability that a draft drawn here is accepted, for families that say so.
     """
@@ -113,7 +114,7 @@ class StepPrediction:
     origin_M: Tensor
     feature_ME: Tensor | None = None
     bias_D: Tensor | None = None
-    finish: Finish | None = None
+    finish: Callable[[Tensor], Tensor] | None = None
     frozen_columns: int = 0
     confidence_M: Tensor | None = None
 

@@ -115,7 +115,7 @@ def _training(
         supervised_BT,
         {layer: state.to(target.dtype).expand(rows, -1, -1) for layer, state in states.items()},
     )
-    teacher, optimizers = Teacher(target, heads.draft_to_target_D), make_optimizers(heads, section)
+    teacher, optimizers = Teacher(target, heads.draft_to_target_D, section.loss_tokens), make_optimizers(heads, section)
 
     def learn() -> None:
         drawn = section.position_weight == "subsampled"

@@ -314,6 +314,12 @@ class TrainSection(Section):
     betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), description="AdamW betas.")
     max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True, description="Gradient norm limit; .inf is none.")
     loss: LossName = Field("soft_ce", description="Loss between draft and target distributions.")
+    loss_tokens: int = Field(
+        0,
+        ge=0,
+        description="Draft tokens that a loss is over: those that the target gives most in a batch and, a fifth of "
+        "them, others drawn to stand for the rest; 0 is all.",
+    )
     position_weight: PositionWeight = Field(
         "exponential",
         description="How much step k of a draft counts. exponential: step_weight to the power k; subsampled: the same "

@@ -24,6 +24,9 @@ _QUINTICS = (
 """Odd quintics that, one after the other, take singular values of 0.005 to 1 of a matrix's norm to 1 +- 0.09: each is
 the best on what the one before leaves ("The Polar Express", arXiv 2505.16932), here for four of them, and for a
 fiftieth more, since bfloat16 rounds. Jordan's five equal ones (2024) take them to 0.68 to 1.2."""
+_EVERY = 2
+"""Steps from one update of a matrix to the next, which is as large as those of so many: momentum turns slowly, and what
+makes updates orthogonal is a quarter of a step's work on a CPU. The matrices take turns."""
 _MOMENTUM = 0.95
 _TINY = 1e-7
 _APART = ("lm_head", "bias", "norm", "markov", "confidence")
@@ -36,7 +39,8 @@ class Muon(torch.optim.Optimizer):
 
     Like `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, but for `orthogonal`, and for stacks of matrices too:
     heads keep those of several steps in one tensor. Every matrix of a stack is a matrix of its own here. `rows` are,
-    of parameters that hold several matrices one below the other, those of each; other rows stay as they are.
+    of parameters that hold several matrices one below the other, those of each; other rows stay as they are. Momentum
+    takes in every gradient, and a matrix is changed in one of `every` steps, by as much more (arXiv 2510.16981).
     """
 
     def __init__(
@@ -45,28 +49,32 @@ class Muon(torch.optim.Optimizer):
         lr: float,
         weight_decay: float = 0.0,
         rows: Mapping[nn.Parameter, Sequence[slice]] | None = None,
+        every: int = 1,
     ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self._rows = dict(rows or {})
+        self._rows, self._every = dict(rows or {}), every
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # overloaded there
         assert closure is None, "gradients are there already"
+        number = 0
         for group in self.param_groups:
+            lr = self._every * group["lr"]
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
                 state: dict[str, Any] = self.state[weight]
                 if not state:
-                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                    state.update(momentum_buffer=torch.zeros_like(weight.grad), step=0)
                 momentum = state["momentum_buffer"]
                 momentum.lerp_(weight.grad, 1 - _MOMENTUM)
-                ahead = weight.grad.lerp(momentum, _MOMENTUM)
                 for rows in self._rows.get(weight, [slice(None)]):
-                    matrix = weight[rows]
-                    update = orthogonal(ahead[rows])
-                    matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                    matrix.add_(update, alpha=-group["lr"] * _RMS * max(matrix.shape[-2:]) ** 0.5)
+                    if (state["step"] + number) % self._every == 0:
+                        matrix, ahead = weight[rows], weight.grad[rows].lerp(momentum[rows], _MOMENTUM)
+                        matrix.mul_(1 - lr * group["weight_decay"])
+                        matrix.add_(orthogonal(ahead), alpha=-lr * _RMS * max(matrix.shape[-2:]) ** 0.5)
+                    number += 1
+                state["step"] += 1
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -100,7 +108,7 @@ def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[t
     rows = {trained[name]: parts for name, parts in heads.learning_rows().items() if name in trained}
     made: list[torch.optim.Optimizer] = []
     if matrices:
-        made.append(Muon(matrices, section.lr, section.weight_decay, rows))
+        made.append(Muon(matrices, section.lr, section.weight_decay, rows, _EVERY))
     if rest:
         made.append(
             torch.optim.AdamW(

@@ -4,17 +4,20 @@
 table of logits of all predictions never exists. `summed_plain` is its reference: the loss applied to the whole table.
 
 Shape suffixes: B rows of a block, C rows of a chunk, X flat positions of a batch, S positions that precede a
-supervised token, M predictions of one step (or of several with one LM head), D draft vocabulary, E hidden size, H width
-of what an LM head reads.
+supervised token, M predictions of one step (or of several with one LM head), D draft vocabulary or, where a loss is
+over some of it, L tokens of it, E hidden size, H width of what an LM head reads.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +27,6 @@ from headstart.heads.base import HeadBatch, StepPrediction
 from headstart.recipes.sections import PositionWeight
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
-from headstart.target.lm_head import Finish
 from headstart.train.losses import Loss, dpace, exponential, shared_mass, smooth_l1
 
 _BLOCK = {"cpu": 1 << 24}
@@ -40,6 +42,10 @@ _TABLE = {"cpu": 1 << 28}
 """Teacher logits of a batch that are kept, 512 MB of bfloat16 on a CPU; those of more are computed where they are
 read."""
 _TABLE_ELSEWHERE = 1 << 30
+_DRAWN = 0.2
+"""Of the tokens that a loss is over, the share drawn from those that the target hardly ever gives."""
+_SAMPLED = 4
+"""One of so many positions says which tokens a loss is over."""
 
 
 def positions_before_answers(batch: HeadBatch) -> Tensor:
@@ -50,10 +56,13 @@ def positions_before_answers(batch: HeadBatch) -> Tensor:
 
 
 class Teacher:
-    """The target's LM head, cut to the draft vocabulary: `draft_to_target_D` has its token ids."""
+    """The target's LM head, cut to the draft vocabulary: `draft_to_target_D` has its token ids.
 
-    def __init__(self, target: FrozenModel, draft_to_target_D: Tensor) -> None:
-        self._target = target
+    Losses are over `loss_tokens` of it, other ones for every batch (`likely_tokens`), 0 for all.
+    """
+
+    def __init__(self, target: FrozenModel, draft_to_target_D: Tensor, loss_tokens: int = 0) -> None:
+        self._target, self._loss_tokens = target, loss_tokens or len(draft_to_target_D)
         complete = len(draft_to_target_D) == target.vocab_size
         weight, bias = target.lm_head_weight.detach(), target.lm_head_bias
         ids_D = draft_to_target_D.to(weight.device)
@@ -62,21 +71,37 @@ class Teacher:
         self._bias_D: Tensor | None = None if drafted_D is None else drafted_D.to(target.device)
 
     @torch.no_grad()
-    def read(self, batch: HeadBatch) -> TeacherLogits:
+    def read(self, batch: HeadBatch, seed: Sequence[int] = ()) -> TeacherLogits:
         """The target's logits at every position of a batch that a draft step can be asked about: a table, since most
-        positions are used by several steps, unless it would be too large."""
+        positions are used by several steps, unless it would be too large, and losses are over all tokens then. The same
+        `seed` draws the same tokens."""
         positions_S = positions_before_answers(batch)
         row_X = torch.full((batch.supervised_BT.numel(),), -1, device=positions_S.device)
         row_X[positions_S] = torch.arange(len(positions_S), device=positions_S.device)
         final_SE = batch.states[FINAL].flatten(0, 1)[positions_S].to(self._weight_DE.dtype)
         if len(final_SE) * len(self._weight_DE) > _TABLE.get(final_SE.device.type, _TABLE_ELSEWHERE):
             return TeacherLogits(None, final_SE, row_X, self._logits)
-        return TeacherLogits(self._logits(final_SE), final_SE, row_X)
+        if self._loss_tokens >= len(self._weight_DE):
+            return TeacherLogits(self._logits(final_SE), final_SE, row_X)
+        over = likely_tokens(self._logits(final_SE[::_SAMPLED]), self._loss_tokens, seed)
+        logits_SL = self._logits(final_SE, over.tokens_L)
+        return TeacherLogits(logits_SL + over.shift_L.to(logits_SL), final_SE, row_X, over=over)
 
     @torch.no_grad()
-    def _logits(self, final_SE: Tensor) -> Tensor:
+    def _logits(self, final_SE: Tensor, tokens_L: Tensor | None = None) -> Tensor:
+        """Over the draft vocabulary, or these of its tokens."""
+        weight_DE, bias_D = self._weight_DE, self._bias_D
+        if tokens_L is not None:
+            weight_DE, bias_D = weight_DE[tokens_L], None if bias_D is None else bias_D[tokens_L]
         with torch.autocast(final_SE.device.type, enabled=False):
-            return self._target.finish(F.linear(final_SE, self._weight_DE, self._bias_D))
+            return self._target.finish(F.linear(final_SE, weight_DE, bias_D))
+
+
+class LossTokens(NamedTuple):
+    """Some tokens of the draft vocabulary, int64 [L], and by how much the logits of each are raised, [L]."""
+
+    tokens_L: Tensor
+    shift_L: Tensor
 
 
 @dataclass
@@ -91,6 +116,24 @@ class TeacherLogits:
     final_SE: Tensor
     row_X: Tensor
     read: Callable[[Tensor], Tensor] | None = None
+    over: LossTokens | None = None
+
+    def over_its_tokens(self, steps: Sequence[StepPrediction]) -> list[StepPrediction]:
+        """Predictions over the tokens of the table; steps that share an LM head go on sharing one."""
+        if self.over is None:
+            return list(steps)
+        tokens_L, shift_L = self.over
+        heads = {id(step.lm_head_DH): step.lm_head_DH for step in steps}
+        cut = {key: lm_head_DH.index_select(0, tokens_L) for key, lm_head_DH in heads.items()}
+        return [
+            dataclasses.replace(
+                step,
+                lm_head_DH=cut[id(step.lm_head_DH)],
+                bias_D=None if step.bias_D is None else step.bias_D[tokens_L],
+                finish=partial(_raised, step.finish, shift_L),
+            )
+            for step in steps
+        ]
 
     def rows(self, teacher_M: Tensor) -> Tensor:
         """Rows of the teacher logits for flat positions, all of which precede a supervised token."""
@@ -105,6 +148,36 @@ class TeacherLogits:
         assert self.read is not None, "logits come from a table or are read"
         read_U, at_B = torch.unique(rows_B, return_inverse=True)
         return self.read(self.final_SE[read_U]), at_B
+
+
+def likely_tokens(logits_SD: Tensor, count: int, seed: Sequence[int]) -> LossTokens:
+    """Draft tokens that stand for all of them in a batch's loss.
+
+    Those that get most of the target's probability over the batch, and for the last `_DRAWN` of them others drawn by
+    `seed`: each of these stands for so many as itself, so its logits are raised by the logarithm of how many, in what
+    is learnt and in what learns, and both sums over the tokens are right on average ("sampled softmax", Jean et al.,
+    arXiv 1412.2007).
+
+    >>> logits_SD = torch.tensor([[0.0, 5.0, 1.0, 4.0, 0.0, 3.0, 0.0, 2.0, 0.0, 0.0]])
+    >>> tokens_L, shift_L = likely_tokens(logits_SD, 5, seed=[0])  # the last one stands for six
+    >>> tokens_L.tolist(), shift_L.exp().round().tolist()
+    ([1, 3, 5, 7, 9], [1.0, 1.0, 1.0, 1.0, 6.0])
+    """
+    mass_D = torch.zeros(logits_SD.shape[1], device=logits_SD.device)
+    for chunk in _chunks(logits_SD):
+        mass_D += logits_SD[chunk].softmax(-1, dtype=torch.float32).sum(0)
+    order_D = mass_D.argsort(descending=True, stable=True)
+    likely = count - round(_DRAWN * count)
+    rest_R = order_D[likely:]
+    drawn = np.random.default_rng(seed).choice(len(rest_R), count - likely, replace=False)
+    tokens_L = torch.cat([order_D[:likely], rest_R[torch.from_numpy(drawn).to(rest_R.device)]])
+    shift_L = torch.zeros(count, device=logits_SD.device)
+    shift_L[likely:] = math.log(len(rest_R) / max(1, count - likely))
+    return LossTokens(tokens_L, shift_L)
+
+
+def _raised(finish: Callable[[Tensor], Tensor] | None, shift_L: Tensor, logits: Tensor) -> Tensor:
+    return (logits if finish is None else finish(logits)) + shift_L
 
 
 def weighted(
@@ -122,7 +195,7 @@ def weighted(
     the drafts fare. `feature_weight` is that of `smooth_l1` between drafted features and final states, with the same
     position weights. A prediction's confidence learns alpha, by binary cross-entropy with the same weight.
     """
-    steps = list(predictions)
+    steps = teacher_logits.over_its_tokens(list(predictions))
     weights = _position_weights(steps, teacher_logits, step_weight, position_weight)
     total = torch.zeros((), device=teacher_logits.final_SE.device)
     for members in _by_lm_head(steps):
@@ -293,7 +366,7 @@ class _Summed(torch.autograd.Function):
 
 def _differentiate(
     loss: Loss,
-    finish: Finish | None,
+    finish: Callable[[Tensor], Tensor] | None,
     logits_BD: Tensor,
     target: tuple[Tensor, Tensor],
     weight_B: Tensor,

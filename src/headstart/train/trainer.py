@@ -165,7 +165,7 @@ class _Trainer:
             # The buffers are the same everywhere from the start. What torch has instead, accelerate cannot say yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             self.model, *self.optimizers = accelerator.prepare(wrapped, *optimizers)
-        self.teacher = Teacher(target, self.heads.draft_to_target_D)
+        self.teacher = Teacher(target, self.heads.draft_to_target_D, self.section.loss_tokens)
         self.order = Order(self.store, self.section, self.rank, self.ranks)
         self.valid = self._validation_batches()
         self.total = min(self.section.steps or math.inf, self.section.epochs * self.order.per_epoch)
@@ -313,7 +313,7 @@ class _Trainer:
         consume = partial(
             weighted,
             loss=self.loss,
-            teacher_logits=self.teacher.read(batch),
+            teacher_logits=self.teacher.read(batch, self._seed(number)),
             step_weight=self.section.step_weight,
             position_weight=self.section.position_weight,
             feature_weight=self.section.feature_weight,
@@ -328,13 +328,16 @@ class _Trainer:
 
     def _augment(self, batch: HeadBatch, number: int) -> HeadBatch:
         """The batch with what the recipe draws for it, which depends on nothing but where the run stands."""
-        index = self.rank + number * self.ranks  # in the group, however it is spread over processes
-        seed = [self.section.seed, self.trainer_state.step, index]
+        seed = self._seed(number)
         if self.section.position_weight == "subsampled":
             batch = subsampled(batch, self.section.step_weight, seed)
         if self.section.anchors:
             batch = anchored(batch, self.section.anchors, seed)
         return batch
+
+    def _seed(self, number: int) -> list[int]:
+        """Of what is drawn for a batch: its index in the group, however that is spread over processes."""
+        return [self.section.seed, self.trainer_state.step, self.rank + number * self.ranks]
 
     def _finish(self) -> TrainResult:
         state = self.trainer_state

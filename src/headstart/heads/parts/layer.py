@@ -225,7 +225,9 @@ class DraftLayer(nn.Module):
         """In training mode, the rows of queries, keys and values that learn, [R, I]; None where all do."""
         if not self.own_heads or not self.training:
             return None
-        weight_RI = torch.cat([self.qkv.weight[rows] for rows in self.learning_rows()["qkv.weight"]])
+        slices, where = self.learning_rows()["qkv.weight"], self.qkv.weight.device
+        rows_R = torch.cat([torch.arange(rows.start, rows.stop, device=where) for rows in slices])
+        weight_RI = self.qkv.weight.index_select(0, rows_R)  # whose gradient is one table, not one for each slice
         device = weight_RI.device.type  # cast once: autocast would in every step
         return weight_RI.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight_RI
 
