@@ -45,7 +45,7 @@ _TABLE_ELSEWHERE = 1 << 30
 _DRAWN = 0.2
 """Of the tokens that a loss is over, the share drawn from those that the target hardly ever gives."""
 _SAMPLED = 4
-"""One of so many positions says which tokens a loss is over."""
+"""One of so many positions says which tokens a loss is over, of long batches one of more."""
 
 
 def positions_before_answers(batch: HeadBatch) -> Tensor:
@@ -62,7 +62,7 @@ class Teacher:
     """
 
     def __init__(self, target: FrozenModel, draft_to_target_D: Tensor, loss_tokens: int = 0) -> None:
-        self._target, self._loss_tokens = target, loss_tokens or len(draft_to_target_D)
+        self._target, self._loss_tokens = target, min(loss_tokens or len(draft_to_target_D), len(draft_to_target_D))
         complete = len(draft_to_target_D) == target.vocab_size
         weight, bias = target.lm_head_weight.detach(), target.lm_head_bias
         ids_D = draft_to_target_D.to(weight.device)
@@ -79,11 +79,13 @@ class Teacher:
         row_X = torch.full((batch.supervised_BT.numel(),), -1, device=positions_S.device)
         row_X[positions_S] = torch.arange(len(positions_S), device=positions_S.device)
         final_SE = batch.states[FINAL].flatten(0, 1)[positions_S].to(self._weight_DE.dtype)
-        if len(final_SE) * len(self._weight_DE) > _TABLE.get(final_SE.device.type, _TABLE_ELSEWHERE):
+        drafts, most = len(self._weight_DE), _TABLE.get(final_SE.device.type, _TABLE_ELSEWHERE)
+        if len(final_SE) * self._loss_tokens > most:
             return TeacherLogits(None, final_SE, row_X, self._logits)
-        if self._loss_tokens >= len(self._weight_DE):
+        if self._loss_tokens == drafts:
             return TeacherLogits(self._logits(final_SE), final_SE, row_X)
-        over = likely_tokens(self._logits(final_SE[::_SAMPLED]), self._loss_tokens, seed)
+        some_SE = final_SE[:: max(_SAMPLED, -(-len(final_SE) * drafts // most))]
+        over = likely_tokens(self._logits(some_SE), self._loss_tokens, seed)
         logits_SL = self._logits(final_SE, over.tokens_L)
         return TeacherLogits(logits_SL + over.shift_L.to(logits_SL), final_SE, row_X, over=over)
 
