@@ -92,6 +92,27 @@ def test_accumulation_equals_larger_batches(run: Train, tmp_path: Path, train_st
         torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=2e-4)
 
 
+def test_each_batch_draws_other_tokens_for_its_loss(
+    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every step, and every batch of a step; the same ones when trained again."""
+    drawn: list[list[int]] = []
+    read = Teacher.read
+
+    def noted(teacher: Teacher, *batch: Any) -> Any:
+        found = read(teacher, *batch)
+        assert found.over is not None
+        drawn.append(found.over.tokens_L[found.over.shift_L > 0].tolist())
+        return found
+
+    monkeypatch.setattr(Teacher, "read", noted)
+    settings: dict[str, Any] = {"steps": 3, "batch_tokens": 128, "gradient_accumulation_steps": 2, "loss_tokens": 20}
+    run(tmp_path / "one", **settings)
+    run(tmp_path / "two", **settings)
+    assert len(drawn) == 12 and drawn[:6] == drawn[6:]
+    assert len({tuple(tokens) for tokens in drawn}) == 6
+
+
 def test_without_a_limit_gradients_are_taken_as_they_are(run: Train, tmp_path: Path) -> None:
     for limit in (math.inf, 1e9, 1e-3):
         run(tmp_path / str(limit), steps=3, max_grad_norm=limit)

@@ -47,7 +47,7 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
         {},
         {"mixed_precision": "bf16", "gradient_accumulation_steps": 2, "epochs": 6},
         {"position_weight": "dpace"},
-        {"optimizer": "muon"},
+        {"optimizer": "muon", "save_every": 3},  # in the middle of a turn
         {"position_weight": "subsampled", "step_weight": 0.6, "loss_tokens": 12},
     ],
 )

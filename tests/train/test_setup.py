@@ -18,6 +18,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import load_heads, save_heads
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
+from headstart.recipes.sections import TrainSection
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.train.checks import check_training
@@ -41,6 +42,7 @@ def test_packaged_recipes_pass_the_checks(name: str, earlier: tuple[Path, DraftH
     [
         ({"mixed_precision": "fp16"}, "fp16 training needs a GPU"),
         ({"mixed_precision": "fp16", "optimizer": "muon"}, "muon works beside AdamW"),
+        ({"loss": "hard_ce", "loss_tokens": 20}, "hard_ce learns the likeliest"),
         ({"feature_weight": 1.0}, "medusa heads draft no features"),
         ({"start_from": "nowhere"}, "nowhere.*does not exist"),
     ],
@@ -50,6 +52,13 @@ def test_settings_of_training_are_checked_by_the_recipe_alone(
 ) -> None:
     with pytest.raises(UserError, match=problem):
         check_training(recipe(**settings))
+
+
+def test_a_loss_is_over_all_tokens_or_some_number_of_them() -> None:
+    for tokens in (0, 10):
+        assert TrainSection(loss_tokens=tokens).loss_tokens == tokens
+    with pytest.raises(ValueError, match="10 tokens at least, or with 0 over all"):
+        TrainSection(loss_tokens=9)
 
 
 def test_earlier_heads_that_cannot_be_read_are_refused_by_the_recipe_alone(

@@ -22,6 +22,7 @@ PositionWeight = Literal["exponential", "subsampled", "dpace"]
 LossName = Literal["soft_ce", "hard_ce", "tv_ce"]
 """Those of `headstart.train.losses`."""
 _Beta = Annotated[float, Field(ge=0, lt=1)]
+_FEWEST_TOKENS = 10  # of a loss: one for each of its parts would do, and teach little
 _Width = Annotated[int, Field(ge=1, le=1024)]
 _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 
@@ -277,7 +278,7 @@ class JointSection(Section):
 class TrainSection(Section):
     """The training loop."""
 
-    noted_if_set = frozenset({"packing", "lora_rank", "anchors"})
+    noted_if_set = frozenset({"packing", "lora_rank", "anchors", "loss_tokens"})
 
     steps: int | None = Field(None, ge=1, description="Optimiser steps; with minutes, whichever ends first.")
     minutes: float | None = Field(None, gt=0, description="Wall-clock budget; the schedule follows the clock.")
@@ -305,7 +306,8 @@ class TrainSection(Section):
     prefetch: int = Field(2, ge=0, description="Steps whose batches are read ahead; 0 reads each when it is needed.")
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="muon orthogonalises the updates of matrices; LM heads, norms and biases use AdamW.",
+        description="muon orthogonalises the updates of matrices, of each in one of two steps; LM heads, norms and "
+        "biases use AdamW.",
     )
     lr: float = Field(1e-3, gt=0, description="Peak learning rate.")
     min_lr_ratio: float = Field(0.05, ge=0, le=1, description="Final learning rate, as a share of the peak.")
@@ -317,8 +319,8 @@ class TrainSection(Section):
     loss_tokens: int = Field(
         0,
         ge=0,
-        description="Draft tokens that a loss is over: those that the target gives most in a batch and, a fifth of "
-        "them, others drawn to stand for the rest; 0 is all.",
+        description="Draft tokens that a loss is over: those that the target likely gives in a batch and, a fifth of "
+        "them, others drawn to stand for the rest; 0 is all. Less work where the draft vocabulary is large.",
     )
     position_weight: PositionWeight = Field(
         "exponential",
@@ -351,6 +353,13 @@ class TrainSection(Section):
     @classmethod
     def _no(cls, value: Any) -> Any:
         return "no" if value is False else value  # which is how YAML reads the word
+
+    @field_validator("loss_tokens")
+    @classmethod
+    def _enough(cls, tokens: int) -> int:
+        if 0 < tokens < _FEWEST_TOKENS:
+            raise ValueError(f"a loss is over {_FEWEST_TOKENS} tokens at least, or with 0 over all")
+        return tokens
 
     @property
     def needs_target(self) -> bool:

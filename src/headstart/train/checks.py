@@ -22,6 +22,11 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
     refusals = (
         (features, f"{recipe.heads.family} heads draft no features to compare.", "Set train.feature_weight=0."),
         (
+            section.loss == "hard_ce" and section.loss_tokens > 0,
+            "hard_ce learns the likeliest of all draft tokens, and train.loss_tokens lets some stand for others.",
+            "Set train.loss_tokens=0, or train.loss=soft_ce.",
+        ),
+        (
             fp16 and section.optimizer == "muon",
             "muon works beside AdamW, and fp16 scales gradients for one optimiser.",
             "Set train.mixed_precision=bf16, or train.optimizer=adamw.",

@@ -25,8 +25,8 @@ _QUINTICS = (
 the best on what the one before leaves ("The Polar Express", arXiv 2505.16932), here for four of them, and for a
 fiftieth more, since bfloat16 rounds. Jordan's five equal ones (2024) take them to 0.68 to 1.2."""
 _EVERY = 2
-"""Steps from one update of a matrix to the next, which is as large as those of so many: momentum turns slowly, and what
-makes updates orthogonal is a quarter of a step's work on a CPU. The matrices take turns."""
+"""Steps from one update of a matrix to the next, which is as large as so many: momentum turns slowly, and making
+updates orthogonal is a quarter of a step's work on a CPU. The matrices take turns."""
 _MOMENTUM = 0.95
 _TINY = 1e-7
 _APART = ("lm_head", "bias", "norm", "markov", "confidence")
@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
     Like `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, but for `orthogonal`, and for stacks of matrices too:
     heads keep those of several steps in one tensor. Every matrix of a stack is a matrix of its own here. `rows` are,
     of parameters that hold several matrices one below the other, those of each; other rows stay as they are. Momentum
-    takes in every gradient, and a matrix is changed in one of `every` steps, by as much more (arXiv 2510.16981).
+    takes in every gradient; a matrix is changed in one of `every` steps, by as much more.
     """
 
     def __init__(
@@ -65,16 +65,16 @@ class Muon(torch.optim.Optimizer):
                     continue
                 state: dict[str, Any] = self.state[weight]
                 if not state:
-                    state.update(momentum_buffer=torch.zeros_like(weight.grad), step=0)
-                momentum = state["momentum_buffer"]
+                    state["momentum_buffer"] = torch.zeros_like(weight.grad)
+                momentum, step = state["momentum_buffer"], state.get("step", 0)
                 momentum.lerp_(weight.grad, 1 - _MOMENTUM)
                 for rows in self._rows.get(weight, [slice(None)]):
-                    if (state["step"] + number) % self._every == 0:
+                    if (step + number) % self._every == 0:
                         matrix, ahead = weight[rows], weight.grad[rows].lerp(momentum[rows], _MOMENTUM)
                         matrix.mul_(1 - lr * group["weight_decay"])
                         matrix.add_(orthogonal(ahead), alpha=-lr * _RMS * max(matrix.shape[-2:]) ** 0.5)
                     number += 1
-                state["step"] += 1
+                state["step"] = step + 1
 
 
 def orthogonal(matrix: Tensor) -> Tensor:

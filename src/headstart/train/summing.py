@@ -44,8 +44,8 @@ read."""
 _TABLE_ELSEWHERE = 1 << 30
 _DRAWN = 0.2
 """Of the tokens that a loss is over, the share drawn from those that the target hardly ever gives."""
-_SAMPLED = 4
-"""One of so many positions says which tokens a loss is over, of long batches one of more."""
+_SAMPLED, _ENOUGH = 4, 512
+"""One of so many positions says which tokens a loss is over, but no fewer than `_ENOUGH`."""
 
 
 def positions_before_answers(batch: HeadBatch) -> Tensor:
@@ -65,6 +65,7 @@ class Teacher:
         self._target, self._loss_tokens = target, min(loss_tokens or len(draft_to_target_D), len(draft_to_target_D))
         complete = len(draft_to_target_D) == target.vocab_size
         weight, bias = target.lm_head_weight.detach(), target.lm_head_bias
+        self._ids_D = draft_to_target_D.to(target.device)
         ids_D = draft_to_target_D.to(weight.device)
         self._weight_DE: Tensor = (weight if complete else weight[ids_D]).to(target.device)
         drafted_D = bias if bias is None or complete else bias.detach()[ids_D]
@@ -73,37 +74,47 @@ class Teacher:
     @torch.no_grad()
     def read(self, batch: HeadBatch, seed: Sequence[int] = ()) -> TeacherLogits:
         """The target's logits at every position of a batch that a draft step can be asked about: a table, since most
-        positions are used by several steps, unless it would be too large, and losses are over all tokens then. The same
-        `seed` draws the same tokens."""
+        positions are used by several steps, unless it would be too large. The same `seed` draws the same tokens."""
         positions_S = positions_before_answers(batch)
         row_X = torch.full((batch.supervised_BT.numel(),), -1, device=positions_S.device)
         row_X[positions_S] = torch.arange(len(positions_S), device=positions_S.device)
         final_SE = batch.states[FINAL].flatten(0, 1)[positions_S].to(self._weight_DE.dtype)
         drafts, most = len(self._weight_DE), _TABLE.get(final_SE.device.type, _TABLE_ELSEWHERE)
+        over = None
+        if self._loss_tokens < drafts:
+            stride = max(1, min(_SAMPLED, len(final_SE) // _ENOUGH), -(-len(final_SE) * drafts // most))
+            said_S = batch.tokens_BT.flatten()[positions_S + 1]
+            over = likely_tokens(self._logits(final_SE[::stride]), self._counts(said_S), self._loss_tokens, seed)
+        read = partial(self._logits, over=over)
         if len(final_SE) * self._loss_tokens > most:
-            return TeacherLogits(None, final_SE, row_X, self._logits)
-        if self._loss_tokens == drafts:
-            return TeacherLogits(self._logits(final_SE), final_SE, row_X)
-        some_SE = final_SE[:: max(_SAMPLED, -(-len(final_SE) * drafts // most))]
-        over = likely_tokens(self._logits(some_SE), self._loss_tokens, seed)
-        logits_SL = self._logits(final_SE, over.tokens_L)
-        return TeacherLogits(logits_SL + over.shift_L.to(logits_SL), final_SE, row_X, over=over)
+            return TeacherLogits(None, final_SE, row_X, read, over)
+        return TeacherLogits(read(final_SE), final_SE, row_X, over=over)
+
+    def _counts(self, said_S: Tensor) -> Tensor:
+        """How often each draft token stands in a text, [D]."""
+        at_S = torch.searchsorted(self._ids_D, said_S).clamp_max(len(self._ids_D) - 1)
+        return torch.bincount(at_S[self._ids_D[at_S] == said_S], minlength=len(self._ids_D))
 
     @torch.no_grad()
-    def _logits(self, final_SE: Tensor, tokens_L: Tensor | None = None) -> Tensor:
-        """Over the draft vocabulary, or these of its tokens."""
-        weight_DE, bias_D = self._weight_DE, self._bias_D
-        if tokens_L is not None:
-            weight_DE, bias_D = weight_DE[tokens_L], None if bias_D is None else bias_D[tokens_L]
+    def _logits(self, final_SE: Tensor, over: LossTokens | None = None) -> Tensor:
+        weight, bias = self._weight_DE, self._bias_D
+        if over is not None:
+            weight, bias = weight[over.tokens_L], None if bias is None else bias[over.tokens_L]
         with torch.autocast(final_SE.device.type, enabled=False):
-            return self._target.finish(F.linear(final_SE, weight_DE, bias_D))
+            logits = self._target.finish(F.linear(final_SE, weight, bias))
+        return logits if over is None else over.raised(logits)
 
 
 class LossTokens(NamedTuple):
-    """Some tokens of the draft vocabulary, int64 [L], and by how much the logits of each are raised, [L]."""
+    """Some tokens of the draft vocabulary, int64 [L], and by how much the logits of each are raised, float32 [L]."""
 
     tokens_L: Tensor
     shift_L: Tensor
+
+    def raised(self, logits: Tensor, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Logits of these tokens [..., L] as a loss takes them, in float32 at least: bfloat16 would round the shift."""
+        logits = logits if finish is None else finish(logits)
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)) + self.shift_L
 
 
 @dataclass
@@ -124,7 +135,7 @@ class TeacherLogits:
         """Predictions over the tokens of the table; steps that share an LM head go on sharing one."""
         if self.over is None:
             return list(steps)
-        tokens_L, shift_L = self.over
+        tokens_L = self.over.tokens_L
         heads = {id(step.lm_head_DH): step.lm_head_DH for step in steps}
         cut = {key: lm_head_DH.index_select(0, tokens_L) for key, lm_head_DH in heads.items()}
         return [
@@ -132,7 +143,7 @@ class TeacherLogits:
                 step,
                 lm_head_DH=cut[id(step.lm_head_DH)],
                 bias_D=None if step.bias_D is None else step.bias_D[tokens_L],
-                finish=partial(_raised, step.finish, shift_L),
+                finish=partial(self.over.raised, finish=step.finish),
             )
             for step in steps
         ]
@@ -152,34 +163,31 @@ class TeacherLogits:
         return self.read(self.final_SE[read_U]), at_B
 
 
-def likely_tokens(logits_SD: Tensor, count: int, seed: Sequence[int]) -> LossTokens:
-    """Draft tokens that stand for all of them in a batch's loss.
+def likely_tokens(logits_SD: Tensor, counts_D: Tensor, count: int, seed: Sequence[int]) -> LossTokens:
+    """Draft tokens that stand for all of them in a batch's loss ("sampled softmax", Jean et al., arXiv 1412.2007).
 
-    Those that get most of the target's probability over the batch, and for the last `_DRAWN` of them others drawn by
-    `seed`: each of these stands for so many as itself, so its logits are raised by the logarithm of how many, in what
-    is learnt and in what learns, and both sums over the tokens are right on average ("sampled softmax", Jean et al.,
-    arXiv 1412.2007).
+    Those that the target likely gives: by how often they stand in the batch's answers, and by its probabilities at some
+    positions. For the last `_DRAWN` of them others drawn by `seed`: each of these stands for so many as itself, so its
+    logits are raised by the logarithm of how many, in what is learnt and in what learns. So sums over the tokens are
+    right on average; a softmax, which divides by one, is so nearly, where little is left to draw from.
 
-    >>> logits_SD = torch.tensor([[0.0, 5.0, 1.0, 4.0, 0.0, 3.0, 0.0, 2.0, 0.0, 0.0]])
-    >>> tokens_L, shift_L = likely_tokens(logits_SD, 5, seed=[0])  # the last one stands for six
+    >>> logits_SD = torch.tensor([[0.0, 5.0, 1.0, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]])
+    >>> counts_D = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 0, 0])
+    >>> tokens_L, shift_L = likely_tokens(logits_SD, counts_D, 5, seed=[0])  # the last one stands for six
     >>> tokens_L.tolist(), shift_L.exp().round().tolist()
-    ([1, 3, 5, 7, 9], [1.0, 1.0, 1.0, 1.0, 6.0])
+    ([7, 1, 3, 5, 8], [1.0, 1.0, 1.0, 1.0, 6.0])
     """
-    mass_D = torch.zeros(logits_SD.shape[1], device=logits_SD.device)
+    mass_D = counts_D.to(logits_SD.device, torch.float32)
     for chunk in _chunks(logits_SD):
         mass_D += logits_SD[chunk].softmax(-1, dtype=torch.float32).sum(0)
     order_D = mass_D.argsort(descending=True, stable=True)
     likely = count - round(_DRAWN * count)
     rest_R = order_D[likely:]
-    drawn = np.random.default_rng(seed).choice(len(rest_R), count - likely, replace=False)
+    drawn = np.random.default_rng([*seed, count]).choice(len(rest_R), count - likely, replace=False)
     tokens_L = torch.cat([order_D[:likely], rest_R[torch.from_numpy(drawn).to(rest_R.device)]])
     shift_L = torch.zeros(count, device=logits_SD.device)
-    shift_L[likely:] = math.log(len(rest_R) / max(1, count - likely))
+    shift_L[likely:] = math.log(len(rest_R) / (count - likely))
     return LossTokens(tokens_L, shift_L)
-
-
-def _raised(finish: Callable[[Tensor], Tensor] | None, shift_L: Tensor, logits: Tensor) -> Tensor:
-    return (logits if finish is None else finish(logits)) + shift_L
 
 
 def weighted(
