@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) ->
         for number, answer in enumerate(decoder.generate_batch(tokens, max_new_tokens=24, draft="off"), start):
             log.add(_served(decoder, tokens[number - start], answer.tokens, number))
     return folder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def costs_stand() -> Iterator[None]:
+    """Those that are stored with heads, under whatever conditions a decoder finds itself: a busy machine measures
+    drafts that do not pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headstart.decoder.tuned_here", lambda tuning, *_: tuning)
+        yield
 
 
 def drafting_pays(heads: Path) -> None:
@@ -346,9 +356,9 @@ def plant(update: Update) -> None:
 def test_heads_that_learnt_shuffled_labels_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     logits = Teacher._logits
 
-    def shuffled(self: Teacher, final_SE: torch.Tensor) -> torch.Tensor:
+    def shuffled(self: Teacher, *read: Any, **over: Any) -> torch.Tensor:
         order_D = torch.randperm(len(self._weight_DE), generator=torch.Generator().manual_seed(0))
-        return logits(self, final_SE)[:, order_D]
+        return logits(self, *read, **over)[:, order_D]
 
     monkeypatch.setattr(Teacher, "_logits", shuffled)
     update = update_of(place)
