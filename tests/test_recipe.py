@@ -201,7 +201,7 @@ def test_reading_recipes_loads_no_model_library() -> None:
 
 @pytest.mark.parametrize(
     ("minutes", "expected"),
-    [(12, (3.6, 1920, 4, 5.64, 6)), (25, (7.5, 4000, 4, 11.75, 12)), (180, (54, 28800, 27, 84.6, 64))],
+    [(12, (5.4, 1920, 4, 3.84, 6)), (25, (11.25, 4000, 4, 8, 12)), (180, (81, 28800, 27, 57.6, 64))],
 )
 def test_minutes_scale_writing_training_and_report(minutes: int, expected: tuple[float, ...]) -> None:
     recipe = load_recipe("quickstart", [f"minutes={minutes}"])
@@ -216,12 +216,12 @@ def test_what_is_given_goes_before_the_minutes() -> None:
     given = ["minutes=120", "train.minutes=null", "data.conversations=50", "data.cache_gigabytes=2"]
     recipe = load_recipe("quickstart", given)
 
-    assert (recipe.train.minutes, recipe.data.conversations, recipe.data.minutes) == (None, 50, 36)
+    assert (recipe.train.minutes, recipe.data.conversations, recipe.data.minutes) == (None, 50, 54)
     assert recipe.data.cache_gigabytes == 2
 
 
 def test_what_is_written_follows_the_minutes_of_writing_where_these_are_given() -> None:
-    data = load_recipe("quickstart", ["minutes=12", "data.minutes=36"]).data
+    data = load_recipe("quickstart", ["minutes=12", "data.minutes=54"]).data
     assert data == load_recipe("quickstart", ["minutes=120"]).data
     assert load_recipe("quickstart", ["minutes=12", "data.minutes=null"]).data.conversations == 1920
     with pytest.raises(UserError, match=r"'data\.minutes' is -1"):
