@@ -266,9 +266,10 @@ def batch_token_bytes(planned: Planned) -> int:
     target, heads = planned.target, planned.heads
     ahead = 0 if planned.recipe.data.online else planned.recipe.train.prefetch
     batches = 1 + (ahead if planned.on_cpu else min(1, ahead))  # to a GPU the next one is copied, others wait outside
-    drafts = min(heads.config.draft_width, planned.recipe.train.loss_tokens or heads.config.draft_width)
-    numbers = batches * len(planned.needed) * target.hidden_size + drafts
-    return numbers * (4 if target.dtype == torch.float32 else target.dtype.itemsize)
+    drafts, some = heads.config.draft_width, planned.recipe.train.loss_tokens
+    item = 4 if target.dtype == torch.float32 else target.dtype.itemsize
+    logits = 4 * some if 0 < some < drafts else item * drafts  # raised ones are not rounded
+    return item * batches * len(planned.needed) * target.hidden_size + logits
 
 
 # -- after training ----------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ PositionWeight = Literal["exponential", "subsampled", "dpace"]
 LossName = Literal["soft_ce", "hard_ce", "tv_ce"]
 """Those of `headstart.train.losses`."""
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-_FEWEST_TOKENS = 10  # of a loss: one for each of its parts would do, and teach little
+_FEWEST_TOKENS = 10  # that a loss is over: of fewer, one drawn token at most would stand for all others
 _Width = Annotated[int, Field(ge=1, le=1024)]
 _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 

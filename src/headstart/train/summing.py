@@ -86,9 +86,8 @@ class Teacher:
             said_S = batch.tokens_BT.flatten()[positions_S + 1]
             over = likely_tokens(self._logits(final_SE[::stride]), self._counts(said_S), self._loss_tokens, seed)
         read = partial(self._logits, over=over)
-        if len(final_SE) * self._loss_tokens > most:
-            return TeacherLogits(None, final_SE, row_X, read, over)
-        return TeacherLogits(read(final_SE), final_SE, row_X, over=over)
+        table = None if len(final_SE) * self._loss_tokens > most else read(final_SE)
+        return TeacherLogits(table, final_SE, row_X, read, over)
 
     def _counts(self, said_S: Tensor) -> Tensor:
         """How often each draft token stands in a text, [D]."""
@@ -131,22 +130,18 @@ class TeacherLogits:
     read: Callable[[Tensor], Tensor] | None = None
     over: LossTokens | None = None
 
-    def over_its_tokens(self, steps: Sequence[StepPrediction]) -> list[StepPrediction]:
+    def over_its_tokens(self, steps: list[StepPrediction]) -> list[StepPrediction]:
         """Predictions over the tokens of the table; steps that share an LM head go on sharing one."""
         if self.over is None:
-            return list(steps)
-        tokens_L = self.over.tokens_L
-        heads = {id(step.lm_head_DH): step.lm_head_DH for step in steps}
-        cut = {key: lm_head_DH.index_select(0, tokens_L) for key, lm_head_DH in heads.items()}
-        return [
-            dataclasses.replace(
-                step,
-                lm_head_DH=cut[id(step.lm_head_DH)],
-                bias_D=None if step.bias_D is None else step.bias_D[tokens_L],
-                finish=partial(self.over.raised, finish=step.finish),
-            )
-            for step in steps
-        ]
+            return steps
+        tokens_L, cut = self.over.tokens_L, list(steps)
+        for members in _by_lm_head(steps):
+            lm_head_LH = steps[members[0]].lm_head_DH.index_select(0, tokens_L)
+            for member in members:
+                bias_D, finish = steps[member].bias_D, partial(self.over.raised, finish=steps[member].finish)
+                bias_L = None if bias_D is None else bias_D[tokens_L]
+                cut[member] = dataclasses.replace(steps[member], lm_head_DH=lm_head_LH, bias_D=bias_L, finish=finish)
+        return cut
 
     def rows(self, teacher_M: Tensor) -> Tensor:
         """Rows of the teacher logits for flat positions, all of which precede a supervised token."""
@@ -277,8 +272,8 @@ def _position_weights(
 
 @torch.no_grad()
 def alphas(prediction: StepPrediction, teacher_logits: TeacherLogits) -> Tensor:
-    """Alpha of a step's drafts, [M], over the draft vocabulary: a token that cannot be drafted counts as little here as
-    in the loss."""
+    """Alpha of a step's drafts, [M], over the tokens that the loss is over: one that cannot be drafted counts as little
+    here as there."""
     rows_M = teacher_logits.rows(prediction.teacher_M)
     parts = [torch.zeros(0, device=rows_M.device)]
     for block, logits_BD in logits_by_block(prediction):

@@ -24,7 +24,7 @@ from headstart.train import checkpoint
 RESULT = "result.json"
 """Written last: a training that has it is finished."""
 AMOUNT = ("steps", "minutes", "epochs")
-_VERSION = 1
+_VERSION = 2  # Muon changes matrices in turns
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
