@@ -36,6 +36,7 @@ from headstart.support.artifacts import Artifact, artifact, forget, held, read_n
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.lock import Busy
 from headstart.support.terminal import progress_bar, tell
+from headstart.target import row_attention
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.teacher import save_teacher, teacher_folder, teacher_problem
@@ -46,6 +47,7 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf")
 _SPLITS = ("train", "validation")
 _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
+_NO_COMPILER = "    This machine has no C compiler, with which answers are written 1.3 times as fast: install gcc."
 
 
 def _token_bytes(run: Run) -> int:
@@ -154,6 +156,8 @@ def _prompts_content(source: str) -> str | None:
 
 def _conversations(run: Run) -> Outcome:
     data, target = run.recipe.data, run.described
+    if not data.server and target.device.type == "cpu" and row_attention.compiler() is None:
+        tell(run.console, _NO_COMPILER)
     slug = "-".join([*["self"] * (data.self_share > 0), *(Path(source.source).stem for source in data.sources)][:3])
     settings = data.model_dump(mode="json")
     if (known := referred(run.folder, "conversations")) is not None:

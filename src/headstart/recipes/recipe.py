@@ -36,8 +36,8 @@ same a fourth time."""
 _OF_THE_MINUTES: tuple[tuple[str, str, Callable[[float], float]], ...] = (
     ("data", "minutes", lambda minutes: max(0.01, round(_WRITING * minutes, 2))),
     # More than two cores write in these minutes.
-    ("data", "conversations", lambda minutes: max(1, round(160 * minutes))),
-    ("data", "cache_gigabytes", lambda minutes: max(DataSection().cache_gigabytes, round(0.15 * minutes, 2))),
+    ("data", "conversations", lambda minutes: max(1, round(240 * minutes))),
+    ("data", "cache_gigabytes", lambda minutes: max(DataSection().cache_gigabytes, round(0.25 * minutes, 2))),
     ("train", "minutes", lambda minutes: max(0.01, round(0.32 * minutes, 2))),
     ("eval", "limit", lambda minutes: min(64, max(6, int(minutes / 2)))),
 )
