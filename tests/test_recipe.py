@@ -201,7 +201,7 @@ def test_reading_recipes_loads_no_model_library() -> None:
 
 @pytest.mark.parametrize(
     ("minutes", "expected"),
-    [(12, (5.4, 1920, 4, 3.84, 6)), (25, (11.25, 4000, 4, 8, 12)), (180, (81, 28800, 27, 57.6, 64))],
+    [(12, (5.4, 2880, 4, 3.84, 6)), (25, (11.25, 6000, 6.25, 8, 12)), (180, (81, 43200, 45, 57.6, 64))],
 )
 def test_minutes_scale_writing_training_and_report(minutes: int, expected: tuple[float, ...]) -> None:
     recipe = load_recipe("quickstart", [f"minutes={minutes}"])
