@@ -223,7 +223,7 @@ def test_what_is_given_goes_before_the_minutes() -> None:
 def test_what_is_written_follows_the_minutes_of_writing_where_these_are_given() -> None:
     data = load_recipe("quickstart", ["minutes=12", "data.minutes=54"]).data
     assert data == load_recipe("quickstart", ["minutes=120"]).data
-    assert load_recipe("quickstart", ["minutes=12", "data.minutes=null"]).data.conversations == 1920
+    assert load_recipe("quickstart", ["minutes=12", "data.minutes=null"]).data.conversations == 2880
     with pytest.raises(UserError, match=r"'data\.minutes' is -1"):
         load_recipe("quickstart", ["data.minutes=-1"])
 
