@@ -156,7 +156,7 @@ def _prompts_content(source: str) -> str | None:
 
 def _conversations(run: Run) -> Outcome:
     data, target = run.recipe.data, run.described
-    if not data.server and target.device.type == "cpu" and row_attention.compiler() is None:
+    if data.regenerate and not data.server and row_attention.would_help(target.dtype, target.device):
         tell(run.console, _NO_COMPILER)
     slug = "-".join([*["self"] * (data.self_share > 0), *(Path(source.source).stem for source in data.sources)][:3])
     settings = data.model_dump(mode="json")

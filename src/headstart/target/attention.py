@@ -220,13 +220,14 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
     heads = key.shape[1]
     groups = query_heads // heads
     if forward.mask is None and forward.causal:
-        window = forward.window if sliding else None
-        return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous()
+        near = forward.window if sliding else None
+        return causal_attention(query, key, value, scores, window=near).transpose(1, 2).contiguous()
     if forward.slots_B is not None and scores.plain and not forward.bits:
-        own, scaling = query.view(rows, heads, groups, size), scores.scaling or size**-0.5
-        found = row_attention(own, key, value, forward.slots_B, scaling, forward.window or 0 if sliding else 0)
-        if found is not None:
-            return found.view(rows, 1, query_heads, -1)
+        query_BHGD, scaling = query.view(rows, heads, groups, size), scores.scaling or size**-0.5
+        window = (forward.window or 0) if sliding else 0
+        out_BHGE = row_attention(query_BHGD, key, value, forward.slots_B, scaling, window)
+        if out_BHGE is not None:
+            return out_BHGE.view(rows, 1, query_heads, -1)
     mask = None if forward.mask is None else forward.mask.folded(sliding, groups, query)
     if forward.mask is not None and sliding and forward.mask.near:
         key, value = key[:, :, forward.mask.near :], value[:, :, forward.mask.near :]

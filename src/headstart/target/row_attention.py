@@ -14,9 +14,11 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -36,57 +38,69 @@ _COMPILING = 60.0
 
 def serves(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether a forward of so many rows and new tokens in each is one for it: it uses one core."""
-    many = rows >= ROWS and width == 1 and device.type == "cpu"
-    return many and dtype in (torch.bfloat16, torch.float32) and torch.get_num_threads() == 1
+    return rows >= ROWS and width == 1 and _reads(dtype, device) and torch.get_num_threads() == 1
 
 
 def row_attention(
     query_BHGD: Tensor, key_BHSD: Tensor, value_BHSE: Tensor, slots_B: Tensor, scaling: float, window: int
 ) -> Tensor | None:
     """What the new token of each row finds, [B, H, G, E], among the first `slots_B` of its slots, or the last `window`
-    of these where that is not 0; None where torch has to find it: without a compiler, in mixed dtypes, or where slots
-    do not lie together."""
+    of these where that is not 0; None where torch has to find it: without a compiler, in other or mixed dtypes, or
+    where slots do not lie together."""
     rows, heads, groups, size = query_BHGD.shape
-    seen, out_size = value_BHSE.shape[2:]
-    together = key_BHSD.stride()[2:] == (size, 1) and value_BHSE.stride()[2:] == (out_size, 1)
-    if not together or not query_BHGD.dtype == key_BHSD.dtype == value_BHSE.dtype:
+    room, out_size = value_BHSE.shape[2:]
+    dtype, together = query_BHGD.dtype, key_BHSD.stride()[2:] == (size, 1) and value_BHSE.stride()[2:] == (out_size, 1)
+    if not together or not _reads(dtype, query_BHGD.device) or not dtype == key_BHSD.dtype == value_BHSE.dtype:
         return None
-    attend = _compiled(size, out_size, groups, query_BHGD.dtype)
+    attend = _compiled(size, out_size, groups, dtype)
     if attend is None:
         return None
     query_BHGD = query_BHGD.contiguous()
     out_BHGE = query_BHGD.new_empty(rows, heads, groups, out_size)
-    scores_GS = query_BHGD.new_empty(groups, seen, dtype=torch.float32)
+    scores_GS = query_BHGD.new_empty(groups, room, dtype=torch.float32)
     attend(
         *(tensor.data_ptr() for tensor in (query_BHGD, key_BHSD, value_BHSE, slots_B, out_BHGE)),
         *(rows, heads, *key_BHSD.stride()[:2], *value_BHSE.stride()[:2], window, scaling),
-        *(scores_GS.data_ptr(), seen),
+        *(scores_GS.data_ptr(), room),
     )
     return out_BHGE
 
 
-def compiler() -> str | None:
-    """The C compiler of this machine: $CC, or the first of cc, gcc and clang that there is."""
-    names = [os.environ["CC"]] if os.environ.get("CC") else ["cc", "gcc", "clang"]
-    return next(filter(None, map(shutil.which, names)), None)
+def would_help(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether two workers that write in this dtype, with half of the threads each, would use it had they a compiler."""
+    return _reads(dtype, device) and torch.get_num_threads() < 4 and not compiler()
+
+
+def _reads(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
+
+
+def compiler() -> list[str]:
+    """The command of this machine's C compiler, $CC or the first of cc, gcc and clang that there is; empty if none."""
+    commands = [shlex.split(os.environ["CC"])] if os.environ.get("CC") else [["cc"], ["gcc"], ["clang"]]
+    return next((command for command in commands if command and shutil.which(command[0])), [])
 
 
 @cache
 def _compiled(size: int, out_size: int, groups: int, dtype: torch.dtype) -> Any:
     """The function for layers of these sizes; None where it cannot be had."""
     program = compiler()
-    if program is None:
+    if not program:
         return None
     flags = [*_FLAGS.split(), *([_WIDE] if platform.machine() == "x86_64" else [])]
     sizes = [f"-DD={size}", f"-DE={out_size}", f"-DG={groups}", *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "row_attention.so")
-        command = [program, *flags, *sizes, str(SOURCE), "-o", str(library)]
-        try:
-            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILING)
+    try:
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            library = Path(folder, "row_attention.so")
+            command = [*program, *flags, *sizes, str(SOURCE), "-o", str(library)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILING)
             attend = ctypes.CDLL(str(library)).attend
-        except (OSError, subprocess.SubprocessError):
-            return None
+    except (OSError, subprocess.SubprocessError) as error:
+        said = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
+        warnings.warn(
+            f"Attention is torch's, and slower: {shlex.join(program)} cannot compile it ({said}).", stacklevel=2
+        )
+        return None
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
     attend.argtypes = [pointer] * 5 + [whole] * 7 + [ctypes.c_float, pointer, whole]
     attend.restype = None
