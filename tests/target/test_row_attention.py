@@ -93,10 +93,7 @@ def test_a_batch_of_many_rows_says_what_its_rows_say_alone(kind: str, monkeypatc
 @needs_compiler
 @pytest.mark.parametrize("why", ["bits", "threads", "softcap", "few rows", "several tokens"])
 def test_other_forwards_go_another_way(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "headstart.target.attention.row_attention",
-        lambda *_: pytest.fail("one core, plain scores, many rows of one token"),
-    )
+    monkeypatch.setattr("headstart.target.attention.row_attention", lambda *_: pytest.fail("these are torch's"))
     target = Target(tiny_model("gemma2" if why == "softcap" else "llama"), exact="bits" if why == "bits" else "auto")
     if why == "threads":
         torch.set_num_threads(2)
@@ -125,7 +122,7 @@ def test_a_compiler_that_fails_is_named_and_is_no_compiler(
 ) -> None:
     monkeypatch.setenv("CC", "false --loudly")
     given = torch.randn(2, 1, 1, 8), torch.randn(2, 1, 4, 8), torch.randn(2, 1, 4, 8), torch.tensor([4, 4])
-    with pytest.warns(UserWarning, match="false --loudly cannot compile it"):
+    with pytest.warns(UserWarning, match="false --loudly cannot compile attention"):
         assert row_attention.row_attention(*given, 1.0, 0) is None
     row_attention._compiled.cache_clear()
     monkeypatch.delenv("CC")

@@ -96,10 +96,8 @@ def _compiled(size: int, out_size: int, groups: int, dtype: torch.dtype) -> Any:
             subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILING)
             attend = ctypes.CDLL(str(library)).attend
     except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip().splitlines()[-1]
-        warnings.warn(
-            f"Attention is torch's, and slower: {shlex.join(program)} cannot compile it ({said}).", stacklevel=2
-        )
+        said = str(getattr(error, "stderr", None) or error).strip().rpartition("\n")[2]
+        warnings.warn(f"{shlex.join(program)} cannot compile attention: torch's is slower ({said}).", stacklevel=2)
         return None
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
     attend.argtypes = [pointer] * 5 + [whole] * 7 + [ctypes.c_float, pointer, whole]
