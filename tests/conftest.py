@@ -69,6 +69,14 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def _threads_stay() -> Iterator[None]:
+    """However many threads a test gives to torch, the next one has as many as before."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _guard() -> Iterator[Any]:
     """Decoding goes on plainly when a drafter raises, with the right words: a test would pass. Here it is raised."""

@@ -17,11 +17,8 @@ needs_compiler = pytest.mark.skipif(not row_attention.compiler(), reason="this m
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
+def _one_thread() -> None:
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

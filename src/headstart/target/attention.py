@@ -189,6 +189,10 @@ class Scores:
         """Whether torch's own attention makes them so."""
         return self.softcap is None and self.sink is None
 
+    def scale(self, size: int) -> float:
+        """What products of queries and keys of `size` numbers are multiplied with."""
+        return size**-0.5 if self.scaling is None else self.scaling
+
 
 def tree_attention(
     module: torch.nn.Module,
@@ -219,13 +223,12 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
     rows, query_heads, new_tokens, size = query.shape
     heads = key.shape[1]
     groups = query_heads // heads
+    window = forward.window if sliding else None
     if forward.mask is None and forward.causal:
-        near = forward.window if sliding else None
-        return causal_attention(query, key, value, scores, window=near).transpose(1, 2).contiguous()
-    if forward.slots_B is not None and scores.plain and not forward.bits:
-        query_BHGD, scaling = query.view(rows, heads, groups, size), scores.scaling or size**-0.5
-        window = (forward.window or 0) if sliding else 0
-        out_BHGE = row_attention(query_BHGD, key, value, forward.slots_B, scaling, window)
+        return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous()
+    if forward.slots_B is not None and scores.plain:
+        query_BHGD = query.view(rows, heads, groups, size)
+        out_BHGE = row_attention(query_BHGD, key, value, forward.slots_B, scores.scale(size), window)
         if out_BHGE is not None:
             return out_BHGE.view(rows, 1, query_heads, -1)
     mask = None if forward.mask is None else forward.mask.folded(sliding, groups, query)
@@ -302,8 +305,7 @@ def _reference(
 ) -> Tensor:
     """Plain attention of [B, H, G * T, D], for scores that torch's own does not make, and for exact sums: `exactly` is
     the dtype of scores, probabilities and sums; None for float32 scores, and the rest as the values are."""
-    scale = how.scaling if how.scaling is not None else query.shape[-1] ** -0.5
-    dtype = value.dtype
+    scale, dtype = how.scale(query.shape[-1]), value.dtype
     if exactly is not None:
         query, key, value = query.to(exactly), key.to(exactly), value.to(exactly)
     scores = torch.matmul(query, key.transpose(2, 3))

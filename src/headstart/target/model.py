@@ -340,7 +340,7 @@ class Target(FrozenModel):
         forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
         if self.device.type == "cpu" and mask is not None and mask.full_B1TS.shape[0] > 1:
             forward.spans = spans(cache.lengths, width)
-        if row_attention.serves(shape[0], width, self.dtype, self.device):
+        if not forward.bits and row_attention.serves(shape[0], width, self.device):
             forward.slots_B = (lengths_B1 + 1).flatten().expand(shape[0]).contiguous()
         if wanted is not None:
             forward.wanted = self._rows_and_positions(wanted)

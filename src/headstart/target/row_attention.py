@@ -36,16 +36,16 @@ _COMPILING = 60.0
 """Seconds after which a compiler is given up."""
 
 
-def serves(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+def serves(rows: int, width: int, device: torch.device) -> bool:
     """Whether a forward of so many rows and new tokens in each is one for it: it uses one core."""
-    return rows >= ROWS and width == 1 and _reads(dtype, device) and torch.get_num_threads() == 1
+    return rows >= ROWS and width == 1 and device.type == "cpu" and torch.get_num_threads() == 1
 
 
 def row_attention(
-    query_BHGD: Tensor, key_BHSD: Tensor, value_BHSE: Tensor, slots_B: Tensor, scaling: float, window: int
+    query_BHGD: Tensor, key_BHSD: Tensor, value_BHSE: Tensor, slots_B: Tensor, scaling: float, window: int | None
 ) -> Tensor | None:
     """What the new token of each row finds, [B, H, G, E], among the first `slots_B` of its slots, or the last `window`
-    of these where that is not 0; None where torch has to find it: without a compiler, in other or mixed dtypes, or
+    of these where there is one; None where torch has to find it: without a compiler, in other or mixed dtypes, or
     where slots do not lie together."""
     rows, heads, groups, size = query_BHGD.shape
     room, out_size = value_BHSE.shape[2:]
@@ -60,7 +60,7 @@ def row_attention(
     scores_GS = query_BHGD.new_empty(groups, room, dtype=torch.float32)
     attend(
         *(tensor.data_ptr() for tensor in (query_BHGD, key_BHSD, value_BHSE, slots_B, out_BHGE)),
-        *(rows, heads, *key_BHSD.stride()[:2], *value_BHSE.stride()[:2], window, scaling),
+        *(rows, heads, *key_BHSD.stride()[:2], *value_BHSE.stride()[:2], window or 0, scaling),
         *(scores_GS.data_ptr(), room),
     )
     return out_BHGE
