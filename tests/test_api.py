@@ -384,7 +384,7 @@ def test_stream_joins_to_the_text(decoder: Decoder) -> None:
 
 
 def test_leaving_a_stream_ends_its_decoding(decoder: Decoder) -> None:
-    stream = decoder.stream("Hello", max_new_tokens=900, temperature=1.0)
+    stream = decoder.stream("Hello", max_new_tokens=900, min_new_tokens=900, temperature=1.0)
     list(itertools.islice(stream, 2))
     stream.close()
     assert stream.answer is None
@@ -555,7 +555,7 @@ def test_a_failure_while_streaming_reaches_the_reader(decoder: Decoder, monkeypa
 
     monkeypatch.setattr(decoder.target, "forward_tree", fail)
     with pytest.raises(RuntimeError, match="shapes differ"):
-        list(decoder.stream("Hello", max_new_tokens=30, temperature=1.0))
+        list(decoder.stream("Hello", max_new_tokens=30, min_new_tokens=30, temperature=1.0))
 
 
 @pytest.mark.parametrize("text", ["naïve café — 漢字 🙂👩‍👩‍👧 done", "🙂", " leading and trailing ", "line\nbreak\n"])

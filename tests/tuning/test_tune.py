@@ -278,7 +278,8 @@ def test_trees_are_grown_by_what_sampling_accepts(found: Tuning, target: Target)
     assert drafter is not None
     drafter.__class__ = Watched
     for temperature in (0.0, 0.5, 1.0, 1.5):
-        DecodeLoop(target, drafter).generate([[3, 4, 5]], DecodeOptions(4, temperature=temperature))
+        options = DecodeOptions(4, temperature=temperature, draft="on", ignore_end=True)  # so that it always drafts
+        DecodeLoop(target, drafter).generate([[3, 4, 5]], options)
     found_at = dict(seen)
     assert found_at[0.0] == (0.8, 0.4, 0.2)
     assert found_at[0.5] == pytest.approx((0.6, 0.3, 0.1))
