@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ from tokenizers import decoders
 from headstart.data.conversations import part_writer
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.masks import encode
-from headstart.data.conversations.parts import Part
+from headstart.data.conversations.parts import Part, TimeBudget
 from headstart.data.prompts import self_prompts
 from headstart.data.prompts.seed_prompts import SEED_PROMPTS, seed_prompt_list
 from headstart.data.writing.in_process import CACHE_PEAK, InProcess, next_tokens
@@ -27,6 +28,7 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection
+from headstart.support.terminal import Bar
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target, TargetOutput
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
@@ -137,6 +139,26 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
     shown = io.StringIO()
     build_conversations(tiny_target, section(short.prompts), tmp_path / "data", Console(file=shown, width=200))
     assert "spent" not in shown.getvalue(), "without a budget"
+
+
+def test_the_bar_ends_where_the_time_does(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    totals: list[float] = []
+    real = Bar.update
+
+    def update(bar: Bar, done: float, total: float, note: str) -> None:
+        totals.append(total)
+        real(bar, done, total, note=note)
+
+    monkeypatch.setattr(Bar, "update", update)
+    prompts = prompt_file(tmp_path, 60)
+    build_conversations(tiny_target, section(prompts, conversations=20), tmp_path / "all")
+    assert set(totals) == {4 + 3 + 20}
+    totals.clear()
+    spent = property(lambda clock: clock._taken / 16 if clock._budget < math.inf else 0.0)
+    monkeypatch.setattr(TimeBudget, "share", spent)
+    asked = section(prompts, conversations=20, batch_size=1, minutes=1000)
+    build_conversations(tiny_target, asked, tmp_path / "some")
+    assert totals[:7] == [27] * 7 and totals[7:23] == [4 + 3 + 16] * 16, "a sixteenth of the time for each"
 
 
 def test_prompts_that_run_out_are_told(tiny_target: Target, tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def build_conversations(
     writing = _Writing(writer, (shared or folder) / "parts", board)
     counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
     kept: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
-    with progress_bar(console, "conversations", total=sum(counts.values())) as bar:
+    wanted = sum(counts.values())
+    with progress_bar(console, "conversations", total=wanted) as bar:
         asked, answer_tokens, started = 0, 0, time.perf_counter()
         for split, count in counts.items():
             room = math.inf
@@ -81,7 +82,13 @@ def build_conversations(
                 asked = max(asked, part.prompts[1])
                 answer_tokens += sum(sum(item.supervised) for item in part.conversations) if new else 0
                 rate = answer_tokens / max(1e-9, time.perf_counter() - started)
-                bar.advance(len(fresh), note=f"{rate:.0f} answer tokens/s" if rate else "")
+                done = sum(map(len, kept.values()))
+                # What there is time for may be less than what is asked for.
+                total = (
+                    min(wanted, round(done + len(kept[split]) * (1 / writing.spent - 1))) if writing.spent else wanted
+                )
+                note = f"{rate:.0f} answer tokens/s" if rate else ""
+                bar.update(done, max(done, total), note=note)
     if not kept["train"]:
         raise UserError(
             f"No training conversation could be written. {writing.prompts.left_out.notice}".strip(),
@@ -115,7 +122,7 @@ class _Writing:
         self._writer, self._folder, self._board = writer, folder, board
         self._seen: set[str] = set()
         self._parts: list[Part] = []
-        self.time_is_up = False
+        self.time_is_up, self.spent = False, 0.0  # of the split that is being written, the share of its time
         for file in sorted(self._folder.glob("[0-9]*-*.jsonl")):
             self._add(Part.read(file))
         wanted = sum(int(getattr(settings, name)) for name in SPLITS.values())
@@ -146,10 +153,13 @@ class _Writing:
         for part in [part for part in self._parts if part.split == split]:
             if missing() <= 0 or not clock.takes(part.seconds):
                 break
+            self.spent = clock.share
             yield part, False
         else:
             plan = PartPlan(self.prompts, self._parts, split=split, count=count, missing=missing, clock=clock)
-            yield from ((part, True) for part in self._new(plan, count))
+            for part in self._new(plan, count):
+                self.spent = clock.share
+                yield part, True
         clock.stop()
         self.time_is_up = self.time_is_up or clock.ended
 

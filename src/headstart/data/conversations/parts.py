@@ -102,6 +102,11 @@ class TimeBudget:
         self._taken, self._spent = self._taken + 1, self._spent + seconds
         self._new, self._new_seconds = self._new + 1, self._new_seconds + seconds
 
+    @property
+    def share(self) -> float:
+        """Of the budget, how much is spent; 0 where it has no end."""
+        return self._spent / self._budget
+
     def over(self, workers: int, since: float) -> bool:
         """Whether another part would end further after the budget than its worker would stop before it without one.
 
