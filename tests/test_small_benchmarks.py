@@ -241,6 +241,16 @@ def test_drafts_along_the_best_path(tiny_target_folder: Path, monkeypatch: pytes
     assert not differ[followed].any() and differ[~followed].all(), "after the best draft, the text is the best path"
 
 
+def test_drafting(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    export(tmp_path / "heads", load_target(str(tiny_target_folder), "float32"))
+    script("drafting", monkeypatch).main([str(tmp_path / "heads"), "--turns", "1", "--out", str(tmp_path / "out.json")])
+    rows = read_json(tmp_path / "out.json")["rows"]
+    assert [(row["shape"], row["weights"]) for row in rows] == [
+        *(("chain", "full"), ("chain", "8 bits"), ("tree", "full"), ("tree", "8 bits"))
+    ]
+    assert all(row["over_torch"] == pytest.approx(row["torch_draft_ms"] / row["compiled_draft_ms"]) for row in rows)
+
+
 def test_memory(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The costs of a tuning that takes any node: what counts is that known answers are followed, and remembered."""
     export(tmp_path / "heads", load_target(str(tiny_target_folder), "float32"))

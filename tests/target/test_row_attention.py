@@ -119,7 +119,7 @@ def test_a_compiler_that_fails_is_named_and_is_no_compiler(
 ) -> None:
     monkeypatch.setenv("CC", "false --loudly")
     given = torch.randn(2, 1, 1, 8), torch.randn(2, 1, 4, 8), torch.randn(2, 1, 4, 8), torch.tensor([4, 4])
-    with pytest.warns(UserWarning, match="false --loudly cannot compile attention"):
+    with pytest.warns(UserWarning, match="false --loudly cannot compile row_attention.c"):
         assert row_attention.row_attention(*given, 1.0, 0) is None
     row_attention._compiled.cache_clear()
     monkeypatch.delenv("CC")

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from headstart.target import few_rows
 from headstart.target.model import Target
 
 _LEVEL_NODES = 4
@@ -88,7 +89,7 @@ class Conditions:
 
     The machine is what the GPU, or the processor, calls itself; threads are 0 where a GPU computes. Verifying a tree
     takes longer where the bits are kept (`Target.exact`), and less long where the linear layers have prepacked weights,
-    or the forward is replayed.
+    or the forward is replayed; drafts are faster where they are compiled (`few_rows`).
     """
 
     machine: str
@@ -100,6 +101,7 @@ class Conditions:
     prepacked: bool = False
     quantization: str = "none"
     replayed: bool = False
+    compiled: bool = False
 
     @classmethod
     def of(cls, target: Target) -> Conditions:
@@ -109,8 +111,14 @@ class Conditions:
         machine = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_model()}, {os.cpu_count()} cores"
         threads = 0 if on_gpu else torch.get_num_threads()
         version, bits = str(torch.__version__), target.quantization
-        replayed = target.eager is None
-        return cls(machine, device.type, dtype, threads, version, target.exact, target.prepacked, bits, replayed)
+        return cls(
+            *(machine, device.type, dtype, threads, version),
+            exact=target.exact,
+            prepacked=target.prepacked,
+            quantization=bits,
+            replayed=target.eager is None,
+            compiled=device.type == "cpu" and few_rows.compiled(target.dtype) is not None,
+        )
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> Conditions | None:

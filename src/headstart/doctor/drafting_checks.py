@@ -216,7 +216,7 @@ def _drafted(target: Target, heads: DraftHead, item: Conversation, states: dict[
         return steps
     read = origins[0] + 1
     session = heads.prefill([tokens[:read]], {layer: state_BTE[:, :read] for layer, state_BTE in states.items()})
-    level_BW = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    level_BW = torch.zeros(1, 1, dtype=torch.long)
     for origin in origins:
         if origin >= read:
             committed = {layer: state_BTE[:, read : origin + 1] for layer, state_BTE in states.items()}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headstart.heads.parts.graphed import GraphedHead
 from headstart.support.uploads import upload_into
+from headstart.target import few_rows
 from headstart.target.graphs import WIDTHS, Captures, power
 from headstart.target.memory import Memory
 
@@ -93,6 +94,9 @@ def best_drafts(logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> Te
     """What the host reads of a level, int32 [3, B, W, R], best draft first: log-probabilities, indices in the draft
     vocabulary, tokens of the target. In one tensor, since each read waits for the device: the bits of the floats travel
     among the integers."""
+    if functions := few_rows.serves(logits_BWD):
+        return few_rows.best(functions, logits_BWD, ranks, draft_to_target_D)
+    logits_BWD = logits_BWD.float()
     top = logits_BWD.topk(ranks, dim=-1)
     log_probs_BWR = top.values - logits_BWD.logsumexp(-1, keepdim=True)
     return torch.stack([log_probs_BWR.view(torch.int32), top.indices.int(), draft_to_target_D[top.indices].int()])

@@ -140,7 +140,7 @@ class Draws:
         tokens: list[Tensor] = []
         start = len(children)
         for part, flat in zip(parts, siblings, strict=True):
-            q_draft_MD = request.warp(logits_XD.index_select(0, index_X[part]))
+            q_draft_MD = request.warp(logits_XD.index_select(0, index_X[part]).float())
             if flat:
                 q_draft_MD.view(-1).index_fill_(0, index_X[start : start + len(flat)], 0.0)
             start += len(flat)

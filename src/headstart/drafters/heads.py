@@ -35,6 +35,7 @@ from headstart.drafters.drawing import UNKNOWN, Draws, Growing, Leaf, Undrawn
 from headstart.heads.base import DraftHead, OneForwardHead
 from headstart.heads.parts.graphed import GraphedHead
 from headstart.support.uploads import upload, upload_into
+from headstart.target import few_rows
 from headstart.target.graphs import WIDTHS
 from headstart.target.prepacked import refresh
 from headstart.tree.calibration import Calibration
@@ -75,8 +76,10 @@ class HeadDrafter:
         self.calibration = calibration or Calibration()
         self._sampled = sampled
         self._warm: dict[float, Calibration] = {}
-        on_gpu = heads.draft_to_target_D.device.type == "cuda"
-        self._graphs = DraftGraphs(heads) if on_gpu and isinstance(heads, GraphedHead) else None
+        device = heads.draft_to_target_D.device.type
+        self._graphs = DraftGraphs(heads) if device == "cuda" and isinstance(heads, GraphedHead) else None
+        # Now, so that no first answer waits for it.
+        self._compiled = device == "cpu" and any(few_rows.compiled(weight.dtype) for weight in heads.parameters())
         self.aux_layers = heads.aux_layers
         self.bytes_per_token = heads.bytes_per_token
         self.max_nodes = max_nodes if self.shape is None else self.shape.size
@@ -100,9 +103,9 @@ class HeadDrafter:
     def forwards(self) -> str:
         """How its drafts run, for reports."""
         if self._graphs is None:
-            family = self.heads.family
-            on_gpu = self.heads.draft_to_target_D.device.type == "cuda"
-            return f"eager: {family} heads are not captured" if on_gpu else "eager"
+            if self.heads.draft_to_target_D.device.type == "cuda":
+                return f"eager: {self.heads.family} heads are not captured"
+            return "compiled" if self._compiled else "eager"
         if self.max_nodes > WIDTHS[-1]:
             return f"eager: a tree has up to {self.max_nodes} nodes, and graphs are for {WIDTHS[-1]} at most"
         return "CUDA graphs" if self._graphs.refused is None else f"eager, no CUDA graphs: {self._graphs.refused}"
@@ -188,16 +191,16 @@ def grow(
         if depth_logits is not None:
             logits_BWD = depth_logits(session, roots.root_B, depths)
         else:
-            tokens_BW, parents_BW = roots.tokens_BN, torch.zeros_like(roots.tokens_BN)
-            if draws is not None:
-                numbers_BX = np.concatenate(_level(rows), axis=1)
-                buffer_BX = torch.empty(numbers_BX.shape, dtype=torch.long, device=roots.root_B.device)
-                draws.put(buffer_BX, torch.from_numpy(numbers_BX))
-                tokens_BW, parents_BW = buffer_BX.chunk(2, dim=1)
-            elif depths.start:
-                tokens_BW, parents_BW = upload(_level(rows), roots.root_B.device).unbind()
+            tokens_BW, parents_BW = roots.tokens_BN, torch.zeros(roots.tokens_BN.shape, dtype=torch.long)
+            if draws is not None or depths.start:
+                tokens, parents = _level(rows)
+                parents_BW = torch.tensor(parents)
+                if draws is None:
+                    tokens_BW = upload(tokens, roots.root_B.device)
+                else:
+                    tokens_BW = torch.empty(parents_BW.shape, dtype=torch.long, device=roots.root_B.device)
+                    draws.put(tokens_BW, torch.tensor(tokens))
             logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depths.start)
-        logits_BWD = logits_BWD.float()
         return _Table.of(logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D), draws)
 
     for depth in range(levels):

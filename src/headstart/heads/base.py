@@ -359,7 +359,7 @@ class DraftHead(nn.Module, ABC):
             session: from `prefill`.
             tokens_BW: those of the nodes at this depth that get children. Level 0 is each row's root alone. Rows with
                 fewer nodes are padded.
-            parents_BW: index of each node's parent in the level before; 0 at level 0.
+            parents_BW: index of each node's parent in the level before, on the host; 0 at level 0.
             depth: of these nodes, from 0 to `draft_steps` - 1.
 
         Returns:
@@ -398,11 +398,11 @@ class DraftHead(nn.Module, ABC):
         where = self.draft_to_target_D.device
         dtype = next((p.dtype for p in self.parameters()), torch.float32)
         state_11E = torch.zeros(1, 1, self.config.hidden_size, dtype=dtype, device=where)
-        node_11 = torch.zeros(1, 1, dtype=torch.long, device=where)
+        root_11, parent_11 = torch.zeros(1, 1, dtype=torch.long, device=where), torch.zeros(1, 1, dtype=torch.long)
         with FlopCounterMode(display=False) as counter:
             session = self.prefill([[0]], dict.fromkeys(self.aux_layers, state_11E))
             for depth in range(self.draft_steps):
-                self.draft_step(session, node_11, node_11, depth)
+                self.draft_step(session, root_11, parent_11, depth)
         return int(counter.get_total_flops()) // self.draft_steps
 
 

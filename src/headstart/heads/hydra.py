@@ -43,6 +43,7 @@ from headstart.heads.parts.residual import (
     embed,
     head_hidden,
 )
+from headstart.support.uploads import upload
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.graphs import WIDTHS, power
@@ -156,7 +157,7 @@ class HydraHead(ResidualHead):
         above_BWF = session.final_BE[:, None]
         if depth:
             rows_B1 = torch.arange(len(tokens_BW), device=tokens_BW.device)[:, None]
-            above_BWF = session.seen[rows_B1, parents_BW]
+            above_BWF = session.seen[rows_B1, upload(parents_BW, tokens_BW.device)]
         session.seen = torch.cat([above_BWF, embed(tokens_BW, self.target_embeddings, above_BWF)], dim=-1)
         return self._logits(session.seen, depth)
 

@@ -20,10 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import register_flop_formula
 
+from headstart.target import few_rows
 from headstart.target.prepacked import multiplied
 
-_FEW_ROWS = 12
-"""Rows up to which the product with 8 bits is the faster one: 2 to 3 times up to 4 rows, even at 16."""
 _MIN = 1 << 16
 """Numbers of a matrix from which rounding it pays."""
 _BLOCK = 32
@@ -34,12 +33,10 @@ _NAME = "int8"
 
 
 @dataclass(frozen=True)
-class Int8Weight:
-    """A matrix in 8 bits: what number (o, i) stands for is `int8_NI[o, i] * scale_N[o]`; the last rows may be padding.
-    The version is that of the matrix when it was rounded: torch counts whenever it is changed in place."""
+class Int8Weight(few_rows.Int8Matrix):
+    """A matrix in 8 bits. The version is that of the matrix when it was rounded: torch counts whenever it is changed in
+    place."""
 
-    int8_NI: Tensor
-    scale_N: Tensor
     version: int
 
 
@@ -55,15 +52,25 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
     product nor the prepacked one, has `F.linear` itself."""
     if torch.is_autocast_enabled("cpu") and x.is_cpu:
         return F.linear(x, weight_NI, bias_N)
+    int8 = packed(weight_NI, x)
+    if int8 is None:
+        return _in_full(x, weight_NI, bias_N)
+    if functions := few_rows.serves(x):
+        product = few_rows.product(functions, x, int8)
+    else:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        product = torch.ops.aten._weight_int8pack_mm(rows, int8.int8_NI, int8.scale_N)
+        product = product[:, : int8.outputs].reshape(*x.shape[:-1], int8.outputs)
+    return product if bias_N is None else product + bias_N
+
+
+def packed(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
+    """The weight in 8 bits, where it has them and they multiply x [..., I]."""
     int8: Int8Weight | None = getattr(weight_NI, _NAME, None)
     if int8 is None or int8.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
-        return _in_full(x, weight_NI, bias_N)
-    if x.numel() > _FEW_ROWS * x.shape[-1] or x.dtype != int8.scale_N.dtype or not x.is_cpu:
-        return _in_full(x, weight_NI, bias_N)
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    product: Tensor = torch.ops.aten._weight_int8pack_mm(rows, int8.int8_NI, int8.scale_N)
-    product = product[:, : len(weight_NI)].reshape(*x.shape[:-1], len(weight_NI))
-    return product if bias_N is None else product + bias_N
+        return None
+    few = x.is_cpu and x.dtype == int8.scale_N.dtype and x.numel() <= few_rows.ROWS * x.shape[-1]
+    return int8 if few else None
 
 
 def _in_full(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -141,7 +148,7 @@ def _pack(weight_NI: Tensor) -> Int8Weight:
         rows = slice(start, start + len(part_RI))
         scale_N[rows] = (part_RI.abs().amax(1) / 127).clamp(min=1e-12)
         int8_NI[rows] = (part_RI / scale_N[rows, None].float()).round().clamp(-127, 127).to(torch.int8)
-    return Int8Weight(int8_NI, scale_N, _version(weight_NI))
+    return Int8Weight(int8_NI, scale_N, outputs, _version(weight_NI))
 
 
 if hasattr(torch.ops.aten, "_weight_int8pack_mm"):

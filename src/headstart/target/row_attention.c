@@ -7,50 +7,7 @@
    numbers. `scores` has room for G times `room` numbers. A row sees the last `window` of its slots, or all of them where
    it is 0. */
 
-#include <stdint.h>
-#include <string.h>
-
-#ifdef BFLOAT16
-typedef uint16_t number;
-
-static inline float read_number(number x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline number rounded(float value) { /* to the nearest, ties to even, as torch rounds */
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-#else
-typedef float number;
-
-static inline float read_number(number x) { return x; }
-
-static inline number rounded(float value) { return value; }
-#endif
-
-/* e to the x for x <= 0, in operations that compilers turn into vectors: 2 to the whole part by the exponent's bits, and
-   to the rest by a polynomial, with |rest| <= 0.5 exact to 2e-7. */
-static inline float exponential(float x) {
-    float y = x * 1.44269504f;
-    y = y < -126.0f ? -126.0f : y;
-    float whole = __builtin_floorf(y + 0.5f), rest = y - whole;
-    float power = 1.535336188e-4f;
-    power = power * rest + 1.339887440e-3f;
-    power = power * rest + 9.618437357e-3f;
-    power = power * rest + 5.550332471e-2f;
-    power = power * rest + 2.402264791e-1f;
-    power = power * rest + 6.931472028e-1f;
-    power = power * rest + 1.0f;
-    uint32_t bits = (uint32_t)((int32_t)whole + 127) << 23;
-    float scale;
-    memcpy(&scale, &bits, 4);
-    return power * scale;
-}
+#include "numbers.h"
 
 void attend(const number *queries, const number *keys, const number *values, const int64_t *slots, number *out,
             int64_t rows, int64_t heads, int64_t key_row_stride, int64_t key_head_stride, int64_t value_row_stride,

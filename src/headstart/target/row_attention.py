@@ -2,8 +2,7 @@
 
 Torch's own attention makes two small products of every row and head, 13 us for three queries over 180 slots of 64
 numbers, which is two fifths of what writing takes. `row_attention.c` does the same in 4 us. It is compiled for the
-target's layers by the machine's own C compiler, in half a second, whenever a process first needs it; where there is no
-compiler, torch's attention is used.
+target's layers (see `support.compiled`); where there is no compiler, torch's attention is used.
 
 Shape suffixes: B rows, H key-value heads, G query heads that share one, S slots in sight, D size of a query and key,
 E of a value.
@@ -12,13 +11,6 @@ E of a value.
 from __future__ import annotations
 
 import ctypes
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,14 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.support.compiled import compiler, library
+
 SOURCE = Path(__file__).with_suffix(".c")
 ROWS = 16
 """Rows from which it is compiled and used: few rows take as long either way."""
-# What -ffast-math says, but for what it does to a process that loads the result (denormals become zero in all of it).
-_FLAGS = "-O3 -march=native -fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -shared -fPIC"
-_WIDE = "-mprefer-vector-width=512"
-_COMPILING = 60.0
-"""Seconds after which a compiler is given up."""
 
 
 def serves(rows: int, width: int, device: torch.device) -> bool:
@@ -75,30 +64,14 @@ def _reads(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
 
 
-def compiler() -> list[str]:
-    """The command of this machine's C compiler, $CC or the first of cc, gcc and clang that there is; empty if none."""
-    commands = [shlex.split(os.environ["CC"])] if os.environ.get("CC") else [["cc"], ["gcc"], ["clang"]]
-    return next((command for command in commands if command and shutil.which(command[0])), [])
-
-
 @cache
 def _compiled(size: int, out_size: int, groups: int, dtype: torch.dtype) -> Any:
     """The function for layers of these sizes; None where it cannot be had."""
-    program = compiler()
-    if not program:
+    names = [f"D={size}", f"E={out_size}", f"G={groups}", *(["BFLOAT16"] if dtype == torch.bfloat16 else [])]
+    functions = library(SOURCE, names)
+    if functions is None:
         return None
-    flags = [*_FLAGS.split(), *([_WIDE] if platform.machine() == "x86_64" else [])]
-    sizes = [f"-DD={size}", f"-DE={out_size}", f"-DG={groups}", *(["-DBFLOAT16"] if dtype == torch.bfloat16 else [])]
-    try:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            library = Path(folder, "row_attention.so")
-            command = [*program, *flags, *sizes, str(SOURCE), "-o", str(library)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILING)
-            attend = ctypes.CDLL(str(library)).attend
-    except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", None) or error).strip().rpartition("\n")[2]
-        warnings.warn(f"{shlex.join(program)} cannot compile attention: torch's is slower ({said}).", stacklevel=2)
-        return None
+    attend = functions.attend
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
     attend.argtypes = [pointer] * 5 + [whole] * 7 + [ctypes.c_float, pointer, whole]
     attend.restype = None

@@ -1,27 +1,76 @@
 """Keys and values that draft layers keep while drafting, and attention over them.
 
-Shape suffixes: B rows, T tokens, W nodes, S cache slots in sight, N key heads, G query heads that share a key head, d
-head size.
+Shape suffixes: B rows, T tokens, W nodes, K further slots, F numbers of an entry, S cache slots in sight, N key heads,
+G query heads that share a key head, d head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headstart.heads.parts.graphed import Numbers
 from headstart.heads.parts.layer import LayerConfig
 from headstart.support.uploads import upload
 from headstart.target.attention import causal_attention
 from headstart.target.cache import KeyMemory, LayerKeys
+from headstart.target.few_rows import FIELDS
 
 _SPARE = 256
 """Cache slots beyond the prompt that a session starts with."""
 _QUERIES = 512
 """Queries that attend together where a mask says what each of them sees: masks are as long as the text."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """New entries of a level of drafting, or of the text before it: where each goes and what it sees.
+
+    Attributes:
+        slots_BW: of the cache, one after the other from each row's first.
+        positions_BW: of the text, for rotary angles.
+        before_BW: so many slots from the first on are seen.
+        further_BWK: slots that are seen beside them.
+    """
+
+    slots_BW: Numbers
+    positions_BW: Numbers
+    before_BW: Numbers
+    further_BWK: Numbers
+
+    @classmethod
+    def of_text(cls, lengths: Sequence[int], width: int) -> Entries:
+        """The next entries of each row, which see all up to themselves."""
+        slots_BW = np.array(lengths, dtype=np.int64)[:, None] + np.arange(width)
+        return cls(slots_BW, slots_BW, slots_BW + 1, np.zeros((*slots_BW.shape, 0), dtype=np.int64))
+
+    @property
+    def stop(self) -> int:
+        """Slots that they need."""
+        return int(self.slots_BW[:, -1].max()) + 1
+
+    def allowed(self, device: torch.device) -> Tensor | None:
+        """Which slots each of them sees, bool [B, W, slots]; None for all."""
+        rows, width, further = self.further_BWK.shape
+        if rows == width == 1 and int(self.before_BW[0, 0]) + further == self.stop:
+            return None
+        before_BW, further_BWK = (upload(torch.from_numpy(part), device) for part in (self.before_BW, self.further_BWK))
+        return (torch.arange(self.stop, device=device) < before_BW[:, :, None]).scatter_(2, further_BWK, True)
+
+    def table(self, positions: int) -> Numbers:
+        """What `few_rows.attend` reads of all entries, [B * W, FIELDS + K], with angles of so many positions."""
+        rows, width, further = self.further_BWK.shape
+        table_BWF = np.empty((rows, width, FIELDS + further), dtype=np.int64)
+        table_BWF[..., 0], table_BWF[..., 1] = np.arange(rows)[:, None], self.slots_BW
+        table_BWF[..., 2], table_BWF[..., 3] = np.minimum(self.positions_BW, positions - 1), self.before_BW
+        table_BWF[..., FIELDS:] = self.further_BWK
+        return table_BWF.reshape(rows * width, FIELDS + further)
 
 
 class LayerCache:

@@ -25,8 +25,9 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
 from headstart.heads.exchange.published import LayerSizes
-from headstart.heads.int8_weights import Linear
+from headstart.heads.int8_weights import Int8Weight, Linear, packed
 from headstart.recipes.sections import FromTarget
+from headstart.target import few_rows
 from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import is_packed
 
@@ -196,21 +197,25 @@ class DraftLayer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d]; with `learning_RI` those of
         `learning`, so that queries and keys of the first `own_heads` are left out."""
-        groups, size = self.groups, self.config.head_dim
         kv_heads = self.config.num_key_value_heads - (0 if learning_RI is None else self.own_heads)
+        all_BHTd = self.unturned(x_BTI, learning_RI).transpose(1, 2)
+        heads = self.groups * kv_heads
+        rotated_BHTd = rotate(all_BHTd[:, : heads + kv_heads], *rotary)
+        queries_BHTd = rotated_BHTd[:, :heads]
+        queries = queries_BHTd.reshape(len(x_BTI), kv_heads, self.groups, *queries_BHTd.shape[2:])
+        return queries, rotated_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
+
+    def unturned(self, x_BTI: Tensor, learning_RI: Tensor | None = None) -> Tensor:
+        """Queries, keys and values of each token as `read` turns them, [B, T, H, d]."""
         if self.input_norm is not None:
             x_BTI = normed(self.input_norm, x_BTI)
-        rows, width = x_BTI.shape[:2]
-        read_BTH = self.qkv(x_BTI) if learning_RI is None else F.linear(x_BTI, learning_RI)
-        all_BHTd = read_BTH.view(rows, width, -1, size).transpose(1, 2)
-        heads = groups * kv_heads
-        both_BHTd = all_BHTd[:, : heads + kv_heads]
-        if self.q_norm is not None and self.k_norm is not None:
-            parts = normed(self.q_norm, both_BHTd[:, :heads]), normed(self.k_norm, both_BHTd[:, heads:])
-            both_BHTd = torch.cat(parts, dim=1)
-        rotated_BHTd = rotate(both_BHTd, *rotary)
-        queries = rotated_BHTd[:, :heads].reshape(rows, kv_heads, groups, width, size)
-        return queries, rotated_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
+        read_BTR: Tensor = self.qkv(x_BTI) if learning_RI is None else F.linear(x_BTI, learning_RI)
+        all_BTHd = read_BTR.view(*x_BTI.shape[:2], -1, self.config.head_dim)
+        if self.q_norm is None or self.k_norm is None:
+            return all_BTHd
+        heads, kv_heads = self.config.num_attention_heads, self.config.num_key_value_heads
+        queries, keys, values = torch.split(all_BTHd, [heads, kv_heads, kv_heads], dim=2)
+        return torch.cat([normed(self.q_norm, queries), normed(self.k_norm, keys), values], dim=2)
 
     @torch.no_grad()
     def keep_sizes(self, x_BTI: Tensor) -> None:
@@ -272,7 +277,16 @@ class DraftLayer(nn.Module):
 
     def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
         """The stream after this layer, from the stream before it and what attention brought."""
-        x_BTE = residual_BTE + self.o(by_token(mixed_BNGTd))
+        return self.write_found(residual_BTE, by_token(mixed_BNGTd))
+
+    def write_found(self, residual_BTE: Tensor, found_BTH: Tensor) -> Tensor:
+        """The same, where what all heads brought lies side by side."""
+        if self.config.hidden_act == "silu" and (functions := few_rows.serves(found_BTH)):
+            maps = [packed(linear.weight, found_BTH) for linear in (self.o, self.gate_up, self.down)]
+            if all(maps):
+                norm_E, eps = self.mlp_norm.weight.to(found_BTH.dtype), self.config.rms_norm_eps
+                return few_rows.finish(functions, residual_BTE, found_BTH, cast(list[Int8Weight], maps), norm_E, eps)
+        x_BTE = residual_BTE + self.o(found_BTH)
         stream_BTE: Tensor = x_BTE + self.down(self.inside(x_BTE))
         return stream_BTE
 
@@ -385,7 +399,10 @@ def by_token(mixed_BNGTd: Tensor) -> Tensor:
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
     """An RMS norm in the dtype of what it normalises, whose fused operation wants one dtype."""
     assert isinstance(norm, nn.RMSNorm), "heads have RMS norms"
-    return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
+    weight = norm.weight.to(x.dtype)
+    if norm.eps is not None and (functions := few_rows.serves(x)):
+        return few_rows.rms_norm(functions, x, weight, norm.eps)
+    return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
 
 
 def refused_layers(aux_layers: Sequence[int], which: str = "from 1 on") -> UserError:

@@ -30,7 +30,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,11 +40,12 @@ from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, StepPrediction, origins
 from headstart.heads.int8_weights import linear
-from headstart.heads.parts.cache import LayerCache, cached_attention, text_attention
+from headstart.heads.parts.cache import Entries, LayerCache, cached_attention, text_attention
 from headstart.heads.parts.graphed import GraphedHead, Level, Numbers
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, with_own
 from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of
 from headstart.support.uploads import upload
+from headstart.target import few_rows
 from headstart.target.cache import KeyMemory
 from headstart.target.frozen import FrozenModel
 from headstart.target.graphs import WIDTHS, power, slots_in_sight
@@ -71,10 +72,9 @@ class RecurrentSession:
         drafted: whether their entries were computed (with the root) in this round.
         base: cache slot of each row's entry with the root: (state before the root, root).
         feedback_BWE: what the nodes of the last level feed back.
-        visible_BWS: nodes of this round that each node of the last level sees, by order of drafting.
         memory: what graphs know, where drafts are captured.
-        paths_BWK: in captured levels, the cache slots that each node of the last level sees after the root's.
-        nodes: how many the captured levels after the first have had in this round.
+        paths_BWK: the cache slots that each node of the last level sees after the root's.
+        nodes: how many the levels after the first have had in this round.
     """
 
     cache: LayerCache
@@ -83,11 +83,27 @@ class RecurrentSession:
     counts: list[int]
     base: list[int]
     feedback_BWE: Tensor
-    visible_BWS: Tensor
     drafted: bool = False
     memory: RecurrentMemory | None = None
     paths_BWK: Numbers = field(default_factory=lambda: np.zeros((1, 1, 0), dtype=np.int64))
     nodes: int = 0
+
+    def root_entries(self) -> Entries:
+        """Those of the text that are pending, the last one of each row with the root."""
+        self.base = [length + count - 1 for length, count in zip(self.cache.lengths, self.counts, strict=True)]
+        self.paths_BWK, self.nodes = np.zeros((len(self.base), 1, 0), dtype=np.int64), 0
+        self.drafted = True
+        return Entries.of_text(self.cache.lengths, max(self.counts))
+
+    def next_entries(self, parents_BW: Numbers) -> Entries:
+        """Those of the next level's nodes, which see the text, the nodes above them, and themselves."""
+        rows, width = parents_BW.shape
+        base_B1 = np.array(self.base)[:, None]
+        slots_BW = base_B1 + 1 + self.nodes + np.arange(width)
+        above_BWK = self.paths_BWK[np.arange(rows)[:, None], parents_BW]
+        self.paths_BWK, self.nodes = np.concatenate([above_BWK, slots_BW[:, :, None]], axis=2), self.nodes + width
+        after_root_BW = np.tile(base_B1 + 1, (1, width))
+        return Entries(slots_BW, after_root_BW + self.paths_BWK.shape[2] - 1, after_root_BW, self.paths_BWK)
 
 
 class RecurrentMemory(KeyMemory):
@@ -220,30 +236,21 @@ class RecurrentHead(GraphedHead):
         tokens_BP = torch.tensor(following, device=seen_BPX.device)
         counts = [len(prompt) for prompt in prompts]
         none = seen_BPX[:, :0]  # until something is drafted
-        return RecurrentSession(cache, seen_BPX, tokens_BP, counts, base=[], feedback_BWE=none, visible_BWS=none)
+        return RecurrentSession(cache, seen_BPX, tokens_BP, counts, base=[], feedback_BWE=none)
 
     def draft_step(self, session: RecurrentSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        cache, device = session.cache, tokens_BW.device
-        rows_B = torch.arange(len(tokens_BW), device=device)
+        device = tokens_BW.device
+        rows_B, last_B = torch.arange(len(tokens_BW), device=device), None
         if depth == 0:
+            entries, pending = session.root_entries(), slice(max(session.counts))
             last_B = upload(session.counts, device) - 1
-            pending = slice(max(session.counts))
-            tokens_BP = session.tokens_BP[:, pending].index_put((rows_B, last_B), tokens_BW[:, 0])
-            seen_BPX = self.project(session.seen_BPX[:, pending])
-            stream_BWE = self._run(session, seen_BPX, tokens_BP, cache.lengths, last_B=last_B)
-            session.base = [length + count - 1 for length, count in zip(cache.lengths, session.counts, strict=True)]
-            session.visible_BWS = torch.zeros(len(rows_B), 1, 0, dtype=torch.bool, device=device)
-            session.drafted = True
+            tokens_BW = session.tokens_BP[:, pending].index_put((rows_B, last_B), tokens_BW[:, 0])
+            feedback_BWE = self.project(session.seen_BPX[:, pending])
         else:
-            width = tokens_BW.shape[1]
-            above_BWS = session.visible_BWS[rows_B[:, None], parents_BW]
-            itself_BWW = torch.eye(width, dtype=torch.bool, device=device).expand(len(rows_B), width, width)
-            session.visible_BWS = torch.cat([above_BWS, itself_BWW], dim=-1)
-            feedback_BWE = session.feedback_BWE[rows_B[:, None], parents_BW]
-            starts = [base + 1 + above_BWS.shape[2] for base in session.base]
-            stream_BWE = self._run(
-                session, feedback_BWE, tokens_BW, starts, visible_BWS=session.visible_BWS, depth=depth
-            )
+            entries = session.next_entries(parents_BW.numpy())
+            feedback_BWE = session.feedback_BWE[rows_B[:, None], upload(parents_BW, device)]
+        session.cache.reserve(entries.stop)
+        stream_BWE = self._run(session.cache, feedback_BWE, tokens_BW, entries, last_B)
         hidden_BWE, session.feedback_BWE = self.layer_output(stream_BWE)
         return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
@@ -272,31 +279,20 @@ class RecurrentHead(GraphedHead):
         session.drafted = False
 
     def _run(
-        self,
-        session: RecurrentSession,
-        feedback_BWE: Tensor,
-        tokens_BW: Tensor,
-        starts: Sequence[int],
-        visible_BWS: Tensor | None = None,
-        depth: int = 0,
-        last_B: Tensor | None = None,
+        self, cache: LayerCache, feedback_BWE: Tensor, tokens_BW: Tensor, entries: Entries, last_B: Tensor | None
     ) -> Tensor:
-        """The last layer's stream [B, W, E] over new entries, written to each row's slots from `starts` on: nodes of a
-        depth, of which each sees the drafted nodes in `visible_BWS`, or entries of the text, which see all before them.
-        See `_through`."""
-        cache, width, device = session.cache, tokens_BW.shape[1], tokens_BW.device
-        slots = max(starts) + width
-        cache.reserve(slots)
-        if visible_BWS is None:
-            positions_BW = upload(starts, device)[:, None] + torch.arange(width, device=device)
-        else:
-            first = [base + 1 for base in session.base]
-            positions_BW = (upload(first, device)[:, None] + (depth - 1)).expand(-1, width)
-            chain = visible_BWS.shape[2] == depth  # every level so far had a single node
-            allowed_BWS = _allowed(visible_BWS, first, slots, chain)
+        """The last layer's stream [B, W, E] over new entries, those of the text with the `last_B` of each row. See
+        `_through`."""
+        slots, like = entries.stop, feedback_BWE
+        table = self._rotary.table(slots, like.device, like.dtype)
+        if isinstance(self.stack[0], DraftLayer) and (functions := few_rows.serves(like)):
+            return self._through_few(functions, cache, table, like, tokens_BW, entries, last_B)
+        starts = entries.slots_BW[:, 0].tolist()
+        positions_BW = upload(torch.from_numpy(entries.positions_BW), like.device)
+        allowed_BWS = None if last_B is not None else entries.allowed(like.device)
 
         def mix(number: int, queries: Tensor, rows_B: Tensor | None) -> Tensor:
-            if visible_BWS is not None:
+            if last_B is None:
                 return cached_attention(queries, cache.kv[number], slots, allowed_BWS)
             index_BW = positions_BW if rows_B is None else positions_BW[rows_B, last_B][:, None]
             return text_attention(queries, cache.kv[number], slots, index_BW, starts)
@@ -304,8 +300,31 @@ class RecurrentHead(GraphedHead):
         def put(number: int, keys: Tensor, values: Tensor) -> None:
             cache.put(number, starts, keys, values)
 
-        rotary = self._rotary.at(positions_BW, feedback_BWE.dtype, slots)
-        return self._through(feedback_BWE, tokens_BW, rotary, put, mix, last_B)
+        return self._through(feedback_BWE, tokens_BW, angles(table, positions_BW), put, mix, last_B)
+
+    def _through_few(
+        self,
+        functions: Any,
+        cache: LayerCache,
+        table: tuple[Tensor, Tensor],
+        feedback_BWE: Tensor,
+        tokens_BW: Tensor,
+        entries: Entries,
+        last_B: Tensor | None,
+    ) -> Tensor:
+        """`_through` where there are few entries, on a CPU."""
+        rows, width = tokens_BW.shape
+        table_MF, asked = entries.table(len(table[0])), np.arange(rows * width)
+        heads = self.config.num_attention_heads
+        attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embedded(tokens_BW, feedback_BWE))
+        for number, layer in enumerate(self.stack):
+            if last_B is not None and number == len(self.layers) - 1:
+                asked = asked[::width] + last_B.numpy()
+                stream_BWE = stream_BWE[torch.arange(rows), last_B][:, None]
+            qkv_BWHd = layer.unturned(attended_BWI)
+            found_BWH = few_rows.attend(functions, qkv_BWHd, table, cache.kv[number], table_MF, asked, heads)
+            attended_BWI = stream_BWE = layer.write_found(stream_BWE, found_BWH)
+        return stream_BWE
 
     def _through(
         self,
@@ -355,16 +374,11 @@ class RecurrentHead(GraphedHead):
             return self._first_level(session, tokens_BW)
         memory, (rows, width), padded = session.memory, tokens_BW.shape, power(tokens_BW.shape[1])
         assert memory is not None, "captured levels have memory"
-        base_B1 = np.array(session.base)[:, None]
-        if depths.start == 1:
-            session.paths_BWK, session.nodes = np.zeros((rows, 1, 0), dtype=np.int64), 0
-        starts_B1 = base_B1 + 1 + session.nodes
-        slots_BW1 = (starts_B1 + np.arange(width))[:, :, None]
-        above_BWK = session.paths_BWK[np.arange(rows)[:, None], parents_BW]
-        session.paths_BWK, session.nodes = np.concatenate([above_BWK, slots_BW1], axis=2), session.nodes + width
+        base_B1, entries = np.array(session.base)[:, None], session.next_entries(parents_BW)
+        starts_B1 = entries.slots_BW[:, :1]
         # Further nodes and further slots: the root's, which is seen anyway.
         seen_BWK = np.broadcast_to(base_B1[:, :, None], (rows, padded, self.draft_steps)).copy()
-        seen_BWK[:, :width, : depths.start] = session.paths_BWK
+        seen_BWK[:, :width, : depths.start] = entries.further_BWK
         nodes = [np.pad(part, ((0, 0), (0, padded - width))) for part in (tokens_BW, parents_BW)]
         numbers_BX = np.concatenate([*nodes, seen_BWK.reshape(rows, -1), base_B1, starts_B1, base_B1 + depths.start], 1)
         above = session.feedback_BWE.shape[1]
@@ -380,8 +394,8 @@ class RecurrentHead(GraphedHead):
             return None
         memory.seen_BPX[:rows, :pending] = session.seen_BPX[:, :pending]
         memory.tokens_BP[:rows, :pending] = session.tokens_BP[:, :pending]
-        session.base = [length + count - 1 for length, count in zip(lengths, counts, strict=True)]
-        session.feedback_BWE, session.drafted = memory.feedback_BWE[:rows, :1], True
+        session.root_entries()
+        session.feedback_BWE = memory.feedback_BWE[:rows, :1]
         padded = power(pending)
         numbers_BX = np.stack([tokens_BW[:, 0], counts, lengths], axis=1)
         return Level(numbers_BX, 1, (0, padded, slots_in_sight(max(lengths) + padded, memory)))
@@ -418,17 +432,6 @@ class RecurrentHead(GraphedHead):
         hidden_BWE, feedback_BWE = self.layer_output(stream_BWE)
         memory.feedback_BWE[:rows, : feedback_BWE.shape[1]] = feedback_BWE
         return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
-
-
-def _allowed(visible_BWS: Tensor, first: Sequence[int], slots: int, chain: bool) -> Tensor | None:
-    """Slots that each new entry sees, bool [B, W, slots], or None for all: those of the text, before each row's
-    `first`, and of the new ones some. Where these are a chain, its single new entry sees all of them."""
-    rows, width, new = visible_BWS.shape
-    if rows == 1:
-        return None if chain else F.pad(visible_BWS, (first[0], 0), value=True)
-    index_BS = torch.arange(slots, device=visible_BWS.device) - upload(first, visible_BWS.device)[:, None]
-    inside_BWS = visible_BWS.gather(2, index_BS.clamp(0, new - 1)[:, None].expand(-1, width, -1))
-    return (index_BS < 0)[:, None] | (inside_BWS & ((index_BS >= 0) & (index_BS < new))[:, None])
 
 
 class UnrolledText:

@@ -1,0 +1,261 @@
+/* What draft heads compute for a few rows on a CPU: products with weights in 8 bits, norms, attention over a cache, the
+   best drafts. Rows lie one after the other, with nothing between them unless a stride is given. */
+
+#include <immintrin.h>
+#include <omp.h>
+#include <stdlib.h>
+
+#include "numbers.h"
+
+/* -- products ------------------------------------------------------------------------------------------------------ */
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define TOGETHER 4
+typedef __m512 lanes;
+#define ZERO _mm512_setzero_ps()
+#define LOAD(from) _mm512_loadu_ps(from)
+#define WIDEN(from) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from))))
+#define ADD_PRODUCT(a, b, sum) _mm512_fmadd_ps(a, b, sum)
+#elif defined(__AVX2__) && defined(__FMA__)
+#define LANES 8
+#define TOGETHER 2
+typedef __m256 lanes;
+#define ZERO _mm256_setzero_ps()
+#define LOAD(from) _mm256_loadu_ps(from)
+#define WIDEN(from) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from))))
+#define ADD_PRODUCT(a, b, sum) _mm256_fmadd_ps(a, b, sum)
+#else
+#error "products are written for AVX2 and AVX-512"
+#endif
+
+#define BLOCK 32 /* outputs that a thread takes at a time */
+#define MOST 4   /* rows that are multiplied together */
+
+static inline float sum_of(lanes x) {
+    float values[LANES], sum = 0;
+    memcpy(values, &x, sizeof values);
+    for (int k = 0; k < LANES; k++) sum += values[k];
+    return sum;
+}
+
+static inline __attribute__((always_inline)) void multiply(const int rows, const float *x, const int8_t *weight,
+                                                           const number *scale, number *out, int64_t inputs,
+                                                           int64_t outputs, int64_t first, int64_t stop) {
+    for (int64_t n = first; n < stop; n += TOGETHER) {
+        const int8_t *at = weight + n * inputs;
+        lanes sums[MOST][TOGETHER];
+        for (int m = 0; m < rows; m++)
+            for (int j = 0; j < TOGETHER; j++) sums[m][j] = ZERO;
+        for (int64_t i = 0; i < inputs; i += LANES) {
+            lanes of_output[TOGETHER];
+            for (int j = 0; j < TOGETHER; j++) {
+                of_output[j] = WIDEN(at + j * inputs + i);
+                __builtin_prefetch(at + (j + TOGETHER) * inputs + i);
+            }
+            for (int m = 0; m < rows; m++) {
+                lanes of_row = LOAD(x + m * inputs + i);
+                __asm__("" : "+v"(of_row)); /* stays in a register, instead of being read once for each output */
+                for (int j = 0; j < TOGETHER; j++) sums[m][j] = ADD_PRODUCT(of_output[j], of_row, sums[m][j]);
+            }
+        }
+        for (int m = 0; m < rows; m++)
+            for (int j = 0; j < TOGETHER && n + j < outputs; j++)
+                out[m * outputs + n + j] = rounded(sum_of(sums[m][j]) * read_number(scale[n + j]));
+    }
+}
+
+/* out [rows, outputs] of x [rows, inputs] and weight [padded, inputs], whose first `outputs` rows count; both of these
+   sizes of the weight are multiples of BLOCK. */
+void product(const number *x, const int8_t *weight, const number *scale, number *out, int64_t rows, int64_t inputs,
+             int64_t outputs, int threads) {
+    float *read = malloc(rows * inputs * sizeof *read); /* stacks of threads are small */
+    for (int64_t i = 0; i < rows * inputs; i++) read[i] = read_number(x[i]);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t block = 0; block < (outputs + BLOCK - 1) / BLOCK; block++) {
+        int64_t first = block * BLOCK, stop = first + BLOCK;
+        for (int64_t m = 0; m < rows; m += MOST) {
+            const float *from = read + m * inputs;
+            number *to = out + m * outputs;
+            switch (rows - m) {
+            case 1: multiply(1, from, weight, scale, to, inputs, outputs, first, stop); break;
+            case 2: multiply(2, from, weight, scale, to, inputs, outputs, first, stop); break;
+            case 3: multiply(3, from, weight, scale, to, inputs, outputs, first, stop); break;
+            default: multiply(4, from, weight, scale, to, inputs, outputs, first, stop);
+            }
+        }
+    }
+    free(read);
+}
+
+/* -- norms --------------------------------------------------------------------------------------------------------- */
+
+void norm(const number *x, const number *weight, number *out, int64_t rows, int64_t size, float eps) {
+    for (; rows--; x += size, out += size) {
+        float sum = 0;
+        for (int64_t i = 0; i < size; i++) sum += read_number(x[i]) * read_number(x[i]);
+        float scale = 1 / __builtin_sqrtf(sum / size + eps);
+        for (int64_t i = 0; i < size; i++) out[i] = rounded(read_number(x[i]) * scale * read_number(weight[i]));
+    }
+}
+
+/* -- the rest of a layer after its attention ------------------------------------------------------------------------ */
+
+typedef struct {
+    const int8_t *weight;
+    const number *scale;
+    int64_t inputs, outputs;
+} map;
+
+static inline float silu(float x) {
+    float e = exponential(x < 0 ? x : -x);
+    return (x < 0 ? x * e : x) / (1 + e);
+}
+
+static void multiply_by(const map *of, const number *x, number *out, int64_t rows, int threads) {
+    product(x, of->weight, of->scale, out, rows, of->inputs, of->outputs, threads);
+}
+
+/* The stream after a layer [rows, size], from the stream before it and what its heads found: the output map, a norm, and
+   an MLP gated by silu, of which `gate_up` has both halves. Rounded where torch rounds. */
+void finish(const number *stream, const number *found, const map *output, const number *norm_weight, float eps,
+            const map *gate_up, const map *down, number *out, int64_t rows, int threads) {
+    int64_t size = output->outputs, inner = down->inputs;
+    number *middle = malloc(rows * (2 * size + 3 * inner) * sizeof *middle);
+    number *normed = middle + rows * size, *both = normed + rows * size, *inside = both + 2 * rows * inner;
+    multiply_by(output, found, middle, rows, threads);
+    for (int64_t i = 0; i < rows * size; i++) middle[i] = rounded(read_number(stream[i]) + read_number(middle[i]));
+    norm(middle, norm_weight, normed, rows, size, eps);
+    multiply_by(gate_up, normed, both, rows, threads);
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = 0; i < inner; i++) {
+            const number *gate = both + 2 * m * inner + i;
+            inside[m * inner + i] = rounded(read_number(rounded(silu(read_number(gate[0])))) * read_number(gate[inner]));
+        }
+    multiply_by(down, inside, out, rows, threads);
+    for (int64_t i = 0; i < rows * size; i++) out[i] = rounded(read_number(middle[i]) + read_number(out[i]));
+    free(middle);
+}
+
+/* -- attention ----------------------------------------------------------------------------------------------------- */
+
+#define WORTH_THREADS 200000 /* numbers of keys that queries are multiplied with */
+
+enum { ROW, SLOT, POSITION, BEFORE, FURTHER };
+
+/* A head's numbers turned by their position, times `scaling`. */
+static inline void turn(const number *x, const number *cos, const number *sin, float scaling, int64_t size, float *out) {
+    int64_t half = size / 2;
+    for (int64_t d = 0; d < half; d++) {
+        float a = read_number(x[d]), b = read_number(x[d + half]);
+        out[d] = scaling * (a * read_number(cos[d]) - b * read_number(sin[d]));
+        out[d + half] = scaling * (b * read_number(cos[d + half]) + a * read_number(sin[d + half]));
+    }
+}
+
+static inline float dot(const number *x, const float *query, int64_t size) {
+    float sum = 0;
+    for (int64_t d = 0; d < size; d++) sum += read_number(x[d]) * query[d];
+    return sum;
+}
+
+static inline void add(const number *x, float share, int64_t size, float *sums) {
+    for (int64_t d = 0; d < size; d++) sums[d] += share * read_number(x[d]);
+}
+
+/* New entries, each with its row, slot, position, the slots from the first on that it sees and `further` ones: writes
+   their keys and values, and for those that are `asked` what all heads find, [asked, heads * size]. Queries, keys and
+   values of an entry lie side by side in qkv; angles are [positions, size]; keys and values of a row and head lie slot
+   after slot; scores have room for QUERIES, or the queries of an entry, times `room` of each thread. */
+void attend(const number *qkv, const number *cos, const number *sin, number *keys, number *values,
+            const int64_t *entries, int64_t count, int64_t further, const int64_t *asked, int64_t asks, int64_t heads,
+            int64_t key_heads, int64_t size, int64_t row_stride, int64_t head_stride, float *all_scores, int64_t room,
+            number *out, int threads) {
+    int64_t width = (heads + 2 * key_heads) * size, fields = FURTHER + further, groups = heads / key_heads;
+    int64_t most_queries = groups > QUERIES ? groups : QUERIES;
+    float turned[size], scaling = 1 / __builtin_sqrtf(size);
+    for (int64_t m = 0; m < count; m++) {
+        const int64_t *entry = entries + m * fields;
+        int64_t place = entry[ROW] * row_stride + entry[SLOT] * size, angle = entry[POSITION] * size;
+        const number *key = qkv + m * width + heads * size, *value = key + key_heads * size;
+        for (int64_t n = 0; n < key_heads; n++, place += head_stride) {
+            turn(key + n * size, cos + angle, sin + angle, 1, size, turned);
+            for (int64_t d = 0; d < size; d++) keys[place + d] = rounded(turned[d]);
+            memcpy(values + place, value + n * size, size * sizeof(number));
+        }
+    }
+    for (int64_t at = 0, together; at < asks; at += together) {
+        int64_t row = entries[asked[at] * fields + ROW], before = 0;
+        for (together = 0; at + together < asks && (together + 1) * groups <= most_queries; together++) {
+            const int64_t *entry = entries + asked[at + together] * fields;
+            if (entry[ROW] != row) break;
+            before = entry[BEFORE] > before ? entry[BEFORE] : before;
+        }
+        int64_t queries = together * groups;
+        int many = key_heads * queries * before * size > WORTH_THREADS;
+#pragma omp parallel for schedule(static) num_threads(threads) if (many)
+        for (int64_t n = 0; n < key_heads; n++) {
+            float query[queries][size], mixed[queries][size];
+            float *scores = all_scores + omp_get_thread_num() * most_queries * room;
+            const number *key = keys + row * row_stride + n * head_stride;
+            const number *value = values + row * row_stride + n * head_stride;
+            for (int64_t i = 0; i < queries; i++) {
+                int64_t m = asked[at + i / groups], angle = entries[m * fields + POSITION] * size;
+                turn(qkv + m * width + (n * groups + i % groups) * size, cos + angle, sin + angle, scaling, size, query[i]);
+            }
+            for (int64_t s = 0; s < before; s++)
+                for (int64_t i = 0; i < queries; i++) scores[i * room + s] = dot(key + s * size, query[i], size);
+            for (int64_t i = 0; i < queries; i++) {
+                const int64_t *entry = entries + asked[at + i / groups] * fields, *others = entry + FURTHER;
+                float *score = scores + i * room, *of_others = score + before, most = -__builtin_inff(), sum = 0;
+                for (int64_t s = 0; s < entry[BEFORE]; s++) most = score[s] > most ? score[s] : most;
+                for (int64_t k = 0; k < further; k++) {
+                    of_others[k] = dot(key + others[k] * size, query[i], size);
+                    most = of_others[k] > most ? of_others[k] : most;
+                }
+                for (int64_t s = 0; s < before; s++) score[s] = s < entry[BEFORE] ? exponential(score[s] - most) : 0;
+                for (int64_t k = 0; k < further; k++) of_others[k] = exponential(of_others[k] - most);
+                for (int64_t s = 0; s < before + further; s++) sum += score[s];
+                for (int64_t s = 0; s < before + further; s++) score[s] /= sum;
+                memset(mixed[i], 0, sizeof mixed[i]);
+                for (int64_t k = 0; k < further; k++) add(value + others[k] * size, of_others[k], size, mixed[i]);
+            }
+            for (int64_t s = 0; s < before; s++)
+                for (int64_t i = 0; i < queries; i++) add(value + s * size, scores[i * room + s], size, mixed[i]);
+            for (int64_t i = 0; i < queries; i++) {
+                number *to = out + ((at + i / groups) * heads + n * groups + i % groups) * size;
+                for (int64_t d = 0; d < size; d++) to[d] = rounded(mixed[i][d]);
+            }
+        }
+    }
+}
+
+/* -- drafts -------------------------------------------------------------------------------------------------------- */
+
+/* out [3, rows, ranks]: the bits of the log-probabilities, best first, then their indices, then their tokens. */
+void best(const number *logits, int64_t rows, int64_t size, int64_t ranks, const int64_t *tokens, int32_t *out) {
+    for (int64_t r = 0; r < rows; r++, logits += size) {
+        float top[ranks], sum = 0;
+        int64_t filled = 0;
+        int32_t *log_prob = out + r * ranks, *index = log_prob + rows * ranks, *token = index + rows * ranks;
+        for (int64_t start = 0, stop; start < size; start = stop) {
+            stop = start + 64 < size ? start + 64 : size;
+            float most = -__builtin_inff();
+            for (int64_t i = start; i < stop; i++) most = read_number(logits[i]) > most ? read_number(logits[i]) : most;
+            if (filled == ranks && most <= top[ranks - 1]) continue;
+            for (int64_t i = start; i < stop; i++) {
+                float value = read_number(logits[i]);
+                if (filled == ranks && value <= top[ranks - 1]) continue;
+                int64_t k = filled < ranks ? filled++ : ranks - 1;
+                for (; k && top[k - 1] < value; k--) top[k] = top[k - 1], index[k] = index[k - 1];
+                top[k] = value, index[k] = (int32_t)i;
+            }
+        }
+        for (int64_t i = 0; i < size; i++) sum += exponential(read_number(logits[i]) - top[0]);
+        for (int64_t k = 0; k < ranks; k++) {
+            float value = top[k] - top[0] - __builtin_logf(sum);
+            memcpy(log_prob + k, &value, sizeof value);
+            token[k] = (int32_t)tokens[index[k]];
+        }
+    }
+}

@@ -1,0 +1,251 @@
+"""What heads compute in C for a few rows, against float64 and against the same heads on torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from headstart.decode.loop import DecodeLoop
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.captured import best_drafts
+from headstart.drafters.heads import HeadDrafter
+from headstart.heads import int8_weights
+from headstart.heads.int8_weights import Linear, drop_int8, to_int8
+from headstart.heads.parts import cache
+from headstart.heads.parts.cache import Entries
+from headstart.heads.parts.layer import normed
+from headstart.target import few_rows
+from headstart.target.model import Target
+from headstart.tree.tree import Committed, TreeBatch, TreeShape
+from tests.heads.test_contract import CASES, build, shake
+from tests.tiny import tiny_model
+
+DTYPES = [torch.float32, torch.bfloat16]
+pytestmark = pytest.mark.skipif(
+    few_rows.compiled(torch.float32) is None, reason="nothing is compiled on this machine: no C compiler, or no AVX2"
+)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=64))
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was computed in C, by name."""
+    names: list[str] = []
+
+    def noted(name: str) -> None:
+        real = getattr(few_rows, name)
+
+        def call(*given: Any) -> Tensor:
+            names.append(name)
+            found: Tensor = real(*given)
+            return found
+
+        monkeypatch.setattr(few_rows, name, call)
+
+    for name in ("product", "rms_norm", "attend", "finish", "best"):
+        noted(name)
+    return names
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 12])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_products_are_those_of_the_rounded_weights(
+    dtype: torch.dtype, rows: int, threads: int, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    monkeypatch.setattr(int8_weights, "_MIN", 1)
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    for inputs, outputs in ((32, 32), (96, 70), (512, 161)):  # outputs that fill no block of 32
+        layer = Linear(inputs, outputs).to(dtype)
+        to_int8(layer)
+        held = layer.weight.int8
+        weight = held.int8_NI[:outputs].double() * held.scale_N[:outputs, None].double()
+        x = torch.randn(1, rows, inputs).to(dtype)
+        with torch.inference_mode():
+            found = layer(x)
+        wanted = x.double() @ weight.T + layer.bias.double()
+        # bfloat16 rounds the product, and the sum with the bias; sums of 512 products in float32.
+        close = {"rtol": 2**-7, "atol": 2**-8} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(found.double(), wanted, **close)
+    assert asked == ["product"] * 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_are_torchs(dtype: torch.dtype, asked: list[str]) -> None:
+    torch.manual_seed(0)
+    norm, x = torch.nn.RMSNorm(72, eps=1e-3), (0.1 * torch.randn(2, 3, 72)).to(dtype)
+    norm.weight.data.normal_()
+    wanted = F.rms_norm(x.double(), (72,), norm.weight.to(dtype).double(), 1e-3)
+    with torch.inference_mode():
+        found = normed(norm, x)
+        normed(norm, torch.randn(13, 72))  # too many rows
+    assert asked == ["rms_norm"]
+    torch.testing.assert_close(found.double(), wanted, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_best_drafts_are_torchs(dtype: torch.dtype, ranks: int, asked: list[str]) -> None:
+    torch.manual_seed(0)
+    logits = torch.stack([8 * torch.randn(200), torch.linspace(-90, 90, 200), torch.linspace(90, -90, 200)])[None]
+    logits, tokens = logits.to(dtype), 3 * torch.arange(200)
+    with torch.inference_mode():
+        found = best_drafts(logits, ranks, tokens)
+    assert asked == ["best"] and found.dtype == torch.int32
+    log_probs = logits.double().log_softmax(-1)
+    torch.testing.assert_close(  # of equal logits either may come first
+        found[0].view(torch.float32).double(), log_probs.topk(ranks).values, rtol=1e-5, atol=1e-5
+    )
+    assert torch.equal(found[2], 3 * found[1])
+    assert torch.equal(logits[0, 1:].gather(-1, found[1, 0, 1:].long()), logits[0, 1:].topk(ranks).values)
+
+
+def rounds(heads: Any, target: Target, prompts: list[list[int]], packed: bool = False) -> list[Tensor]:
+    """The logits of all levels of three rounds, in which rows get on by one, two and three tokens, and the second one
+    of three ends."""
+    (to_int8 if packed else drop_int8)(heads)
+    texts = [[*prompt, 9, 8, 7, 6, 5, 4, 3] for prompt in prompts]
+    states = target.hidden_states(texts, heads.aux_layers)
+    dtype = next(heads.parameters()).dtype
+
+    def of(start: list[int], count: int) -> dict[int, Tensor]:
+        return {
+            layer: torch.stack(
+                [F.pad(row[layer], (0, 0, 0, 99))[at : at + count] for row, at in zip(states, start, strict=True)]
+            ).to(dtype)
+            for layer in heads.aux_layers
+        }
+
+    lengths, logits = [len(prompt) for prompt in prompts], []
+    session = heads.prefill(prompts, of([0] * len(prompts), max(lengths)))
+    for counts in ([1, 2, 3], [3, 1, 2], []):
+        rows = len(texts)
+        roots = TreeBatch.roots([text[length] for text, length in zip(texts, lengths, strict=True)])
+        logits.append(heads.draft_step(session, roots.tokens_BN, torch.zeros_like(roots.tokens_BN), 0))
+        for depth, parents in ((1, [0, 0]), (2, [1, 0, 1]), (3, [2]))[: heads.draft_steps - 1]:
+            tokens = torch.tensor([[11 + row + node for node in range(len(parents))] for row in range(rows)])
+            logits.append(heads.draft_step(session, tokens, torch.tensor([parents] * rows), depth))
+        if counts := counts[:rows]:
+            new = [text[length : length + count] for text, length, count in zip(texts, lengths, counts, strict=True)]
+            heads.commit(session, Committed.of(new, of(lengths, max(counts))))
+            lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        if rows == 3 and counts == [1, 2, 3]:
+            heads.reorder(session, [0, 2])
+            texts, lengths, states = ([some[0], some[2]] for some in (texts, lengths, states))
+    return logits
+
+
+@pytest.fixture
+def heads_of(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Heads whose caches have to grow, and whose texts are longer than their rotary positions."""
+    monkeypatch.setattr(int8_weights, "_MIN", 1)
+    monkeypatch.setattr(cache, "_SPARE", 1)
+
+    def make(name: str) -> Any:
+        heads = shake(build(name, target)).eval()
+        heads._rotary._config = heads.config.model_copy(update={"max_position_embeddings": 7})
+        return heads
+
+    return make
+
+
+PROMPTS = [[5, 6], [7], [8, 9, 10]]
+RECURRENT = [name for name in CASES if name.startswith(("eagle", "mtp"))]
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["full", "int8"])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", RECURRENT)
+def test_drafts_are_those_of_torch(
+    name: str, rows: int, packed: bool, target: Target, heads_of: Callable[[str], Any], asked: list[str]
+) -> None:
+    heads = heads_of(name)
+    with torch.no_grad():
+        torchs = rounds(heads, target, PROMPTS[-rows:], packed)
+    assert not asked
+    with torch.inference_mode():
+        found = rounds(heads, target, PROMPTS[-rows:], packed)
+    assert set(asked) >= {"attend", *(["product", "finish"] if packed else ["rms_norm"])}
+    for mine, wanted in zip(found, torchs, strict=True):
+        # float32 sums in another order, enlarged by random layers that feed each other, up to twelve deep.
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=5e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["full", "int8"])
+@pytest.mark.parametrize("name", ["eagle3", "eagle3-deep-normed", "mtp"])
+def test_bfloat16_is_no_further_from_float32_than_torchs(
+    name: str, packed: bool, target: Target, heads_of: Callable[[str], Any], asked: list[str]
+) -> None:
+    heads = heads_of(name).bfloat16()
+    (to_int8 if packed else drop_int8)(heads)
+    exact = copy.deepcopy(heads)
+    for mine, weight in zip(exact.parameters(), heads.parameters(), strict=True):
+        if held := getattr(weight, "int8", None):
+            mine.data = held.int8_NI[: held.outputs].float() * held.scale_N[: held.outputs, None].float()
+    exact.float()
+    with torch.no_grad():
+        wanted = rounds(exact, target, PROMPTS)
+        torchs = rounds(heads, target, PROMPTS, packed)
+    with torch.inference_mode():
+        found = rounds(heads, target, PROMPTS, packed)
+    assert ("finish" in asked) == packed and "attend" in asked
+    # Of each level it is a matter of luck; over all of them the roundings are as many.
+    mine, other, all_of_it = (
+        float(torch.cat([level.float().flatten() for level in some]).square().mean().sqrt())
+        for some in (
+            [a - b for a, b in zip(found, wanted, strict=True)],
+            [a - b for a, b in zip(torchs, wanted, strict=True)],
+            wanted,
+        )
+    )
+    assert mine < 1.3 * other < 0.2 * all_of_it, (mine, other, all_of_it)
+
+
+def test_autocast_is_torchs(target: Target, heads_of: Callable[[str], Any], asked: list[str]) -> None:
+    """Which computes in a dtype that weights and caches do not say."""
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        rounds(heads_of("eagle3"), target, PROMPTS[:1], packed=True)
+    assert not asked
+
+
+def test_a_row_with_more_queries_than_look_together(asked: list[str]) -> None:
+    """Twenty query heads of one key head, in bfloat16, with slots that one entry sees and another does not."""
+    torch.manual_seed(0)
+    heads, size, slots = 20, 24, 9
+    keys, values = (torch.randn(2, 1, slots, size).bfloat16() for _ in range(2))
+    qkv = (2 * torch.randn(2, 2, heads + 2, size)).bfloat16()
+    angles = torch.ones(16, size).bfloat16(), torch.zeros(16, size).bfloat16()
+    entries = Entries(np.array([[5, 6], [7, 8]]), np.full((2, 2), 3), np.full((2, 2), 4), np.array([[[5], [6]]] * 2))
+    entries.further_BWK[1] += 2
+    found = few_rows.attend(
+        few_rows.compiled(torch.bfloat16), qkv, angles, (keys, values), entries.table(16), np.arange(4), heads
+    )
+    assert torch.equal(keys[0, 0, 5], qkv[0, 0, heads]) and torch.equal(values[1, 0, 8], qkv[1, 1, heads + 1])
+    for row in range(2):
+        for node in range(2):
+            seen = [0, 1, 2, 3, 5 + 2 * row + node]
+            queries = qkv[row, node, :heads].double()
+            wanted = F.scaled_dot_product_attention(queries, keys[row, 0, seen].double(), values[row, 0, seen].double())
+            torch.testing.assert_close(found[row, node].double(), wanted.flatten(), rtol=2**-8, atol=1e-4)
+
+
+def test_what_drafts_say_of_themselves_without_a_compiler(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = shake(build("eagle3", target)).eval()
+    assert HeadDrafter(heads, TreeShape.chain(2)).forwards == "compiled"
+    monkeypatch.setattr(few_rows, "compiled", lambda _: None)
+    drafter = HeadDrafter(heads, TreeShape.chain(2))
+    assert drafter.forwards == "eager"
+    wanted = DecodeLoop(target).generate([[3, 4, 5]], DecodeOptions(8))[0].tokens
+    assert DecodeLoop(target, drafter).generate([[3, 4, 5]], DecodeOptions(8, draft="on"))[0].tokens == wanted
