@@ -111,6 +111,13 @@ def test_no_compiler_and_other_threads_are_none(source: Path, monkeypatch: pytes
         assert library(source, ["ANSWER=8"]) is None
         patched.setenv("CC", 'no "such')
         assert library(source, ["ANSWER=8"]) is None
+    clang = source.with_name("clang-14")
+    clang.write_text("#!/bin/sh\nexit 1\n")
+    clang.chmod(0o755)
+    source.with_name("cc").symlink_to(clang)
+    with monkeypatch.context() as patched:
+        patched.setenv("CC", str(source.with_name("cc")))
+        assert library(source, ["ANSWER=8"], threads=True) is None, "its threads are others: not even tried"
     monkeypatch.setattr(compiled, "torch_threads", lambda: None)
     assert library(source, ["ANSWER=8"], threads=True) is None
     assert said(library(source, ["ANSWER=8"])) == 8

@@ -34,8 +34,8 @@ _COMPILING = 60.0
 
 
 def compiler() -> list[str]:
-    """The command of this machine's C compiler, $CC or the first of cc, gcc and clang that there is; empty if none."""
-    commands = [["cc"], ["gcc"], ["clang"]]
+    """The command of this machine's C compiler, $CC or the first of gcc, cc and clang that there is; empty if none."""
+    commands = [["gcc"], ["cc"], ["clang"]]
     if asked := os.environ.get("CC"):
         try:
             commands = [shlex.split(asked)]
@@ -45,10 +45,10 @@ def compiler() -> list[str]:
 
 
 def library(source: Path, names: Sequence[str] = (), threads: bool = False) -> ctypes.CDLL | None:
-    """What a source gives with these names defined; `threads` are those that torch itself has. None where there is no
-    compiler, or no such threads; a compiler that fails is warned about."""
+    """What a source gives with these names defined; `threads` are those that torch itself has, GNU's. None where there
+    is no compiler, or no such threads, which clang has not; a compiler that fails is warned about."""
     program, runtime = compiler(), torch_threads() if threads else None
-    if not program or (threads and runtime is None):
+    if not program or (threads and (runtime is None or "clang" in os.path.realpath(shutil.which(program[0]) or ""))):
         return None
     flags = [*_FLAGS.split(), *([_WIDE] if platform.machine() == "x86_64" else []), *(["-fopenmp"] if threads else [])]
     compiling = [*program, *flags, *(f"-D{name}" for name in names), "-c", str(source)]
