@@ -21,7 +21,7 @@ class EvalOptions(DecodeOptions):
     compare: Sequence[str] = option(
         (),
         "Also measure these drafters, alternating with the heads: names as for --drafter, dynamic, static, chain "
-        "(the heads, with such trees), or all (every one that needs no second model).",
+        "(the heads, with such trees), or all (these trees, ngram, heads+ngram, lookahead and early-exit).",
         metavar="NAME,NAME...",
     )
     limit: int | None = option(None, "Ask at most this many questions.", minimum=1)
