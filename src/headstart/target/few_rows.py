@@ -1,8 +1,8 @@
 """What draft heads compute for a few rows on a CPU, in C: products with 8-bit weights, norms, attention, best drafts.
 
 A level of a draft has one row, or a few. Torch takes longer to call its eighty operators, one after the other and with
-cold caches, than they compute; and its product with 8-bit weights fetches them at half of the speed of these. See
-`few_rows.c`. It is used in inference mode alone, which decoding is in: elsewhere the same code runs on torch, and says
+cold caches, than they compute; and its product with 8-bit weights takes one and a half times as long. See `few_rows.c`.
+It is used in inference mode alone, which decoding is in: elsewhere the same code runs on torch, and says
 what this has to give but for rounding. Where it cannot be compiled, or the processor has no AVX2, torch does all.
 
 Shape suffixes: B rows of a batch, W new entries of each, M all of them, K further slots, I inputs, N outputs, P
@@ -28,7 +28,7 @@ from headstart.support.compiled import library
 
 SOURCE = Path(__file__).with_suffix(".c")
 ROWS = 12
-"""Rows up to which it is the faster one."""
+"""Rows up to which it is used: with more, weights in 8 bits are not faster than full ones."""
 FIELDS = 4
 """Numbers of an entry before its further slots."""
 _QUERIES = 16
