@@ -118,7 +118,8 @@ class MtpDrafter:
         self.max_nodes = self.draft_steps + 1
         self.aux_layers: tuple[int, ...] = (self._shipped.state_layer,)
         self.draft_to_target_D = torch.arange(target.vocab_size, device=target.device)
-        few_rows.compiled(target.dtype)  # now, so that no first answer waits for it
+        if target.device.type == "cpu":
+            few_rows.compiled(target.dtype)  # now, so that no first answer waits for it
         # Of keys and values twice what is needed: caches grow by doubling. Of states those that a module reads next.
         states = target.hidden_size * target.dtype.itemsize
         keys = sum(module.bytes_per_token for module in self.modules)
