@@ -26,7 +26,8 @@ from headstart.target.prepacked import multiplied
 _MIN = 1 << 16
 """Numbers of a matrix from which rounding it pays."""
 _BLOCK = 32
-"""Inputs are a multiple of it: torch's product reads whole blocks, beyond the end of other rows. Outputs are padded."""
+"""Inputs are a multiple of it: torch's product reads whole blocks, beyond the end of other rows, and so
+does that in C. Outputs are padded."""
 _ROWS = 4096
 """Outputs that are rounded at a time, in float32."""
 _NAME = "int8"
@@ -69,8 +70,7 @@ def packed(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
     int8: Int8Weight | None = getattr(weight_NI, _NAME, None)
     if int8 is None or int8.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
         return None
-    few = x.is_cpu and x.dtype == int8.scale_N.dtype and x.numel() <= few_rows.ROWS * x.shape[-1]
-    return int8 if few else None
+    return int8 if few_rows.few(x) and x.dtype == int8.scale_N.dtype else None
 
 
 def _in_full(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:

@@ -79,10 +79,15 @@ def _compiled(dtype: torch.dtype) -> Any:
     return functions
 
 
+def few(x: Tensor) -> bool:
+    """Whether x [.., I] is of a few rows on a CPU."""
+    return x.is_cpu and x.numel() <= ROWS * x.shape[-1]
+
+
 def serves(x: Tensor) -> Any:
     """The functions, where they compute what is asked of x [.., I]: a few rows on a CPU, while decoding."""
-    few = torch.is_inference_mode_enabled() and x.is_cpu and 0 < x.numel() <= ROWS * x.shape[-1]
-    return compiled(x.dtype) if few and not torch.is_autocast_enabled("cpu") else None
+    asked = torch.is_inference_mode_enabled() and few(x) and x.numel() > 0
+    return compiled(x.dtype) if asked and not torch.is_autocast_enabled("cpu") else None
 
 
 def product(functions: Any, x: Tensor, matrix: Int8Matrix) -> Tensor:

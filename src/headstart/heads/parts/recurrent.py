@@ -88,12 +88,11 @@ class RecurrentSession:
     paths_BWK: Numbers = field(default_factory=lambda: np.zeros((1, 1, 0), dtype=np.int64))
     nodes: int = 0
 
-    def root_entries(self) -> Entries:
-        """Those of the text that are pending, the last one of each row with the root."""
+    def begin_round(self) -> None:
+        """The pending entries of the text are next, the last one of each row with the root."""
         self.base = [length + count - 1 for length, count in zip(self.cache.lengths, self.counts, strict=True)]
         self.paths_BWK, self.nodes = np.zeros((len(self.base), 1, 0), dtype=np.int64), 0
         self.drafted = True
-        return Entries.of_text(self.cache.lengths, max(self.counts))
 
     def next_entries(self, parents_BW: Numbers) -> Entries:
         """Those of the next level's nodes, which see the text, the nodes above them, and themselves."""
@@ -242,7 +241,9 @@ class RecurrentHead(GraphedHead):
         device = tokens_BW.device
         rows_B, last_B = torch.arange(len(tokens_BW), device=device), None
         if depth == 0:
-            entries, pending = session.root_entries(), slice(max(session.counts))
+            session.begin_round()
+            entries = Entries.of_text(session.cache.lengths, max(session.counts))
+            pending = slice(max(session.counts))
             last_B = upload(session.counts, device) - 1
             tokens_BW = session.tokens_BP[:, pending].index_put((rows_B, last_B), tokens_BW[:, 0])
             feedback_BWE = self.project(session.seen_BPX[:, pending])
@@ -394,7 +395,7 @@ class RecurrentHead(GraphedHead):
             return None
         memory.seen_BPX[:rows, :pending] = session.seen_BPX[:, :pending]
         memory.tokens_BP[:rows, :pending] = session.tokens_BP[:, :pending]
-        session.root_entries()
+        session.begin_round()
         session.feedback_BWE = memory.feedback_BWE[:rows, :1]
         padded = power(pending)
         numbers_BX = np.stack([tokens_BW[:, 0], counts, lengths], axis=1)
