@@ -483,7 +483,7 @@ def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch
     monkeypatch.setattr(
         "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
-    monkeypatch.setattr("headstart.target.row_attention.would_help", lambda *_: True)
+    monkeypatch.setattr("headstart.target.cpu_attention.would_help", lambda *_: True)
     online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
     run = Run(online, folder, Console(file=io.StringIO(), width=200))
     execute(run, stages_until("export"))

@@ -251,6 +251,16 @@ def test_drafting(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.
     assert all(row["over_torch"] == pytest.approx(row["torch_draft_ms"] / row["compiled_draft_ms"]) for row in rows)
 
 
+def test_forwards(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = script("forwards", monkeypatch)
+    monkeypatch.setattr(benchmark, "WIDTHS", (1, 4))
+    arguments = ["--target", str(tiny_target_folder), "--dtype", "float32", "--turns", "1"]
+    benchmark.main([*arguments, "--out", str(tmp_path / "out.json")])
+    rows = read_json(tmp_path / "out.json")["rows"]
+    assert [row["tokens"] for row in rows] == [1, 4]
+    assert all(row["over_torch"] == pytest.approx(row["torch_ms"] / row["compiled_ms"]) for row in rows)
+
+
 def test_memory(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The costs of a tuning that takes any node: what counts is that known answers are followed, and remembered."""
     export(tmp_path / "heads", load_target(str(tiny_target_folder), "float32"))

@@ -41,6 +41,7 @@ def test_sliding_layers_read_no_further_back_than_their_window(
         read.add(key.shape[2])
         return original(query, key, *args, **kwargs)
 
+    monkeypatch.setattr("headstart.target.cpu_attention.serves", lambda *_: False)
     target = Target(tiny_model(kind))
     texts = [[(7 * index + row) % 90 + 1 for index in range(40)] for row in range(2)]
     trees = [Tree([10, 11, 12, 13], [-1, 0, 0, 2]), Tree([20, 21, 22, 23], [-1, 0, 1, 2])]

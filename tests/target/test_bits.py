@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
+from headstart.target import cpu_attention, prepacked
 from headstart.target.attention import Scores, TreeMask, _reference, causal_attention
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
@@ -120,14 +121,25 @@ def test_other_dtypes_have_them_too(dtype: torch.dtype) -> None:
     assert (found.logits, found.states, found.kept) == (0, 0, 0)
 
 
-def test_without_them_rounding_differs() -> None:
+def test_without_them_rounding_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above can fail: it is what `exact` does that makes it pass."""
+    monkeypatch.setattr("headstart.target.cpu_attention.serves", lambda *_: False)
     found = compare(Target(tiny_model("llama").bfloat16(), exact="tokens"), TEXTS)
     assert found.logits > found.rows / 4 and found.kept > 0  # 23 of 48 without AVX-512, more with it
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_is_compiled_adds_up_in_one_order(dtype: torch.dtype) -> None:
+    """Rows have their own bits without being asked to, where products and attention are in C."""
+    if prepacked._compiled(dtype) is None or not cpu_attention.serves(1, dtype, torch.device("cpu")):
+        pytest.skip("nothing is compiled on this machine")
+    found = compare(Target(tiny_model("llama").to(dtype), exact="tokens"), TEXTS)
+    assert (found.logits, found.states, found.kept) == (0, 0, 0)
+
+
 def test_the_order_of_slots_is_felt_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     own = _reference
+    monkeypatch.setattr("headstart.target.cpu_attention.serves", lambda *_: False)
     monkeypatch.setattr("headstart.target.attention._reference", lambda *args, how, exactly=None: own(*args, how))
     assert compare(Target(tiny_model("llama"), exact="bits"), TEXTS).logits > 0
 

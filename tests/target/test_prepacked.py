@@ -107,6 +107,7 @@ def test_other_weights_are_packed_again(change: Callable[[Tensor], None]) -> Non
 
 
 def test_of_a_weight_there_is_one_copy_which_goes_with_it() -> None:
+    gc.collect()
     weight, packed = torch.randn(32, 32), len(module._COPIES)
     first = copy_of(weight).of([weight])
     assert first is not None and copy_of(weight).of([weight]) is first and len(module._COPIES) == packed + 1

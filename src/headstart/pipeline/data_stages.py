@@ -36,7 +36,7 @@ from headstart.support.artifacts import Artifact, artifact, forget, held, read_n
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.lock import Busy
 from headstart.support.terminal import progress_bar, tell
-from headstart.target import row_attention
+from headstart.target import cpu_attention
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.teacher import save_teacher, teacher_folder, teacher_problem
@@ -156,7 +156,7 @@ def _prompts_content(source: str) -> str | None:
 
 def _conversations(run: Run) -> Outcome:
     data, target = run.recipe.data, run.described
-    if data.regenerate and not data.server and row_attention.would_help(target.dtype, target.device):
+    if data.regenerate and not data.server and cpu_attention.would_help(target.dtype, target.device):
         tell(run.console, _NO_COMPILER)
     slug = "-".join([*["self"] * (data.self_share > 0), *(Path(source.source).stem for source in data.sources)][:3])
     settings = data.model_dump(mode="json")

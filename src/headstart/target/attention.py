@@ -6,8 +6,8 @@ Four things differ from transformers' own sdpa path:
 - For trees and single tokens, query heads that share a key-value head are folded into the query length instead of
   repeating keys and values in memory (5-7x faster for one token in a batch of 16-64 on a CPU), and the mask is that of
   the forward that runs in this thread.
-- One token each of many rows goes row by row, on one core of a CPU (see `row_attention`).
-- Where a node of a tree must have the bits of a single step, scores and sums are in float64: the slots of a tree lie in
+- A few tokens of each row on a CPU go row by row, in C, and have the bits of single steps (see `cpu_attention`).
+- Where a node of a tree must have them and C does not serve, scores and sums are in float64: the slots of a tree lie in
   another order than those of a text, which moves a sum by 1e-16 that rounding to the target's dtype hides.
 
 Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new tokens, S slots in sight, D head size.
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from headstart.target.row_attention import row_attention
+from headstart.target.cpu_attention import few_tokens_attention
 
 NAME = "headstart"
 _SPAN = 16
@@ -126,7 +126,7 @@ class Running:
         causal: whether its tokens are the end of one text, each seeing itself and all before it.
         bits: whether a row must have the same bits whatever else is in the forward.
         spans: rows that attend together, as (start, stop, slots in sight of the longest of them); empty for all rows.
-        slots_B: slots in sight of each row, where it has one new token and `row_attention` serves it.
+        slots_B: slots in sight of each row, its new tokens included, where `cpu_attention` serves the forward.
         wanted: rows [R] and positions [R] of the tokens whose logits are wanted; None for those of all tokens.
         row: of a target with running states, what is read by itself (see `chains`).
         cache: where a replay of a recorded forward keeps keys and values.
@@ -226,14 +226,16 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
     window = forward.window if sliding else None
     if forward.mask is None and forward.causal:
         return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous()
+    near = 0 if forward.mask is None or not sliding else forward.mask.near
     if forward.slots_B is not None and scores.plain:
-        query_BHGD = query.view(rows, heads, groups, size)
-        out_BHGE = row_attention(query_BHGD, key, value, forward.slots_B, scores.scale(size), window)
-        if out_BHGE is not None:
-            return out_BHGE.view(rows, 1, query_heads, -1)
+        own = None if forward.mask is None or new_tokens == 1 else forward.mask.folded(sliding, 1, query)
+        where = {"first": near, "mask_B1TC": own} if own is not None else {"window": window}
+        found = few_tokens_attention(query, key, value, forward.slots_B, scores.scale(size), **where)
+        if found is not None:
+            return found
     mask = None if forward.mask is None else forward.mask.folded(sliding, groups, query)
-    if forward.mask is not None and sliding and forward.mask.near:
-        key, value = key[:, :, forward.mask.near :], value[:, :, forward.mask.near :]
+    if near:
+        key, value = key[:, :, near:], value[:, :, near:]
     query = query.reshape(rows, heads, groups * new_tokens, size)
     if forward.bits:
         out = _reference(query, key, value, mask, how=scores, exactly=torch.float64)

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicCache
 
 from headstart.errors import UserError, nearest
 from headstart.support.uploads import upload
-from headstart.target import row_attention
+from headstart.target import cpu_attention
 from headstart.target.attention import PIECE, Running, leave_out_cudnn, run, spans, tree_mask
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.captured import Captured, Recorded
@@ -340,8 +340,9 @@ class Target(FrozenModel):
         forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
         if self.device.type == "cpu" and mask is not None and mask.full_B1TS.shape[0] > 1:
             forward.spans = spans(cache.lengths, width)
-        if not forward.bits and row_attention.serves(shape[0], width, self.device):
-            forward.slots_B = (lengths_B1 + 1).flatten().expand(shape[0]).contiguous()
+        # For the bits of a row trees of any width go the same way.
+        if cpu_attention.serves(1 if forward.bits else width, self.dtype, self.device):
+            forward.slots_B = (lengths_B1 + width).flatten().expand(shape[0]).contiguous()
         if wanted is not None:
             forward.wanted = self._rows_and_positions(wanted)
         if self._fitting.limit is not None and ends is not None:

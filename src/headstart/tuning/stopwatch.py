@@ -43,7 +43,7 @@ class Timing:
     often (repeats), and drafts in turn with weights as they are and in 8 bits. Each part ends after so many seconds at
     the earliest."""
 
-    widths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32)
     context: int = 256
     repeats: int = 30
     turns: int = 2

@@ -1,0 +1,105 @@
+/* Products of rows with panels: PANEL outputs side by side, one input after the other (bfloat16 on a processor that
+   multiplies it: STEP of them, two), so that memory is read as one stream and sums stay in registers.
+
+   A number of the result is added up in the same order however many rows there are, so its bits are those of one row. */
+
+#include "numbers.h"
+
+#if defined(BFLOAT16) && defined(__AVX512BF16__)
+#define STEP 2
+#else
+#define STEP 1
+#endif
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#define LANES 16
+#define MOST 12 /* rows that are multiplied together: sums of all of them stay in registers */
+#else
+#define LANES 8
+#define MOST 6
+#endif
+#define VECTORS 2
+#define PANEL (VECTORS * LANES)
+
+typedef float lanes __attribute__((vector_size(4 * LANES)));
+
+/* So many numbers as floats. */
+static inline lanes widened(const number *from) {
+#ifdef BFLOAT16
+    typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+    typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+    halves x;
+    memcpy(&x, from, sizeof x);
+    return (lanes)(__builtin_convertvector(x, bits) << 16);
+#else
+    lanes x;
+    memcpy(&x, from, sizeof x);
+    return x;
+#endif
+}
+
+#if STEP == 2
+typedef __m512i of_panel;
+
+static inline of_panel read_panel(const number *from) { return _mm512_loadu_si512(from); }
+
+static inline void add_product(lanes *sums, of_panel inputs, lanes x) {
+    *sums = (lanes)_mm512_dpbf16_ps((__m512)*sums, (__m512bh)inputs, (__m512bh)x);
+}
+#else
+typedef lanes of_panel;
+
+static inline of_panel read_panel(const number *from) { return widened(from); }
+
+static inline void add_product(lanes *sums, of_panel inputs, lanes x) { *sums += inputs * x; }
+#endif
+
+/* A number in all lanes, in a register; else x86 would read it once for each vector that it is multiplied with. */
+static inline lanes everywhere(float x) {
+    lanes all = x - (lanes){0};
+#ifdef __x86_64__
+    __asm__("" : "+x"(all));
+#endif
+    return all;
+}
+
+/* Adds to the sums of some rows; x is what `side_by_side` gives. */
+static inline __attribute__((always_inline)) void add_products(const int rows, const float *x, const number *panel,
+                                                               int64_t inputs, lanes sums[MOST][VECTORS]) {
+    for (int64_t i = 0; i < inputs; i += STEP, panel += STEP * PANEL, x += rows) {
+        of_panel read[VECTORS];
+        for (int v = 0; v < VECTORS; v++) read[v] = read_panel(panel + v * STEP * LANES);
+        for (int m = 0; m < rows; m++) {
+            lanes of_row = everywhere(x[m]);
+            for (int v = 0; v < VECTORS; v++) add_product(&sums[m][v], read[v], of_row);
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) void clear(const int rows, lanes sums[MOST][VECTORS]) {
+    for (int m = 0; m < rows; m++)
+        for (int v = 0; v < VECTORS; v++) sums[m][v] = (lanes){0};
+}
+
+/* Rows of numbers, at most MOST, with their first inputs side by side, then their next; a float may have STEP of them. */
+static inline void side_by_side(const number *const *rows, int64_t count, int64_t inputs, float *out) {
+    for (int64_t i = 0; i < inputs; i += STEP)
+        for (int64_t m = 0; m < count; m++, out++)
+            if (STEP == 2) memcpy(out, rows[m] + i, sizeof *out);
+            else *out = read_number(rows[m][i]);
+}
+
+#define CASE(work, count)                                                                                              \
+    case count: work(count); break;
+#if MOST > 6
+#define MORE_CASES(work) CASE(work, 6) CASE(work, 7) CASE(work, 8) CASE(work, 9) CASE(work, 10) CASE(work, 11)
+#else
+#define MORE_CASES(work)
+#endif
+/* Work for a number of rows that the compiler knows. */
+#define OF_ROWS(count, work)                                                                                           \
+    switch (count) {                                                                                                   \
+        CASE(work, 1) CASE(work, 2) CASE(work, 3) CASE(work, 4) CASE(work, 5) MORE_CASES(work)                         \
+    default: work(MOST);                                                                                               \
+    }
