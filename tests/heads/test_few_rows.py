@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,18 +42,19 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What was computed in C, by name."""
     names: list[str] = []
 
-    def noted(name: str) -> None:
-        real = getattr(few_rows, name)
+    def noted(owner: Any, name: str, shown: str) -> None:
+        real = getattr(owner, name)
 
         def call(*given: Any) -> Tensor:
-            names.append(name)
+            names.append(shown)
             found: Tensor = real(*given)
             return found
 
-        monkeypatch.setattr(few_rows, name, call)
+        monkeypatch.setattr(owner, name, call)
 
-    for name in ("product", "rms_norm", "attend", "finish", "best"):
-        noted(name)
+    noted(few_rows.Layer, "__call__", "layer")
+    for name in ("product", "norms", "attend", "best"):
+        noted(few_rows, name, name)
     return names
 
 
@@ -91,7 +91,7 @@ def test_norms_are_torchs(dtype: torch.dtype, asked: list[str]) -> None:
     with torch.inference_mode():
         found = normed(norm, x)
         normed(norm, torch.randn(13, 72))  # too many rows
-    assert asked == ["rms_norm"]
+    assert asked == ["norms"]
     torch.testing.assert_close(found.double(), wanted, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-7)
 
 
@@ -177,7 +177,7 @@ def test_drafts_are_those_of_torch(
     assert not asked
     with torch.inference_mode():
         found = rounds(heads, target, PROMPTS[-rows:], packed)
-    assert set(asked) >= {"attend", *(["product", "finish"] if packed else ["rms_norm"])}
+    assert set(asked) >= ({"product", "layer"} if packed else {"norms", "attend"})
     for mine, wanted in zip(found, torchs, strict=True):
         # float32 sums in another order, enlarged by random layers that feed each other, up to twelve deep.
         torch.testing.assert_close(mine, wanted, rtol=0, atol=5e-4 * float(wanted.abs().max()))
@@ -200,7 +200,7 @@ def test_bfloat16_is_no_further_from_float32_than_torchs(
         torchs = rounds(heads, target, PROMPTS, packed)
     with torch.inference_mode():
         found = rounds(heads, target, PROMPTS, packed)
-    assert ("finish" in asked) == packed and "attend" in asked
+    assert ("layer" if packed else "attend") in asked
     # Of each level it is a matter of luck; over all of them the roundings are as many.
     mine, other, all_of_it = (
         float(torch.cat([level.float().flatten() for level in some]).square().mean().sqrt())
@@ -227,11 +227,9 @@ def test_a_row_with_more_queries_than_look_together(asked: list[str]) -> None:
     keys, values = (torch.randn(2, 1, slots, size).bfloat16() for _ in range(2))
     qkv = (2 * torch.randn(2, 2, heads + 2, size)).bfloat16()
     angles = torch.ones(16, size).bfloat16(), torch.zeros(16, size).bfloat16()
-    entries = Entries(np.array([[5, 6], [7, 8]]), np.full((2, 2), 3), np.full((2, 2), 4), np.array([[[5], [6]]] * 2))
-    entries.further_BWK[1] += 2
-    found = few_rows.attend(
-        few_rows.compiled(torch.bfloat16), qkv, angles, (keys, values), entries.table(16), np.arange(4), heads
-    )
+    entries = Entries.of([[(row, slot, 3, 4, slot) for slot in (5 + 2 * row, 6 + 2 * row)] for row in range(2)])
+    sight = few_rows.Sight((entries.numbers, entries.shape), None, (keys, values), angles, heads)
+    found = few_rows.attend(few_rows.compiled(torch.bfloat16), qkv, sight)
     assert torch.equal(keys[0, 0, 5], qkv[0, 0, heads]) and torch.equal(values[1, 0, 8], qkv[1, 1, heads + 1])
     for row in range(2):
         for node in range(2):

@@ -150,7 +150,8 @@ DepthLogits = Callable[[Any, Tensor, range], Tensor]
 
 _Candidate = tuple[int, int, float, float, float]
 """What may become a child: its index in the draft vocabulary, its token, its probability of acceptance after its
-parent, that of a child drawn instead of it, and its share of the heads' own distribution."""
+parent, that of a child drawn instead of it, and its share of the heads' own distribution; the last two count where
+children are drawn."""
 
 
 @torch.no_grad()
@@ -172,10 +173,10 @@ def grow(
     """
     shape, calibration = request.shape, request.calibration or Calibration()
     rows = [Growing(Tree([token], accept_probs=[1.0]), [Leaf(0)]) for token in roots.root_tokens]
-    ranks = min(shape.width if shape else 1 if request.chain else max_rank, len(heads.draft_to_target_D))
+    ranks = min(shape.width if shape else 1 if request.chain else max_rank, heads.draft_to_target_D.numel())
     levels = min(shape.depth if shape else heads.draft_steps, request.max_nodes - 1)
     shape_children = shape.children if shape else []
-    reading_is_free = roots.root_B.device.type == "cpu"
+    device, reading_is_free = roots.tokens_BN.device, roots.tokens_BN.is_cpu
     curves = [calibration] if shape or calibration.off_best is None else [calibration, calibration.off_best]
     table: _Table | None = None
     first = drafted = 0
@@ -191,15 +192,13 @@ def grow(
         if depth_logits is not None:
             logits_BWD = depth_logits(session, roots.root_B, depths)
         else:
-            tokens_BW, parents_BW = roots.tokens_BN, torch.zeros(roots.tokens_BN.shape, dtype=torch.long)
-            if draws is not None or depths.start:
-                tokens, parents = _level(rows)
-                parents_BW = torch.tensor(parents)
-                if draws is None:
-                    tokens_BW = upload(tokens, roots.root_B.device)
-                else:
-                    tokens_BW = torch.empty(parents_BW.shape, dtype=torch.long, device=roots.root_B.device)
-                    draws.put(tokens_BW, torch.tensor(tokens))
+            tokens, parents = _level(rows)
+            tokens_BW, parents_BW = roots.tokens_BN, torch.tensor(parents)
+            if draws is not None:
+                tokens_BW = torch.empty(parents_BW.shape, dtype=torch.long, device=device)
+                draws.put(tokens_BW, torch.tensor(tokens))
+            elif depths.start:
+                tokens_BW = upload(tokens, device)
             logits_BWD = heads.draft_step(session, tokens_BW, parents_BW, depths.start)
         return _Table.of(logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D), draws)
 
@@ -241,8 +240,11 @@ def grow(
         draws = Draws(rows, undrawn, table.logits_BWD, heads.draft_to_target_D, request)
     if draws is not None:
         draws.take()
-    # A static tree is verified as it is.
-    return [replace(row.tree, accept_probs=None if shape else row.tree.accept_probs, levels=drafted) for row in rows]
+    for row in rows:
+        row.tree.levels = drafted
+        if shape:  # it is verified as it is
+            row.tree.accept_probs = None
+    return [row.tree for row in rows]
 
 
 def _pays(rows: Sequence[Growing], depth: int, calibration: Calibration, request: Request) -> bool:
@@ -271,40 +273,36 @@ def _level(rows: Sequence[Growing]) -> tuple[list[list[int]], list[list[int]]]:
 
 @dataclass
 class _Table:
-    """The best drafts of some levels, on the host, [B, W, R]: log-probabilities, indices in the draft vocabulary and
-    tokens of the target; and on the device the logits, for drawing."""
+    """The best drafts of some levels, on the host, as `best_drafts` gives them; and on the device the logits, for
+    drawing."""
 
     logits_BWD: Tensor
-    log_probs: NDArray[Any]
-    indices: NDArray[Any]
-    tokens: NDArray[Any]
+    best_3BWR: NDArray[np.int32]
 
     @classmethod
     def of(cls, logits_BWD: Tensor, best: Tensor, draws: Draws | None = None) -> _Table:
         """From what `best_drafts` gives; what was drawn on the device is read with it."""
         if draws is None:
-            log_probs, indices, tokens = best.cpu().numpy()
-        else:
-            numbers = torch.cat([best.flatten(), draws.tokens_M.int()]).cpu().numpy()
-            log_probs, indices, tokens = numbers[: best.numel()].reshape(best.shape)
-            draws.take(numbers[best.numel() :].tolist())
-        return cls(logits_BWD, log_probs.view(np.float32), indices, tokens)
+            return cls(logits_BWD, best.cpu().numpy())
+        numbers = torch.cat([best.flatten(), draws.tokens_M.int()]).cpu().numpy()
+        draws.take(numbers[best.numel() :].tolist())
+        return cls(logits_BWD, numbers[: best.numel()].reshape(best.shape))
 
     @property
     def width(self) -> int:
         """W: nodes of a level, or levels."""
-        return int(self.log_probs.shape[1])
+        return int(self.best_3BWR.shape[2])
 
     def candidates(
         self, depth: int, column: int | None, calibration: Calibration, draws: bool
     ) -> list[list[list[_Candidate]]]:
         """By row and node, the candidates from the best on; of one column alone where it serves a whole level."""
-        part = slice(None) if column is None else slice(column, column + 1)
-        log_probs = self.log_probs[:, part]
+        best_3BWR = self.best_3BWR if column is None else self.best_3BWR[:, :, column : column + 1]
+        log_probs, (indices, tokens) = best_3BWR[0].view(np.float32), best_3BWR[1:].tolist()
         probs = calibration.probs(depth, log_probs).tolist()
         drawn_probs = calibration.drawn(depth, log_probs).tolist() if draws else probs
-        q_draft = np.exp(log_probs).tolist()
-        columns = (self.indices[:, part].tolist(), self.tokens[:, part].tolist(), probs, drawn_probs, q_draft)
+        q_draft = np.exp(log_probs).tolist() if draws else probs
+        columns = (indices, tokens, probs, drawn_probs, q_draft)
         return [
             [list(zip(*node, strict=True)) for node in zip(*row, strict=True)] for row in zip(*columns, strict=True)
         ]

@@ -28,6 +28,7 @@ from headstart.heads.exchange.published import SHARED, Layout, Published, detach
 from headstart.heads.int8_weights import drop_int8
 from headstart.recipes.recipe import parse_heads
 from headstart.recipes.sections import FromTarget, HeadSettings
+from headstart.target import few_rows
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import Finish
@@ -206,7 +207,11 @@ class DraftHead(nn.Module, ABC):
 
     def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         """The target's embeddings of tokens [...], [..., E], in the dtype and on the device of `like`."""
-        return F.embedding(tokens.to(self.target_embeddings.device), self.target_embeddings).to(like)
+        table_VE = self.target_embeddings
+        plain = table_VE.is_cpu and table_VE.dtype == like.dtype and table_VE.is_contiguous()
+        if plain and (functions := few_rows.serves(like)):
+            return few_rows.embedding(functions, table_VE, tokens)
+        return F.embedding(tokens.to(table_VE.device), table_VE).to(like)
 
     def frozen_lm_head(self, target: FrozenModel, like: Tensor) -> Tensor:
         """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it, in the dtype

@@ -41,6 +41,7 @@ from headstart.heads.parts.layer import (
     LayerConfig,
     by_token,
     normed,
+    normed_beside,
     refused_layers,
     start_from_last_layers,
 )
@@ -172,17 +173,17 @@ class Eagle3Head(RecurrentHead):
     def normed_states(self, seen: Tensor) -> Tensor:
         if not self.config.aux_norms:
             return seen
-        parts = seen.chunk(len(self.config.aux_layers), dim=-1)
-        return torch.cat([normed(norm, part) for norm, part in zip(self.aux_norms, parts, strict=True)], dim=-1)
+        norms = cast(list[nn.RMSNorm], list(self.aux_norms))
+        return normed_beside(norms, seen.chunk(len(norms), dim=-1))
 
     def project(self, seen: Tensor) -> Tensor:
         fused: Tensor = self.fc(self.normed_states(seen))
         return fused
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        normed_feedback = normed(self.hidden_norm, feedback)
-        attended = torch.cat([normed(self.embedding_norm, embedded), normed_feedback], dim=-1)
-        return attended, normed_feedback if self.config.norm_before_residual else feedback
+        attended = normed_beside([self.embedding_norm, self.hidden_norm], [embedded, feedback])
+        size = embedded.shape[-1]
+        return attended, attended.narrow(-1, size, size) if self.config.norm_before_residual else feedback
 
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         hidden = normed(self.norm, stream)

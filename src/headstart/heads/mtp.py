@@ -29,7 +29,7 @@ from headstart.heads.base import register
 from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, norm_scale, normed
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, norm_scale, normed, normed_beside
 from headstart.heads.parts.native_module import (
     Attend,
     NativeModule,
@@ -126,7 +126,7 @@ class MtpHead(FinalStateHead):
         return states[state_layer(self.config.native)]
 
     def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
-        return torch.cat([normed(self.module.enorm, embedded), normed(self.module.hnorm, feedback)], dim=-1)
+        return normed_beside([self.module.enorm, self.module.hnorm], [embedded, feedback])
 
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         if self.native is None:

@@ -1,5 +1,5 @@
-/* What draft heads compute for a few rows on a CPU: products with weights in 8 bits, norms, attention over a cache, the
-   best drafts. Rows lie one after the other, with nothing between them unless a stride is given. */
+/* What draft heads compute for a few rows on a CPU: products with weights in 8 bits, norms, attention over a cache,
+   whole layers, the best drafts. Rows lie one after the other, with nothing between them unless a stride is given. */
 
 #include <immintrin.h>
 #include <omp.h>
@@ -51,7 +51,7 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
             lanes of_output[TOGETHER];
             for (int j = 0; j < TOGETHER; j++) {
                 of_output[j] = WIDEN(at + j * inputs + i);
-                __builtin_prefetch(at + (j + TOGETHER) * inputs + i);
+                __builtin_prefetch(at + (j + 2 * TOGETHER) * inputs + i);
             }
             for (int m = 0; m < rows; m++) {
                 lanes of_row = LOAD(x + m * inputs + i);
@@ -88,10 +88,17 @@ void product(const number *x, const int8_t *weight, const number *scale, number 
     free(read);
 }
 
+/* -- embeddings ---------------------------------------------------------------------------------------------------- */
+
+void gather(const number *table, const int64_t *index, number *out, int64_t count, int64_t size) {
+    for (int64_t m = 0; m < count; m++) memcpy(out + m * size, table + index[m] * size, size * sizeof(number));
+}
+
 /* -- norms --------------------------------------------------------------------------------------------------------- */
 
-void norm(const number *x, const number *weight, number *out, int64_t rows, int64_t size, float eps) {
-    for (; rows--; x += size, out += size) {
+void norm(const number *x, const number *weight, number *out, int64_t rows, int64_t size, int64_t out_stride,
+          float eps) {
+    for (; rows--; x += size, out += out_stride) {
         float sum = 0;
         for (int64_t i = 0; i < size; i++) sum += read_number(x[i]) * read_number(x[i]);
         float scale = 1 / __builtin_sqrtf(sum / size + eps);
@@ -99,47 +106,10 @@ void norm(const number *x, const number *weight, number *out, int64_t rows, int6
     }
 }
 
-/* -- the rest of a layer after its attention ------------------------------------------------------------------------ */
-
-typedef struct {
-    const int8_t *weight;
-    const number *scale;
-    int64_t inputs, outputs;
-} map;
-
-static inline float silu(float x) {
-    float e = exponential(x < 0 ? x : -x);
-    return (x < 0 ? x * e : x) / (1 + e);
-}
-
-static void multiply_by(const map *of, const number *x, number *out, int64_t rows, int threads) {
-    product(x, of->weight, of->scale, out, rows, of->inputs, of->outputs, threads);
-}
-
-/* The stream after a layer [rows, size], from the stream before it and what its heads found: the output map, a norm, and
-   an MLP gated by silu, of which `gate_up` has both halves. Rounded where torch rounds. */
-void finish(const number *stream, const number *found, const map *output, const number *norm_weight, float eps,
-            const map *gate_up, const map *down, number *out, int64_t rows, int threads) {
-    int64_t size = output->outputs, inner = down->inputs;
-    number *middle = malloc(rows * (2 * size + 3 * inner) * sizeof *middle);
-    number *normed = middle + rows * size, *both = normed + rows * size, *inside = both + 2 * rows * inner;
-    multiply_by(output, found, middle, rows, threads);
-    for (int64_t i = 0; i < rows * size; i++) middle[i] = rounded(read_number(stream[i]) + read_number(middle[i]));
-    norm(middle, norm_weight, normed, rows, size, eps);
-    multiply_by(gate_up, normed, both, rows, threads);
-    for (int64_t m = 0; m < rows; m++)
-        for (int64_t i = 0; i < inner; i++) {
-            const number *gate = both + 2 * m * inner + i;
-            inside[m * inner + i] = rounded(read_number(rounded(silu(read_number(gate[0])))) * read_number(gate[inner]));
-        }
-    multiply_by(down, inside, out, rows, threads);
-    for (int64_t i = 0; i < rows * size; i++) out[i] = rounded(read_number(middle[i]) + read_number(out[i]));
-    free(middle);
-}
-
 /* -- attention ----------------------------------------------------------------------------------------------------- */
 
 #define WORTH_THREADS 200000 /* numbers of keys that queries are multiplied with */
+#define QUERIES 16           /* that look at a slot together; those of one entry where these are more */
 
 enum { ROW, SLOT, POSITION, BEFORE, FURTHER };
 
@@ -163,31 +133,49 @@ static inline void add(const number *x, float share, int64_t size, float *sums) 
     for (int64_t d = 0; d < size; d++) sums[d] += share * read_number(x[d]);
 }
 
-/* New entries, each with its row, slot, position, the slots from the first on that it sees and `further` ones: writes
-   their keys and values, and for those that are `asked` what all heads find, [asked, heads * size]. Queries, keys and
-   values of an entry lie side by side in qkv; angles are [positions, size]; keys and values of a row and head lie slot
-   after slot; scores have room for QUERIES, or the queries of an entry, times `room` of each thread. */
-void attend(const number *qkv, const number *cos, const number *sin, number *keys, number *values,
-            const int64_t *entries, int64_t count, int64_t further, const int64_t *asked, int64_t asks, int64_t heads,
-            int64_t key_heads, int64_t size, int64_t row_stride, int64_t head_stride, float *all_scores, int64_t room,
-            number *out, int threads) {
+/* New entries, as many of each of the `asks` rows where `last` says of which one of a row it is asked what it finds; else
+   NULL, and it is asked of all. Each has its row, slot, position, the slots from the first on that it sees, and
+   `further` ones. Angles are [positions, size]; keys and values of a row and head lie slot after slot. */
+typedef struct {
+    const number *cos, *sin;
+    number *keys, *values;
+    const int64_t *entries, *last;
+    int64_t positions, slots, count, further, asks, heads, key_heads, size, row_stride, head_stride;
+} sight;
+
+static inline int64_t asked(const sight *of, int64_t index) {
+    return of->last ? index * (of->count / of->asks) + of->last[index] : index;
+}
+
+static inline int64_t angle_of(const sight *of, const int64_t *entry) {
+    return (entry[POSITION] < of->positions ? entry[POSITION] : of->positions - 1) * of->size;
+}
+
+/* Writes keys and values of all entries, and what all heads find for those that are asked, [asks, heads * size]. Queries,
+   keys and values of an entry lie side by side in qkv. */
+void attend(const number *qkv, const sight *of, number *out, int threads) {
+    const number *cos = of->cos, *sin = of->sin;
+    number *keys = of->keys, *values = of->values;
+    const int64_t *entries = of->entries;
+    int64_t further = of->further, heads = of->heads, key_heads = of->key_heads, size = of->size;
     int64_t width = (heads + 2 * key_heads) * size, fields = FURTHER + further, groups = heads / key_heads;
-    int64_t most_queries = groups > QUERIES ? groups : QUERIES;
+    int64_t most_queries = groups > QUERIES ? groups : QUERIES, room = of->slots + further;
     float turned[size], scaling = 1 / __builtin_sqrtf(size);
-    for (int64_t m = 0; m < count; m++) {
+    float *all_scores = malloc(threads * most_queries * room * sizeof *all_scores);
+    for (int64_t m = 0; m < of->count; m++) {
         const int64_t *entry = entries + m * fields;
-        int64_t place = entry[ROW] * row_stride + entry[SLOT] * size, angle = entry[POSITION] * size;
+        int64_t place = entry[ROW] * of->row_stride + entry[SLOT] * size, angle = angle_of(of, entry);
         const number *key = qkv + m * width + heads * size, *value = key + key_heads * size;
-        for (int64_t n = 0; n < key_heads; n++, place += head_stride) {
+        for (int64_t n = 0; n < key_heads; n++, place += of->head_stride) {
             turn(key + n * size, cos + angle, sin + angle, 1, size, turned);
             for (int64_t d = 0; d < size; d++) keys[place + d] = rounded(turned[d]);
             memcpy(values + place, value + n * size, size * sizeof(number));
         }
     }
-    for (int64_t at = 0, together; at < asks; at += together) {
-        int64_t row = entries[asked[at] * fields + ROW], before = 0;
-        for (together = 0; at + together < asks && (together + 1) * groups <= most_queries; together++) {
-            const int64_t *entry = entries + asked[at + together] * fields;
+    for (int64_t at = 0, together; at < of->asks; at += together) {
+        int64_t row = entries[asked(of, at) * fields + ROW], before = 0;
+        for (together = 0; at + together < of->asks && (together + 1) * groups <= most_queries; together++) {
+            const int64_t *entry = entries + asked(of, at + together) * fields;
             if (entry[ROW] != row) break;
             before = entry[BEFORE] > before ? entry[BEFORE] : before;
         }
@@ -197,16 +185,16 @@ void attend(const number *qkv, const number *cos, const number *sin, number *key
         for (int64_t n = 0; n < key_heads; n++) {
             float query[queries][size], mixed[queries][size];
             float *scores = all_scores + omp_get_thread_num() * most_queries * room;
-            const number *key = keys + row * row_stride + n * head_stride;
-            const number *value = values + row * row_stride + n * head_stride;
+            const number *key = keys + row * of->row_stride + n * of->head_stride;
+            const number *value = values + row * of->row_stride + n * of->head_stride;
             for (int64_t i = 0; i < queries; i++) {
-                int64_t m = asked[at + i / groups], angle = entries[m * fields + POSITION] * size;
+                int64_t m = asked(of, at + i / groups), angle = angle_of(of, entries + m * fields);
                 turn(qkv + m * width + (n * groups + i % groups) * size, cos + angle, sin + angle, scaling, size, query[i]);
             }
             for (int64_t s = 0; s < before; s++)
                 for (int64_t i = 0; i < queries; i++) scores[i * room + s] = dot(key + s * size, query[i], size);
             for (int64_t i = 0; i < queries; i++) {
-                const int64_t *entry = entries + asked[at + i / groups] * fields, *others = entry + FURTHER;
+                const int64_t *entry = entries + asked(of, at + i / groups) * fields, *others = entry + FURTHER;
                 float *score = scores + i * room, *of_others = score + before, most = -__builtin_inff(), sum = 0;
                 for (int64_t s = 0; s < entry[BEFORE]; s++) most = score[s] > most ? score[s] : most;
                 for (int64_t k = 0; k < further; k++) {
@@ -228,6 +216,66 @@ void attend(const number *qkv, const number *cos, const number *sin, number *key
             }
         }
     }
+    free(all_scores);
+}
+
+/* -- a layer -------------------------------------------------------------------------------------------------------- */
+
+typedef struct {
+    const int8_t *weight;
+    const number *scale;
+    int64_t inputs, outputs;
+} map;
+
+static inline float silu(float x) {
+    float e = exponential(x < 0 ? x : -x);
+    return (x < 0 ? x * e : x) / (1 + e);
+}
+
+static void multiply_by(const map *of, const number *x, number *out, int64_t rows, int threads) {
+    product(x, of->weight, of->scale, out, rows, of->inputs, of->outputs, threads);
+}
+
+/* Norms are NULL where there are none; `gate_up` has both halves of an MLP gated by silu. */
+typedef struct {
+    map qkv, output, gate_up, down;
+    const number *input_norm, *query_norm, *key_norm, *mlp_norm;
+    float eps;
+} layer_weights;
+
+/* The stream after a layer [asks, size] of entries, from what its attention reads of all of them and the stream before
+   it. Rounded where torch rounds. */
+void layer(const layer_weights *of, const number *read, const number *stream, const sight *at, number *out,
+           int threads) {
+    int64_t inputs = of->qkv.inputs, size = of->output.outputs, inner = of->down.inputs, found = of->output.inputs;
+    int64_t width = of->qkv.outputs, entries = at->count, rows = at->asks;
+    number *normed_input = malloc((entries * (inputs + width) + rows * (found + 2 * size + 3 * inner)) * sizeof *out);
+    number *qkv = normed_input + entries * inputs, *mixed = qkv + entries * width, *middle = mixed + rows * found;
+    number *normed = middle + rows * size, *both = normed + rows * size, *inside = both + 2 * rows * inner;
+    if (of->input_norm) norm(read, of->input_norm, normed_input, entries, inputs, inputs, of->eps), read = normed_input;
+    multiply_by(&of->qkv, read, qkv, entries, threads);
+    for (int64_t m = 0; m < entries && of->query_norm; m++) {
+        number *queries = qkv + m * width, *keys = queries + at->heads * at->size;
+        norm(queries, of->query_norm, queries, at->heads, at->size, at->size, of->eps);
+        norm(keys, of->key_norm, keys, at->key_heads, at->size, at->size, of->eps);
+    }
+    attend(qkv, at, mixed, threads);
+    multiply_by(&of->output, mixed, middle, rows, threads);
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = 0; i < size; i++) {
+            number *sum = middle + m * size + i;
+            *sum = rounded(read_number(stream[asked(at, m) * size + i]) + read_number(*sum));
+        }
+    norm(middle, of->mlp_norm, normed, rows, size, size, of->eps);
+    multiply_by(&of->gate_up, normed, both, rows, threads);
+    for (int64_t m = 0; m < rows; m++)
+        for (int64_t i = 0; i < inner; i++) {
+            const number *gate = both + 2 * m * inner + i;
+            inside[m * inner + i] = rounded(read_number(rounded(silu(read_number(gate[0])))) * read_number(gate[inner]));
+        }
+    multiply_by(&of->down, inside, out, rows, threads);
+    for (int64_t i = 0; i < rows * size; i++) out[i] = rounded(read_number(middle[i]) + read_number(out[i]));
+    free(normed_input);
 }
 
 /* -- drafts -------------------------------------------------------------------------------------------------------- */

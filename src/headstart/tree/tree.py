@@ -11,12 +11,12 @@ vocabulary.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -250,16 +250,20 @@ class TreeBatch:
     def of(cls, trees: Sequence[Tree], device: torch.device | str = "cpu") -> TreeBatch:
         """All of it in one upload."""
         rows, width = len(trees), max(tree.size for tree in trees)
-        tokens_BN = np.array([tree.tokens + tree.tokens[:1] * (width - tree.size) for tree in trees], dtype=np.int64)
-        parents_BN = np.array([tree.parents + [-1] * (width - tree.size) for tree in trees], dtype=np.int64)
-        visible_BNN = np.tile(np.eye(width, dtype=bool), (rows, 1, 1))
-        for visible_NN, tree in zip(visible_BNN, trees, strict=True):
-            for node in range(1, width):
-                visible_NN[node] |= visible_NN[tree.parents[node] if node < tree.size else 0]
-        numbers_3BN = np.stack([tokens_BN, parents_BN, visible_BNN.sum(-1, dtype=np.int64) - 1])
-        packed = np.concatenate([part.reshape(-1).view(np.uint8) for part in (numbers_3BN, visible_BNN)])
-        bytes_X = upload(torch.from_numpy(packed), device)
-        numbers_t, visible_t = bytes_X[: numbers_3BN.nbytes].view(torch.int64), bytes_X[numbers_3BN.nbytes :]
+        tokens, parents, depths, visible = list[int](), list[int](), list[int](), list[bytes]()
+        for tree in trees:
+            padding, first = width - tree.size, len(visible)
+            tokens += tree.tokens + tree.tokens[:1] * padding
+            parents += tree.parents + [-1] * padding
+            depths.append(0)
+            visible.append(b"\1" + bytes(width - 1))
+            for node, parent in enumerate(tree.parents[1:] + [0] * padding, 1):
+                depths.append(depths[first + parent] + 1)
+                above = visible[first + parent]
+                visible.append(above[:node] + b"\1" + above[node + 1 :])
+        numbers = array("q", tokens + parents + depths).tobytes()
+        bytes_X = upload(torch.frombuffer(bytearray(b"".join([numbers, *visible])), dtype=torch.uint8), device)
+        numbers_t, visible_t = bytes_X[: len(numbers)].view(torch.int64), bytes_X[len(numbers) :]
         tokens_t, parents_t, depths_t = numbers_t.view(3, rows, width).unbind()
         return cls(list(trees), tokens_t, parents_t, visible_t.view(torch.bool).view(rows, width, width), depths_t)
 
@@ -391,6 +395,9 @@ class Committed:
     @cached_property
     def states(self) -> dict[int, Tensor]:
         """{layer: [B, P, E]} of these tokens."""
+        longest = self.paths_BP.shape[1]
+        if self.paths == [[*range(longest)]]:  # one row's first nodes, as in chains, need no copy
+            return {layer: state_BNE.narrow(1, 0, longest) for layer, state_BNE in self.states_BNE.items()}
         rows_B1 = torch.arange(len(self.paths_BP), device=self.paths_BP.device)[:, None]
         return {layer: state_BNE[rows_B1, self.paths_BP] for layer, state_BNE in self.states_BNE.items()}
 

@@ -6,6 +6,7 @@ G query heads that share a key head, d head size.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -33,44 +34,50 @@ class Entries:
     """New entries of a level of drafting, or of the text before it: where each goes and what it sees.
 
     Attributes:
-        slots_BW: of the cache, one after the other from each row's first.
-        positions_BW: of the text, for rotary angles.
-        before_BW: so many slots from the first on are seen.
-        further_BWK: slots that are seen beside them.
+        numbers: of each its row, its slot of the cache, its position of the text (for rotary angles), how many slots
+            from the first on it sees, and K slots that it sees beside them, one after the other. The entries of a row
+            have one slot after the other.
+        shape: (B, W, F) of the numbers.
+        stop: slots that they need.
     """
 
-    slots_BW: Numbers
-    positions_BW: Numbers
-    before_BW: Numbers
-    further_BWK: Numbers
+    numbers: array[int]
+    shape: tuple[int, int, int]
+    stop: int
 
     @classmethod
     def of_text(cls, lengths: Sequence[int], width: int) -> Entries:
         """The next entries of each row, which see all up to themselves."""
-        slots_BW = np.array(lengths, dtype=np.int64)[:, None] + np.arange(width)
-        return cls(slots_BW, slots_BW, slots_BW + 1, np.zeros((*slots_BW.shape, 0), dtype=np.int64))
+        texts = (range(length, length + width) for length in lengths)
+        return cls.of([[(row, slot, slot, slot + 1) for slot in text] for row, text in enumerate(texts)])
+
+    @classmethod
+    def of(cls, entries: Sequence[Sequence[Sequence[int]]]) -> Entries:
+        """From the numbers of each, by row."""
+        numbers = array("q", chain.from_iterable(chain.from_iterable(entries)))
+        shape = (len(entries), len(entries[0]), len(entries[0][0]))
+        return cls(numbers, shape, 1 + max(of_row[-1][1] for of_row in entries))
 
     @property
-    def stop(self) -> int:
-        """Slots that they need."""
-        return int(self.slots_BW[:, -1].max()) + 1
+    def numbers_BWF(self) -> Numbers:
+        return np.frombuffer(self.numbers, dtype=np.int64).reshape(self.shape)
+
+    @property
+    def slots_BW(self) -> Numbers:
+        return self.numbers_BWF[..., 1]
+
+    @property
+    def further_BWK(self) -> Numbers:
+        return self.numbers_BWF[..., FIELDS:]
 
     def allowed(self, device: torch.device) -> Tensor | None:
         """Which slots each of them sees, bool [B, W, slots]; None for all."""
         rows, width, further = self.further_BWK.shape
-        if rows == width == 1 and int(self.before_BW[0, 0]) + further == self.stop:
+        if rows == width == 1 and int(self.numbers_BWF[0, 0, 3]) + further == self.stop:
             return None
-        before_BW, further_BWK = (upload(torch.from_numpy(part), device) for part in (self.before_BW, self.further_BWK))
-        return (torch.arange(self.stop, device=device) < before_BW[:, :, None]).scatter_(2, further_BWK, True)
-
-    def table(self, positions: int) -> Numbers:
-        """What `few_rows.attend` reads of all entries, [B * W, FIELDS + K], with angles of so many positions."""
-        rows, width, further = self.further_BWK.shape
-        table_BWF = np.empty((rows, width, FIELDS + further), dtype=np.int64)
-        table_BWF[..., 0], table_BWF[..., 1] = np.arange(rows)[:, None], self.slots_BW
-        table_BWF[..., 2], table_BWF[..., 3] = np.minimum(self.positions_BW, positions - 1), self.before_BW
-        table_BWF[..., FIELDS:] = self.further_BWK
-        return table_BWF.reshape(rows * width, FIELDS + further)
+        seen_BWX = upload(torch.from_numpy(self.numbers_BWF[..., 3:]), device)
+        slots_S = torch.arange(self.stop, device=device)
+        return (slots_S < seen_BWX[..., :1]).scatter_(2, seen_BWX[..., 1:], True)
 
 
 class LayerCache:

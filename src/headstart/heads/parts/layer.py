@@ -281,14 +281,34 @@ class DraftLayer(nn.Module):
 
     def write_found(self, residual_BTE: Tensor, found_BTH: Tensor) -> Tensor:
         """The same, where what all heads brought lies side by side."""
-        if self.config.hidden_act == "silu" and (functions := few_rows.serves(found_BTH)):
-            maps = [packed(linear.weight, found_BTH) for linear in (self.o, self.gate_up, self.down)]
-            if all(maps):
-                norm_E, eps = self.mlp_norm.weight.to(found_BTH.dtype), self.config.rms_norm_eps
-                return few_rows.finish(functions, residual_BTE, found_BTH, cast(list[Int8Weight], maps), norm_E, eps)
         x_BTE = residual_BTE + self.o(found_BTH)
         stream_BTE: Tensor = x_BTE + self.down(self.inside(x_BTE))
         return stream_BTE
+
+    def in_8_bits(self, like: Tensor) -> few_rows.Layer | None:
+        """This layer for a few rows in C; None where its weights are not in 8 bits, or it is built otherwise."""
+        maps = [packed(linear.weight, like) for linear in (self.qkv, self.o, self.gate_up, self.down)]
+        if self.config.hidden_act != "silu" or not all(maps):
+            return None
+        norms = (self.input_norm, self.q_norm, self.k_norm, self.mlp_norm)
+        weights = [None if norm is None else norm.weight.to(like.dtype) for norm in norms]
+        return few_rows.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps)
+
+    def over_few(
+        self,
+        functions: Any,
+        in_8_bits: few_rows.Layer | None,
+        read_BTI: Tensor,
+        stream_BTE: Tensor,
+        sight: few_rows.Sight,
+    ) -> Tensor:
+        """The stream after this layer for a few rows on a CPU, those alone that are asked for."""
+        if in_8_bits is not None:
+            return in_8_bits(functions, read_BTI, stream_BTE, sight)
+        found_BTH = few_rows.attend(functions, self.unturned(read_BTI), sight)
+        if sight.last_B is not None:
+            stream_BTE = stream_BTE[range(len(stream_BTE)), sight.last_B.tolist()][:, None]
+        return self.write_found(stream_BTE, found_BTH)
 
     def inside(self, stream_BTE: Tensor) -> Tensor:
         """What the MLP's last map reads, [B, T, F]."""
@@ -401,8 +421,16 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
     assert isinstance(norm, nn.RMSNorm), "heads have RMS norms"
     weight = norm.weight.to(x.dtype)
     if norm.eps is not None and (functions := few_rows.serves(x)):
-        return few_rows.rms_norm(functions, x, weight, norm.eps)
+        return few_rows.norms(functions, [x], [weight], norm.eps)
     return F.rms_norm(x, norm.normalized_shape, weight, norm.eps)
+
+
+def normed_beside(norms: Sequence[nn.RMSNorm], parts: Sequence[Tensor]) -> Tensor:
+    """Parts of one size side by side, each after its norm; all with one epsilon."""
+    eps = norms[0].eps
+    if eps is not None and (functions := few_rows.serves(parts[0])):
+        return few_rows.norms(functions, parts, [norm.weight.to(parts[0].dtype) for norm in norms], eps)
+    return torch.cat([normed(norm, part) for norm, part in zip(norms, parts, strict=True)], dim=-1)
 
 
 def refused_layers(aux_layers: Sequence[int], which: str = "from 1 on") -> UserError:

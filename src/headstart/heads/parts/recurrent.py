@@ -28,9 +28,10 @@ vocabulary.
 from __future__ import annotations
 
 from abc import abstractmethod
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -68,53 +69,60 @@ class RecurrentSession:
     Attributes:
         seen_BPX: states of committed tokens whose keys and values are not in the cache yet, `counts` of each row, and
             room for more.
-        tokens_BP: the token after each of them; that of a row's last one is the root, known when drafting begins.
+        tokens: the token after each of them but a row's last one: that is the root, known when drafting begins.
         drafted: whether their entries were computed (with the root) in this round.
         base: cache slot of each row's entry with the root: (state before the root, root).
         feedback_BWE: what the nodes of the last level feed back.
         memory: what graphs know, where drafts are captured.
-        paths_BWK: the cache slots that each node of the last level sees after the root's.
+        paths: of each row and node of the last level, the cache slots that it sees after the root's.
         nodes: how many the levels after the first have had in this round.
+        in_c: the layers where C computes a few rows, and their weights in 8 bits if they have them; looked up once, as
+            weights stay the same while a text is drafted.
     """
 
     cache: LayerCache
     seen_BPX: Tensor
-    tokens_BP: Tensor
+    tokens: list[list[int]]
     counts: list[int]
     base: list[int]
     feedback_BWE: Tensor
     drafted: bool = False
     memory: RecurrentMemory | None = None
-    paths_BWK: Numbers = field(default_factory=lambda: np.zeros((1, 1, 0), dtype=np.int64))
+    paths: list[list[list[int]]] = field(default_factory=list)
     nodes: int = 0
+    in_c: list[tuple[DraftLayer, few_rows.Layer | None]] = field(default_factory=list)
 
     def begin_round(self) -> None:
         """The pending entries of the text are next, the last one of each row with the root."""
         self.base = [length + count - 1 for length, count in zip(self.cache.lengths, self.counts, strict=True)]
-        self.paths_BWK, self.nodes = np.zeros((len(self.base), 1, 0), dtype=np.int64), 0
+        self.paths, self.nodes = [[[]] for _ in self.base], 0
         self.drafted = True
+
+    def pending_tokens(self, roots: Sequence[int], width: int) -> list[list[int]]:
+        """Those after the pending states, each row's root last, and then zeros."""
+        rows = ([*tokens, root] for tokens, root in zip(self.tokens, roots, strict=True))
+        return [row + [0] * (width - len(row)) for row in rows]
 
     def next_entries(self, parents_BW: Numbers) -> Entries:
         """Those of the next level's nodes, which see the text, the nodes above them, and themselves."""
-        rows, width = parents_BW.shape
-        base_B1 = np.array(self.base)[:, None]
-        slots_BW = base_B1 + 1 + self.nodes + np.arange(width)
-        above_BWK = self.paths_BWK[np.arange(rows)[:, None], parents_BW]
-        self.paths_BWK, self.nodes = np.concatenate([above_BWK, slots_BW[:, :, None]], axis=2), self.nodes + width
-        after_root_BW = np.tile(base_B1 + 1, (1, width))
-        return Entries(slots_BW, after_root_BW + self.paths_BWK.shape[2] - 1, after_root_BW, self.paths_BWK)
+        entries = []
+        for row, (base, above, parents) in enumerate(zip(self.base, self.paths, parents_BW.tolist(), strict=True)):
+            slots = range(base + 1 + self.nodes, base + 1 + self.nodes + len(parents))
+            self.paths[row] = [[*above[parent], slot] for slot, parent in zip(slots, parents, strict=True)]
+            entries.append([(row, path[-1], base + len(path), base + 1, *path) for path in self.paths[row]])
+        self.nodes += len(entries[0])
+        return Entries.of(entries)
 
 
 class RecurrentMemory(KeyMemory):
-    """Keys and values, and what else graphs read: pending states with the tokens after them, what the last level feeds
-    back, and the rotary positions. `feedback_BWE` takes what the level itself gives."""
+    """Keys and values, and what else graphs read: pending states, what the last level feeds back, and the rotary
+    positions. `feedback_BWE` takes what the level itself gives."""
 
     def __init__(self, heads: RecurrentHead, seen_BPX: Tensor, rows: int, capacity: int) -> None:
         super().__init__(LayerCache.layers_like(heads.config, len(heads.layers), seen_BPX), rows, capacity)
         size, widest, (_, _, read) = heads.config.hidden_size, WIDTHS[-1], seen_BPX.shape
         with torch.inference_mode(False):
             self.seen_BPX = torch.zeros(rows, widest, read, dtype=seen_BPX.dtype, device=seen_BPX.device)
-            self.tokens_BP = torch.zeros(rows, widest, dtype=torch.long, device=seen_BPX.device)
             self.fed_BWE, self.feedback_BWE = self.seen_BPX.new_zeros(2, rows, widest, size).unbind()
         self.rotary = heads.rotary_table(capacity, seen_BPX)
 
@@ -230,66 +238,79 @@ class RecurrentHead(GraphedHead):
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> RecurrentSession:
         seen_BPX = self.select_states(states)
         width = seen_BPX.shape[1]
-        following = [[*prompt[1:], *[0] * (width + 1 - len(prompt))] for prompt in prompts]
         cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=width, like=seen_BPX)
-        tokens_BP = torch.tensor(following, device=seen_BPX.device)
-        counts = [len(prompt) for prompt in prompts]
+        following, counts = [list(prompt[1:]) for prompt in prompts], [len(prompt) for prompt in prompts]
         none = seen_BPX[:, :0]  # until something is drafted
-        return RecurrentSession(cache, seen_BPX, tokens_BP, counts, base=[], feedback_BWE=none)
+        return RecurrentSession(cache, seen_BPX, following, counts, base=[], feedback_BWE=none)
 
     def draft_step(self, session: RecurrentSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        device = tokens_BW.device
-        rows_B, last_B = torch.arange(len(tokens_BW), device=device), None
+        device, last = tokens_BW.device, None
         if depth == 0:
             session.begin_round()
-            entries = Entries.of_text(session.cache.lengths, max(session.counts))
-            pending = slice(max(session.counts))
-            last_B = upload(session.counts, device) - 1
-            tokens_BW = session.tokens_BP[:, pending].index_put((rows_B, last_B), tokens_BW[:, 0])
-            feedback_BWE = self.project(session.seen_BPX[:, pending])
+            pending, last = max(session.counts), [count - 1 for count in session.counts]
+            entries = Entries.of_text(session.cache.lengths, pending)
+            if pending > 1:
+                tokens_BW = upload(session.pending_tokens(tokens_BW[:, 0].tolist(), pending), device)
+            feedback_BWE = self.project(session.seen_BPX.narrow(1, 0, pending))
         else:
-            entries = session.next_entries(parents_BW.numpy())
-            feedback_BWE = session.feedback_BWE[rows_B[:, None], upload(parents_BW, device)]
+            entries, feedback_BWE = session.next_entries(parents_BW.numpy()), session.feedback_BWE
+            if feedback_BWE.shape[1] == 1:  # after the root, and in chains
+                feedback_BWE = feedback_BWE.expand(-1, tokens_BW.shape[1], -1)
+            else:
+                rows_B1 = torch.arange(len(tokens_BW), device=device)[:, None]
+                feedback_BWE = feedback_BWE[rows_B1, upload(parents_BW, device)]
         session.cache.reserve(entries.stop)
-        stream_BWE = self._run(session.cache, feedback_BWE, tokens_BW, entries, last_B)
+        stream_BWE = self._run(session, feedback_BWE, tokens_BW, entries, last)
         hidden_BWE, session.feedback_BWE = self.layer_output(stream_BWE)
         return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
     def commit(self, session: RecurrentSession, committed: Committed) -> None:
-        seen_BPX, tokens_BP, counts = self.select_states(committed.states), committed.tokens_BP, committed.counts
+        seen_BPX, tokens, counts = self.select_states(committed.states), committed.tokens, committed.counts
         if session.drafted:  # the entries of what was pending are in the cache, with the root that is now committed
             session.cache.lengths = [a + b for a, b in zip(session.cache.lengths, session.counts, strict=True)]
             session.seen_BPX, session.counts, session.drafted = seen_BPX, counts, False
-            session.tokens_BP = F.pad(tokens_BP[:, 1:], (0, 1))
+            session.tokens = [of_row[1:] for of_row in tokens]
             return
         old, session.counts = session.counts, [a + b for a, b in zip(session.counts, counts, strict=True)]
         width = session.seen_BPX.shape[1]
         if max(session.counts) > width:  # twice as wide, so that a long pause copies each state about once
             more = max(max(session.counts) - width, width)
             session.seen_BPX = F.pad(session.seen_BPX, (0, 0, 0, more))
-            session.tokens_BP = F.pad(session.tokens_BP, (0, more))
         for row, (start, count) in enumerate(zip(old, counts, strict=True)):
             session.seen_BPX[row, start : start + count] = seen_BPX[row, :count]
-            session.tokens_BP[row, start - 1 : start - 1 + count] = tokens_BP[row, :count]
+            session.tokens[row] = session.tokens[row] + tokens[row]
 
     def reorder(self, session: RecurrentSession, rows: Sequence[int]) -> None:
         session.cache.reorder(rows)
-        rows_B = upload(rows, session.tokens_BP.device)
-        session.seen_BPX, session.tokens_BP = session.seen_BPX[rows_B], session.tokens_BP[rows_B]
+        session.seen_BPX = session.seen_BPX[upload(rows, session.seen_BPX.device)]
+        session.tokens = [session.tokens[row] for row in rows]
         session.counts = [session.counts[row] for row in rows]
         session.drafted = False
 
     def _run(
-        self, cache: LayerCache, feedback_BWE: Tensor, tokens_BW: Tensor, entries: Entries, last_B: Tensor | None
+        self,
+        session: RecurrentSession,
+        feedback_BWE: Tensor,
+        tokens_BW: Tensor,
+        entries: Entries,
+        last: Sequence[int] | None,
     ) -> Tensor:
-        """The last layer's stream [B, W, E] over new entries, those of the text with the `last_B` of each row. See
+        """The last layer's stream [B, W, E] over new entries, those of the text with the `last` of each row. See
         `_through`."""
-        slots, like = entries.stop, feedback_BWE
+        cache, slots, like = session.cache, entries.stop, feedback_BWE
         table = self._rotary.table(slots, like.device, like.dtype)
-        if isinstance(self.stack[0], DraftLayer) and (functions := few_rows.serves(like)):
-            return self._through_few(functions, cache, table, like, tokens_BW, entries, last_B)
+        if isinstance(self.layers[0], DraftLayer) and (functions := few_rows.serves(like)):
+            session.in_c = session.in_c or [(layer, layer.in_8_bits(like)) for layer in self.stack]
+            numbers, heads = (entries.numbers, entries.shape), self.config.num_attention_heads
+            read_BWI, stream_BWE = self.layer_input(like, self.embedded(tokens_BW, like))
+            for kv, (layer, in_8_bits) in zip(cache.kv, session.in_c, strict=True):
+                asked_B = array("q", last) if last is not None and kv is cache.kv[-1] else None
+                sight = few_rows.Sight(numbers, asked_B, kv, table, heads)
+                read_BWI = stream_BWE = layer.over_few(functions, in_8_bits, read_BWI, stream_BWE, sight)
+            return stream_BWE
         starts = entries.slots_BW[:, 0].tolist()
-        positions_BW = upload(torch.from_numpy(entries.positions_BW), like.device)
+        positions_BW = upload(torch.from_numpy(entries.numbers_BWF[..., 2]), like.device)
+        last_B = None if last is None else upload(last, like.device)
         allowed_BWS = None if last_B is not None else entries.allowed(like.device)
 
         def mix(number: int, queries: Tensor, rows_B: Tensor | None) -> Tensor:
@@ -302,30 +323,6 @@ class RecurrentHead(GraphedHead):
             cache.put(number, starts, keys, values)
 
         return self._through(feedback_BWE, tokens_BW, angles(table, positions_BW), put, mix, last_B)
-
-    def _through_few(
-        self,
-        functions: Any,
-        cache: LayerCache,
-        table: tuple[Tensor, Tensor],
-        feedback_BWE: Tensor,
-        tokens_BW: Tensor,
-        entries: Entries,
-        last_B: Tensor | None,
-    ) -> Tensor:
-        """`_through` where there are few entries, on a CPU."""
-        rows, width = tokens_BW.shape
-        table_MF, asked = entries.table(len(table[0])), np.arange(rows * width)
-        heads = self.config.num_attention_heads
-        attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embedded(tokens_BW, feedback_BWE))
-        for number, layer in enumerate(self.stack):
-            if last_B is not None and number == len(self.layers) - 1:
-                asked = asked[::width] + last_B.numpy()
-                stream_BWE = stream_BWE[torch.arange(rows), last_B][:, None]
-            qkv_BWHd = layer.unturned(attended_BWI)
-            found_BWH = few_rows.attend(functions, qkv_BWHd, table, cache.kv[number], table_MF, asked, heads)
-            attended_BWI = stream_BWE = layer.write_found(stream_BWE, found_BWH)
-        return stream_BWE
 
     def _through(
         self,
@@ -394,11 +391,11 @@ class RecurrentHead(GraphedHead):
         if pending > WIDTHS[-1]:
             return None
         memory.seen_BPX[:rows, :pending] = session.seen_BPX[:, :pending]
-        memory.tokens_BP[:rows, :pending] = session.tokens_BP[:, :pending]
         session.begin_round()
         session.feedback_BWE = memory.feedback_BWE[:rows, :1]
         padded = power(pending)
-        numbers_BX = np.stack([tokens_BW[:, 0], counts, lengths], axis=1)
+        tokens = session.pending_tokens(tokens_BW[:, 0].tolist(), padded)
+        numbers_BX = np.concatenate([tokens, np.stack([counts, lengths], axis=1)], axis=1)
         return Level(numbers_BX, 1, (0, padded, slots_in_sight(max(lengths) + padded, memory)))
 
     def draft_level(self, memory: RecurrentMemory, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
@@ -414,9 +411,8 @@ class RecurrentHead(GraphedHead):
             allowed_BWS = (slots_S <= base_B1)[:, None].repeat(1, width, 1)
             allowed_BWS.scatter_(2, seen_BX.view(rows, width, -1), True)
         else:
-            root_B, count_B, length_B = numbers_BX.unbind(1)
+            tokens_BW, (count_B, length_B) = numbers_BX[:, :width], numbers_BX[:, width:].unbind(1)
             last_B = count_B - 1
-            tokens_BW = memory.tokens_BP[:rows, :width].index_put((rows_B1[:, 0], last_B), root_B)
             feedback_BWE = self.project(memory.seen_BPX[:rows, :width])
             slots_BW = positions_BW = length_B[:, None] + index_W
             allowed_BWS = slots_S <= slots_BW[:, :, None]
