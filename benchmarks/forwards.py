@@ -32,9 +32,9 @@ WIDTHS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64)
 @contextmanager
 def torch_alone() -> Iterator[None]:
     """Weights are prepacked by oneDNN, and attention is torch's."""
-    with mock.patch.object(prepacked, "_compiled", return_value=None):
-        with mock.patch("headstart.target.cpu_attention.serves", return_value=False):
-            yield
+    attention = mock.patch("headstart.target.cpu_attention.serves", return_value=False)
+    with mock.patch.object(prepacked, "_compiled", return_value=None), attention:
+        yield
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

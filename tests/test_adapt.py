@@ -86,7 +86,7 @@ def drafting_pays(heads: Path) -> None:
     """Whatever the machine is like: drafts cost nothing."""
     tuning = json.loads((heads / "calibration.json").read_text())
     free = {"verify_ms": [1.0] * len(tuning["widths"]), "draft_ms": 0.0, "level_ms": 0.0, "read_ms": 0.0}
-    write_json(heads / "calibration.json", {**tuning, **free})
+    write_json(heads / "calibration.json", {**tuning, **free, "curve": []})
     write_json(heads / "tree.json", {"paths": [[0], [0, 0]]})
 
 

@@ -4,8 +4,8 @@ Torch's own attention takes 75 us a layer for a tree of 8 nodes after 250 tokens
 13 us for the next token of a row and head where the target writes on one core. `cpu_attention.c` takes 36 and 5. What a
 token finds has the same bits in every tree and batch. Where it cannot be compiled, torch's is used.
 
-Shape suffixes: B rows, Q query heads, T new tokens, H key-value heads, S slots in sight, C slots that a mask has, D size
-of a query and key, E size of a value.
+Shape suffixes: B rows, Q query heads, T new tokens, H key-value heads, S slots in sight, C slots of a mask, D size of
+a query and key, E size of a value.
 """
 
 from __future__ import annotations
