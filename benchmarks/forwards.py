@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="where the figures go, as JSON")
+    parser.add_argument("--out", type=Path, default=Path("out/forwards.json"), help="where the figures go, as JSON")
     options = parser.parse_args(arguments)
     ways: dict[str, Callable[[], Any]] = {COMPILED: nullcontext, TORCH: torch_alone}
     targets: dict[str, Target] = {}
@@ -62,10 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ratio = median(b[index] / a[index] for a, b in zip(turns[COMPILED], turns[TORCH], strict=True))
         rows.append({"tokens": width, **ms, "over_torch": ratio})
     print(table(list(rows[0]), [[str(value) for value in row.values()] for row in rows]))
-    if options.out:
-        what = "A forward over a few tokens, its choice and its commit, compiled and on torch, in turns."
-        settings = {"target": options.target, "turns": options.turns}
-        record(options.out, what, rows, environment(targets[COMPILED]), __file__, arguments, settings)
+    what = "A forward over a few tokens, its choice and its commit, compiled and on torch, in turns."
+    settings = {"target": options.target, "turns": options.turns}
+    record(options.out, what, rows, environment(targets[COMPILED]), __file__, arguments, settings)
 
 
 if __name__ == "__main__":

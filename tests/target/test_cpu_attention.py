@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from headstart.target import cpu_attention
+from headstart.target import cpu_attention, prepacked
 from headstart.target.cpu_attention import few_tokens_attention
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
@@ -89,6 +90,53 @@ def test_tokens_find_what_their_masks_allow(
     in_sight = (part[:, :, first:].double().repeat_interleave(groups, 1) for part in (keys, values))
     wanted = F.scaled_dot_product_attention(queries.double(), *in_sight, attn_mask=mask.double(), scale=0.3)
     check(found[0], wanted.transpose(1, 2))
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sizes", [(24, 80), (15, 21)])
+def test_any_sizes_or_none(sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """bfloat16 is multiplied in pairs: keys of an odd size are left to torch."""
+    torch.manual_seed(0)
+    size, out_size = sizes
+    keys, values = torch.randn(1, 2, 40, size).to(dtype), torch.randn(1, 2, 40, out_size).to(dtype)
+    queries, slots = torch.randn(1, 2, 3, size).to(dtype), torch.tensor([40])
+    mask = torch.full((3, 3), float("-inf")).triu_(1)
+    mask = torch.cat([torch.zeros(3, 37), mask], dim=1).to(dtype)[None, None]
+    found = few_tokens_attention(queries, keys, values, slots, 0.5, mask_B1TC=mask)
+    if size % 2 and dtype == torch.bfloat16:
+        assert found is None
+        return
+    assert found is not None
+    given = queries.double(), keys.double(), values.double()
+    check(found, F.scaled_dot_product_attention(*given, attn_mask=mask.double(), scale=0.5).transpose(1, 2))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("without", "dtype"), [("avx512bf16", torch.bfloat16), ("avx512f", torch.bfloat16), ("avx512f", torch.float32)]
+)
+def test_other_processors(
+    without: str, dtype: torch.dtype, nothing_compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled without some instructions; products have the bits of single rows there, too."""
+    if platform.machine() != "x86_64":
+        pytest.skip("x86 alone has these instructions")
+    monkeypatch.setenv("CC", f"{cpu_attention.compiler()[0]} -mno-{without}")
+    monkeypatch.setattr(prepacked, "_compiled", prepacked._compiled.__wrapped__)
+    torch.manual_seed(0)
+    queries, (keys, values) = torch.randn(1, 4, 5, 32).to(dtype), torch.randn(2, 1, 2, 50, 32).to(dtype)
+    found = few_tokens_attention(queries, keys, values, torch.tensor([50]), 0.2)
+    assert found is not None
+    in_sight = (part.double().repeat_interleave(2, 1) for part in (keys, values))
+    check(found, F.scaled_dot_product_attention(queries.double(), *in_sight, scale=0.2).transpose(1, 2))
+    weight_OI, rows_MI = torch.randn(70, 64).to(dtype), torch.randn(17, 64).to(dtype)
+    packed = prepacked.prepack(weight_OI)
+    if isinstance(packed, torch.Tensor):
+        pytest.skip("products are oneDNN's on this machine")
+    out = prepacked.product(rows_MI, packed, None)
+    check(out, rows_MI.double() @ weight_OI.double().T)
+    assert torch.equal(out, torch.cat([prepacked.product(row, packed, None) for row in rows_MI.split(1)]))
 
 
 @needs_compiler

@@ -89,7 +89,7 @@ class Conditions:
 
     The machine is what the GPU, or the processor, calls itself; threads are 0 where a GPU computes. Verifying a tree
     takes longer where the bits are kept (`Target.exact`), and less long where the linear layers have prepacked weights,
-    or the forward is replayed; drafts are faster where they are compiled (`few_rows`).
+    or the forward is replayed; products and drafts are faster where they are compiled (`few_rows`).
     """
 
     machine: str

@@ -50,7 +50,7 @@ class KeptText:
         """Note what a round committed."""
         self._tokens += committed.tokens[0]
         for layer, pieces in self._states.items():
-            pieces.append(committed.states[layer])
+            pieces.append(committed.states[layer].clone())  # not a view of those of a whole tree
 
     def keep(self, cache: TreeCache) -> None:
         """Keep what was read, at the end of an answer, if memory has room."""

@@ -208,8 +208,8 @@ class DraftHead(nn.Module, ABC):
     def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         """The target's embeddings of tokens [...], [..., E], in the dtype and on the device of `like`."""
         table_VE = self.target_embeddings
-        plain = table_VE.is_cpu and table_VE.dtype == like.dtype and table_VE.is_contiguous()
-        if plain and (functions := few_rows.serves(like)):
+        plain = type(table_VE) in (Tensor, nn.Parameter) and table_VE.is_cpu and table_VE.is_contiguous()
+        if plain and table_VE.dtype == like.dtype and (functions := few_rows.serves(like)):
             return few_rows.embedding(functions, table_VE, tokens)
         return F.embedding(tokens.to(table_VE.device), table_VE).to(like)
 

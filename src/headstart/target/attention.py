@@ -7,8 +7,9 @@ Four things differ from transformers' own sdpa path:
   repeating keys and values in memory (5-7x faster for one token in a batch of 16-64 on a CPU), and the mask is that of
   the forward that runs in this thread.
 - A few tokens of each row on a CPU go row by row, in C, and have the bits of single steps (see `cpu_attention`).
-- Where a node of a tree must have them and C does not serve, scores and sums are in float64: the slots of a tree lie in
-  another order than those of a text, which moves a sum by 1e-16 that rounding to the target's dtype hides.
+- Where a node of a tree must have them and C does not serve (no compiler, float16, capped scores, sinks), scores and
+  sums are in float64: the slots of a tree lie in another order than those of a text, which moves a sum by 1e-16 that
+  rounding to the target's dtype hides.
 
 Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new tokens, S slots in sight, D head size.
 """
@@ -228,11 +229,12 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
         return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous()
     near = 0 if forward.mask is None or not sliding else forward.mask.near
     if forward.slots_B is not None and scores.plain:
-        own = None if forward.mask is None or new_tokens == 1 else forward.mask.folded(sliding, 1, query)
-        where = {"first": near, "mask_B1TC": own} if own is not None else {"window": window}
-        found = few_tokens_attention(query, key, value, forward.slots_B, scores.scale(size), **where)
-        if found is not None:
-            return found
+        sight: dict[str, Any] = {"window": window}
+        if forward.mask is not None and new_tokens > 1:
+            sight = {"mask_B1TC": forward.mask.folded(sliding, 1, query), "first": near}
+        attended = few_tokens_attention(query, key, value, forward.slots_B, scores.scale(size), **sight)
+        if attended is not None:
+            return attended
     mask = None if forward.mask is None else forward.mask.folded(sliding, groups, query)
     if near:
         key, value = key[:, :, near:], value[:, :, near:]

@@ -101,7 +101,10 @@ static void find(const sight *of, int64_t count, const float *x, const number *c
         for (int64_t s = 0; s < padded; s += LANES)
             for (int l = 0; l < LANES; l++) most_of[l] = score[s + l] > most_of[l] ? score[s + l] : most_of[l];
         for (int l = 0; l < LANES; l++) most = most_of[l] > most ? most_of[l] : most;
-        for (int64_t s = 0; s < padded; s++) sum += score[s] = exponential(score[s] - most);
+        for (int64_t s = 0; s < padded; s++) { /* what is hidden is worth nothing at all */
+            float below = score[s] - most;
+            sum += score[s] = below > -87 ? exponential(below) : 0;
+        }
         total[q] = sum;
     }
     int64_t at = 0;
@@ -113,6 +116,10 @@ static void find(const sight *of, int64_t count, const float *x, const number *c
     for (; at + VECTORS * LANES <= of->out_size; at += VECTORS * LANES) {
 #define MIX(count) mix(count, VECTORS, of, at, total, out)
         OF_ROWS(count, MIX)
+    }
+    for (; at + LANES <= of->out_size; at += LANES) {
+#define MIX_ONE(count) mix(count, 1, of, at, total, out)
+        OF_ROWS(count, MIX_ONE)
     }
     for (; at < of->out_size; at++)
         for (int64_t q = 0; q < count; q++) {

@@ -23,7 +23,7 @@ from headstart.support.compiled import compiler, library
 SOURCE = Path(__file__).with_suffix(".c")
 _TOKENS = 64
 """New tokens of a row up to which it is used: more make products that are large enough for torch's."""
-_THREE, _TWO = ctypes.c_int64 * 3, ctypes.c_int64 * 2
+_Strides3, _Strides2 = ctypes.c_int64 * 3, ctypes.c_int64 * 2
 
 
 def serves(width: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -44,26 +44,34 @@ def few_tokens_attention(
 ) -> Tensor | None:
     """What new tokens find, [B, T, Q, E], among the first `slots_B` slots of their row: in all to which a mask adds no
     -inf, which has the slots from `first` on; without one in the last `window` of them, or in all. None where torch has
-    to find it: in other or mixed dtypes, or where slots do not lie together."""
+    to find it: in other or mixed dtypes, without a compiler, or where slots do not lie together."""
     (rows, query_heads, tokens, size), (heads, _, out_size) = query_BQTD.shape, value_BHSE.shape[1:]
     dtype, parts = query_BQTD.dtype, [query_BQTD, key_BHSD, value_BHSE]
     together = key_BHSD.stride()[2:] == (size, 1) and value_BHSE.stride()[2:] == (out_size, 1)
+    in_pairs = size % 2 == 0 or dtype == torch.float32  # as bfloat16 is multiplied
     if mask_B1TC is not None:
         parts.append(mask_B1TC)
-    if not together or not _reads(dtype, query_BQTD.device) or any(part.dtype != dtype for part in parts):
+    read = together and in_pairs and _reads(dtype, query_BQTD.device) and all(part.dtype == dtype for part in parts)
+    functions = _compiled(dtype) if read else None
+    if functions is None:
         return None
     if query_BQTD.stride(3) != 1:
         query_BQTD = query_BQTD.contiguous()
     out = query_BQTD.new_empty(rows, tokens, query_heads, out_size)
-    mask, mask_strides = None, _TWO()
+    mask, mask_strides = None, _Strides2()
     if mask_B1TC is not None:
         of_rows = mask_B1TC.stride(0) if len(mask_B1TC) > 1 else 0
-        mask, mask_strides = mask_B1TC.data_ptr(), _TWO(of_rows, mask_B1TC.stride(2))
-    _compiled(dtype).attend(
-        *(query_BQTD.data_ptr(), _THREE(*query_BQTD.stride()[:3]), key_BHSD.data_ptr(), _TWO(*key_BHSD.stride()[:2])),
+        mask, mask_strides = mask_B1TC.data_ptr(), _Strides2(of_rows, mask_B1TC.stride(2))
+    functions.attend(
+        *(
+            query_BQTD.data_ptr(),
+            _Strides3(*query_BQTD.stride()[:3]),
+            key_BHSD.data_ptr(),
+            _Strides2(*key_BHSD.stride()[:2]),
+        ),
         *(
             value_BHSE.data_ptr(),
-            _TWO(*value_BHSE.stride()[:2]),
+            _Strides2(*value_BHSE.stride()[:2]),
             mask,
             mask_strides,
             slots_B.data_ptr(),
@@ -89,7 +97,7 @@ def _compiled(dtype: torch.dtype) -> Any:
     """The functions for numbers of a dtype, which say whether they use threads; None where they cannot be had."""
     names = ["BFLOAT16"] if dtype == torch.bfloat16 else []
     with_threads = library(SOURCE, names, threads=True)
-    functions: Any = with_threads or library(SOURCE, names)
+    functions: Any = with_threads or (library(SOURCE, names) if torch.get_num_threads() == 1 else None)
     if functions is None:
         return None
     functions.threads = with_threads is not None

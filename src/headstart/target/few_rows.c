@@ -90,8 +90,13 @@ void product(const number *x, const int8_t *weight, const number *scale, number 
 
 /* -- embeddings ---------------------------------------------------------------------------------------------------- */
 
-void gather(const number *table, const int64_t *index, number *out, int64_t count, int64_t size) {
-    for (int64_t m = 0; m < count; m++) memcpy(out + m * size, table + index[m] * size, size * sizeof(number));
+/* Whether there are all of these rows. */
+int gather(const number *table, const int64_t *index, number *out, int64_t count, int64_t rows, int64_t size) {
+    for (int64_t m = 0; m < count; m++) {
+        if (index[m] < 0 || index[m] >= rows) return 0;
+        memcpy(out + m * size, table + index[m] * size, size * sizeof(number));
+    }
+    return 1;
 }
 
 /* -- norms --------------------------------------------------------------------------------------------------------- */

@@ -82,11 +82,12 @@ def _compiled(dtype: torch.dtype) -> Any:
         "norm": [*[_P] * 3, *[_N] * 3, ctypes.c_float],
         "attend": [*[_P] * 3, ctypes.c_int],
         "layer": [*[_P] * 5, ctypes.c_int],
-        "gather": [*[_P] * 3, *[_N] * 2],
+        "gather": [*[_P] * 3, *[_N] * 3],
         "best": [_P, *[_N] * 3, *[_P] * 2],
     }.items():
         function = getattr(functions, name)
         function.argtypes, function.restype = arguments, None
+    functions.gather.restype = ctypes.c_int
     return functions
 
 
@@ -111,10 +112,12 @@ def product(functions: Any, x: Tensor, matrix: Int8Matrix) -> Tensor:
 
 
 def embedding(functions: Any, table_VE: Tensor, index_BW: Tensor) -> Tensor:
-    """Rows of a table [B, W, E]; there must be rows of these numbers."""
-    index_BW = index_BW.contiguous()
+    """Rows of a table [B, W, E]; an IndexError where there is none of a number."""
+    index_BW = index_BW.long().contiguous()
     out = table_VE.new_empty(*index_BW.shape, table_VE.shape[1])
-    functions.gather(table_VE.data_ptr(), index_BW.data_ptr(), out.data_ptr(), index_BW.numel(), table_VE.shape[1])
+    pointers = (part.data_ptr() for part in (table_VE, index_BW, out))
+    if not functions.gather(*pointers, index_BW.numel(), *table_VE.shape):
+        raise IndexError(f"the table has {len(table_VE)} rows")
     return out
 
 

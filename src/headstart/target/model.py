@@ -338,11 +338,11 @@ class Target(FrozenModel):
         positions_BN = (lengths_B1 + batch.depths_BN).clamp(max=self.max_length - 1).expand(shape)
         mask = tree_mask(lengths_B1, batch.visible_BNN, positions_BN, self.window, self.dtype, seen)
         forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
-        if self.device.type == "cpu" and mask is not None and mask.full_B1TS.shape[0] > 1:
-            forward.spans = spans(cache.lengths, width)
-        # For the bits of a row trees of any width go the same way.
+        # With bits every width must go the same way, so it asks as for one token.
         if cpu_attention.serves(1 if forward.bits else width, self.dtype, self.device):
             forward.slots_B = (lengths_B1 + width).flatten().expand(shape[0]).contiguous()
+        elif self.device.type == "cpu" and mask is not None and mask.full_B1TS.shape[0] > 1:
+            forward.spans = spans(cache.lengths, width)
         if wanted is not None:
             forward.wanted = self._rows_and_positions(wanted)
         if self._fitting.limit is not None and ends is not None:

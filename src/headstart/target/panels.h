@@ -55,10 +55,11 @@ static inline of_panel read_panel(const number *from) { return widened(from); }
 static inline void add_product(lanes *sums, of_panel inputs, lanes x) { *sums += inputs * x; }
 #endif
 
-/* A number in all lanes, in a register; else x86 would read it once for each vector that it is multiplied with. */
+/* A number, or STEP of them, in all lanes, in a register; else x86 would read it once for each vector that it is
+   multiplied with. Compilers make nothing of the difference but copies of its bits. */
 static inline lanes everywhere(float x) {
     lanes all = x - (lanes){0};
-#ifdef __x86_64__
+#ifdef __AVX__
     __asm__("" : "+x"(all));
 #endif
     return all;

@@ -100,7 +100,7 @@ class Merged:
 
 
 def can_prepack(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer in a dtype that oneDNN multiplies on this CPU."""
+    """Whether it is a plain linear layer whose weights can be prepacked."""
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
     return can_pack(module.weight)

@@ -396,7 +396,7 @@ class Committed:
     def states(self) -> dict[int, Tensor]:
         """{layer: [B, P, E]} of these tokens."""
         longest = self.paths_BP.shape[1]
-        if self.paths == [[*range(longest)]]:  # one row's first nodes, as in chains, need no copy
+        if self.paths == [[*range(longest)]]:  # of one row's first nodes, as in chains, a view
             return {layer: state_BNE.narrow(1, 0, longest) for layer, state_BNE in self.states_BNE.items()}
         rows_B1 = torch.arange(len(self.paths_BP), device=self.paths_BP.device)[:, None]
         return {layer: state_BNE[rows_B1, self.paths_BP] for layer, state_BNE in self.states_BNE.items()}

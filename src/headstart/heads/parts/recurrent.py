@@ -250,7 +250,8 @@ class RecurrentHead(GraphedHead):
             pending, last = max(session.counts), [count - 1 for count in session.counts]
             entries = Entries.of_text(session.cache.lengths, pending)
             if pending > 1:
-                tokens_BW = upload(session.pending_tokens(tokens_BW[:, 0].tolist(), pending), device)
+                texts = session.pending_tokens([0] * len(last), pending)
+                tokens_BW = upload(texts, device).scatter_(1, upload(last, device)[:, None], tokens_BW)
             feedback_BWE = self.project(session.seen_BPX.narrow(1, 0, pending))
         else:
             entries, feedback_BWE = session.next_entries(parents_BW.numpy()), session.feedback_BWE
