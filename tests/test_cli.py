@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from headstart.cli.app import app
+from headstart.cli.app import app, main
 from headstart.heads.io import write_weights
 from headstart.pipeline.inventory import run_states
 from headstart.target.model import Target
@@ -108,6 +109,20 @@ def test_help_loads_no_room() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("asked", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_threads_do_not_wait_for_long_unless_the_environment_says_so(
+    asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "active")  # what the command sets goes with this test
+        monkeypatch.delenv(name)
+    if asked:
+        monkeypatch.setenv(asked, "active")
+    monkeypatch.setattr("headstart.cli.app.app", lambda prog_name: None)
+    main()
+    assert os.environ.get("GOMP_SPINCOUNT") == {None: "6000", "GOMP_SPINCOUNT": "active"}.get(asked)
 
 
 def test_the_module_is_the_command() -> None:

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from headstart.pipeline.run import Run, Stage
 
 
+_SPINS = "6000"
+"""Turns of a thread that waits, some 0.1 ms: no step of decoding or training on a quiet machine takes longer for it."""
+
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
@@ -440,5 +443,11 @@ def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) ->
 
 
 def main() -> None:
-    """The console script."""
+    """The console script.
+
+    OpenMP's threads wait for each other turning round and round, so that one whose core another program has holds up
+    all others at every product. They fall asleep sooner here, unless the environment says how they are to wait.
+    """
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["GOMP_SPINCOUNT"] = _SPINS  # read once, when torch is loaded
     app(prog_name="headstart")
