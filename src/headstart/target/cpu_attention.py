@@ -62,23 +62,12 @@ def few_tokens_attention(
     if mask_B1TC is not None:
         of_rows = mask_B1TC.stride(0) if len(mask_B1TC) > 1 else 0
         mask, mask_strides = mask_B1TC.data_ptr(), _Strides2(of_rows, mask_B1TC.stride(2))
+    query = query_BQTD.data_ptr(), _Strides3(*query_BQTD.stride()[:3])
+    key, value = ((part.data_ptr(), _Strides2(*part.stride()[:2])) for part in (key_BHSD, value_BHSE))
+    sizes = rows, heads, query_heads // heads, tokens, size, out_size
     functions.attend(
-        *(
-            query_BQTD.data_ptr(),
-            _Strides3(*query_BQTD.stride()[:3]),
-            key_BHSD.data_ptr(),
-            _Strides2(*key_BHSD.stride()[:2]),
-        ),
-        *(
-            value_BHSE.data_ptr(),
-            _Strides2(*value_BHSE.stride()[:2]),
-            mask,
-            mask_strides,
-            slots_B.data_ptr(),
-            out.data_ptr(),
-        ),
-        *(rows, heads, query_heads // heads, tokens, size, out_size, first, window or 0),
-        *(scaling, torch.get_num_threads()),
+        *(*query, *key, *value, mask, mask_strides, slots_B.data_ptr(), out.data_ptr()),
+        *(*sizes, first, window or 0, scaling, torch.get_num_threads()),
     )
     return out
 
