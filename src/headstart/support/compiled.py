@@ -21,6 +21,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from textwrap import shorten
+from typing import Any
 
 import torch
 
@@ -78,6 +79,14 @@ def library(source: Path, names: Sequence[str] = (), threads: bool = False) -> c
     why = f"{shlex.join(program)} cannot compile {source.name}: torch's is slower ({said})."
     warnings.warn(why, stacklevel=2)
     return None
+
+
+def vector_library(source: Path, dtype: torch.dtype) -> Any:
+    """`library` with threads, for bfloat16 or float32, of a source that is written for AVX2 and AVX-512; None where
+    torch finds neither."""
+    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+        return None
+    return library(source, ["BFLOAT16"] if dtype == torch.bfloat16 else [], threads=True)
 
 
 def _make(compiling: Sequence[str], linking: Sequence[str], libraries: Sequence[str], made: Path) -> None:

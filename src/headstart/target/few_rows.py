@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from headstart.support.compiled import library
+from headstart.support.compiled import vector_library
 
 SOURCE = Path(__file__).with_suffix(".c")
 ROWS = 12
@@ -72,9 +72,7 @@ def compiled(dtype: torch.dtype) -> Any:
 
 @cache
 def _compiled(dtype: torch.dtype) -> Any:
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return None
-    functions = library(SOURCE, ["BFLOAT16"] if dtype == torch.bfloat16 else [], threads=True)
+    functions = vector_library(SOURCE, dtype)
     if functions is None:
         return None
     for name, arguments in {

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from headstart.support.compiled import library
+from headstart.support.compiled import vector_library
 from headstart.target.memory import free_bytes
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -84,9 +84,7 @@ def _product(rows: Tensor, packed: Panels, bias_O: Tensor | None) -> Tensor:
 @cache
 def _compiled(dtype: torch.dtype) -> Any:
     """The functions for weights of a dtype; None where there are none."""
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return None
-    functions = library(SOURCE, ["BFLOAT16"] if dtype == torch.bfloat16 else [], threads=True)
+    functions = vector_library(SOURCE, dtype)
     if functions is None:
         return None
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
