@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +21,9 @@ from headstart.decode.options import DecodeOptions
 from headstart.decoder import Decoder
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.eval.environment import environment
-from headstart.target import captured, products
+from headstart.target import products, rewrites, tape
 from headstart.target.captured import Captured, Recorded
+from headstart.target.cpu_attention import compiler, joined_attention
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.target.prepacked import MAX_ROWS, can_pack
@@ -34,6 +36,7 @@ from tests.target.test_chains import hybrid
 from tests.tiny import KINDS, LONG, packed_model, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8], [*range(1, 13)], [3]]
+needs_compiler = pytest.mark.skipif(not compiler(), reason="this machine has no C compiler")
 AUX_LAYERS = (0, 2, FINAL)
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 ROUNDING = 1e-5
@@ -96,8 +99,8 @@ def test_a_replay_gives_what_the_modules_give(kind: str, rows: int, width: int) 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox"])
 def test_operators_that_are_not_rewritten_keep_their_bits(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.target.captured.merge_products", lambda graph: [])
-    monkeypatch.setattr("headstart.target.captured.shorten_norms", lambda graph, device: None)
+    monkeypatch.setattr("headstart.target.rewrites.merge_products", lambda graph: [])
+    monkeypatch.setattr("headstart.target.rewrites.shorten_norms", lambda graph, device: None)
     monkeypatch.setattr("headstart.target.fitting.fits", lambda modules: False)
     target = Target(tiny_model(kind))
     replayed = rounds(target, 4, 8)
@@ -109,15 +112,16 @@ def test_operators_that_are_not_rewritten_keep_their_bits(kind: str, monkeypatch
 @pytest.mark.parametrize(("kind", "norms"), [("llama", 2), ("qwen3", 4), ("gemma3", 6)])
 def test_norms_and_rotations_are_calls_of_few_operators(kind: str, norms: int, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
+    monkeypatch.setattr(rewrites, "call_c", lambda graph: None)
     for name in ("inverse_rms", "rotated"):
-        function = getattr(captured, name)
+        function = getattr(rewrites, name)
 
         def counted(*args: Any, name: str = name, function: Any = function, **kwargs: Any) -> Tensor:
             called.append(name)
             result: Tensor = function(*args, **kwargs)
             return result
 
-        monkeypatch.setattr(captured, name, counted)
+        monkeypatch.setattr(rewrites, name, counted)
     target = Target(tiny_model(kind))
     check_replay(target, 1, 4)
     cache = target.new_cache(1, 20)
@@ -128,17 +132,75 @@ def test_norms_and_rotations_are_calls_of_few_operators(kind: str, norms: int, m
     assert called.count("inverse_rms") == norms * target.num_layers + 1
 
 
+@needs_compiler
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [("llama", (7, 3, 3)), ("qwen3", (7, 3, 3)), ("mistral", (7, 3, 3)), ("mixtral", (7, 0, 3)), ("phi3", (7, 0, 0))],
+)
+def test_what_lies_between_products_is_in_c(kind: str, calls: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Norms, gates, and attention with all that comes before it: numbers of each, and a batch and a tree that say what
+    the same operators say on torch."""
+    if rewrites._compiled(dtype) is None:
+        pytest.skip("C for AVX2 and AVX-512")
+    model = tiny_model(kind).to(dtype)
+    in_c = Target(model, exact="bits")
+    functions = [getattr(node, "__name__", type(node).__name__) for node in called_by(in_c)]
+    assert tuple(functions.count(name) for name in ("normed", "gated", "JoinedSite")) == calls
+    on_torch = Target(tiny_model(kind).to(dtype), exact="bits")
+    with mock.patch.object(rewrites, "call_c"):
+        on_torch.record()
+    # In bfloat16 a sum in another order rounds to a neighbour here and there, in 3 layers.
+    close = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 0.02, "atol": 0.02}
+    for rows, width in ((1, 1), (1, 7), (3, 5)):
+        for one, other in zip(rounds(in_c, rows, width), rounds(on_torch, rows, width), strict=True):
+            torch.testing.assert_close(one, other, **close)
+
+
+def called_by(target: Target) -> list[Any]:
+    """What the replay of a target calls."""
+    graphs: list[Any] = []
+    made = tape.Tape.compile
+
+    def kept(self: tape.Tape) -> Any:
+        graphs.append(self.graph)
+        return made(self)
+
+    with mock.patch.object(tape.Tape, "compile", kept):
+        target.record()
+    return [node.target for node in graphs[-1].nodes if node.op == "call_function"]
+
+
+@needs_compiler
+def test_positions_are_turned_in_c_as_on_torch() -> None:
+    """To the bit in bfloat16, in what the cache is given; a value is copied."""
+    torch.manual_seed(0)
+    rows, tokens, heads, key_heads, size = 2, 3, 4, 2, 32
+    joined = torch.randn(rows, tokens, heads + 2 * key_heads, size, dtype=torch.bfloat16)
+    cos, sin = torch.randn(2, 1, 1, rows * tokens, size, dtype=torch.bfloat16)
+    keys, values = torch.zeros(2, rows, key_heads, 20, size, dtype=torch.bfloat16)
+    part = joined[:, :, heads : heads + key_heads].reshape(1, rows * tokens, key_heads, size).transpose(1, 2)
+    wanted = rewrites.rotated(part, cos, sin, size // 2).reshape(key_heads, rows, tokens, size).transpose(0, 1)
+    value = joined[:, :, heads + key_heads :].transpose(1, 2).clone()
+    out = joined_attention(joined, (cos, sin), heads, keys, values, torch.tensor([9, 17]), 0.1)
+    assert out is not None
+    for row, slots in enumerate((9, 17)):
+        assert torch.equal(keys[row, :, slots - tokens : slots], wanted[row])
+        assert torch.equal(values[row, :, slots - tokens : slots], value[row])
+        assert not keys[row, :, : slots - tokens].any() and not keys[row, :, slots:].any()
+
+
 @pytest.mark.parametrize("wide", [True, False], ids=["float32", "bfloat16"])
 def test_only_norms_that_compute_in_float32_are_rewritten(wide: bool) -> None:
     def code(recorder: Any, x_TE: Tensor) -> list[Tensor]:
         y_TE = (x_TE + 1).float() if wide else x_TE + 1
         return [y_TE * torch.rsqrt(y_TE.pow(2).mean(-1, keepdim=True) + 1e-6)]
 
-    tape = record(code, ("x",), lambda count: [torch.ones(count, 64, dtype=torch.bfloat16)], (11, 13))
-    captured.shorten_norms(tape.graph, torch.device("cpu"))
-    assert any(getattr(node.target, "func", None) is captured.inverse_rms for node in tape.graph.nodes) == wide
+    recorded = record(code, ("x",), lambda count: [torch.ones(count, 64, dtype=torch.bfloat16)], (11, 13))
+    rewrites.shorten_norms(recorded.graph, torch.device("cpu"))
+    assert any(getattr(node.target, "func", None) is rewrites.inverse_rms for node in recorded.graph.nodes) == wide
     x_TE = torch.randn(5, 64).bfloat16()
-    torch.testing.assert_close(tape.compile()(x_TE, 5), code(None, x_TE))
+    torch.testing.assert_close(recorded.compile()(x_TE, 5), code(None, x_TE))
 
 
 def test_rotations_are_told_apart_by_how_their_tables_are_made() -> None:
@@ -151,10 +213,10 @@ def test_rotations_are_told_apart_by_how_their_tables_are_made() -> None:
         tables = angles_KD[:, 0, :], angles_KD[:, 1, :], *sums
         return [x_TD * 2.0 + turned_TD * table_KD[:1] for table_KD in tables]
 
-    tape = record(code, ("x",), lambda count: [torch.ones(count, 8)], (11, 13))
-    captured.shorten_rotations(tape.graph)
+    recorded = record(code, ("x",), lambda count: [torch.ones(count, 8)], (11, 13))
+    rewrites.shorten_rotations(recorded.graph)
     x_TD = torch.randn(5, 8)
-    assert all(map(torch.equal, tape.compile()(x_TD, 5), code(None, x_TD)))
+    assert all(map(torch.equal, recorded.compile()(x_TD, 5), code(None, x_TD)))
 
 
 @pytest.mark.skipif(not can_pack(torch.zeros(32, 32)), reason="this build of torch has no oneDNN")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from headstart.target import cpu_attention, prepacked
-from headstart.target.cpu_attention import few_tokens_attention
+from headstart.target import attention, cpu_attention, prepacked
+from headstart.target.cpu_attention import few_tokens_attention, joined_attention
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import tiny_model
@@ -147,13 +148,15 @@ def test_trees_and_rows_say_what_the_model_says(kind: str, rows: int, monkeypatc
     target, asked = Target(tiny_model(kind)), 0
     texts = [[(7 * index + row) % 90 + 1 for index in range(9 + 2 * row)] for row in range(rows)]
 
-    def counted(*given: object, **more: object) -> torch.Tensor | None:
-        nonlocal asked
-        found = few_tokens_attention(*given, **more)  # type: ignore[arg-type]
-        asked += found is not None
-        return found
+    for function in (few_tokens_attention, joined_attention):
 
-    monkeypatch.setattr("headstart.target.attention.few_tokens_attention", counted)
+        def counted(*given: Any, function: Any = function, **more: Any) -> Any:
+            nonlocal asked
+            found = function(*given, **more)
+            asked += found is not None
+            return found
+
+        monkeypatch.setattr(attention, function.__name__, counted)
     cache = target.new_cache(rows, 64)
     target.prefill(cache, texts)
     target.forward_tree(cache, TreeBatch.roots([10] * rows))

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
-from headstart.target.cpu_attention import few_tokens_attention
+from headstart.target.cpu_attention import few_tokens_attention, joined_attention
 
 NAME = "headstart"
 _SPAN = 16
@@ -229,9 +229,7 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
         return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous()
     near = 0 if forward.mask is None or not sliding else forward.mask.near
     if forward.slots_B is not None and scores.plain:
-        sight: dict[str, Any] = {"window": window}
-        if forward.mask is not None and new_tokens > 1:
-            sight = {"mask_B1TC": forward.mask.folded(sliding, 1, query), "first": near}
+        sight = _sight(forward, query, new_tokens, sliding)
         attended = few_tokens_attention(query, key, value, forward.slots_B, scores.scale(size), **sight)
         if attended is not None:
             return attended
@@ -259,6 +257,33 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scores.scaling)
     out = out.reshape(rows, query_heads, new_tokens, value.shape[-1])
     return out.transpose(1, 2).contiguous()
+
+
+def attend_joined(
+    forward: Running,
+    joined_BTXD: Tensor,
+    angles: tuple[Tensor, Tensor],
+    heads: int,
+    norms: tuple[Tensor, Tensor, float] | None,
+    layer: int,
+    scores: Scores,
+    sliding: bool,
+) -> Tensor | None:
+    """The same of queries, keys and values as they lie side by side, X = Q + 2 H, before norms, positions and cache:
+    [B, T, Q, D], by `cpu_attention` alone; None where that has to be done step by step."""
+    if forward.slots_B is None:
+        return None
+    sight = _sight(forward, joined_BTXD, joined_BTXD.shape[1], sliding)
+    keys, values = forward.cache.slots(layer)
+    scale = scores.scale(joined_BTXD.shape[3])
+    return joined_attention(joined_BTXD, angles, heads, keys, values, forward.slots_B, scale, norms, **sight)
+
+
+def _sight(forward: Running, like: Tensor, new_tokens: int, sliding: bool) -> dict[str, Any]:
+    """What new tokens see of a cache, as `cpu_attention` takes it."""
+    if forward.mask is None or new_tokens == 1:
+        return {"window": forward.window if sliding else None}
+    return {"mask_B1TC": forward.mask.folded(sliding, 1, like), "first": forward.mask.near if sliding else 0}
 
 
 def causal_attention(

@@ -81,6 +81,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new_tokens = 0
         self._check: Callable[[], None] | None = None
         self._ragged = False
+        self._all: list[tuple[Tensor, ...]] = []
         self._new: list[tuple[Tensor, ...]] = []
         self._sight: list[tuple[Tensor, ...]] = []
         self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
@@ -112,9 +113,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._new_tokens = new_tokens
         self._seen = seen
         self._ragged, self._slots = len(set(self.lengths)) > 1, {}
-        if not self._ragged:  # one view for all layers, taken apart, instead of several for each
-            self._new = [store[:, :, :, seen - new_tokens : seen].unbind() for store in self._stores]
-            self._sight = [store[:, :, :, :seen].unbind() for store in self._stores]
+        self._all, self._new, self._sight = [], [], []
 
     def begin_at(self, lengths_B1: Tensor, new_tokens: int, seen: int) -> None:
         """Announce a forward whose rows begin where a tensor says, with so many slots in sight."""
@@ -128,6 +127,10 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         """Write one layer's new keys and values [B, H, T, D]; return views of all slots in sight."""
         (key_store, key_index), (value_store, value_index) = self._places[layer_idx]
         if not self._ragged:
+            if not self._new:  # one view for all layers, taken apart, instead of several for each
+                first, seen = self._seen - self._new_tokens, self._seen
+                self._new = [store[:, :, :, first:seen].unbind() for store in self._stores]
+                self._sight = [store[:, :, :, :seen].unbind() for store in self._stores]
             self._new[key_store][key_index].copy_(key_states)
             self._new[value_store][value_index].copy_(value_states)
             return self._sight[key_store][key_index], self._sight[value_store][value_index]
@@ -137,6 +140,13 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         keys[rows_B1, :, slots_BT] = key_states.transpose(1, 2)
         values[rows_B1, :, slots_BT] = value_states.transpose(1, 2)
         return keys[:, :, : self._seen], values[:, :, : self._seen]
+
+    def slots(self, layer: int) -> tuple[Tensor, Tensor]:
+        """All slots of one layer, keys and values [B, H, C, D], where the forward that was announced writes its own."""
+        if not self._all:
+            self._all = [store.unbind() for store in self._stores]
+        (key_store, key_index), (value_store, value_index) = self._places[layer]
+        return self._all[key_store][key_index], self._all[value_store][value_index]
 
     def note(self, tokens_BT: Tensor) -> None:
         """Write the token ids of this forward, for `text`."""
@@ -222,6 +232,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         part._stores = [store[:, start:stop] for store in self._stores]
         part.lengths = self.lengths[start:stop]
         part._slots, part._lengths, part.memory = {}, {}, None
+        part._all, part._new, part._sight = [], [], []
         return part
 
     def with_room(self, needed: int) -> TreeCache:
@@ -231,14 +242,14 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         capacity, other = 2 * needed, copy.copy(self)
         other._stores = [F.pad(store, (0, 0, 0, capacity - self.capacity)) for store in self._stores]
         other.capacity, other.lengths, other._slots, other._lengths = capacity, list(self.lengths), {}, {}
-        other.memory, other._new, other._sight = None, [], []
+        other.memory, other._all, other._new, other._sight = None, [], [], []
         return other
 
     def kept(self, row: int, length: int) -> TreeCache:
         """What a row has committed of so many tokens, in memory of its own."""
         alone = self.part(row, row + 1)
         alone._stores = [store[:, :, :, :length].clone() for store in alone._stores]
-        alone.capacity, alone.lengths, alone._new, alone._sight = length, [length], [], []
+        alone.capacity, alone.lengths = length, [length]
         return alone
 
     def go_on_with(self, row: int, other: TreeCache) -> None:

@@ -2,11 +2,8 @@
 
 What is recorded is the forward over one text; see `tape`. The tokens of a batch go through it as if they were of one
 row, since nothing but attention looks from one token to another: there each row gets its own shape back, and its keys
-and values go to the cache, as in every forward of ours. The operators are then rewritten where that pays on a CPU:
-
-- Linear layers that read the same numbers become one product with prepacked weights (see `products`).
-- The scale of an RMS norm comes from three operators on the state as it is, instead of six on a copy in float32.
-- Rotary positions swap the halves of queries and keys in one operator; the sign of one half is in the table of sines.
+and values go to the cache, as in every forward of ours. The operators are then rewritten where that pays on a CPU (see
+`rewrites`).
 
 What cannot be recorded, or gives other logits than the modules do, runs through the modules, and `Target.eager` says
 why. Long texts do so anyway: there the operators themselves take all the time. On a GPU, trees go through CUDA graphs
@@ -17,50 +14,26 @@ Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import is_not
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from headstart.target.attention import Running, Scores, attend, causal_attention, run, running
-from headstart.target.prepacked import MAX_ROWS, can_pack, drop
-from headstart.target.products import Matrix, Merged, is_matrix
-from headstart.target.tape import NotRecordable, call, clean, record
+from headstart.target.attention import Running, Scores, causal_attention, run
+from headstart.target.prepacked import MAX_ROWS, drop
+from headstart.target.products import Matrix, is_matrix
+from headstart.target.rewrites import Site, rewrite
+from headstart.target.tape import NotRecordable, clean, record
 
 PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 """Weights that are what they say; others are packed, or spread over processes."""
 _COUNTS = (11, 13)
 """Tokens of the two recordings."""
-
-
-@dataclass(frozen=True)
-class Site:
-    """One layer's attention, which is not recorded: a replay calls it. Its scores are without their sink."""
-
-    layer: int
-    scores: Scores
-    sliding: bool
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
-        """Attention of new tokens, queries [1, Q, M, D], keys and values [1, H, M, D], sinks [Q]: [1, M, Q, D_v]."""
-        forward = running()
-        assert forward is not None and forward.cache is not None, "a replay has a cache"
-        rows = forward.cache.rows
-        if rows > 1:
-            query, key, value = (
-                part.reshape(part.shape[1], rows, -1, part.shape[3]).transpose(0, 1) for part in (query, key, value)
-            )
-        keys, values = forward.cache.update(key, value, self.layer)
-        out = attend(forward, query, keys, values, replace(self.scores, sink=sink), self.sliding)
-        return out.reshape(1, -1, *out.shape[2:])
 
 
 @dataclass
@@ -126,7 +99,6 @@ class Captured:
         refuse_others(model, decoder)
         vocab_size = decoder.get_input_embeddings().num_embeddings
         self._modules = list(decoder.modules())
-        self.products: list[Merged] = []
 
         def code(recorder: Any, tokens_1T: Tensor, positions_1T: Tensor, mask_11TT: Tensor) -> list[Tensor]:
             forward = Running(aux_layers=frozenset(layers), recording=Recording(recorder))
@@ -148,12 +120,8 @@ class Captured:
         tape = record(code, ("tokens_1M", "positions_1M", "mask"), inputs, _COUNTS)
         self._known = list(_places(decoder, tape.constants))
         clean(tape.graph)
-        shorten_norms(tape.graph, device)
-        if packs:
-            self.products = merge_products(tape.graph)
-            drop(weight for product in self.products for weight in product.weights)
-        shorten_rotations(tape.graph)
-        clean(tape.graph)
+        self.products = rewrite(tape.graph, device, packs)
+        drop(weight for product in self.products for weight in product.weights)
         self._replay = tape.compile()
         # Other matrices know nothing of `Running.bits`.
         self._has_bits = sum(len(product.sizes) for product in self.products) == sum(map(is_matrix, decoder.modules()))
@@ -246,139 +214,3 @@ def _places(decoder: nn.Module, constants: Sequence[Tensor]) -> Iterator[tuple[n
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if id(tensor) in wanted:
                 yield module, name, wanted[id(tensor)]
-
-
-# -- rewrites ----------------------------------------------------------------------------------------------------------
-
-
-def _constant(node: Any) -> Tensor | None:
-    tensor: Tensor | None = node.meta["constant"] if isinstance(node, fx.Node) and node.op == "get_attr" else None
-    return tensor
-
-
-def merge_products(graph: fx.Graph) -> list[Merged]:
-    """One product for all linear layers that read the same numbers, prepacked."""
-    by_input: dict[Any, list[Any]] = {}
-    node: Any
-    for node in graph.nodes:
-        if node.target is not F.linear or node.kwargs:
-            continue
-        weight, bias = _constant(node.args[1]), node.args[2] if len(node.args) > 2 else None
-        if weight is not None and (bias is None or _constant(bias) is not None) and can_pack(weight):
-            by_input.setdefault(node.args[0], []).append(node)
-    made = []
-    for rows, nodes in by_input.items():
-        if any(user.meta.get("writes") for user in rows.users):
-            continue
-        weights = [node.args[1].meta["constant"] for node in nodes]
-        biases = [_constant(node.args[2]) if len(node.args) > 2 else None for node in nodes]
-        for group in Merged.groups(weights, biases):
-            product = Merged([weights[index] for index in group], [biases[index] for index in group])
-            made.append(product)
-            with graph.inserting_before(nodes[group[0]]):
-                joined = call(graph, product, (rows,))
-                if len(group) > 1:
-                    parts = call(graph, Tensor.split, (joined, product.sizes, -1))
-                    replacements = [call(graph, operator.getitem, (parts, at)) for at in range(len(group))]
-                else:
-                    replacements = [joined]
-            for index, replacement in zip(group, replacements, strict=True):
-                nodes[index].replace_all_uses_with(replacement)
-                graph.erase_node(nodes[index])
-    return made
-
-
-_POWERS = (Tensor.pow, torch.pow, Tensor.__pow__)
-_MEANS = (Tensor.mean, torch.mean)
-_ROOTS = (torch.rsqrt, Tensor.rsqrt)
-_SUMS = (Tensor.__add__, Tensor.add, torch.add)
-_PRODUCTS = (Tensor.__mul__, Tensor.mul, torch.mul)
-_NEGATIVES = (Tensor.__neg__, Tensor.neg, torch.neg)
-
-
-def _is(node: Any, functions: Sequence[Any]) -> bool:
-    return isinstance(node, fx.Node) and node.op == "call_function" and any(node.target is f for f in functions)
-
-
-def shorten_norms(graph: fx.Graph, device: torch.device) -> None:
-    """`x * rsqrt(mean(x ** 2) + eps)` over the last dimension, x in float32, with one call for the scale and without a
-    copy of x."""
-    scales: dict[float, Callable[[Tensor], Tensor]] = {}
-    for root in list(graph.nodes):
-        if not _is(root, _ROOTS) or not _is(root.args[0], _SUMS):
-            continue
-        mean, eps = root.args[0].args
-        if not isinstance(eps, float) or not _is(mean, _MEANS) or not _is(mean.args[0], _POWERS):
-            continue
-        along = (mean.args[1:], dict(mean.kwargs))
-        power = mean.args[0]
-        if along not in (((-1,), {"keepdim": True}), ((-1, True), {})) or power.args[1] != 2:
-            continue
-        x = power.args[0]
-        if x.meta.get("dtype") is not torch.float32:
-            continue
-        source = _as_float32(x) or x
-        if eps not in scales:
-            scales[eps] = partial(inverse_rms, eps=torch.tensor(eps, device=device))
-        with graph.inserting_before(root):
-            scale = call(graph, scales[eps], (source,))
-        root.replace_all_uses_with(scale)
-        for user in list(x.users):
-            if _is(user, _PRODUCTS) and set(user.args) == {x, scale}:
-                user.replace_input_with(x, source)  # the product is in float32 all the same
-
-
-def _as_float32(node: Any) -> fx.Node | None:
-    """What is put into float32 here."""
-    found = _is(node, [Tensor.float]) or (_is(node, [Tensor.to]) and node.args[1:] == (torch.float32,))
-    return node.args[0] if found and not node.kwargs else None
-
-
-def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
-    """1 / root mean square of the last dimension, which stays with size 1, in float32."""
-    norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
-    scale: Tensor = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-    return scale
-
-
-def shorten_rotations(graph: fx.Graph) -> None:
-    """`x * cos + cat((-x2, x1)) * sin`, where x1 and x2 are the halves of x, with one call."""
-    signed: dict[str, fx.Node] = {}
-    for total in list(graph.nodes):
-        if not _is(total, _SUMS) or len(total.args) != 2 or not all(_is(part, _PRODUCTS) for part in total.args):
-            continue
-        (x, cos), (turned, sin) = (part.args for part in total.args)
-        half = _swapped_half(turned, x)
-        if half is None or not isinstance(sin, fx.Node):
-            continue
-        view = repr((sin.op, sin.target, sin.args, sin.kwargs))  # each layer has a view of its own, made alike
-        if view not in signed:
-            with graph.inserting_after(sin):
-                signed[view] = call(graph, negative_half, (sin, half))
-        with graph.inserting_before(total):
-            total.replace_all_uses_with(call(graph, rotated, (x, cos, signed[view], half)))
-
-
-def _swapped_half(turned: Any, x: Any) -> int | None:
-    """The size of a half, where `turned` is `cat((-x2, x1))` over the last dimension."""
-    if not _is(turned, [torch.cat]) or (turned.args[1:], dict(turned.kwargs)) not in (((), {"dim": -1}), ((-1,), {})):
-        return None
-    parts = turned.args[0]
-    if len(parts) != 2 or not _is(parts[0], _NEGATIVES):
-        return None
-    second, first = parts[0].args[0], parts[1]
-    if not all(_is(part, [Tensor.__getitem__]) and part.args[0] is x for part in (first, second)):
-        return None
-    half = second.args[1][-1].start
-    wanted = (Ellipsis, slice(None, half, None)), (Ellipsis, slice(half, None, None))
-    return half if (first.args[1], second.args[1]) == wanted and isinstance(half, int) else None
-
-
-def negative_half(x: Tensor, half: int) -> Tensor:
-    """With the other sign up to `half` of the last dimension."""
-    return torch.cat((-x[..., :half], x[..., half:]), dim=-1)
-
-
-def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor, half: int) -> Tensor:
-    turned: Tensor = (x * cos).add_(x.roll(half, -1) * signed_sin)
-    return turned

@@ -168,3 +168,41 @@ void attend(const number *queries, const int64_t *query_strides, const number *k
         free(x);
     }
 }
+
+/* A head's numbers turned by their position; the sines of the first half have the other sign. Rounded where torch does. */
+static void turn(number *x, const number *restrict cos, const number *restrict sin, int64_t size) {
+    number *restrict low = x, *restrict high = x + size / 2;
+    for (int64_t d = 0; d < size / 2; d++) {
+        float a = read_number(low[d]), b = read_number(high[d]);
+        float of_low = read_number(rounded(a * read_number(cos[d])));
+        float of_high = read_number(rounded(b * read_number(cos[d + size / 2])));
+        low[d] = rounded(of_low + read_number(rounded(b * read_number(sin[d]))));
+        high[d] = rounded(of_high + read_number(rounded(a * read_number(sin[d + size / 2]))));
+    }
+}
+
+/* The same for queries, keys and values that lie side by side in `joined` [rows, tokens, heads * (groups + 2) * size]:
+   queries and keys get their norms [size], where these are not NULL, and are turned by angles [rows, tokens, size], in
+   place; keys and values go to the last slots that their row has in sight. */
+void attend_joined(number *joined, const number *query_norm, const number *key_norm, float eps, const number *cos,
+                   const number *sin, number *keys, const int64_t *key_strides,
+                   number *values, const int64_t *value_strides, const number *mask, const int64_t *mask_strides,
+                   const int64_t *slots, number *out, int64_t rows, int64_t heads, int64_t groups, int64_t tokens,
+                   int64_t size, int64_t first, int64_t window, float scaling, int threads) {
+    int64_t width = heads * (groups + 2) * size, strides[] = {tokens * width, size, width};
+    for (int64_t m = 0; m < rows * tokens; m++) {
+        number *of_token = joined + m * width, *key = of_token + heads * groups * size, *value = key + heads * size;
+        for (number *head = of_token; head < value; head += size) {
+            const number *norm = head < key ? query_norm : key_norm;
+            if (norm) norm_row(head, norm, head, size, eps);
+            turn(head, cos + m * size, sin + m * size, size);
+        }
+        int64_t row = m / tokens, at = (slots[row] - tokens + m % tokens) * size;
+        for (int64_t head = 0; head < heads; head++) {
+            memcpy(keys + row * key_strides[0] + head * key_strides[1] + at, key + head * size, size * sizeof *key);
+            memcpy(values + row * value_strides[0] + head * value_strides[1] + at, value + head * size, size * sizeof *key);
+        }
+    }
+    attend(joined, strides, keys, key_strides, values, value_strides, mask, mask_strides, slots, out, rows, heads, groups,
+           tokens, size, size, first, window, scaling, threads);
+}

@@ -58,18 +58,65 @@ def few_tokens_attention(
     if query_BQTD.stride(3) != 1:
         query_BQTD = query_BQTD.contiguous()
     out = query_BQTD.new_empty(rows, tokens, query_heads, out_size)
-    mask, mask_strides = None, _Strides2()
-    if mask_B1TC is not None:
-        of_rows = mask_B1TC.stride(0) if len(mask_B1TC) > 1 else 0
-        mask, mask_strides = mask_B1TC.data_ptr(), _Strides2(of_rows, mask_B1TC.stride(2))
     query = query_BQTD.data_ptr(), _Strides3(*query_BQTD.stride()[:3])
-    key, value = ((part.data_ptr(), _Strides2(*part.stride()[:2])) for part in (key_BHSD, value_BHSE))
     sizes = rows, heads, query_heads // heads, tokens, size, out_size
     functions.attend(
-        *(*query, *key, *value, mask, mask_strides, slots_B.data_ptr(), out.data_ptr()),
+        *(*query, *_kept(key_BHSD), *_kept(value_BHSE), *_masked(mask_B1TC), slots_B.data_ptr(), out.data_ptr()),
         *(*sizes, first, window or 0, scaling, torch.get_num_threads()),
     )
     return out
+
+
+def joined_attention(
+    joined_BTXD: Tensor,
+    angles_MD: tuple[Tensor, Tensor],
+    heads: int,
+    key_BHCD: Tensor,
+    value_BHCD: Tensor,
+    slots_B: Tensor,
+    scaling: float,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+    mask_B1TC: Tensor | None = None,
+    first: int = 0,
+    window: int | None = None,
+) -> Tensor | None:
+    """`few_tokens_attention` of queries, keys and values that lie side by side, X = Q + 2 H. There queries and keys get
+    their RMS norms, weights [D] and an epsilon, and are turned by cosines and sines [.., D] (of the first half with the
+    other sign); keys and values are written to the last slots in sight of their row. None, with nothing written, where
+    that has to be done on torch."""
+    (rows, tokens, _, size), dtype = joined_BTXD.shape, joined_BTXD.dtype
+    parts = [joined_BTXD, *angles_MD, key_BHCD, value_BHCD, *([] if mask_B1TC is None else [mask_B1TC])]
+    together = all(part.stride()[2:] == (size, 1) for part in (key_BHCD, value_BHCD))
+    parts += [] if norms is None else norms[:2]
+    whole = all(part.is_contiguous() and part.numel() == rows * tokens * size for part in angles_MD)
+    alike = all(part.dtype == dtype for part in parts) and joined_BTXD.is_contiguous()
+    read = together and whole and alike and size % 4 == 0 and _reads(dtype, joined_BTXD.device)
+    functions = _compiled(dtype) if read else None
+    if functions is None:
+        return None
+    key_heads = key_BHCD.shape[1]
+    out = joined_BTXD.new_empty(rows, tokens, heads, size)
+    query_norm, key_norm, eps = (
+        (None, None, 0.0) if norms is None else (*(part.data_ptr() for part in norms[:2]), norms[2])
+    )
+    joined = joined_BTXD.data_ptr(), query_norm, key_norm, eps, *(part.data_ptr() for part in angles_MD)
+    kept = *_kept(key_BHCD), *_kept(value_BHCD), *_masked(mask_B1TC)
+    functions.attend_joined(
+        *(*joined, *kept, slots_B.data_ptr(), out.data_ptr(), rows, key_heads, heads // key_heads, tokens, size),
+        *(first, window or 0, scaling, torch.get_num_threads()),
+    )
+    return out
+
+
+def _kept(part_BHCD: Tensor) -> tuple[int, Any]:
+    """Where keys or values of a cache lie: of rows and of heads."""
+    return part_BHCD.data_ptr(), _Strides2(*part_BHCD.stride()[:2])
+
+
+def _masked(mask_B1TC: Tensor | None) -> tuple[int | None, Any]:
+    if mask_B1TC is None:
+        return None, _Strides2()
+    return mask_B1TC.data_ptr(), _Strides2(mask_B1TC.stride(0) if len(mask_B1TC) > 1 else 0, mask_B1TC.stride(2))
 
 
 def would_help(dtype: torch.dtype, device: torch.device) -> bool:
@@ -92,5 +139,13 @@ def _compiled(dtype: torch.dtype) -> Any:
     functions.threads = with_threads is not None
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
     functions.attend.argtypes = [*[pointer] * 10, *[whole] * 8, ctypes.c_float, ctypes.c_int]
-    functions.attend.restype = None
+    functions.attend_joined.argtypes = [
+        *[pointer] * 3,
+        ctypes.c_float,
+        *[pointer] * 10,
+        *[whole] * 7,
+        ctypes.c_float,
+        ctypes.c_int,
+    ]
+    functions.attend.restype = functions.attend_joined.restype = None
     return functions

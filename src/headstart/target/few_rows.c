@@ -232,11 +232,6 @@ typedef struct {
     int64_t inputs, outputs;
 } map;
 
-static inline float silu(float x) {
-    float e = exponential(x < 0 ? x : -x);
-    return (x < 0 ? x * e : x) / (1 + e);
-}
-
 static void multiply_by(const map *of, const number *x, number *out, int64_t rows, int threads) {
     product(x, of->weight, of->scale, out, rows, of->inputs, of->outputs, threads);
 }

@@ -44,3 +44,17 @@ static inline float exponential(float x) {
     memcpy(&scale, &bits, 4);
     return power * scale;
 }
+
+static inline float silu(float x) {
+    float e = exponential(x < 0 ? x : -x);
+    return (x < 0 ? x * e : x) / (1 + e);
+}
+
+/* Over its root mean square, times a weight after that is rounded; out may be x. */
+static inline void norm_row(const number *x, const number *weight, number *out, int64_t size, float eps) {
+    float sum = 0;
+    for (int64_t i = 0; i < size; i++) sum += read_number(x[i]) * read_number(x[i]);
+    float scale = 1 / __builtin_sqrtf(sum / size + eps);
+    for (int64_t i = 0; i < size; i++)
+        out[i] = rounded(read_number(weight[i]) * read_number(rounded(read_number(x[i]) * scale)));
+}
