@@ -75,7 +75,8 @@ def _product(rows: Tensor, packed: Panels, bias_O: Tensor | None) -> Tensor:
     assert rows.dtype == packed.numbers.dtype == (rows if bias_O is None else bias_O).dtype, "all in one dtype"
     inputs, out = rows.shape[-1], rows.new_empty(*rows.shape[:-1], packed.outputs)
     bias_O = None if bias_O is None else bias_O.contiguous()
-    pointers = (None if part is None else part.data_ptr() for part in (rows, packed.numbers, bias_O, out))
+    bias = None if bias_O is None else bias_O.data_ptr()
+    pointers = rows.data_ptr(), packed.numbers.data_ptr(), bias, out.data_ptr()
     count, threads = rows.numel() // inputs, torch.get_num_threads()
     _compiled(rows.dtype).product(*pointers, count, inputs, packed.outputs, threads)
     return out

@@ -25,7 +25,7 @@ from headstart.heads.int8_weights import drop_int8, to_int8
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, RankPath, Request, Tree, TreeBatch, TreeShape
 
-_CLEARLY = 0.9
+_CLEARLY = 0.95
 """Share of the milliseconds of a draft below which 8 bits are worth the little that they take from acceptance."""
 _ENOUGH = 3
 """Rounds of a measurement that are enough when its time is over."""
