@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GptOssConfig, GptOssForCausalLM
@@ -23,7 +24,7 @@ from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.eval.environment import environment
 from headstart.target import products, rewrites, tape
 from headstart.target.captured import Captured, Recorded
-from headstart.target.cpu_attention import compiler, joined_attention
+from headstart.target.cpu_attention import compiler, few_tokens_attention, joined_attention
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.target.prepacked import MAX_ROWS, can_pack
@@ -172,22 +173,78 @@ def called_by(target: Target) -> list[Any]:
 
 
 @needs_compiler
-def test_positions_are_turned_in_c_as_on_torch() -> None:
-    """To the bit in bfloat16, in what the cache is given; a value is copied."""
+@pytest.mark.parametrize(("normed", "masked"), [(False, False), (True, False), (False, True), (True, True)])
+def test_attention_of_joined_queries_keys_and_values(normed: bool, masked: bool) -> None:
+    """What it finds, and what it writes into the last slots of each row and nowhere else, are those of the same steps
+    one after the other; to the bit, where there are no norms, whose sums torch adds in another order."""
+    if rewrites._compiled(torch.bfloat16) is None:
+        pytest.skip("C for AVX2 and AVX-512")
     torch.manual_seed(0)
-    rows, tokens, heads, key_heads, size = 2, 3, 4, 2, 32
+    rows, tokens, heads, key_heads, size, first = 2, 3, 4, 2, 32, 2
     joined = torch.randn(rows, tokens, heads + 2 * key_heads, size, dtype=torch.bfloat16)
     cos, sin = torch.randn(2, 1, 1, rows * tokens, size, dtype=torch.bfloat16)
-    keys, values = torch.zeros(2, rows, key_heads, 20, size, dtype=torch.bfloat16)
-    part = joined[:, :, heads : heads + key_heads].reshape(1, rows * tokens, key_heads, size).transpose(1, 2)
-    wanted = rewrites.rotated(part, cos, sin, size // 2).reshape(key_heads, rows, tokens, size).transpose(0, 1)
-    value = joined[:, :, heads + key_heads :].transpose(1, 2).clone()
-    out = joined_attention(joined, (cos, sin), heads, keys, values, torch.tensor([9, 17]), 0.1)
-    assert out is not None
-    for row, slots in enumerate((9, 17)):
-        assert torch.equal(keys[row, :, slots - tokens : slots], wanted[row])
-        assert torch.equal(values[row, :, slots - tokens : slots], value[row])
-        assert not keys[row, :, : slots - tokens].any() and not keys[row, :, slots:].any()
+    angles = cos, sin
+    norms = (*torch.randn(2, size, dtype=torch.bfloat16), 1e-5)
+    kept = torch.randn(2, rows, key_heads, 20, size, dtype=torch.bfloat16)
+    slots = torch.tensor([9, 17])
+    sight = (
+        {"mask_B1TC": torch.randn(rows, 1, tokens, 17 - first, dtype=torch.bfloat16), "first": first} if masked else {}
+    )
+    wanted, parts = kept.clone(), list(joined.split((heads, key_heads, key_heads), dim=2))
+    for number in range(2):
+        if normed:
+            parts[number] = rewrites.normed(parts[number], norms[number], norms[2])
+        turned = rewrites.rotated(
+            parts[number].reshape(1, rows * tokens, -1, size).transpose(1, 2), cos, sin, size // 2
+        )
+        parts[number] = turned.transpose(1, 2).reshape(rows, tokens, -1, size)
+    for row, last in enumerate(slots.tolist()):
+        for store, part in zip(wanted, parts[1:], strict=True):
+            store[row, :, last - tokens : last] = part[row].transpose(0, 1)
+    found = few_tokens_attention(parts[0].transpose(1, 2), *wanted, slots, 0.1, **sight)
+    got = joined_attention(joined, angles, heads, *kept, slots, 0.1, norms if normed else None, **sight)
+    assert torch.equal(kept, wanted) and found is not None and got is not None and torch.equal(got, found)
+
+
+@needs_compiler
+def test_what_somebody_else_reads_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    if rewrites._compiled(torch.float32) is None:
+        pytest.skip("C for AVX2 and AVX-512")
+    call_c = rewrites.call_c
+
+    def with_a_reader(graph: Any) -> None:
+        query = next(node for node in graph.nodes if rewrites._part(node) is not None)
+        with graph.inserting_after(query):
+            tape.call(graph, torch.neg, (query,)).meta["writes"] = True
+        call_c(graph)
+
+    monkeypatch.setattr(rewrites, "call_c", with_a_reader)
+    target = Target(tiny_model("llama"))
+    functions = [type(function) for function in called_by(target)]
+    assert (functions.count(rewrites.JoinedSite), functions.count(rewrites.Site)) == (target.num_layers - 1, 1)
+
+
+@needs_compiler
+def test_norms_of_products_are_in_c_and_splits_of_the_model_are_its_own() -> None:
+    if rewrites._compiled(torch.bfloat16) is None:
+        pytest.skip("C for AVX2 and AVX-512")
+    matrix_OI, weight_O = torch.randn(64, 32).bfloat16(), torch.randn(64).bfloat16()
+
+    def code(recorder: Any, x_TI: Tensor) -> list[Tensor]:
+        y_TO = F.linear(x_TI, matrix_OI)
+        wide_TO = y_TO.float()
+        normed_TO = weight_O * (wide_TO * torch.rsqrt(wide_TO.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x_TI.dtype)
+        gate_TO, up_TO = normed_TO.split([32, 32], -1)
+        other_TO, more_TO = F.linear(x_TI, matrix_OI).split([32, 32], -1)
+        return [F.silu(gate_TO) * up_TO, F.silu(other_TO) * more_TO, normed_TO.to("cpu", torch.float32) * weight_O]
+
+    recorded = record(code, ("x",), lambda count: [torch.ones(count, 32, dtype=torch.bfloat16)], (11, 13))
+    rewrites.rewrite(recorded.graph, torch.device("cpu"), packs=True)
+    functions = [node.target for node in recorded.graph.nodes if node.op == "call_function"]
+    assert functions.count(rewrites.normed) == 1 and rewrites.gated not in functions
+    x_TI = torch.randn(5, 32).bfloat16()
+    # Sums of 32 products of size 1, in another order and rounded to 8 bits.
+    torch.testing.assert_close(recorded.compile()(x_TI, 5), code(None, x_TI), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["float32", "bfloat16"])

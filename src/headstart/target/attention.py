@@ -227,13 +227,13 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
     window = forward.window if sliding else None
     if forward.mask is None and forward.causal:
         return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous()
-    near = 0 if forward.mask is None or not sliding else forward.mask.near
     if forward.slots_B is not None and scores.plain:
         sight = _sight(forward, query, new_tokens, sliding)
         attended = few_tokens_attention(query, key, value, forward.slots_B, scores.scale(size), **sight)
         if attended is not None:
             return attended
     mask = None if forward.mask is None else forward.mask.folded(sliding, groups, query)
+    near = 0 if forward.mask is None or not sliding else forward.mask.near
     if near:
         key, value = key[:, :, near:], value[:, :, near:]
     query = query.reshape(rows, heads, groups * new_tokens, size)

@@ -2,13 +2,20 @@
 
 #include "numbers.h"
 
-void norm(const number *x, const number *weight, number *out, int64_t rows, int64_t size, float eps) {
-    for (; rows--; x += size, out += size) norm_row(x, weight, out, size, eps);
+#define WORTH_THREADS 30000 /* numbers */
+
+void norm(const number *x, const number *weight, number *out, int64_t rows, int64_t size, float eps, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * size > WORTH_THREADS)
+    for (int64_t m = 0; m < rows; m++) norm_row(x + m * size, weight, out + m * size, size, eps);
 }
 
 /* out [rows, size]: the second half of both [rows, 2 * size] gated by silu of the first. */
-void gate(const number *restrict both, number *restrict out, int64_t rows, int64_t size) {
-    for (; rows--; both += 2 * size, out += size)
+void gate(const number *both, number *out, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows * size > WORTH_THREADS)
+    for (int64_t m = 0; m < rows; m++) {
+        const number *restrict of = both + 2 * m * size;
+        number *restrict to = out + m * size;
         for (int64_t i = 0; i < size; i++)
-            out[i] = rounded(read_number(rounded(silu(read_number(both[i])))) * read_number(both[size + i]));
+            to[i] = rounded(read_number(rounded(silu(read_number(of[i])))) * read_number(of[size + i]));
+    }
 }

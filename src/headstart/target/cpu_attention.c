@@ -5,6 +5,7 @@
 #include "panels.h"
 
 #define WIDE (2 * VECTORS) /* vectors of a value that are added together for few queries */
+#define WORTH_THREADS 30000 /* numbers that are turned and kept */
 #define LEAST 4 /* queries that are worth their own pass over the keys, where threads would have nothing to do */
 
 /* Keys of `count` slots, at most PANEL, as a panel of their `size` inputs; slots that it has too much are zeros. */
@@ -190,6 +191,7 @@ void attend_joined(number *joined, const number *query_norm, const number *key_n
                    const int64_t *slots, number *out, int64_t rows, int64_t heads, int64_t groups, int64_t tokens,
                    int64_t size, int64_t first, int64_t window, float scaling, int threads) {
     int64_t width = heads * (groups + 2) * size, strides[] = {tokens * width, size, width};
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * tokens * width > WORTH_THREADS)
     for (int64_t m = 0; m < rows * tokens; m++) {
         number *of_token = joined + m * width, *key = of_token + heads * groups * size, *value = key + heads * size;
         for (number *head = of_token; head < value; head += size) {

@@ -85,12 +85,11 @@ def joined_attention(
     other sign); keys and values are written to the last slots in sight of their row. None, with nothing written, where
     that has to be done on torch."""
     (rows, tokens, _, size), dtype = joined_BTXD.shape, joined_BTXD.dtype
-    parts = [joined_BTXD, *angles_MD, key_BHCD, value_BHCD, *([] if mask_B1TC is None else [mask_B1TC])]
-    together = all(part.stride()[2:] == (size, 1) for part in (key_BHCD, value_BHCD))
-    parts += [] if norms is None else norms[:2]
-    whole = all(part.is_contiguous() and part.numel() == rows * tokens * size for part in angles_MD)
-    alike = all(part.dtype == dtype for part in parts) and joined_BTXD.is_contiguous()
-    read = together and whole and alike and size % 4 == 0 and _reads(dtype, joined_BTXD.device)
+    norms_D = [] if norms is None else norms[:2]
+    parts = [joined_BTXD, *angles_MD, key_BHCD, value_BHCD, *norms_D, *([] if mask_B1TC is None else [mask_B1TC])]
+    together = all(part.stride()[2:] == (size, 1) for part in (key_BHCD, value_BHCD)) and joined_BTXD.is_contiguous()
+    whole = all(part.numel() == rows * tokens * size for part in angles_MD) and all(len(x) == size for x in norms_D)
+    read = together and whole and all(part.dtype == dtype for part in parts) and _reads(dtype, joined_BTXD.device)
     functions = _compiled(dtype) if read else None
     if functions is None:
         return None

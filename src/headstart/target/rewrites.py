@@ -4,8 +4,8 @@
 - The scale of an RMS norm comes from three operators on the state as it is, instead of six on a copy in float32.
 - Rotary positions swap the halves of queries and keys in one operator; the sign of one half is in the table of sines.
 
-Where a compiler is found, what lies between the products of a layer runs in C: a norm, the gate of an MLP, and rotary
-positions, cache and attention of queries, keys and values that one product gave. A step then takes six calls a layer.
+Where products are in C (GCC, and a processor with AVX2), so is what lies between them: a norm, the gate of an MLP, and
+norms, rotary positions, cache and attention of queries, keys and values that one product gave.
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, I numbers of a row,
 N outputs of a product.
@@ -99,6 +99,7 @@ def merge_products(graph: fx.Graph) -> list[Merged]:
                 else:
                     replacements = [joined]
             for index, replacement in zip(group, replacements, strict=True):
+                replacement.meta["dtype"] = nodes[index].meta.get("dtype")
                 nodes[index].replace_all_uses_with(replacement)
                 graph.erase_node(nodes[index])
     return made
@@ -236,12 +237,12 @@ class JoinedSite:
 
 @cache
 def _compiled(dtype: torch.dtype) -> Any:
-    functions = vector_library(SOURCE, dtype)
+    functions = vector_library(SOURCE, dtype) if dtype in (torch.bfloat16, torch.float32) else None
     if functions is None:
         return None
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
-    functions.norm.argtypes = [*[pointer] * 3, *[whole] * 2, ctypes.c_float]
-    functions.gate.argtypes = [*[pointer] * 2, *[whole] * 2]
+    functions.norm.argtypes = [*[pointer] * 3, *[whole] * 2, ctypes.c_float, ctypes.c_int]
+    functions.gate.argtypes = [*[pointer] * 2, *[whole] * 2, ctypes.c_int]
     functions.norm.restype = functions.gate.restype = None
     return functions
 
@@ -249,8 +250,9 @@ def _compiled(dtype: torch.dtype) -> Any:
 def normed(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
     """x [.., I] over its root mean square, times a weight."""
     x, size = x.contiguous(), x.shape[-1]
-    out = torch.empty_like(x)
-    _compiled(x.dtype).norm(x.data_ptr(), weight_I.data_ptr(), out.data_ptr(), x.numel() // size, size, eps)
+    assert x.dtype == weight_I.dtype and len(weight_I) == size, "a weight for each number, and all in one dtype"
+    pointers = x.data_ptr(), weight_I.data_ptr(), (out := torch.empty_like(x)).data_ptr()
+    _compiled(x.dtype).norm(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
     return out
 
 
@@ -258,7 +260,9 @@ def gated(both: Tensor) -> Tensor:
     """The second half of [.., 2 * I] times silu of the first."""
     both, size = both.contiguous(), both.shape[-1] // 2
     out = both.new_empty(*both.shape[:-1], size)
-    _compiled(both.dtype).gate(both.data_ptr(), out.data_ptr(), both.numel() // (2 * size), size)
+    _compiled(both.dtype).gate(
+        both.data_ptr(), out.data_ptr(), both.numel() // (2 * size), size, torch.get_num_threads()
+    )
     return out
 
 
@@ -269,7 +273,9 @@ def call_c(graph: fx.Graph) -> None:
             found = pattern(node)
             if found is not None:
                 with graph.inserting_before(node):
-                    node.replace_all_uses_with(call(graph, *found))
+                    new = call(graph, *found)
+                new.meta["dtype"] = node.meta.get("dtype")
+                node.replace_all_uses_with(new)
         clean(graph)
 
 
@@ -282,14 +288,20 @@ def _norm(node: Any) -> _Call | None:
         return None
     weight, product = node.args
     weight_I, dtype = _constant(weight), torch.float32
-    if _is(product, [Tensor.to]) and len(product.users) == 1 and not product.kwargs:
+    if _is(product, [Tensor.to]) and len(product.args) == 2 and len(product.users) == 1 and not product.kwargs:
         product, dtype = product.args
-    if weight_I is None or not _is(product, _PRODUCTS) or len(product.users) > 1 or not _is_scale(product.args[1]):
+    if (
+        weight_I is None
+        or weight_I.device.type != "cpu"
+        or not _is(product, _PRODUCTS)
+        or len(product.users) > 1
+        or not _is_scale(product.args[1])
+    ):
         return None
     x, scale = product.args
     if scale.args[0] is not x or x.meta.get("dtype") is not dtype or not _serves(dtype):
         return None
-    if weight_I.ndim != 1 or weight_I.dtype is not dtype or not weight_I.is_contiguous():
+    if weight_I.ndim != 1 or weight_I.dtype is not dtype or not (weight_I.is_cpu and weight_I.is_contiguous()):
         return None
     return normed, (x, weight, float(scale.target.keywords["eps"]))
 
@@ -328,10 +340,10 @@ def _site(node: Any) -> _Call | None:
     sizes, dtype = joined.target.sizes, joined.target.weights[0].dtype
     heads, rest = divmod(sizes[0], size)
     key_heads = sizes[1] // size
-    if rest or sizes[1:] != [key_heads * size] * 2 or heads % key_heads or half % 2 or not _serves(dtype):
+    if rest or sizes[1:] != [key_heads * size] * 2 or heads % key_heads or not _serves(dtype):
         return None
-    if len(joined.users) != 1:  # somebody else reads what is written over
-        return None
+    if [len(reader.users) for split in joined.users for reader in split.users] != [1, 1, 1]:
+        return None  # somebody else reads what is written over
     (_, query_norm, eps), (_, key_norm, key_eps), (_, value_norm, _) = seen
     if value_norm is not None or (query_norm is None) != (key_norm is None) or eps != key_eps:
         return None
@@ -343,8 +355,9 @@ def _part(node: Any) -> tuple[Any, int] | None:
     """The product whose split gives this, and the how many-th part of it this is."""
     if not _is(node, [operator.getitem]) or not _is(node.args[0], [Tensor.split]):
         return None
-    joined = node.args[0].args[0]
-    return (joined, node.args[1]) if isinstance(joined.target, Merged) and not joined.kwargs else None
+    joined, sizes = node.args[0].args[:2]
+    whole = isinstance(joined.target, Merged) and joined.target.sizes == sizes  # not what the model itself splits
+    return (joined, node.args[1]) if whole else None
 
 
 def _heads(node: Any, size: int) -> tuple[Any, Any, float]:
@@ -362,4 +375,4 @@ def _heads(node: Any, size: int) -> tuple[Any, Any, float]:
 
 
 def _serves(dtype: torch.dtype) -> bool:
-    return dtype in (torch.bfloat16, torch.float32) and _compiled(dtype) is not None
+    return _compiled(dtype) is not None
