@@ -149,13 +149,14 @@ def test_the_faster_weights_draft(in_8_bits: float, chosen: bool, monkeypatch: p
     assert found.drafter(heads) is not None and is_packed() is chosen
 
 
-def test_heads_that_cannot_be_int8_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = iter([4.0, 2.0])
+def test_heads_that_cannot_be_int8_are_timed_once_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two turns before the target is measured and two after it: a slow moment that lasts does not hit all."""
+    times = iter([4.0, 4.5, 2.0, 3.0])
     monkeypatch.setattr("headstart.tuning.stopwatch.draft_ms", lambda *_: Drafting(next(times), 1.0, 0.1))
     target = Target(tiny_model("llama", vocab_size=61))  # too small
     text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
     found = tune(target, trained_like(target), [text], TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4))
-    assert not found.packed and found.draft_ms == 2.0
+    assert not found.packed and found.draft_ms == 2.0 and next(times, None) is None
 
 
 def test_sampling_accepts_what_the_target_finds_likely_after_the_true_text() -> None:

@@ -40,8 +40,8 @@ _READ_TOKENS = 64
 @dataclass(frozen=True)
 class Timing:
     """How thoroughly is measured: forwards over so many tokens (widths) after so many committed ones (context), each so
-    often (repeats), and drafts in turn with weights as they are and in 8 bits. Each part ends after so many seconds at
-    the earliest."""
+    often (repeats); before and after them drafts, so many turns, with weights as they are and in 8 bits. Each part ends
+    after so many seconds at the earliest."""
 
     widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32)
     context: int = 256
@@ -66,8 +66,14 @@ def measure_costs(target: Target, heads: DraftHead, paths: Sequence[RankPath], t
     whether the machine was steady meanwhile."""
     drop_int8(heads)
     timing = timing.within(target)
+    drafts = [draft_both_ms(target, heads, paths, timing) for _ in range(timing.turns)]
     verify_ms = measure_verify(target, timing, heads.aux_layers)
-    drafting, packed = measure_drafting(target, heads, paths, timing)
+    # A slow moment lasts for seconds, and a draft that looks dearer than it is costs acceptance in every round.
+    drafts += [draft_both_ms(target, heads, paths, timing) for _ in range(timing.turns)]
+    full, in_8_bits = (min(filter(None, turns), default=None) for turns in zip(*drafts, strict=True))
+    assert full is not None
+    packed = in_8_bits is not None and in_8_bits.draft_ms < _CLEARLY * full.draft_ms
+    drafting = in_8_bits if in_8_bits is not None and packed else full
     again_ms = verify_ms[0]
     if timing.seconds < inf:
         (again_ms,) = measure_verify(target, replace(timing, widths=(1,), repeats=4), heads.aux_layers)
@@ -122,20 +128,14 @@ class Drafting(NamedTuple):
     read_ms: float
 
 
-def measure_drafting(
+def draft_both_ms(
     target: Target, heads: DraftHead, paths: Sequence[RankPath], timing: Timing
-) -> tuple[Drafting, bool]:
-    """What drafts take, and whether that is with the weights in 8 bits: where they are clearly faster."""
-    full: list[Drafting] = []
-    packed: list[Drafting] = []
-    for _ in range(timing.turns):
-        full.append(draft_ms(target, heads, paths, timing))
-        if to_int8(heads):
-            packed.append(draft_ms(target, heads, paths, timing))
-            drop_int8(heads)
-    if packed and min(packed).draft_ms < _CLEARLY * min(full).draft_ms:
-        return min(packed), True
-    return min(full), False
+) -> tuple[Drafting, Drafting | None]:
+    """What drafts take with the weights as they are and in 8 bits, where there are such."""
+    full = draft_ms(target, heads, paths, timing)
+    in_8_bits = draft_ms(target, heads, paths, timing) if to_int8(heads) else None
+    drop_int8(heads)
+    return full, in_8_bits
 
 
 @torch.inference_mode()
