@@ -290,13 +290,7 @@ def _norm(node: Any) -> _Call | None:
     weight_I, dtype = _constant(weight), torch.float32
     if _is(product, [Tensor.to]) and len(product.args) == 2 and len(product.users) == 1 and not product.kwargs:
         product, dtype = product.args
-    if (
-        weight_I is None
-        or weight_I.device.type != "cpu"
-        or not _is(product, _PRODUCTS)
-        or len(product.users) > 1
-        or not _is_scale(product.args[1])
-    ):
+    if weight_I is None or not _is(product, _PRODUCTS) or len(product.users) > 1 or not _is_scale(product.args[1]):
         return None
     x, scale = product.args
     if scale.args[0] is not x or x.meta.get("dtype") is not dtype or not _serves(dtype):
