@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
+from headstart.decode.sampling import argmax
 from headstart.drafters.captured import best_drafts
 from headstart.drafters.heads import HeadDrafter
 from headstart.heads import int8_weights
+from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.int8_weights import Linear, drop_int8, to_int8
 from headstart.heads.parts import cache
 from headstart.heads.parts.cache import Entries
@@ -52,7 +54,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(owner, name, call)
 
-    noted(few_rows.Layer, "__call__", "layer")
+    for name in ("read", "enter"):
+        noted(few_rows.Recurrent, name, name)
     for name in ("product", "norms", "attend", "best"):
         noted(few_rows, name, name)
     return names
@@ -110,6 +113,20 @@ def test_best_drafts_are_torchs(dtype: torch.dtype, ranks: int, asked: list[str]
     )
     assert torch.equal(found[2], 3 * found[1])
     assert torch.equal(logits[0, 1:].gather(-1, found[1, 0, 1:].long()), logits[0, 1:].topk(ranks).values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_choice_is_torchs(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 9, 5000).to(dtype)
+    logits[0, 0], logits[0, 1] = -logits[0, 0].abs(), float("-inf")
+    logits[0, 2, 4000:] = 7.0  # of equal ones the first
+    logits[0, 3], logits[0, 3, 3], logits[0, 3, 4000] = -1.0, -0.0, 0.0
+    logits[0, 4, -1] = logits[0, 5, 0] = float("inf")
+    logits[0, 6, 1023] = logits[0, 7, 1024] = 50.0
+    found = few_rows.highest(logits)
+    assert found is not None and torch.equal(found, logits.double().argmax(-1)) and torch.equal(found, argmax(logits))
+    assert few_rows.highest(logits[..., ::2]) is None and few_rows.highest(logits.double()) is None
 
 
 def rounds(heads: Any, target: Target, prompts: list[list[int]], packed: bool = False) -> list[Tensor]:
@@ -177,7 +194,8 @@ def test_drafts_are_those_of_torch(
     assert not asked
     with torch.inference_mode():
         found = rounds(heads, target, PROMPTS[-rows:], packed)
-    assert set(asked) >= ({"product", "layer"} if packed else {"norms", "attend"})
+    levels = {"enter"} if name.startswith("eagle3") else {"read", "product"}
+    assert set(asked) >= (levels if packed else {"norms", "attend"})
     for mine, wanted in zip(found, torchs, strict=True):
         # float32 sums in another order, enlarged by random layers that feed each other, up to twelve deep.
         torch.testing.assert_close(mine, wanted, rtol=0, atol=5e-4 * float(wanted.abs().max()))
@@ -200,7 +218,7 @@ def test_bfloat16_is_no_further_from_float32_than_torchs(
         torchs = rounds(heads, target, PROMPTS, packed)
     with torch.inference_mode():
         found = rounds(heads, target, PROMPTS, packed)
-    assert ("layer" if packed else "attend") in asked
+    assert set(asked) & ({"read", "enter"} if packed else {"attend"})
     # Of each level it is a matter of luck; over all of them the roundings are as many.
     mine, other, all_of_it = (
         float(torch.cat([level.float().flatten() for level in some]).square().mean().sqrt())
@@ -211,6 +229,38 @@ def test_bfloat16_is_no_further_from_float32_than_torchs(
         )
     )
     assert mine < 1.3 * other < 0.2 * all_of_it, (mine, other, all_of_it)
+
+
+def test_heads_that_look_at_themselves_are_not_asked_where(
+    target: Target, monkeypatch: pytest.MonkeyPatch, asked: list[str]
+) -> None:
+    """As long as training leaves them what they were made: their queries and keys are then not computed at all."""
+    monkeypatch.setattr(int8_weights, "_MIN", 1)
+    heads = cast(Eagle3Head, build("eagle3-transition", target)).eval()
+    layer, own = heads.stack[0], heads.config.own_heads
+
+    def left() -> int:
+        to_int8(heads)
+        in_c = layer.in_8_bits(torch.ones(1, 1))
+        assert in_c is not None
+        return in_c.own_heads
+
+    with torch.no_grad():
+        rows_3HdI = layer.qkv.weight.view(3, -1, heads.config.head_dim, layer.qkv.in_features)
+        for learnt in (rows_3HdI[:2, own:], rows_3HdI[2], layer.o.weight, layer.down.weight, heads.fc.weight):
+            learnt.add_(0.3 * torch.randn_like(learnt))
+        torchs = rounds(heads, target, PROMPTS, packed=True)
+    with torch.inference_mode():
+        found = rounds(heads, target, PROMPTS, packed=True)
+    assert asked == ["enter"] * 9 and left() == own == 4
+    for mine, wanted in zip(found, torchs, strict=True):
+        # What own heads give to other positions, up to 1e-3 of their attention, is fed back.
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=5e-3 * float(wanted.abs().max()))
+    with torch.no_grad():
+        rows_3HdI[:2, 1, 2, -1].add_(1)  # they still look alike, and not at the embedding alone
+        assert left() == 1
+        layer.qkv.weight[3, 5].add_(1)
+        assert left() == 0
 
 
 def test_autocast_is_torchs(target: Target, heads_of: Callable[[str], Any], asked: list[str]) -> None:

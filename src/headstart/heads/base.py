@@ -207,11 +207,16 @@ class DraftHead(nn.Module, ABC):
 
     def embedded(self, tokens: Tensor, like: Tensor) -> Tensor:
         """The target's embeddings of tokens [...], [..., E], in the dtype and on the device of `like`."""
+        if (table_VE := self.embedding_table(like)) is not None and (functions := few_rows.serves(like)):
+            return few_rows.embedding(functions, table_VE, tokens)
+        table_VE = self.target_embeddings
+        return F.embedding(tokens.to(table_VE.device), table_VE).to(like)
+
+    def embedding_table(self, like: Tensor) -> Tensor | None:
+        """The target's embeddings where they are plain numbers in the dtype of `like` on a CPU, as C reads them."""
         table_VE = self.target_embeddings
         plain = type(table_VE) in (Tensor, nn.Parameter) and table_VE.is_cpu and table_VE.is_contiguous()
-        if plain and table_VE.dtype == like.dtype and (functions := few_rows.serves(like)):
-            return few_rows.embedding(functions, table_VE, tokens)
-        return F.embedding(tokens.to(table_VE.device), table_VE).to(like)
+        return table_VE if plain and table_VE.dtype == like.dtype else None
 
     def frozen_lm_head(self, target: FrozenModel, like: Tensor) -> Tensor:
         """The target's LM head over the draft vocabulary, [D, E], for heads that read logits through it, in the dtype

@@ -69,8 +69,13 @@ class EagleHead(FinalStateHead):
     def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
         return torch.cat([self._normed(embedded), feedback], dim=-1)
 
-    def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        return stream, stream
+    @property
+    def output_norm(self) -> None:
+        return None
+
+    @property
+    def feeds_normed(self) -> bool:
+        return False
 
     def _normed(self, embedded: Tensor) -> Tensor:
         return F.rms_norm(embedded, embedded.shape[-1:]) if self.config.embedding_norm else embedded

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, register, supervised_origins
 from headstart.heads.exchange.published import Layout, Published, check_embeddings
-from headstart.heads.int8_weights import Linear
+from headstart.heads.int8_weights import Linear, packed
 from headstart.heads.parts import induction, own_position
 from headstart.heads.parts.layer import (
     DraftLayer,
@@ -49,6 +49,7 @@ from headstart.heads.parts.recurrent import RecurrentConfig, RecurrentHead
 from headstart.heads.parts.residual import LinearStart, map_by_direction
 from headstart.heads.parts.text_attention import causal_attention
 from headstart.recipes.sections import FromTarget
+from headstart.target import few_rows
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
@@ -185,9 +186,19 @@ class Eagle3Head(RecurrentHead):
         size = embedded.shape[-1]
         return attended, attended.narrow(-1, size, size) if self.config.norm_before_residual else feedback
 
-    def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = normed(self.norm, stream)
-        return hidden, stream if self.config.feedback == "pre_norm" else hidden
+    def entering(self, like: Tensor) -> few_rows.Entering | None:
+        table_VE, fusion = self.embedding_table(like), None if self.config.aux_norms else packed(self.fc.weight, like)
+        norms_E = self.embedding_norm.weight.to(like.dtype), self.hidden_norm.weight.to(like.dtype)
+        stream_is_normed = self.config.norm_before_residual
+        return None if table_VE is None else few_rows.Entering(table_VE, norms_E, stream_is_normed, fusion)
+
+    @property
+    def output_norm(self) -> nn.RMSNorm:
+        return self.norm
+
+    @property
+    def feeds_normed(self) -> bool:
+        return self.config.feedback == "post_norm"
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:

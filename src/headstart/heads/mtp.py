@@ -29,7 +29,7 @@ from headstart.heads.base import register
 from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, norm_scale, normed, normed_beside
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, norm_scale, normed_beside
 from headstart.heads.parts.native_module import (
     Attend,
     NativeModule,
@@ -134,8 +134,18 @@ class MtpHead(FinalStateHead):
         stream = self.native.joined(feedback, embedded)
         return stream, stream
 
+    @property
+    def output_norm(self) -> nn.RMSNorm:
+        return self.module.norm
+
+    @property
+    def feeds_normed(self) -> bool:
+        return True
+
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = normed(self.module.norm, stream) if self.native is None else self.native.norm(stream)
+        if self.native is None:
+            return super().layer_output(stream)
+        hidden = self.native.norm(stream)
         return hidden, hidden
 
     def stream_for(self, final_ME: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ static inline float sum_of(lanes x) {
 
 static inline __attribute__((always_inline)) void multiply(const int rows, const float *x, const int8_t *weight,
                                                            const number *scale, number *out, int64_t inputs,
-                                                           int64_t outputs, int64_t first, int64_t stop) {
+                                                           int64_t width, int64_t first, int64_t stop) {
     for (int64_t n = first; n < stop; n += TOGETHER) {
         const int8_t *at = weight + n * inputs;
         lanes sums[MOST][TOGETHER];
@@ -60,32 +60,51 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
             }
         }
         for (int m = 0; m < rows; m++)
-            for (int j = 0; j < TOGETHER && n + j < outputs; j++)
-                out[m * outputs + n + j] = rounded(sum_of(sums[m][j]) * read_number(scale[n + j]));
+            for (int j = 0; j < TOGETHER && n + j < stop; j++)
+                out[m * width + n + j] = rounded(sum_of(sums[m][j]) * read_number(scale[n + j]));
     }
 }
 
-/* out [rows, outputs] of x [rows, inputs] and weight [padded, inputs], whose first `outputs` rows count; both of these
-   sizes of the weight are multiples of BLOCK. */
-void product(const number *x, const int8_t *weight, const number *scale, number *out, int64_t rows, int64_t inputs,
-             int64_t outputs, int threads) {
+typedef struct {
+    const int8_t *weight;
+    const number *scale;
+    int64_t inputs, outputs;
+} map;
+
+/* out [rows, all counts together] of x [rows, inputs] and some of the outputs of a map: as many as its `counts` say from
+   each of `firsts` on. The map has rows up to a multiple of BLOCK, and `inputs` are one. */
+static void multiply_parts(const map *of, const number *x, number *out, int64_t rows, int parts, const int64_t *firsts,
+                           const int64_t *counts, int threads) {
+    int64_t inputs = of->inputs, blocks = 0, width = 0;
     float *read = malloc(rows * inputs * sizeof *read); /* stacks of threads are small */
     for (int64_t i = 0; i < rows * inputs; i++) read[i] = read_number(x[i]);
+    for (int part = 0; part < parts; part++) blocks += (counts[part] + BLOCK - 1) / BLOCK, width += counts[part];
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t block = 0; block < (outputs + BLOCK - 1) / BLOCK; block++) {
-        int64_t first = block * BLOCK, stop = first + BLOCK;
+    for (int64_t block = 0; block < blocks; block++) {
+        int64_t first = block * BLOCK, column = 0;
+        int part = 0;
+        for (int64_t whole; first >= (whole = (counts[part] + BLOCK - 1) / BLOCK * BLOCK); column += counts[part++])
+            first -= whole;
+        const int8_t *weight = of->weight + firsts[part] * inputs;
+        const number *scale = of->scale + firsts[part];
+        int64_t stop = first + BLOCK < counts[part] ? first + BLOCK : counts[part];
         for (int64_t m = 0; m < rows; m += MOST) {
             const float *from = read + m * inputs;
-            number *to = out + m * outputs;
+            number *to = out + m * width + column;
             switch (rows - m) {
-            case 1: multiply(1, from, weight, scale, to, inputs, outputs, first, stop); break;
-            case 2: multiply(2, from, weight, scale, to, inputs, outputs, first, stop); break;
-            case 3: multiply(3, from, weight, scale, to, inputs, outputs, first, stop); break;
-            default: multiply(4, from, weight, scale, to, inputs, outputs, first, stop);
+            case 1: multiply(1, from, weight, scale, to, inputs, width, first, stop); break;
+            case 2: multiply(2, from, weight, scale, to, inputs, width, first, stop); break;
+            case 3: multiply(3, from, weight, scale, to, inputs, width, first, stop); break;
+            default: multiply(4, from, weight, scale, to, inputs, width, first, stop);
             }
         }
     }
     free(read);
+}
+
+void product(const map *of, const number *x, number *out, int64_t rows, int threads) {
+    int64_t first = 0;
+    multiply_parts(of, x, out, rows, 1, &first, &of->outputs, threads);
 }
 
 /* -- embeddings ---------------------------------------------------------------------------------------------------- */
@@ -157,27 +176,35 @@ static inline int64_t angle_of(const sight *of, const int64_t *entry) {
 }
 
 /* Writes keys and values of all entries, and what all heads find for those that are asked, [asks, heads * size]. Queries,
-   keys and values of an entry lie side by side in qkv. */
-void attend(const number *qkv, const sight *of, number *out, int threads) {
+   keys and values of an entry lie side by side in qkv; of the first `own` key heads, which find their own value, there
+   are values alone. */
+static void attend_beside(int64_t own, const number *qkv, const sight *of, number *out, int threads) {
     const number *cos = of->cos, *sin = of->sin;
-    number *keys = of->keys, *values = of->values;
+    number *keys = of->keys + own * of->head_stride, *values = of->values + own * of->head_stride;
     const int64_t *entries = of->entries;
-    int64_t further = of->further, heads = of->heads, key_heads = of->key_heads, size = of->size;
-    int64_t width = (heads + 2 * key_heads) * size, fields = FURTHER + further, groups = heads / key_heads;
+    int64_t further = of->further, size = of->size, groups = of->heads / of->key_heads;
+    int64_t key_heads = of->key_heads - own, heads = groups * key_heads, found = of->heads * size;
+    int64_t width = (heads + 2 * key_heads + own) * size, fields = FURTHER + further;
     int64_t most_queries = groups > QUERIES ? groups : QUERIES, room = of->slots + further;
     float turned[size], scaling = 1 / __builtin_sqrtf(size);
     float *all_scores = malloc(threads * most_queries * room * sizeof *all_scores);
     for (int64_t m = 0; m < of->count; m++) {
         const int64_t *entry = entries + m * fields;
         int64_t place = entry[ROW] * of->row_stride + entry[SLOT] * size, angle = angle_of(of, entry);
-        const number *key = qkv + m * width + heads * size, *value = key + key_heads * size;
+        const number *key = qkv + m * width + heads * size, *value = key + (key_heads + own) * size;
         for (int64_t n = 0; n < key_heads; n++, place += of->head_stride) {
             turn(key + n * size, cos + angle, sin + angle, 1, size, turned);
             for (int64_t d = 0; d < size; d++) keys[place + d] = rounded(turned[d]);
             memcpy(values + place, value + n * size, size * sizeof(number));
         }
     }
-    for (int64_t at = 0, together; at < of->asks; at += together) {
+    for (int64_t at = 0; at < of->asks; at++)
+        for (int64_t h = 0; h < own * groups; h++) {
+            const number *value = qkv + asked(of, at) * width + (heads + key_heads + h / groups) * size;
+            memcpy(out + at * found + h * size, value, size * sizeof(number));
+        }
+    out += own * groups * size;
+    for (int64_t at = 0, together; at < of->asks && key_heads; at += together) {
         int64_t row = entries[asked(of, at) * fields + ROW], before = 0;
         for (together = 0; at + together < of->asks && (together + 1) * groups <= most_queries; together++) {
             const int64_t *entry = entries + asked(of, at + together) * fields;
@@ -216,7 +243,7 @@ void attend(const number *qkv, const sight *of, number *out, int threads) {
             for (int64_t s = 0; s < before; s++)
                 for (int64_t i = 0; i < queries; i++) add(value + s * size, scores[i * room + s], size, mixed[i]);
             for (int64_t i = 0; i < queries; i++) {
-                number *to = out + ((at + i / groups) * heads + n * groups + i % groups) * size;
+                number *to = out + (at + i / groups) * found + (n * groups + i % groups) * size;
                 for (int64_t d = 0; d < size; d++) to[d] = rounded(mixed[i][d]);
             }
         }
@@ -224,61 +251,103 @@ void attend(const number *qkv, const sight *of, number *out, int threads) {
     free(all_scores);
 }
 
-/* -- a layer -------------------------------------------------------------------------------------------------------- */
+void attend(const number *qkv, const sight *of, number *out, int threads) { attend_beside(0, qkv, of, out, threads); }
 
-typedef struct {
-    const int8_t *weight;
-    const number *scale;
-    int64_t inputs, outputs;
-} map;
+/* -- levels -------------------------------------------------------------------------------------------------------- */
 
-static void multiply_by(const map *of, const number *x, number *out, int64_t rows, int threads) {
-    product(x, of->weight, of->scale, out, rows, of->inputs, of->outputs, threads);
-}
-
-/* Norms are NULL where there are none; `gate_up` has both halves of an MLP gated by silu. */
+/* Norms are NULL where there are none; `gate_up` has both halves of an MLP gated by silu. The first `own` key heads find
+   their own position alone. */
 typedef struct {
     map qkv, output, gate_up, down;
     const number *input_norm, *query_norm, *key_norm, *mlp_norm;
+    int64_t own;
     float eps;
 } layer_weights;
 
 /* The stream after a layer [asks, size] of entries, from what its attention reads of all of them and the stream before
    it. Rounded where torch rounds. */
-void layer(const layer_weights *of, const number *read, const number *stream, const sight *at, number *out,
-           int threads) {
+static void layer(const layer_weights *of, const number *read, const number *stream, const sight *at, number *out,
+                  int threads) {
     int64_t inputs = of->qkv.inputs, size = of->output.outputs, inner = of->down.inputs, found = of->output.inputs;
-    int64_t width = of->qkv.outputs, entries = at->count, rows = at->asks;
+    int64_t key_heads = at->key_heads - of->own, heads = at->heads / at->key_heads * key_heads;
+    int64_t firsts[] = {(at->heads - heads) * at->size, (at->heads + of->own) * at->size};
+    int64_t counts[] = {heads * at->size, (key_heads + at->key_heads) * at->size}, width = counts[0] + counts[1];
+    int64_t entries = at->count, rows = at->asks;
     number *normed_input = malloc((entries * (inputs + width) + rows * (found + 2 * size + 3 * inner)) * sizeof *out);
     number *qkv = normed_input + entries * inputs, *mixed = qkv + entries * width, *middle = mixed + rows * found;
     number *normed = middle + rows * size, *both = normed + rows * size, *inside = both + 2 * rows * inner;
     if (of->input_norm) norm(read, of->input_norm, normed_input, entries, inputs, inputs, of->eps), read = normed_input;
-    multiply_by(&of->qkv, read, qkv, entries, threads);
+    multiply_parts(&of->qkv, read, qkv, entries, 2, firsts, counts, threads);
     for (int64_t m = 0; m < entries && of->query_norm; m++) {
-        number *queries = qkv + m * width, *keys = queries + at->heads * at->size;
-        norm(queries, of->query_norm, queries, at->heads, at->size, at->size, of->eps);
-        norm(keys, of->key_norm, keys, at->key_heads, at->size, at->size, of->eps);
+        number *queries = qkv + m * width, *keys = queries + counts[0];
+        norm(queries, of->query_norm, queries, heads, at->size, at->size, of->eps);
+        norm(keys, of->key_norm, keys, key_heads, at->size, at->size, of->eps);
     }
-    attend(qkv, at, mixed, threads);
-    multiply_by(&of->output, mixed, middle, rows, threads);
+    attend_beside(of->own, qkv, at, mixed, threads);
+    product(&of->output, mixed, middle, rows, threads);
     for (int64_t m = 0; m < rows; m++)
         for (int64_t i = 0; i < size; i++) {
             number *sum = middle + m * size + i;
             *sum = rounded(read_number(stream[asked(at, m) * size + i]) + read_number(*sum));
         }
     norm(middle, of->mlp_norm, normed, rows, size, size, of->eps);
-    multiply_by(&of->gate_up, normed, both, rows, threads);
+    product(&of->gate_up, normed, both, rows, threads);
     for (int64_t m = 0; m < rows; m++)
         for (int64_t i = 0; i < inner; i++) {
             const number *gate = both + 2 * m * inner + i;
             inside[m * inner + i] = rounded(read_number(rounded(silu(read_number(gate[0])))) * read_number(gate[inner]));
         }
-    multiply_by(&of->down, inside, out, rows, threads);
+    product(&of->down, inside, out, rows, threads);
     for (int64_t i = 0; i < rows * size; i++) out[i] = rounded(read_number(middle[i]) + read_number(out[i]));
     free(normed_input);
 }
 
-/* -- drafts -------------------------------------------------------------------------------------------------------- */
+/* Heads that feed their output back: layers, and a norm (NULL for none) before the LM head, which is fed back, too, or
+   not. Where there is a table of embeddings, the first layer can read a normed embedding beside what is fed back, normed;
+   the stream then begins as this or as what was fed back. */
+typedef struct {
+    const layer_weights *layers;
+    map lm_head, fusion;
+    const number *norm, *table, *embedding_norm, *fed_norm;
+    int64_t depth, vocabulary, feeds_normed, normed_stream;
+    float eps;
+} recurrent;
+
+/* Of the entries that are asked for, what is fed back and the logits. Either `read` and `stream` are given, or tokens
+   and, by index, what their parents fed back; without parents, each token's own numbers for the fusion, whose result
+   stands for that. 0 where the table has not all of the tokens. */
+int level(const recurrent *of, const number *read, const number *stream, const int64_t *tokens, const int64_t *parents,
+          const number *above, const sight *at, number *feedback, number *logits, int threads) {
+    int64_t size = of->lm_head.inputs, entries = at->count, rows = at[of->depth - 1].asks;
+    for (int64_t m = 0; m < entries && tokens; m++)
+        if (tokens[m] < 0 || tokens[m] >= of->vocabulary) return 0;
+    number *both = malloc((5 * entries + 2 * rows) * size * sizeof *both), *first = both + 2 * entries * size;
+    number *between = first + entries * size, *last = between + entries * size, *hidden = last + rows * size;
+    if (tokens) {
+        number *fused = hidden + rows * size;
+        if (!parents) product(&of->fusion, above, fused, entries, threads), above = fused;
+        for (int64_t m = 0; m < entries; m++) {
+            const number *fed = above + (parents ? parents[m] : m) * size;
+            number *to = both + 2 * m * size;
+            norm(of->table + tokens[m] * size, of->embedding_norm, to, 1, size, size, of->eps);
+            norm(fed, of->fed_norm, to + size, 1, size, size, of->eps);
+            memcpy(first + m * size, of->normed_stream ? to + size : fed, size * sizeof *first);
+        }
+        read = both, stream = first;
+    }
+    for (int64_t n = 0; n < of->depth; n++) {
+        number *to = n == of->depth - 1 ? last : stream == first ? between : first;
+        layer(of->layers + n, read, stream, at + n, to, threads);
+        read = stream = to;
+    }
+    if (of->norm) norm(last, of->norm, hidden, rows, size, size, of->eps);
+    memcpy(feedback, of->norm && of->feeds_normed ? hidden : last, rows * size * sizeof *feedback);
+    product(&of->lm_head, of->norm ? hidden : last, logits, rows, threads);
+    free(both);
+    return 1;
+}
+
+/* -- choices ------------------------------------------------------------------------------------------------------- */
 
 /* out [3, rows, ranks]: the bits of the log-probabilities, best first, then their indices, then their tokens. */
 void best(const number *logits, int64_t rows, int64_t size, int64_t ranks, const int64_t *tokens, int32_t *out) {
@@ -305,5 +374,40 @@ void best(const number *logits, int64_t rows, int64_t size, int64_t ranks, const
             memcpy(log_prob + k, &value, sizeof value);
             token[k] = (int32_t)tokens[index[k]];
         }
+    }
+}
+
+#ifdef BFLOAT16
+typedef int16_t ordered;
+#else
+typedef int32_t ordered;
+#endif
+
+/* A whole number that is larger where a number is; both zeros have the same. */
+static inline ordered in_order(number x) {
+    ordered bits;
+    memcpy(&bits, &x, sizeof bits);
+    ordered sign = bits >> (8 * sizeof bits - 1), value = (bits ^ (sign & (ordered)~((ordered)1 << (8 * sizeof bits - 1))));
+    return value == -1 ? 0 : value;
+}
+
+/* The index of the largest number of each row, the first one of several. */
+void highest(const number *x, int64_t *out, int64_t rows, int64_t size, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1)
+    for (int64_t m = 0; m < rows; m++) {
+        const number *of = x + m * size;
+        ordered most = in_order(of[0]);
+        int64_t at = 0;
+        for (int64_t start = 0, stop; start < size; start = stop) {
+            stop = start + 1024 < size ? start + 1024 : size;
+            ordered of_block = in_order(of[start]);
+            for (int64_t i = start; i < stop; i++) {
+                ordered value = in_order(of[i]);
+                of_block = value > of_block ? value : of_block;
+            }
+            if (of_block > most) most = of_block, at = start;
+        }
+        while (in_order(of[at]) != most) at++;
+        out[m] = at;
     }
 }

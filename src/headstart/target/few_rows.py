@@ -43,6 +43,17 @@ class _LayerWeights(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _Map) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _P) for name in ("input_norm", "query_norm", "key_norm", "mlp_norm")),
+        ("own", _N),
+        ("eps", ctypes.c_float),
+    ]
+
+
+class _Recurrent(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("layers", ctypes.POINTER(_LayerWeights)),
+        *((name, _Map) for name in ("lm_head", "fusion")),
+        *((name, _P) for name in ("norm", "table", "embedding_norm", "fed_norm")),
+        *((name, _N) for name in ("depth", "vocabulary", "feeds_normed", "normed_stream")),
         ("eps", ctypes.c_float),
     ]
 
@@ -76,16 +87,17 @@ def _compiled(dtype: torch.dtype) -> Any:
     if functions is None:
         return None
     for name, arguments in {
-        "product": [*[_P] * 4, *[_N] * 3, ctypes.c_int],
+        "product": [*[_P] * 3, _N, ctypes.c_int],
         "norm": [*[_P] * 3, *[_N] * 3, ctypes.c_float],
         "attend": [*[_P] * 3, ctypes.c_int],
-        "layer": [*[_P] * 5, ctypes.c_int],
+        "level": [*[_P] * 9, ctypes.c_int],
         "gather": [*[_P] * 3, *[_N] * 3],
         "best": [_P, *[_N] * 3, *[_P] * 2],
+        "highest": [_P, _P, _N, _N, ctypes.c_int],
     }.items():
         function = getattr(functions, name)
         function.argtypes, function.restype = arguments, None
-    functions.gather.restype = ctypes.c_int
+    functions.gather.restype = functions.level.restype = ctypes.c_int
     return functions
 
 
@@ -104,8 +116,8 @@ def product(functions: Any, x: Tensor, matrix: Int8Matrix) -> Tensor:
     """x [.., I] times a matrix, [.., N]."""
     x, inputs = x.contiguous(), x.shape[-1]
     out = x.new_empty(*x.shape[:-1], matrix.outputs)
-    pointers = x.data_ptr(), matrix.int8_NI.data_ptr(), matrix.scale_N.data_ptr(), out.data_ptr()
-    functions.product(*pointers, x.numel() // inputs, inputs, matrix.outputs, torch.get_num_threads())
+    pointers = ctypes.byref(_map(matrix)), x.data_ptr(), out.data_ptr()
+    functions.product(*pointers, x.numel() // inputs, torch.get_num_threads())
     return out
 
 
@@ -138,22 +150,110 @@ class Layer:
         maps: of queries, keys and values; of what heads found; of gate and up together; down.
         norms: of the input, of queries, of keys and before the MLP; None where there is none.
         eps: of the norms.
+        own_heads: key heads, the first ones, that find nothing but their own position.
     """
 
-    def __init__(self, maps: Sequence[Int8Matrix], norms: Sequence[Tensor | None], eps: float) -> None:
-        self._kept = maps, norms  # for as long as C reads them
-        parts = (
-            _Map(part.int8_NI.data_ptr(), part.scale_N.data_ptr(), part.int8_NI.shape[1], part.outputs) for part in maps
-        )
-        self._weights = _LayerWeights(*parts, *(None if norm is None else norm.data_ptr() for norm in norms), eps)
+    def __init__(
+        self, maps: Sequence[Int8Matrix], norms: Sequence[Tensor | None], eps: float, own_heads: int = 0
+    ) -> None:
+        self._kept, self.own_heads = (maps, norms), own_heads  # for as long as C reads them
+        self.weights = _LayerWeights(*map(_map, maps), *map(_pointer, norms), own_heads, eps)
 
-    def __call__(self, functions: Any, read_BWI: Tensor, stream_BWE: Tensor, sight: Sight) -> Tensor:
-        """The stream after the layer, [B, asked of a row, E], from what its attention reads and that before it."""
-        read_BWI, stream_BWE, (rows, width, size) = read_BWI.contiguous(), stream_BWE.contiguous(), stream_BWE.shape
-        out = stream_BWE.new_empty(rows, width if sight.last_B is None else 1, size)
-        inputs = ctypes.byref(self._weights), read_BWI.data_ptr(), stream_BWE.data_ptr()
-        functions.layer(*inputs, sight.reference(read_BWI.dtype), out.data_ptr(), torch.get_num_threads())
-        return out
+
+class Entering(NamedTuple):
+    """What the first layer reads, where that is a normed embedding beside what is fed back, normed.
+
+    Attributes:
+        table_VE: embeddings.
+        norms_E: weights of the two norms.
+        normed_stream: whether the stream begins as what is fed back after its norm, or before it.
+        fusion: of what is read of the target, to what stands for what is fed back; None where that is not in 8 bits.
+    """
+
+    table_VE: Tensor
+    norms_E: tuple[Tensor, Tensor]
+    normed_stream: bool
+    fusion: Int8Matrix | None = None
+
+
+class Recurrent:
+    """Heads that feed their output back, with all weights in 8 bits.
+
+    Args:
+        layers: one after the other.
+        lm_head: over the draft vocabulary.
+        norm_E: the weight of the norm before it; None where there is none.
+        feeds_normed: whether that is fed back, or the last layer's stream.
+        eps: of the norms.
+        entering: what the first layer reads; None where it is given.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        lm_head: Int8Matrix,
+        norm_E: Tensor | None,
+        feeds_normed: bool,
+        eps: float,
+        entering: Entering | None = None,
+    ) -> None:
+        weights = (_LayerWeights * len(layers))(*(layer.weights for layer in layers))
+        self._kept, self._lm_head, self.entering = (layers, weights, lm_head, norm_E), lm_head, entering
+        table_VE, norms_E, normed_stream, fusion = entering or (None, (None, None), False, None)
+        pointers = map(_pointer, (norm_E, table_VE, *norms_E))
+        tokens = 0 if table_VE is None else len(table_VE)
+        self._weights = _Recurrent(
+            weights, _map(lm_head), _map(fusion), *pointers, len(layers), tokens, feeds_normed, normed_stream, eps
+        )
+
+    def read(
+        self, functions: Any, read_BWI: Tensor, stream_BWE: Tensor, sights: Sequence[Sight]
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, asked of a row, D] after new entries, and what these feed back [.., E], from what the first layer
+        reads of them and the stream before it."""
+        read_BWI, stream_BWE = read_BWI.contiguous(), stream_BWE.contiguous()
+        return self._level(functions, stream_BWE, stream_BWE.shape, (read_BWI, stream_BWE, None, None, None), sights)
+
+    def enter(
+        self, functions: Any, tokens_BW: Tensor, parents: array[int] | None, above_BWX: Tensor, sights: Sequence[Sight]
+    ) -> tuple[Tensor, Tensor]:
+        """The same where the first layer reads what is `entering`: from tokens int64, and of each the index among what
+        all rows' entries of the level before fed back; without parents from what was read of the target before each.
+
+        Raises:
+            IndexError: the table has no such token.
+        """
+        tokens_BW, above_BWX = tokens_BW.contiguous(), above_BWX.contiguous()
+        return self._level(functions, above_BWX, tokens_BW.shape, (None, None, tokens_BW, parents, above_BWX), sights)
+
+    def _level(
+        self,
+        functions: Any,
+        like: Tensor,
+        shape: Sequence[int],
+        inputs: Sequence[Tensor | array[int] | None],
+        sights: Sequence[Sight],
+    ) -> tuple[Tensor, Tensor]:
+        asks = shape[1] if sights[-1].last_B is None else 1
+        feedback, logits = (
+            like.new_empty(shape[0], asks, size) for size in (self._weights.lm_head.inputs, self._lm_head.outputs)
+        )
+        pointers = (part.buffer_info()[0] if isinstance(part, array) else _pointer(part) for part in inputs)
+        at = (_Sight * len(sights))(*(sight.for_c(like.dtype) for sight in sights))
+        outputs = feedback.data_ptr(), logits.data_ptr(), torch.get_num_threads()
+        if not functions.level(ctypes.byref(self._weights), *pointers, at, *outputs):
+            raise IndexError(f"the table has {self._weights.vocabulary} rows")
+        return logits, feedback
+
+
+def _map(matrix: Int8Matrix | None) -> _Map:
+    if matrix is None:
+        return _Map()
+    return _Map(matrix.int8_NI.data_ptr(), matrix.scale_N.data_ptr(), matrix.int8_NI.shape[1], matrix.outputs)
+
+
+def _pointer(weight: Tensor | None) -> int | None:
+    return None if weight is None else weight.data_ptr()
 
 
 class Sight(NamedTuple):
@@ -173,7 +273,7 @@ class Sight(NamedTuple):
     angles: tuple[Tensor, Tensor]
     heads: int
 
-    def reference(self, dtype: torch.dtype) -> Any:
+    def for_c(self, dtype: torch.dtype) -> _Sight:
         """As C reads it, beside numbers of this dtype."""
         (keys, values), (cos, sin), (entries, (rows, width, fields)) = self.kv, self.angles, self.entries
         assert dtype == cos.dtype == keys.dtype, "all in one dtype"
@@ -181,7 +281,7 @@ class Sight(NamedTuple):
         last, asks = (None, rows * width) if self.last_B is None else (self.last_B.buffer_info()[0], rows)
         pointers = (part.data_ptr() for part in (cos, sin, keys, values))
         sizes = len(cos), slots, rows * width, fields - FIELDS, asks, self.heads, key_heads, size, *keys.stride()[:2]
-        return ctypes.byref(_Sight(*pointers, entries.buffer_info()[0], last, *sizes))
+        return _Sight(*pointers, entries.buffer_info()[0], last, *sizes)
 
 
 def attend(functions: Any, qkv_BWHd: Tensor, sight: Sight) -> Tensor:
@@ -190,7 +290,7 @@ def attend(functions: Any, qkv_BWHd: Tensor, sight: Sight) -> Tensor:
     qkv_BWHd = qkv_BWHd.contiguous()
     rows, width, _, size = qkv_BWHd.shape
     found = qkv_BWHd.new_empty(rows, width if sight.last_B is None else 1, sight.heads * size)
-    reference = sight.reference(qkv_BWHd.dtype)
+    reference = ctypes.byref(sight.for_c(qkv_BWHd.dtype))
     functions.attend(qkv_BWHd.data_ptr(), reference, found.data_ptr(), torch.get_num_threads())
     return found
 
@@ -203,4 +303,14 @@ def best(functions: Any, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tens
     out = torch.empty(3, *shape, ranks, dtype=torch.int32)
     where = logits_BWD.data_ptr(), prod(shape), size, ranks, draft_to_target_D.data_ptr(), out.data_ptr()
     functions.best(*where)
+    return out
+
+
+def highest(logits: Tensor) -> Tensor | None:
+    """Index of the largest logit [..] of logits [.., V], the first of several; None where torch has to find it."""
+    functions = compiled(logits.dtype) if logits.is_cpu and logits.is_contiguous() and logits.numel() else None
+    if functions is None:
+        return None
+    out = torch.empty(logits.shape[:-1], dtype=torch.long)
+    functions.highest(logits.data_ptr(), out.data_ptr(), out.numel(), logits.shape[-1], torch.get_num_threads())
     return out

@@ -170,6 +170,7 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.config = config
         self.own_heads, self.has_target_norms = 0, False
+        self._in_c: tuple[Int8Weight | None, int] | None = None  # its queries, keys and values, and own heads in them
         size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         if heads % kv_heads:
             raise UserError(
@@ -292,19 +293,23 @@ class DraftLayer(nn.Module):
             return None
         norms = (self.input_norm, self.q_norm, self.k_norm, self.mlp_norm)
         weights = [None if norm is None else norm.weight.to(like.dtype) for norm in norms]
-        return few_rows.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps)
+        if self._in_c is None or self._in_c[0] is not maps[0]:
+            self._in_c = maps[0], self._still_own_heads()
+        return few_rows.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, self._in_c[1])
 
-    def over_few(
-        self,
-        functions: Any,
-        in_8_bits: few_rows.Layer | None,
-        read_BTI: Tensor,
-        stream_BTE: Tensor,
-        sight: few_rows.Sight,
-    ) -> Tensor:
+    def _still_own_heads(self) -> int:
+        """How many key heads, the first ones, look at their own position alone as `own_position` made them: their
+        queries are their keys, of the embedding alone. Where training does not take it as given, it changes them."""
+        size = self.config.hidden_size
+        if self.q_norm is not None or self.qkv.in_features == size:
+            return 0
+        queries, keys, _ = (part.view(-1, self.config.head_dim, part.shape[1]) for part in self.head_rows())
+        alike_N = (queries.view(len(keys), -1, *keys.shape[1:]) == keys[:, None]).flatten(1).all(1)
+        alone_N = keys[..., :size].flatten(1).any(1) & ~keys[..., size:].flatten(1).any(1)
+        return int((alike_N & alone_N).long().cumprod(0).sum())
+
+    def over_few(self, functions: Any, read_BTI: Tensor, stream_BTE: Tensor, sight: few_rows.Sight) -> Tensor:
         """The stream after this layer for a few rows on a CPU, those alone that are asked for."""
-        if in_8_bits is not None:
-            return in_8_bits(functions, read_BTI, stream_BTE, sight)
         found_BTH = few_rows.attend(functions, self.unturned(read_BTI), sight)
         if sight.last_B is not None:
             stream_BTE = stream_BTE[range(len(stream_BTE)), sight.last_B.tolist()][:, None]

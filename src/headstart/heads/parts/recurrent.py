@@ -31,7 +31,7 @@ from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -40,10 +40,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, StepPrediction, origins
-from headstart.heads.int8_weights import linear
+from headstart.heads.int8_weights import linear, packed
 from headstart.heads.parts.cache import Entries, LayerCache, cached_attention, text_attention
 from headstart.heads.parts.graphed import GraphedHead, Level, Numbers
-from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, with_own
+from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, normed, with_own
 from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of
 from headstart.support.uploads import upload
 from headstart.target import few_rows
@@ -76,8 +76,8 @@ class RecurrentSession:
         memory: what graphs know, where drafts are captured.
         paths: of each row and node of the last level, the cache slots that it sees after the root's.
         nodes: how many the levels after the first have had in this round.
-        in_c: the layers where C computes a few rows, and their weights in 8 bits if they have them; looked up once, as
-            weights stay the same while a text is drafted.
+        in_8_bits: the heads as C computes a level of a few rows, see `RecurrentHead.in_8_bits`; weights stay the same
+            while a text is drafted.
     """
 
     cache: LayerCache
@@ -90,7 +90,7 @@ class RecurrentSession:
     memory: RecurrentMemory | None = None
     paths: list[list[list[int]]] = field(default_factory=list)
     nodes: int = 0
-    in_c: list[tuple[DraftLayer, few_rows.Layer | None]] = field(default_factory=list)
+    in_8_bits: few_rows.Recurrent | None = None
 
     def begin_round(self) -> None:
         """The pending entries of the text are next, the last one of each row with the root."""
@@ -98,8 +98,16 @@ class RecurrentSession:
         self.paths, self.nodes = [[[]] for _ in self.base], 0
         self.drafted = True
 
-    def pending_tokens(self, roots: Sequence[int], width: int) -> list[list[int]]:
-        """Those after the pending states, each row's root last, and then zeros."""
+    def pending_tokens(self, roots_B1: Tensor, width: int, last: Sequence[int]) -> Tensor:
+        """Those after the pending states, each row's root `last`, and then zeros, [B, P]."""
+        device = roots_B1.device
+        if device.type == "cpu":
+            return torch.tensor(self.numbers_of_pending(roots_B1[:, 0].tolist(), width))
+        texts = self.numbers_of_pending([0] * len(last), width)
+        return upload(texts, device).scatter_(1, upload(last, device)[:, None], roots_B1)
+
+    def numbers_of_pending(self, roots: Sequence[int], width: int) -> list[list[int]]:
+        """The same on the host."""
         rows = ([*tokens, root] for tokens, root in zip(self.tokens, roots, strict=True))
         return [row + [0] * (width - len(row)) for row in rows]
 
@@ -171,9 +179,24 @@ class RecurrentHead(GraphedHead):
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """What the first layer's attention reads [..., I] and the stream that it adds to [..., E]."""
 
+    @property
     @abstractmethod
+    def output_norm(self) -> nn.RMSNorm | None:
+        """The norm between the last layer's stream and the LM head."""
+
+    @property
+    @abstractmethod
+    def feeds_normed(self) -> bool:
+        """Whether the stream is fed back after that norm, or before it."""
+
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
         """From the last layer's stream: what the LM head reads, and what is fed back, both [..., E]."""
+        hidden = stream if self.output_norm is None else normed(self.output_norm, stream)
+        return hidden, hidden if self.feeds_normed else stream
+
+    def entering(self, like: Tensor) -> few_rows.Entering | None:
+        """`layer_input` as C computes it, with weights in the dtype of `like`; None where it is left to torch."""
+        return None
 
     @property
     @abstractmethod
@@ -241,27 +264,37 @@ class RecurrentHead(GraphedHead):
         cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=width, like=seen_BPX)
         following, counts = [list(prompt[1:]) for prompt in prompts], [len(prompt) for prompt in prompts]
         none = seen_BPX[:, :0]  # until something is drafted
-        return RecurrentSession(cache, seen_BPX, following, counts, base=[], feedback_BWE=none)
+        in_8_bits = self.in_8_bits(seen_BPX[:1, :1])
+        return RecurrentSession(cache, seen_BPX, following, counts, base=[], feedback_BWE=none, in_8_bits=in_8_bits)
+
+    def in_8_bits(self, like: Tensor) -> few_rows.Recurrent | None:
+        """Their levels in C, for a few rows in the dtype of `like`; None where weights are not in 8 bits, or layers are
+        of another kind."""
+        layers = [layer.in_8_bits(like) if isinstance(layer, DraftLayer) else None for layer in self.layers]
+        if not all(layers) or (lm_head := packed(self.lm_head_DE, like)) is None:
+            return None
+        norm_E = None if self.output_norm is None else self.output_norm.weight.to(like.dtype)
+        known, eps = cast(list[few_rows.Layer], layers), self.config.rms_norm_eps
+        return few_rows.Recurrent(known, lm_head, norm_E, self.feeds_normed, eps, self.entering(like))
 
     def draft_step(self, session: RecurrentSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
-        device, last = tokens_BW.device, None
+        last = None
         if depth == 0:
             session.begin_round()
             pending, last = max(session.counts), [count - 1 for count in session.counts]
-            entries = Entries.of_text(session.cache.lengths, pending)
+            entries, above_BWX = Entries.of_text(session.cache.lengths, pending), session.seen_BPX.narrow(1, 0, pending)
             if pending > 1:
-                texts = session.pending_tokens([0] * len(last), pending)
-                tokens_BW = upload(texts, device).scatter_(1, upload(last, device)[:, None], tokens_BW)
-            feedback_BWE = self.project(session.seen_BPX.narrow(1, 0, pending))
+                tokens_BW = session.pending_tokens(tokens_BW, pending, last)
         else:
-            entries, feedback_BWE = session.next_entries(parents_BW.numpy()), session.feedback_BWE
-            if feedback_BWE.shape[1] == 1:  # after the root, and in chains
-                feedback_BWE = feedback_BWE.expand(-1, tokens_BW.shape[1], -1)
-            else:
-                rows_B1 = torch.arange(len(tokens_BW), device=device)[:, None]
-                feedback_BWE = feedback_BWE[rows_B1, upload(parents_BW, device)]
+            entries, above_BWX = session.next_entries(parents_BW.numpy()), session.feedback_BWE
         session.cache.reserve(entries.stop)
-        stream_BWE = self._run(session, feedback_BWE, tokens_BW, entries, last)
+        functions = few_rows.serves(above_BWX) if tokens_BW.numel() <= few_rows.ROWS else None
+        if functions and session.in_8_bits is not None:
+            of_nodes = tokens_BW, None if depth == 0 else parents_BW
+            logits_BWD, session.feedback_BWE = self._level_in_c(functions, session, above_BWX, of_nodes, entries, last)
+            return self.finished(logits_BWD if self.lm_bias_D is None else logits_BWD + self.lm_bias_D)
+        fed_BWE = _fed(above_BWX, parents_BW) if depth else self.project(above_BWX)
+        stream_BWE = self._run(session, fed_BWE, tokens_BW, entries, last)
         hidden_BWE, session.feedback_BWE = self.layer_output(stream_BWE)
         return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
 
@@ -288,6 +321,42 @@ class RecurrentHead(GraphedHead):
         session.counts = [session.counts[row] for row in rows]
         session.drafted = False
 
+    def _level_in_c(
+        self,
+        functions: Any,
+        session: RecurrentSession,
+        above_BWX: Tensor,
+        nodes: tuple[Tensor, Tensor | None],
+        entries: Entries,
+        last: Sequence[int] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, W, D] after new entries (the `last` of each row, where they are of the text), and what these feed
+        back [B, W, E]; from the entries' tokens and parents, and what the level above fed back, or without parents from
+        what was read of the target."""
+        heads, (tokens_BW, parents_BW) = session.in_8_bits, nodes
+        assert heads is not None, "weights are in 8 bits"
+        sights = self._sights(session.cache, entries, last, above_BWX)
+        if heads.entering is None or (parents_BW is None and heads.entering.fusion is None):
+            fed_BWE = self.project(above_BWX) if parents_BW is None else _fed(above_BWX, parents_BW)
+            return heads.read(functions, *self.layer_input(fed_BWE, self.embedded(tokens_BW, fed_BWE)), sights)
+        index = None
+        if parents_BW is not None:
+            count, rows = above_BWX.shape[1], enumerate(parents_BW.tolist())
+            index = array("q", (row * count + min(parent, count - 1) for row, parents in rows for parent in parents))
+        return heads.enter(functions, tokens_BW, index, above_BWX, sights)
+
+    def _sights(
+        self, cache: LayerCache, entries: Entries, last: Sequence[int] | None, like: Tensor
+    ) -> list[few_rows.Sight]:
+        """What each layer's new entries see; after the last one's keys and values only the `last` of a row is asked."""
+        table = self._rotary.table(entries.stop, like.device, like.dtype)
+        asked_B = None if last is None else array("q", last)
+        numbers, heads, final = (entries.numbers, entries.shape), self.config.num_attention_heads, len(cache.kv) - 1
+        return [
+            few_rows.Sight(numbers, asked_B if number == final else None, kv, table, heads)
+            for number, kv in enumerate(cache.kv)
+        ]
+
     def _run(
         self,
         session: RecurrentSession,
@@ -299,16 +368,12 @@ class RecurrentHead(GraphedHead):
         """The last layer's stream [B, W, E] over new entries, those of the text with the `last` of each row. See
         `_through`."""
         cache, slots, like = session.cache, entries.stop, feedback_BWE
-        table = self._rotary.table(slots, like.device, like.dtype)
         if isinstance(self.layers[0], DraftLayer) and (functions := few_rows.serves(like)):
-            session.in_c = session.in_c or [(layer, layer.in_8_bits(like)) for layer in self.stack]
-            numbers, heads = (entries.numbers, entries.shape), self.config.num_attention_heads
             read_BWI, stream_BWE = self.layer_input(like, self.embedded(tokens_BW, like))
-            for kv, (layer, in_8_bits) in zip(cache.kv, session.in_c, strict=True):
-                asked_B = array("q", last) if last is not None and kv is cache.kv[-1] else None
-                sight = few_rows.Sight(numbers, asked_B, kv, table, heads)
-                read_BWI = stream_BWE = layer.over_few(functions, in_8_bits, read_BWI, stream_BWE, sight)
+            for layer, sight in zip(self.stack, self._sights(cache, entries, last, like), strict=True):
+                read_BWI = stream_BWE = layer.over_few(functions, read_BWI, stream_BWE, sight)
             return stream_BWE
+        table = self._rotary.table(slots, like.device, like.dtype)
         starts = entries.slots_BW[:, 0].tolist()
         positions_BW = upload(torch.from_numpy(entries.numbers_BWF[..., 2]), like.device)
         last_B = None if last is None else upload(last, like.device)
@@ -395,7 +460,7 @@ class RecurrentHead(GraphedHead):
         session.begin_round()
         session.feedback_BWE = memory.feedback_BWE[:rows, :1]
         padded = power(pending)
-        tokens = session.pending_tokens(tokens_BW[:, 0].tolist(), padded)
+        tokens = session.numbers_of_pending(tokens_BW[:, 0].tolist(), padded)
         numbers_BX = np.concatenate([tokens, np.stack([counts, lengths], axis=1)], axis=1)
         return Level(numbers_BX, 1, (0, padded, slots_in_sight(max(lengths) + padded, memory)))
 
@@ -430,6 +495,14 @@ class RecurrentHead(GraphedHead):
         hidden_BWE, feedback_BWE = self.layer_output(stream_BWE)
         memory.feedback_BWE[:rows, : feedback_BWE.shape[1]] = feedback_BWE
         return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
+
+
+def _fed(above_BWE: Tensor, parents_BW: Tensor) -> Tensor:
+    """What the parents of a level's nodes fed back, [B, W, E]."""
+    if above_BWE.shape[1] == 1:  # after the root, and in chains
+        return above_BWE.expand(-1, parents_BW.shape[1], -1)
+    rows_B1 = torch.arange(len(above_BWE), device=above_BWE.device)[:, None]
+    return above_BWE[rows_B1, upload(parents_BW, above_BWE.device)]
 
 
 class UnrolledText:
