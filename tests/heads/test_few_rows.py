@@ -79,9 +79,11 @@ def test_products_are_those_of_the_rounded_weights(
         with torch.inference_mode():
             found = layer(x)
         wanted = x.double() @ weight.T + layer.bias.double()
-        # bfloat16 rounds the product, and the sum with the bias; sums of 512 products in float32.
-        close = {"rtol": 2**-7, "atol": 2**-8} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
-        torch.testing.assert_close(found.double(), wanted, **close)
+        # Rows are multiplied in 16 bits, so each number is off by half a step at most; bfloat16 rounds the product, and
+        # the sum with the bias.
+        off = x.double().abs().amax(-1, keepdim=True) / 32767 / 2 * weight.abs().sum(1)
+        off = off + (2**-7 * wanted.abs() + 2**-8 if dtype == torch.bfloat16 else 1e-5)
+        assert ((found.double() - wanted).abs() <= off).all()
     assert asked == ["product"] * 3
 
 
@@ -165,13 +167,15 @@ def rounds(heads: Any, target: Target, prompts: list[list[int]], packed: bool = 
 
 
 @pytest.fixture
-def heads_of(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+def heads_of(target: Target, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Heads whose caches have to grow, and whose texts are longer than their rotary positions."""
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     monkeypatch.setattr(cache, "_SPARE", 1)
 
-    def make(name: str) -> Any:
-        heads = shake(build(name, target)).eval()
+    def make(name: str, seed: int = 0) -> Any:
+        heads = build(name, target).eval()
+        torch.manual_seed(seed)
+        shake(heads)
         heads._rotary._config = heads.config.model_copy(update={"max_position_embeddings": 7})
         return heads
 
@@ -186,7 +190,7 @@ RECURRENT = [name for name in CASES if name.startswith(("eagle", "mtp"))]
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_drafts_are_those_of_torch(
-    name: str, rows: int, packed: bool, target: Target, heads_of: Callable[[str], Any], asked: list[str]
+    name: str, rows: int, packed: bool, target: Target, heads_of: Callable[..., Any], asked: list[str]
 ) -> None:
     heads = heads_of(name)
     with torch.no_grad():
@@ -197,30 +201,33 @@ def test_drafts_are_those_of_torch(
     levels = {"enter"} if name.startswith("eagle3") else {"read", "product"}
     assert set(asked) >= (levels if packed else {"norms", "attend"})
     for mine, wanted in zip(found, torchs, strict=True):
-        # float32 sums in another order, enlarged by random layers that feed each other, up to twelve deep.
-        torch.testing.assert_close(mine, wanted, rtol=0, atol=5e-4 * float(wanted.abs().max()))
+        # float32 sums in another order, and with 8 bits what is multiplied in 16, enlarged by random layers that feed
+        # each other, up to twelve deep.
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=(2e-2 if packed else 5e-4) * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["full", "int8"])
 @pytest.mark.parametrize("name", ["eagle3", "eagle3-deep-normed", "mtp"])
 def test_bfloat16_is_no_further_from_float32_than_torchs(
-    name: str, packed: bool, target: Target, heads_of: Callable[[str], Any], asked: list[str]
+    name: str, packed: bool, target: Target, heads_of: Callable[..., Any], asked: list[str]
 ) -> None:
-    heads = heads_of(name).bfloat16()
-    (to_int8 if packed else drop_int8)(heads)
-    exact = copy.deepcopy(heads)
-    for mine, weight in zip(exact.parameters(), heads.parameters(), strict=True):
-        if held := getattr(weight, "int8", None):
-            mine.data = held.int8_NI[: held.outputs].float() * held.scale_N[: held.outputs, None].float()
-    exact.float()
-    with torch.no_grad():
-        wanted = rounds(exact, target, PROMPTS)
-        torchs = rounds(heads, target, PROMPTS, packed)
-    with torch.inference_mode():
-        found = rounds(heads, target, PROMPTS, packed)
+    found, torchs, wanted = list[Tensor](), list[Tensor](), list[Tensor]()
+    for seed in range(4):
+        heads = heads_of(name, seed).bfloat16()
+        (to_int8 if packed else drop_int8)(heads)
+        exact = copy.deepcopy(heads)
+        for mine, weight in zip(exact.parameters(), heads.parameters(), strict=True):
+            if held := getattr(weight, "int8", None):
+                mine.data = held.int8_NI[: held.outputs].float() * held.scale_N[: held.outputs, None].float()
+        exact.float()
+        with torch.no_grad():
+            wanted += rounds(exact, target, PROMPTS)
+            torchs += rounds(heads, target, PROMPTS, packed)
+        with torch.inference_mode():
+            found += rounds(heads, target, PROMPTS, packed)
     assert set(asked) & ({"read", "enter"} if packed else {"attend"})
-    # Of each level it is a matter of luck; over all of them the roundings are as many.
-    mine, other, all_of_it = (
+    # Of each draft it is a matter of luck; over all of them the roundings are as many.
+    ours, theirs, all_of_it = (
         float(torch.cat([level.float().flatten() for level in some]).square().mean().sqrt())
         for some in (
             [a - b for a, b in zip(found, wanted, strict=True)],
@@ -228,7 +235,7 @@ def test_bfloat16_is_no_further_from_float32_than_torchs(
             wanted,
         )
     )
-    assert mine < 1.3 * other < 0.2 * all_of_it, (mine, other, all_of_it)
+    assert ours < 1.3 * theirs < 0.2 * all_of_it, (ours, theirs, all_of_it)
 
 
 def test_heads_that_look_at_themselves_are_not_asked_where(
@@ -263,7 +270,7 @@ def test_heads_that_look_at_themselves_are_not_asked_where(
         assert left() == 0
 
 
-def test_autocast_is_torchs(target: Target, heads_of: Callable[[str], Any], asked: list[str]) -> None:
+def test_autocast_is_torchs(target: Target, heads_of: Callable[..., Any], asked: list[str]) -> None:
     """Which computes in a dtype that weights and caches do not say."""
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         rounds(heads_of("eagle3"), target, PROMPTS[:1], packed=True)

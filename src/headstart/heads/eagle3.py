@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, register, supervised_origins
 from headstart.heads.exchange.published import Layout, Published, check_embeddings
-from headstart.heads.int8_weights import Linear, packed
+from headstart.heads.int8_weights import Linear, in_panels
 from headstart.heads.parts import induction, own_position
 from headstart.heads.parts.layer import (
     DraftLayer,
@@ -187,7 +187,10 @@ class Eagle3Head(RecurrentHead):
         return attended, attended.narrow(-1, size, size) if self.config.norm_before_residual else feedback
 
     def entering(self, like: Tensor) -> few_rows.Entering | None:
-        table_VE, fusion = self.embedding_table(like), None if self.config.aux_norms else packed(self.fc.weight, like)
+        table_VE, fusion = (
+            self.embedding_table(like),
+            None if self.config.aux_norms else in_panels(self.fc.weight, like),
+        )
         norms_E = self.embedding_norm.weight.to(like.dtype), self.hidden_norm.weight.to(like.dtype)
         stream_is_normed = self.config.norm_before_residual
         return None if table_VE is None else few_rows.Entering(table_VE, norms_E, stream_is_normed, fusion)

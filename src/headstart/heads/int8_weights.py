@@ -56,7 +56,7 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
     int8 = packed(weight_NI, x)
     if int8 is None:
         return _in_full(x, weight_NI, bias_N)
-    if functions := few_rows.serves(x):
+    if int8.in_panels and (functions := few_rows.serves(x)):
         product = few_rows.product(functions, x, int8)
     else:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -71,6 +71,12 @@ def packed(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
     if int8 is None or int8.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
         return None
     return int8 if few_rows.few(x) and x.dtype == int8.scale_N.dtype else None
+
+
+def in_panels(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
+    """The same, where C multiplies them."""
+    int8 = packed(weight_NI, x)
+    return int8 if int8 is not None and int8.in_panels else None
 
 
 def _in_full(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -148,7 +154,9 @@ def _pack(weight_NI: Tensor) -> Int8Weight:
         rows = slice(start, start + len(part_RI))
         scale_N[rows] = (part_RI.abs().amax(1) / 127).clamp(min=1e-12)
         int8_NI[rows] = (part_RI / scale_N[rows, None].float()).round().clamp(-127, 127).to(torch.int8)
-    return Int8Weight(int8_NI, scale_N, outputs, _version(weight_NI))
+    functions = few_rows.compiled(weight_NI.dtype)
+    kept = int8_NI if functions is None else few_rows.in_panels(functions, int8_NI)
+    return Int8Weight(kept, scale_N, outputs, _version(weight_NI))
 
 
 if hasattr(torch.ops.aten, "_weight_int8pack_mm"):

@@ -1,111 +1,135 @@
 /* What draft heads compute for a few rows on a CPU: products with weights in 8 bits, norms, attention over a cache,
    whole layers, the best drafts. Rows lie one after the other, with nothing between them unless a stride is given. */
 
-#include <immintrin.h>
 #include <omp.h>
 #include <stdlib.h>
 
-#include "numbers.h"
+#include "panels.h"
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
-#if defined(__AVX512F__)
-#define LANES 16
-#define TOGETHER 4
-typedef __m512 lanes;
-#define ZERO _mm512_setzero_ps()
-#define LOAD(from) _mm512_loadu_ps(from)
-#define WIDEN(from) _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(from))))
-#define ADD_PRODUCT(a, b, sum) _mm512_fmadd_ps(a, b, sum)
-#elif defined(__AVX2__) && defined(__FMA__)
-#define LANES 8
-#define TOGETHER 2
-typedef __m256 lanes;
-#define ZERO _mm256_setzero_ps()
-#define LOAD(from) _mm256_loadu_ps(from)
-#define WIDEN(from) _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(from))))
-#define ADD_PRODUCT(a, b, sum) _mm256_fmadd_ps(a, b, sum)
+#if defined(__AVX512BW__)
+typedef __m512i wholes;
+#define NOTHING _mm512_setzero_si512()
+#define WIDENED(from) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(from)))
+#define EVERYWHERE(pair) _mm512_set1_epi32(pair)
+#define AS_FLOATS(sums) _mm512_cvtepi32_ps(sums)
+#ifdef __AVX512VNNI__
+#define ADD_PAIRS(sums, a, b) _mm512_dpwssd_epi32(sums, a, b)
+#else
+#define ADD_PAIRS(sums, a, b) _mm512_add_epi32(sums, _mm512_madd_epi16(a, b))
+#endif
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#include <immintrin.h>
+typedef __m256i wholes;
+#define NOTHING _mm256_setzero_si256()
+#define WIDENED(from) _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(from)))
+#define EVERYWHERE(pair) _mm256_set1_epi32(pair)
+#define AS_FLOATS(sums) _mm256_cvtepi32_ps(sums)
+#define ADD_PAIRS(sums, a, b) _mm256_add_epi32(sums, _mm256_madd_epi16(a, b))
 #else
 #error "products are written for AVX2 and AVX-512"
 #endif
 
-#define BLOCK 32 /* outputs that a thread takes at a time */
-#define MOST 4   /* rows that are multiplied together */
+#define HIGHEST 32767 /* of a row in 16 bits */
+#define STRETCH 512   /* inputs whose products, with weights up to 127, are added up in 32 bits */
 
-static inline float sum_of(lanes x) {
-    float values[LANES], sum = 0;
-    memcpy(values, &x, sizeof values);
-    for (int k = 0; k < LANES; k++) sum += values[k];
-    return sum;
-}
-
-static inline __attribute__((always_inline)) void multiply(const int rows, const float *x, const int8_t *weight,
-                                                           const number *scale, number *out, int64_t inputs,
-                                                           int64_t width, int64_t first, int64_t stop) {
-    for (int64_t n = first; n < stop; n += TOGETHER) {
-        const int8_t *at = weight + n * inputs;
-        lanes sums[MOST][TOGETHER];
-        for (int m = 0; m < rows; m++)
-            for (int j = 0; j < TOGETHER; j++) sums[m][j] = ZERO;
-        for (int64_t i = 0; i < inputs; i += LANES) {
-            lanes of_output[TOGETHER];
-            for (int j = 0; j < TOGETHER; j++) {
-                of_output[j] = WIDEN(at + j * inputs + i);
-                __builtin_prefetch(at + (j + 2 * TOGETHER) * inputs + i);
-            }
-            for (int m = 0; m < rows; m++) {
-                lanes of_row = LOAD(x + m * inputs + i);
-                __asm__("" : "+v"(of_row)); /* stays in a register, instead of being read once for each output */
-                for (int j = 0; j < TOGETHER; j++) sums[m][j] = ADD_PRODUCT(of_output[j], of_row, sums[m][j]);
-            }
-        }
-        for (int m = 0; m < rows; m++)
-            for (int j = 0; j < TOGETHER && n + j < stop; j++)
-                out[m * width + n + j] = rounded(sum_of(sums[m][j]) * read_number(scale[n + j]));
-    }
-}
-
+/* Weights lie as panels: PANEL outputs side by side, two inputs of each together, then their next two. */
 typedef struct {
     const int8_t *weight;
     const number *scale;
     int64_t inputs, outputs;
 } map;
 
-/* out [rows, all counts together] of x [rows, inputs] and some of the outputs of a map: as many as its `counts` say from
-   each of `firsts` on. The map has rows up to a multiple of BLOCK, and `inputs` are one. */
-static void multiply_parts(const map *of, const number *x, number *out, int64_t rows, int parts, const int64_t *firsts,
-                           const int64_t *counts, int threads) {
-    int64_t inputs = of->inputs, blocks = 0, width = 0;
-    float *read = malloc(rows * inputs * sizeof *read); /* stacks of threads are small */
-    for (int64_t i = 0; i < rows * inputs; i++) read[i] = read_number(x[i]);
-    for (int part = 0; part < parts; part++) blocks += (counts[part] + BLOCK - 1) / BLOCK, width += counts[part];
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t block = 0; block < blocks; block++) {
-        int64_t first = block * BLOCK, column = 0;
-        int part = 0;
-        for (int64_t whole; first >= (whole = (counts[part] + BLOCK - 1) / BLOCK * BLOCK); column += counts[part++])
-            first -= whole;
-        const int8_t *weight = of->weight + firsts[part] * inputs;
-        const number *scale = of->scale + firsts[part];
-        int64_t stop = first + BLOCK < counts[part] ? first + BLOCK : counts[part];
-        for (int64_t m = 0; m < rows; m += MOST) {
-            const float *from = read + m * inputs;
-            number *to = out + m * width + column;
-            switch (rows - m) {
-            case 1: multiply(1, from, weight, scale, to, inputs, width, first, stop); break;
-            case 2: multiply(2, from, weight, scale, to, inputs, width, first, stop); break;
-            case 3: multiply(3, from, weight, scale, to, inputs, width, first, stop); break;
-            default: multiply(4, from, weight, scale, to, inputs, width, first, stop);
+/* A row in 16 bits, two inputs in each of `pairs`, which lie `stride` apart, and the scale of that. */
+static void round_row(const number *x, int64_t inputs, float *scale, int32_t *pairs, int64_t stride) {
+    float most = 0;
+    for (int64_t i = 0; i < inputs; i++) {
+        float size = __builtin_fabsf(read_number(x[i]));
+        most = size > most ? size : most;
+    }
+    *scale = most / HIGHEST;
+    float factor = most > 0 ? HIGHEST / most : 0;
+    for (int64_t i = 0; i < inputs; i += 2) {
+        int32_t first = (int32_t)__builtin_rintf(read_number(x[i]) * factor);
+        int32_t second = (int32_t)__builtin_rintf(read_number(x[i + 1]) * factor);
+        pairs[i / 2 * stride] = (first & 0xffff) | second * 0x10000;
+    }
+}
+
+static inline __attribute__((always_inline)) void multiply(const int rows, const map *of, const int32_t *x,
+                                                           const float *scales, int64_t panel, number *out,
+                                                           int64_t width, int64_t first, int64_t stop) {
+    const int8_t *weight = of->weight + panel * PANEL * of->inputs;
+    lanes totals[MOST][VECTORS];
+    clear(rows, totals);
+    for (int64_t start = 0; start < of->inputs; start += STRETCH) {
+        wholes sums[MOST][VECTORS];
+        for (int m = 0; m < rows; m++)
+            for (int v = 0; v < VECTORS; v++) sums[m][v] = NOTHING;
+        for (int64_t i = start; i < of->inputs && i < start + STRETCH; i += 2, weight += 2 * PANEL, x += rows) {
+            wholes read[VECTORS];
+            for (int v = 0; v < VECTORS; v++) read[v] = WIDENED(weight + v * 2 * LANES);
+            for (int m = 0; m < rows; m++) {
+                wholes of_row = EVERYWHERE(x[m]);
+                for (int v = 0; v < VECTORS; v++) sums[m][v] = ADD_PAIRS(sums[m][v], read[v], of_row);
             }
         }
+        for (int m = 0; m < rows; m++)
+            for (int v = 0; v < VECTORS; v++) totals[m][v] += (lanes)AS_FLOATS(sums[m][v]);
     }
-    free(read);
+    int64_t from = first > panel * PANEL ? first : panel * PANEL;
+    int64_t to = stop < (panel + 1) * PANEL ? stop : (panel + 1) * PANEL;
+    for (int m = 0; m < rows; m++) {
+        float of_panel[PANEL];
+        memcpy(of_panel, totals[m], sizeof of_panel);
+        for (int64_t n = from; n < to; n++)
+            out[m * width + n - first] = rounded(of_panel[n - panel * PANEL] * scales[m] * read_number(of->scale[n]));
+    }
+}
+
+/* out [rows, all counts together] of x [rows, inputs] and some of the outputs of a map: as many as its `counts` say from
+   each of `firsts` on. */
+static void multiply_parts(const map *of, const number *x, number *out, int64_t rows, int parts, const int64_t *firsts,
+                           const int64_t *counts, int threads) {
+    int64_t inputs = of->inputs, panels = 0, width = 0;
+    int32_t *pairs = malloc(rows * (inputs / 2 * sizeof *pairs + sizeof(float))); /* stacks of threads are small */
+    float *scales = (float *)(pairs + rows * (inputs / 2));
+    for (int64_t row = 0, count; row < rows; row += count) {
+        count = rows - row < MOST ? rows - row : MOST;
+        for (int64_t m = 0; m < count; m++)
+            round_row(x + (row + m) * inputs, inputs, scales + row + m, pairs + row * (inputs / 2) + m, count);
+    }
+    for (int part = 0; part < parts; part++) {
+        width += counts[part];
+        if (counts[part]) panels += (firsts[part] + counts[part] - 1) / PANEL - firsts[part] / PANEL + 1;
+    }
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t index = 0; index < panels; index++) {
+        int64_t rest = index, column = 0;
+        int part = 0;
+        for (int64_t of_part;; column += counts[part++], rest -= of_part) {
+            of_part = counts[part] ? (firsts[part] + counts[part] - 1) / PANEL - firsts[part] / PANEL + 1 : 0;
+            if (rest < of_part) break;
+        }
+        int64_t panel = firsts[part] / PANEL + rest, stop = firsts[part] + counts[part];
+        for (int64_t row = 0, count; row < rows; row += count) {
+            count = rows - row < MOST ? rows - row : MOST;
+            const int32_t *from = pairs + row * (inputs / 2);
+            number *to = out + row * width + column;
+#define MULTIPLY(count) multiply(count, of, from, scales + row, panel, to, width, firsts[part], stop)
+            OF_ROWS(count, MULTIPLY)
+        }
+    }
+    free(pairs);
 }
 
 void product(const map *of, const number *x, number *out, int64_t rows, int threads) {
     int64_t first = 0;
     multiply_parts(of, x, out, rows, 1, &first, &of->outputs, threads);
 }
+
+int64_t outputs_of_a_panel(void) { return PANEL; }
 
 /* -- embeddings ---------------------------------------------------------------------------------------------------- */
 

@@ -69,11 +69,34 @@ class _Sight(ctypes.Structure):
 @dataclass(frozen=True)
 class Int8Matrix:
     """A matrix in 8 bits: what number (o, i) stands for is `int8_NI[o, i] * scale_N[o]`; rows after the first `outputs`
-    are padding."""
+    are padding.
 
-    int8_NI: Tensor
+    Attributes:
+        kept: its rows one after the other, or `in_panels`.
+    """
+
+    kept: Tensor
     scale_N: Tensor
     outputs: int
+
+    @property
+    def in_panels(self) -> bool:
+        """Whether it lies as C reads it."""
+        return self.kept.dim() == 4
+
+    @property
+    def inputs(self) -> int:
+        return self.kept.shape[1] * (2 if self.in_panels else 1)
+
+    @property
+    def int8_NI(self) -> Tensor:
+        return self.kept.transpose(1, 2).reshape(-1, self.inputs) if self.in_panels else self.kept
+
+
+def in_panels(functions: Any, int8_NI: Tensor) -> Tensor:
+    """Rows in 8 bits as C reads them, [panels, pairs of inputs, outputs of a panel, 2]; outputs are a multiple of 32,
+    inputs of 2."""
+    return int8_NI.view(-1, functions.outputs_of_a_panel(), int8_NI.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
 def compiled(dtype: torch.dtype) -> Any:
@@ -94,10 +117,12 @@ def _compiled(dtype: torch.dtype) -> Any:
         "gather": [*[_P] * 3, *[_N] * 3],
         "best": [_P, *[_N] * 3, *[_P] * 2],
         "highest": [_P, _P, _N, _N, ctypes.c_int],
+        "outputs_of_a_panel": [],
     }.items():
         function = getattr(functions, name)
         function.argtypes, function.restype = arguments, None
     functions.gather.restype = functions.level.restype = ctypes.c_int
+    functions.outputs_of_a_panel.restype = ctypes.c_int64
     return functions
 
 
@@ -249,7 +274,7 @@ class Recurrent:
 def _map(matrix: Int8Matrix | None) -> _Map:
     if matrix is None:
         return _Map()
-    return _Map(matrix.int8_NI.data_ptr(), matrix.scale_N.data_ptr(), matrix.int8_NI.shape[1], matrix.outputs)
+    return _Map(matrix.kept.data_ptr(), matrix.scale_N.data_ptr(), matrix.inputs, matrix.outputs)
 
 
 def _pointer(weight: Tensor | None) -> int | None:

@@ -25,7 +25,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
 from headstart.heads.exchange.published import LayerSizes
-from headstart.heads.int8_weights import Int8Weight, Linear, packed
+from headstart.heads.int8_weights import Int8Weight, Linear, in_panels
 from headstart.recipes.sections import FromTarget
 from headstart.target import few_rows
 from headstart.target.frozen import FrozenModel
@@ -288,7 +288,7 @@ class DraftLayer(nn.Module):
 
     def in_8_bits(self, like: Tensor) -> few_rows.Layer | None:
         """This layer for a few rows in C; None where its weights are not in 8 bits, or it is built otherwise."""
-        maps = [packed(linear.weight, like) for linear in (self.qkv, self.o, self.gate_up, self.down)]
+        maps = [in_panels(linear.weight, like) for linear in (self.qkv, self.o, self.gate_up, self.down)]
         if self.config.hidden_act != "silu" or not all(maps):
             return None
         norms = (self.input_norm, self.q_norm, self.k_norm, self.mlp_norm)

@@ -40,7 +40,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.heads.base import HeadBatch, StepPrediction, origins
-from headstart.heads.int8_weights import linear, packed
+from headstart.heads.int8_weights import in_panels, linear
 from headstart.heads.parts.cache import Entries, LayerCache, cached_attention, text_attention
 from headstart.heads.parts.graphed import GraphedHead, Level, Numbers
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, normed, with_own
@@ -271,7 +271,7 @@ class RecurrentHead(GraphedHead):
         """Their levels in C, for a few rows in the dtype of `like`; None where weights are not in 8 bits, or layers are
         of another kind."""
         layers = [layer.in_8_bits(like) if isinstance(layer, DraftLayer) else None for layer in self.layers]
-        if not all(layers) or (lm_head := packed(self.lm_head_DE, like)) is None:
+        if not all(layers) or (lm_head := in_panels(self.lm_head_DE, like)) is None:
             return None
         norm_E = None if self.output_norm is None else self.output_norm.weight.to(like.dtype)
         known, eps = cast(list[few_rows.Layer], layers), self.config.rms_norm_eps
