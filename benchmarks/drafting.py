@@ -46,12 +46,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for shape, every in SHAPES.items():
         paths = [path for path in every if len(path) <= heads.draft_steps]
         for weights, prepare in (("full", drop_int8), ("8 bits", to_int8)):
-            prepare(heads)
             turns: dict[str, list[Drafting]] = {COMPILED: [], TORCH: []}
             for turn in range(options.turns):
                 for way in list(turns)[:: 1 if turn % 2 else -1]:
                     off = mock.patch("headstart.target.few_rows.compiled", return_value=None)
+                    drop_int8(heads)  # how weights in 8 bits lie depends on who multiplies them
                     with off if way == TORCH else nullcontext():
+                        prepare(heads)
                         turns[way].append(draft_ms(target, heads, paths, Timing()))
             ms = {
                 f"{way}_{part}": median(getattr(found, part) for found in turns[way])

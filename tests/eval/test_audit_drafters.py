@@ -10,7 +10,6 @@ import torch
 
 from headstart.decode.loop import DecodeLoop, Generation, Verifier
 from headstart.decode.options import DecodeOptions
-from headstart.decode.sampling import argmax
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.audit import (
     AlwaysWrongDrafter,
@@ -21,6 +20,7 @@ from headstart.eval.audit import (
 )
 from headstart.eval.divergence import first_difference
 from headstart.heads.base import DraftHead, family, make_config
+from headstart.target.few_rows import argmax
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, TreeShape, decided
 from tests.tiny import tiny_model

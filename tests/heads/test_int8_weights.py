@@ -51,8 +51,8 @@ def test_numbers_are_off_by_half_a_step() -> None:
     weight = torch.nn.Parameter(torch.randn(256, 256) * torch.logspace(-3, 2, 256)[:, None])
     to_int8(holder := torch.nn.ParameterList([weight]))
     form = holder[0].int8
-    assert form.int8_NI.dtype == torch.int8
-    off = (form.int8_NI.float() * form.scale_N[:, None] - weight).abs()
+    assert form.rows().dtype == torch.int8
+    off = (form.rows().float() * form.scale_N[:, None] - weight).abs()
     assert (off <= 0.5001 * form.scale_N[:, None]).all()
 
 

@@ -24,9 +24,11 @@ from headstart.decode.kept_text import KeptText
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import by_halves, reserve
 from headstart.decode.options import DecodeOptions, Processor, check_kinds, random_seed
-from headstart.decode.sampling import argmax, check_processors, check_sampling, not_before, warp
+from headstart.decode.sampling import check_processors, check_sampling, not_before, warp
 from headstart.decode.verify import DRAWS, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
+from headstart.target import few_rows
+from headstart.target.few_rows import argmax
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
 
@@ -183,6 +185,8 @@ class DecodeLoop:
         self.drafters = drafters
         self.costs = costs
         self._experience: dict[int, Experience] = {}  # by the size of the batch
+        if target.device.type == "cpu":
+            few_rows.compiled(target.dtype)  # now, so that no first answer waits for it
 
     @torch.inference_mode()
     def generate(

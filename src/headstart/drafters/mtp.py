@@ -24,7 +24,6 @@ from torch import Tensor
 from headstart.drafters.heads import grow
 from headstart.errors import UserError
 from headstart.support.uploads import upload
-from headstart.target import few_rows
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target
 from headstart.target.shipped import ShippedModule, read_shipped
@@ -118,8 +117,6 @@ class MtpDrafter:
         self.max_nodes = self.draft_steps + 1
         self.aux_layers: tuple[int, ...] = (self._shipped.state_layer,)
         self.draft_to_target_D = torch.arange(target.vocab_size, device=target.device)
-        if target.device.type == "cpu":
-            few_rows.compiled(target.dtype)  # now, so that no first answer waits for it
         # Of keys and values twice what is needed: caches grow by doubling. Of states those that a module reads next.
         states = target.hidden_size * target.dtype.itemsize
         keys = sum(module.bytes_per_token for module in self.modules)

@@ -61,6 +61,9 @@ _BLOCK = 8192
 """Embeddings that are normed at a time."""
 _LONGEST, _ENOUGH = 1024, 8192
 """Tokens of a text, and of all, on which it is checked whether heads find their own position."""
+_LOOKED_UP, _MOSTLY = 256, 0.99
+"""Tokens of the vocabulary, rare ones like common ones, on which it is looked up in decoding, and the share of its
+attention from which a head then counts."""
 
 
 class Eagle3Config(RecurrentConfig):
@@ -159,6 +162,7 @@ class Eagle3Head(RecurrentHead):
         self.hidden_norm = nn.RMSNorm(size, eps)
         self.norm = nn.RMSNorm(size, eps)
         self.lm_head = Linear(size, config.draft_width, bias=False)
+        self._alone: tuple[tuple[int, int], int] | None = None  # weights in 8 bits, and own heads in them
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -194,6 +198,30 @@ class Eagle3Head(RecurrentHead):
         norms_E = self.embedding_norm.weight.to(like.dtype), self.hidden_norm.weight.to(like.dtype)
         stream_is_normed = self.config.norm_before_residual
         return None if table_VE is None else few_rows.Entering(table_VE, norms_E, stream_is_normed, fusion)
+
+    def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
+        """Those that training left alone, as long as they do find themselves in a text of all kinds of tokens, which
+        is all that they read; looked up when weights change."""
+        int8 = in_panels(layer.qkv.weight, like)
+        if int8 is None or layer is not self.stack[0]:
+            return 0
+        key = int8.kept.data_ptr(), int8.version
+        if self._alone is None or self._alone[0] != key:
+            self._alone = key, self._still_alone(like)
+        return self._alone[1]
+
+    def _still_alone(self, like: Tensor) -> int:
+        count = own_position.untouched(self.stack[0])
+        if not count:
+            return 0
+        random = torch.Generator().manual_seed(0)
+        length = min(_LOOKED_UP, self.config.max_position_embeddings // 2)
+        tokens_T = torch.randint(len(self.target_embeddings), (length,), generator=random)
+        tokens_1T = torch.cat([tokens_T, tokens_T])[None]  # each of them comes again
+        read_1TE = normed(self.embedding_norm, self.embedded(tokens_1T, like))
+        queries, keys, _ = self._read(torch.cat([read_1TE, torch.zeros_like(read_1TE)], dim=-1))
+        share_N = own_position.shares(queries[:, :count].float(), keys[:, :count].float()).mean((0, 2, 3))
+        return int((share_N >= _MOSTLY).long().cumprod(0).sum())
 
     @property
     def output_norm(self) -> nn.RMSNorm:

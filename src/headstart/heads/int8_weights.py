@@ -26,8 +26,7 @@ from headstart.target.prepacked import multiplied
 _MIN = 1 << 16
 """Numbers of a matrix from which rounding it pays."""
 _BLOCK = 32
-"""Inputs are a multiple of it: torch's product reads whole blocks, beyond the end of other rows, and so
-does that in C. Outputs are padded."""
+"""Inputs are a multiple of it: torch's product reads whole blocks, beyond the end of other rows. Outputs are padded."""
 _ROWS = 4096
 """Outputs that are rounded at a time, in float32."""
 _NAME = "int8"
@@ -60,7 +59,7 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
         product = few_rows.product(functions, x, int8)
     else:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        product = torch.ops.aten._weight_int8pack_mm(rows, int8.int8_NI, int8.scale_N)
+        product = torch.ops.aten._weight_int8pack_mm(rows, int8.rows(), int8.scale_N)
         product = product[:, : int8.outputs].reshape(*x.shape[:-1], int8.outputs)
     return product if bias_N is None else product + bias_N
 

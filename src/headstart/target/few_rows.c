@@ -1,5 +1,5 @@
 /* What draft heads compute for a few rows on a CPU: products with weights in 8 bits, norms, attention over a cache,
-   whole layers, the best drafts. Rows lie one after the other, with nothing between them unless a stride is given. */
+   whole levels, the best drafts; and the target's choice. Rows lie one after the other, with nothing between them unless a stride is given. */
 
 #include <omp.h>
 #include <stdlib.h>
@@ -8,7 +8,7 @@
 
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
-#if defined(__AVX512BW__)
+#if LANES == 16
 typedef __m512i wholes;
 #define NOTHING _mm512_setzero_si512()
 #define WIDENED(from) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(from)))
@@ -19,7 +19,7 @@ typedef __m512i wholes;
 #else
 #define ADD_PAIRS(sums, a, b) _mm512_add_epi32(sums, _mm512_madd_epi16(a, b))
 #endif
-#elif defined(__AVX2__) && !defined(__AVX512F__)
+#elif defined(__AVX2__)
 #include <immintrin.h>
 typedef __m256i wholes;
 #define NOTHING _mm256_setzero_si256()
@@ -31,8 +31,8 @@ typedef __m256i wholes;
 #error "products are written for AVX2 and AVX-512"
 #endif
 
-#define HIGHEST 32767 /* of a row in 16 bits */
-#define STRETCH 512   /* inputs whose products, with weights up to 127, are added up in 32 bits */
+#define HIGHEST 32767 /* of numbers in 16 bits */
+#define STRETCH 128   /* inputs of a row with one scale, so that a large one takes nothing from those far from it */
 
 /* Weights lie as panels: PANEL outputs side by side, two inputs of each together, then their next two. */
 typedef struct {
@@ -41,19 +41,23 @@ typedef struct {
     int64_t inputs, outputs;
 } map;
 
-/* A row in 16 bits, two inputs in each of `pairs`, which lie `stride` apart, and the scale of that. */
-static void round_row(const number *x, int64_t inputs, float *scale, int32_t *pairs, int64_t stride) {
-    float most = 0;
-    for (int64_t i = 0; i < inputs; i++) {
-        float size = __builtin_fabsf(read_number(x[i]));
-        most = size > most ? size : most;
-    }
-    *scale = most / HIGHEST;
-    float factor = most > 0 ? HIGHEST / most : 0;
-    for (int64_t i = 0; i < inputs; i += 2) {
-        int32_t first = (int32_t)__builtin_rintf(read_number(x[i]) * factor);
-        int32_t second = (int32_t)__builtin_rintf(read_number(x[i + 1]) * factor);
-        pairs[i / 2 * stride] = (first & 0xffff) | second * 0x10000;
+/* A row in 16 bits, two inputs in each of `pairs`, and for each STRETCH of it what a step stands for; both lie `stride`
+   apart. What is no number makes all of its stretch none. */
+static void round_row(const number *x, int64_t inputs, int32_t *pairs, float *scales, int64_t stride) {
+    for (int64_t start = 0; start < inputs; start += STRETCH, scales += stride) {
+        int64_t stop = inputs - start < STRETCH ? inputs : start + STRETCH;
+        float most = 0, none = 0;
+        for (int64_t i = start; i < stop; i++) {
+            float value = read_number(x[i]), size = __builtin_fabsf(value);
+            most = size > most ? size : most;
+            none += value * 0;
+        }
+        *scales = none == 0 ? most / HIGHEST : __builtin_nanf("");
+        float factor = none == 0 && most > 1e-30f ? HIGHEST / most : 0;
+        for (int64_t i = start; i < stop; i += 2, pairs += stride) {
+            float first = factor ? read_number(x[i]) * factor : 0, second = factor ? read_number(x[i + 1]) * factor : 0;
+            *pairs = ((int32_t)__builtin_rintf(first) & 0xffff) | (int32_t)__builtin_rintf(second) * 0x10000;
+        }
     }
 }
 
@@ -76,7 +80,8 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
             }
         }
         for (int m = 0; m < rows; m++)
-            for (int v = 0; v < VECTORS; v++) totals[m][v] += (lanes)AS_FLOATS(sums[m][v]);
+            for (int v = 0; v < VECTORS; v++) totals[m][v] += (lanes)AS_FLOATS(sums[m][v]) * scales[m];
+        scales += rows;
     }
     int64_t from = first > panel * PANEL ? first : panel * PANEL;
     int64_t to = stop < (panel + 1) * PANEL ? stop : (panel + 1) * PANEL;
@@ -84,7 +89,7 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
         float of_panel[PANEL];
         memcpy(of_panel, totals[m], sizeof of_panel);
         for (int64_t n = from; n < to; n++)
-            out[m * width + n - first] = rounded(of_panel[n - panel * PANEL] * scales[m] * read_number(of->scale[n]));
+            out[m * width + n - first] = rounded(of_panel[n - panel * PANEL] * read_number(of->scale[n]));
     }
 }
 
@@ -92,13 +97,13 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
    each of `firsts` on. */
 static void multiply_parts(const map *of, const number *x, number *out, int64_t rows, int parts, const int64_t *firsts,
                            const int64_t *counts, int threads) {
-    int64_t inputs = of->inputs, panels = 0, width = 0;
-    int32_t *pairs = malloc(rows * (inputs / 2 * sizeof *pairs + sizeof(float))); /* stacks of threads are small */
-    float *scales = (float *)(pairs + rows * (inputs / 2));
+    int64_t inputs = of->inputs, panels = 0, width = 0, stretches = (inputs + STRETCH - 1) / STRETCH;
+    int32_t *pairs = malloc(rows * (inputs / 2) * sizeof *pairs); /* stacks of threads are small */
+    float *scales = malloc(rows * stretches * sizeof *scales);
     for (int64_t row = 0, count; row < rows; row += count) {
         count = rows - row < MOST ? rows - row : MOST;
         for (int64_t m = 0; m < count; m++)
-            round_row(x + (row + m) * inputs, inputs, scales + row + m, pairs + row * (inputs / 2) + m, count);
+            round_row(x + (row + m) * inputs, inputs, pairs + row * (inputs / 2) + m, scales + row * stretches + m, count);
     }
     for (int part = 0; part < parts; part++) {
         width += counts[part];
@@ -116,11 +121,13 @@ static void multiply_parts(const map *of, const number *x, number *out, int64_t 
         for (int64_t row = 0, count; row < rows; row += count) {
             count = rows - row < MOST ? rows - row : MOST;
             const int32_t *from = pairs + row * (inputs / 2);
+            const float *of_rows = scales + row * stretches;
             number *to = out + row * width + column;
-#define MULTIPLY(count) multiply(count, of, from, scales + row, panel, to, width, firsts[part], stop)
+#define MULTIPLY(count) multiply(count, of, from, of_rows, panel, to, width, firsts[part], stop)
             OF_ROWS(count, MULTIPLY)
         }
     }
+    free(scales);
     free(pairs);
 }
 
@@ -201,7 +208,7 @@ static inline int64_t angle_of(const sight *of, const int64_t *entry) {
 
 /* Writes keys and values of all entries, and what all heads find for those that are asked, [asks, heads * size]. Queries,
    keys and values of an entry lie side by side in qkv; of the first `own` key heads, which find their own value, there
-   are values alone. */
+   are values alone, and nothing of them is written. */
 static void attend_beside(int64_t own, const number *qkv, const sight *of, number *out, int threads) {
     const number *cos = of->cos, *sin = of->sin;
     number *keys = of->keys + own * of->head_stride, *values = of->values + own * of->head_stride;
@@ -403,16 +410,20 @@ void best(const number *logits, int64_t rows, int64_t size, int64_t ranks, const
 
 #ifdef BFLOAT16
 typedef int16_t ordered;
+#define MOST_ORDERED INT16_MAX
+#define INFINITE 0x7f80 /* bits */
 #else
 typedef int32_t ordered;
+#define MOST_ORDERED INT32_MAX
+#define INFINITE 0x7f800000
 #endif
 
-/* A whole number that is larger where a number is; both zeros have the same. */
+/* A whole number that is larger where a number is; both zeros have the same, and what is no number the largest. */
 static inline ordered in_order(number x) {
     ordered bits;
     memcpy(&bits, &x, sizeof bits);
-    ordered sign = bits >> (8 * sizeof bits - 1), value = (bits ^ (sign & (ordered)~((ordered)1 << (8 * sizeof bits - 1))));
-    return value == -1 ? 0 : value;
+    ordered size = bits & MOST_ORDERED, value = bits < 0 ? -size : size;
+    return size > INFINITE ? MOST_ORDERED : value;
 }
 
 /* The index of the largest number of each row, the first one of several. */

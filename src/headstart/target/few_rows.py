@@ -1,9 +1,9 @@
-"""What draft heads compute for a few rows on a CPU, in C: products with 8-bit weights, norms, attention, layers whose
-weights are all in 8 bits, best drafts.
+"""What draft heads compute for a few rows on a CPU, in C: products with 8-bit weights, norms, attention, whole levels
+where all weights are in 8 bits, best drafts; and the target's choice, of any number of rows.
 
 A level of a draft has one row, or a few. Torch takes longer to call its eighty operators, one after the other and with
-cold caches, than they compute; and its product with 8-bit weights takes one and a half times as long. See `few_rows.c`.
-It is used in inference mode alone, which decoding is in: elsewhere the same code runs on torch, and says
+cold caches, than they compute; and its product with 8-bit weights takes three times as long. See `few_rows.c`.
+For drafts it is used in inference mode alone, which decoding is in: elsewhere the same code runs on torch, and says
 what this has to give but for rounding. Where it cannot be compiled, or the processor has no AVX2, torch does all.
 
 Shape suffixes: B rows of a batch, W new entries of each, F numbers of an entry, I inputs, N outputs, E hidden size, H
@@ -68,7 +68,7 @@ class _Sight(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Int8Matrix:
-    """A matrix in 8 bits: what number (o, i) stands for is `int8_NI[o, i] * scale_N[o]`; rows after the first `outputs`
+    """A matrix in 8 bits: what number (o, i) stands for is `rows()[o, i] * scale_N[o]`; rows after the first `outputs`
     are padding.
 
     Attributes:
@@ -88,8 +88,8 @@ class Int8Matrix:
     def inputs(self) -> int:
         return self.kept.shape[1] * (2 if self.in_panels else 1)
 
-    @property
-    def int8_NI(self) -> Tensor:
+    def rows(self) -> Tensor:
+        """int8_NI; a copy, where it lies as C reads it."""
         return self.kept.transpose(1, 2).reshape(-1, self.inputs) if self.in_panels else self.kept
 
 
@@ -224,12 +224,18 @@ class Recurrent:
     ) -> None:
         weights = (_LayerWeights * len(layers))(*(layer.weights for layer in layers))
         self._kept, self._lm_head, self.entering = (layers, weights, lm_head, norm_E), lm_head, entering
-        table_VE, norms_E, normed_stream, fusion = entering or (None, (None, None), False, None)
-        pointers = map(_pointer, (norm_E, table_VE, *norms_E))
-        tokens = 0 if table_VE is None else len(table_VE)
         self._weights = _Recurrent(
-            weights, _map(lm_head), _map(fusion), *pointers, len(layers), tokens, feeds_normed, normed_stream, eps
+            layers=weights,
+            lm_head=_map(lm_head),
+            norm=_pointer(norm_E),
+            depth=len(layers),
+            feeds_normed=feeds_normed,
+            eps=eps,
         )
+        if entering is not None:
+            self._weights.fusion, self._weights.table = _map(entering.fusion), entering.table_VE.data_ptr()
+            self._weights.embedding_norm, self._weights.fed_norm = map(_pointer, entering.norms_E)
+            self._weights.vocabulary, self._weights.normed_stream = len(entering.table_VE), entering.normed_stream
 
     def read(
         self, functions: Any, read_BWI: Tensor, stream_BWE: Tensor, sights: Sequence[Sight]
@@ -331,11 +337,12 @@ def best(functions: Any, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tens
     return out
 
 
-def highest(logits: Tensor) -> Tensor | None:
-    """Index of the largest logit [..] of logits [.., V], the first of several; None where torch has to find it."""
+def argmax(logits: Tensor) -> Tensor:
+    """Index of the largest logit [..] of logits [.., V], of several the first; NaN counts as the largest. It is that of
+    torch's argmax, which takes many times as long on a CPU. Of any number of rows, and in any mode."""
     functions = compiled(logits.dtype) if logits.is_cpu and logits.is_contiguous() and logits.numel() else None
     if functions is None:
-        return None
+        return logits.max(-1).indices  # that of torch's argmax, five times faster in bfloat16
     out = torch.empty(logits.shape[:-1], dtype=torch.long)
     functions.highest(logits.data_ptr(), out.data_ptr(), out.numel(), logits.shape[-1], torch.get_num_threads())
     return out

@@ -11,7 +11,7 @@
 #define STEP 1
 #endif
 
-#ifdef __AVX512F__
+#if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
 #define LANES 16
 #define MOST 12 /* rows that are multiplied together: sums of all of them stay in registers */

@@ -16,6 +16,7 @@ from torch import Tensor
 from headstart.data.states.store import States
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.target.few_rows import argmax
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.train.summing import logits_by_block, positions_before_answers
@@ -67,8 +68,7 @@ def chosen_tokens(target: FrozenModel, batch: HeadBatch) -> Tensor:
     final_XE = batch.states[FINAL].flatten(0, 1)
     chosen_X = torch.full((final_XE.shape[0],), -1, device=final_XE.device)
     for part_S in torch.split(positions_S, _ROWS):
-        # max is argmax, several times faster in bfloat16 on a CPU
-        chosen_X[part_S] = target.lm_head(final_XE[part_S].to(target.dtype)).max(-1).indices
+        chosen_X[part_S] = argmax(target.lm_head(final_XE[part_S].to(target.dtype)))
     return chosen_X
 
 

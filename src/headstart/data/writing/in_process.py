@@ -21,9 +21,10 @@ from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.decode.kept_text import common_beginning
 from headstart.decode.memory import by_halves
 from headstart.decode.options import SamplingOptions
-from headstart.decode.sampling import argmax, warp
+from headstart.decode.sampling import warp
 from headstart.errors import UserError, out_of_memory
 from headstart.support.rng import draw_at
+from headstart.target.few_rows import argmax
 from headstart.target.memory import free_bytes
 from headstart.target.model import Target, alike
 from headstart.tree.tree import TreeBatch

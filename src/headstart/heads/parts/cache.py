@@ -82,7 +82,8 @@ class Entries:
 
 class LayerCache:
     """Keys and values of committed tokens (`lengths` of each row), and after them those of the tree that is being
-    drafted. There is room for some more than the longest prompt, and `reserve` makes further room."""
+    drafted. Heads that find nothing but their own position have none where C drafted: a score of 0 is nothing beside
+    their own. There is room for some more than the longest prompt, and `reserve` makes further room."""
 
     def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
         shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)

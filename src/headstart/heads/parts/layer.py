@@ -170,7 +170,6 @@ class DraftLayer(nn.Module):
         super().__init__()
         self.config = config
         self.own_heads, self.has_target_norms = 0, False
-        self._in_c: tuple[Int8Weight | None, int] | None = None  # its queries, keys and values, and own heads in them
         size, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
         if heads % kv_heads:
             raise UserError(
@@ -286,27 +285,15 @@ class DraftLayer(nn.Module):
         stream_BTE: Tensor = x_BTE + self.down(self.inside(x_BTE))
         return stream_BTE
 
-    def in_8_bits(self, like: Tensor) -> few_rows.Layer | None:
-        """This layer for a few rows in C; None where its weights are not in 8 bits, or it is built otherwise."""
+    def in_8_bits(self, like: Tensor, own_heads: int = 0) -> few_rows.Layer | None:
+        """This layer for a few rows in C, whose first `own_heads` key heads find nothing but their own position; None
+        where its weights are not in 8 bits, or it is built otherwise."""
         maps = [in_panels(linear.weight, like) for linear in (self.qkv, self.o, self.gate_up, self.down)]
         if self.config.hidden_act != "silu" or not all(maps):
             return None
         norms = (self.input_norm, self.q_norm, self.k_norm, self.mlp_norm)
         weights = [None if norm is None else norm.weight.to(like.dtype) for norm in norms]
-        if self._in_c is None or self._in_c[0] is not maps[0]:
-            self._in_c = maps[0], self._still_own_heads()
-        return few_rows.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, self._in_c[1])
-
-    def _still_own_heads(self) -> int:
-        """How many key heads, the first ones, look at their own position alone as `own_position` made them: their
-        queries are their keys, of the embedding alone. Where training does not take it as given, it changes them."""
-        size = self.config.hidden_size
-        if self.q_norm is not None or self.qkv.in_features == size:
-            return 0
-        queries, keys, _ = (part.view(-1, self.config.head_dim, part.shape[1]) for part in self.head_rows())
-        alike_N = (queries.view(len(keys), -1, *keys.shape[1:]) == keys[:, None]).flatten(1).all(1)
-        alone_N = keys[..., :size].flatten(1).any(1) & ~keys[..., size:].flatten(1).any(1)
-        return int((alike_N & alone_N).long().cumprod(0).sum())
+        return few_rows.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, own_heads)
 
     def over_few(self, functions: Any, read_BTI: Tensor, stream_BTE: Tensor, sight: few_rows.Sight) -> Tensor:
         """The stream after this layer for a few rows on a CPU, those alone that are asked for."""

@@ -131,6 +131,18 @@ def hold(layer: DraftLayer, heads: int, map_EI: Tensor, read_II: Tensor) -> None
     layer.o.weight[:, : groups * rank] = back_ENd.reshape(len(map_EI), groups * rank)
 
 
+def untouched(layer: DraftLayer) -> int:
+    """How many key heads, the first ones, are still as `look_at_itself` makes them, their queries their keys, of the
+    embedding alone. Where training does not take them as given, it changes them."""
+    size, width = layer.config.hidden_size, layer.config.head_dim
+    queries, keys, _ = (part.view(-1, width, part.shape[1]) for part in layer.head_rows())
+    if layer.q_norm is not None or layer.qkv.in_features == size:
+        return 0
+    alike_N = (queries.view(len(keys), -1, *keys.shape[1:]) == keys[:, None]).flatten(1).all(1)
+    alike_N &= ~keys[..., size:].flatten(1).any(1)
+    return int(alike_N.long().cumprod(0).sum())
+
+
 def shares(queries_BNGTd: Tensor, keys_BNTd: Tensor) -> Tensor:
     """How much of its attention each position of whole texts gives to itself, [B, N, G, T]."""
     width, size = keys_BNTd.shape[2:]

@@ -198,6 +198,11 @@ class RecurrentHead(GraphedHead):
         """`layer_input` as C computes it, with weights in the dtype of `like`; None where it is left to torch."""
         return None
 
+    def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
+        """Key heads of a layer, the first ones, that find nothing but their own position in any text: in C nobody asks
+        them where they look."""
+        return 0
+
     @property
     @abstractmethod
     def lm_head_DE(self) -> Tensor:
@@ -270,7 +275,10 @@ class RecurrentHead(GraphedHead):
     def in_8_bits(self, like: Tensor) -> few_rows.Recurrent | None:
         """Their levels in C, for a few rows in the dtype of `like`; None where weights are not in 8 bits, or layers are
         of another kind."""
-        layers = [layer.in_8_bits(like) if isinstance(layer, DraftLayer) else None for layer in self.layers]
+        layers = [
+            layer.in_8_bits(like, self.own_heads(layer, like)) if isinstance(layer, DraftLayer) else None
+            for layer in self.layers
+        ]
         if not all(layers) or (lm_head := in_panels(self.lm_head_DE, like)) is None:
             return None
         norm_E = None if self.output_norm is None else self.output_norm.weight.to(like.dtype)
@@ -342,7 +350,9 @@ class RecurrentHead(GraphedHead):
         index = None
         if parents_BW is not None:
             count, rows = above_BWX.shape[1], enumerate(parents_BW.tolist())
-            index = array("q", (row * count + min(parent, count - 1) for row, parents in rows for parent in parents))
+            index = array(
+                "q", (row * count + (0 if count == 1 else parent) for row, parents in rows for parent in parents)
+            )
         return heads.enter(functions, tokens_BW, index, above_BWX, sights)
 
     def _sights(
