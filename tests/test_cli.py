@@ -123,6 +123,7 @@ def test_threads_do_not_wait_for_long_unless_the_environment_says_so(
     monkeypatch.setattr("headstart.cli.app.app", lambda prog_name: None)
     main()
     assert os.environ.get("GOMP_SPINCOUNT") == {None: "6000", "GOMP_SPINCOUNT": "active"}.get(asked)
+    assert os.environ.get("OMP_WAIT_POLICY") == {None: "active", "OMP_WAIT_POLICY": "active"}.get(asked)
 
 
 def test_the_module_is_the_command() -> None:

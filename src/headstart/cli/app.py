@@ -446,8 +446,9 @@ def main() -> None:
     """The console script.
 
     OpenMP's threads wait for each other turning round and round, so that one whose core another program has holds up
-    all others at every product. They fall asleep sooner here, unless the environment says how they are to wait.
+    all others at every product. They fall asleep sooner here, unless the environment says how they are to wait; but
+    not at once where a second Python thread has threads of its own, for which the policy is.
     """
-    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["GOMP_SPINCOUNT"] = _SPINS  # read once, when torch is loaded
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # read once, when torch is loaded
+        os.environ.update(GOMP_SPINCOUNT=_SPINS, OMP_WAIT_POLICY="active")
     app(prog_name="headstart")
