@@ -28,7 +28,6 @@ from headstart.decode.sampling import check_processors, check_sampling, not_befo
 from headstart.decode.verify import DRAWS, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
 from headstart.target import few_rows
-from headstart.target.few_rows import argmax
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
 
@@ -396,12 +395,12 @@ class Verifier:
 
     def first(self, logits_BV: Tensor) -> list[int]:
         """Each row's first token, from the logits after its prompt."""
-        return argmax(logits_BV).tolist()
+        return few_rows.argmax(logits_BV).tolist()
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
         """Decide one round for every row: what is committed, and the roots of the next round: the target's own tokens
         after it."""
-        choice_BN = argmax(out.logits_BTV)
+        choice_BN = few_rows.argmax(out.logits_BTV)
         if choice_BN.device.type == "cpu":
             paths, next_tokens = walk(batch.trees, choice_BN.tolist())
             return decided(batch, paths, next_tokens, out.aux_hidden_states, out.logits_BTV)

@@ -191,13 +191,10 @@ class Eagle3Head(RecurrentHead):
         return attended, attended.narrow(-1, size, size) if self.config.norm_before_residual else feedback
 
     def entering(self, like: Tensor) -> few_rows.Entering | None:
-        table_VE, fusion = (
-            self.embedding_table(like),
-            None if self.config.aux_norms else in_panels(self.fc.weight, like),
-        )
+        table_VE, config = self.embedding_table(like), self.config
         norms_E = self.embedding_norm.weight.to(like.dtype), self.hidden_norm.weight.to(like.dtype)
-        stream_is_normed = self.config.norm_before_residual
-        return None if table_VE is None else few_rows.Entering(table_VE, norms_E, stream_is_normed, fusion)
+        fusion = None if config.aux_norms else in_panels(self.fc.weight, like)
+        return None if table_VE is None else few_rows.Entering(table_VE, norms_E, config.norm_before_residual, fusion)
 
     def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
         """Those that training left alone, as long as they do find themselves in a text of all kinds of tokens, which
