@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from headstart.decode.costs import Conditions
 from headstart.target import prepacked as module
+from headstart.target import rewrites
 from headstart.target.captured import Recorded
 from headstart.target.model import Target
-from headstart.target.prepacked import MAX_ROWS, PackedCopy, copy_of, multiplied
+from headstart.target.prepacked import MAX_ROWS, PackedCopy, copy_of, in_panels, multiplied
 from headstart.target.products import Matrix, can_prepack
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import tiny_model
@@ -60,6 +61,27 @@ def test_only_forwards_of_ours_use_them(monkeypatch: pytest.MonkeyPatch) -> None
     assert not seen
     logits(target)
     assert seen
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 5, 13, 30])
+def test_what_is_computed_around_a_product(rows: int, threads: int, dtype: torch.dtype) -> None:
+    """A norm, a gate and a sum, to the bit what they are one after the other; outputs that fill no panel."""
+    if not in_panels(torch.zeros(32, 32, dtype=dtype)):
+        pytest.skip("C for AVX2 and AVX-512")
+    torch.manual_seed(0)
+    torch.set_num_threads(threads)
+    x, norm_I = torch.randn(1, rows, 48).to(dtype), torch.randn(48).to(dtype)
+    for outputs in (128, 70):
+        weight, bias = torch.randn(outputs, 48).to(dtype), torch.randn(outputs).to(dtype)
+        packed, added = module.prepack(weight), torch.randn(1, rows, outputs).to(dtype)
+        normed = rewrites.normed(x, norm_I, 1e-5)
+        plain = module.product(normed, packed, bias)
+        assert torch.equal(module.product(x, packed, bias, norm=(norm_I, 1e-5), added=added), added + plain)
+        assert module.can_gate([weight]) == (outputs == 128)
+        if outputs == 128:
+            assert torch.equal(module.product(x, packed, bias, (norm_I, 1e-5), gates=True), rewrites.gated(plain))
 
 
 def test_many_rows_are_multiplied_as_they_are() -> None:

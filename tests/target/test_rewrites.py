@@ -61,17 +61,27 @@ def test_norms_and_rotations_are_calls_of_few_operators(kind: str, norms: int, m
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("kind", "calls"),
-    [("llama", (7, 3, 3)), ("qwen3", (7, 3, 3)), ("mistral", (7, 3, 3)), ("mixtral", (7, 0, 3)), ("phi3", (7, 0, 0))],
+    [
+        ("llama", (1, 0, 3, 6, 6, 3)),
+        ("qwen3", (1, 0, 3, 6, 6, 3)),
+        ("mistral", (1, 0, 3, 6, 6, 3)),
+        ("mixtral", (4, 0, 3, 3, 3, 0)),
+        ("phi3", (1, 0, 0, 6, 6, 0)),
+    ],
 )
 def test_what_lies_between_products_is_in_c(kind: str, calls: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Norms, gates, and attention with all that comes before it: numbers of each, and a batch and a tree that say what
-    the same operators say on torch."""
+    """Norms, gates, and attention with all that comes before it; norms, sums and gates that a product takes along:
+    numbers of each, and a batch and a tree that say what the same operators say on torch."""
     if rewrites._compiled(dtype) is None:
         pytest.skip("C for AVX2 and AVX-512")
     model = tiny_model(kind).to(dtype)
     in_c = Target(model, exact="bits")
-    functions = [getattr(node, "__name__", type(node).__name__) for node in called_by(in_c)]
-    assert tuple(functions.count(name) for name in ("normed", "gated", "JoinedSite")) == calls
+    called = called_by(in_c)
+    functions = [getattr(function, "__name__", type(function).__name__) for function, _ in called]
+    around = [args[1:] for function, args in called if isinstance(function, products.Merged) and len(args) > 1]
+    norms, _, gates, sums = zip(*around, strict=True)
+    alone = tuple(functions.count(name) for name in ("normed", "gated", "JoinedSite"))
+    assert (*alone, *(len(values) - values.count(None) for values in (norms, sums)), sum(gates)) == calls
     on_torch = Target(tiny_model(kind).to(dtype), exact="bits")
     with mock.patch.object(rewrites, "call_c"):
         on_torch.record()
@@ -82,18 +92,18 @@ def test_what_lies_between_products_is_in_c(kind: str, calls: tuple[int, ...], d
             torch.testing.assert_close(one, other, **close)
 
 
-def called_by(target: Target) -> list[Any]:
-    """What the replay of a target calls."""
-    graphs: list[Any] = []
+def called_by(target: Target) -> list[tuple[Any, Any]]:
+    """What the replay of a target calls, before its steps are joined, and with which arguments."""
+    called: list[list[tuple[Any, Any]]] = []
     made = tape.Tape.compile
 
     def kept(self: tape.Tape) -> Any:
-        graphs.append(self.graph)
+        called.append([(node.target, node.args) for node in self.graph.nodes if node.op == "call_function"])
         return made(self)
 
     with mock.patch.object(tape.Tape, "compile", kept):
         target.record()
-    return [node.target for node in graphs[-1].nodes if node.op == "call_function"]
+    return called[0]
 
 
 @needs_compiler
@@ -144,7 +154,7 @@ def test_what_somebody_else_reads_is_not_written_over(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(rewrites, "call_c", with_a_reader)
     target = Target(tiny_model("llama"))
-    functions = [type(function) for function in called_by(target)]
+    functions = [type(function) for function, _ in called_by(target)]
     assert (functions.count(rewrites.JoinedSite), functions.count(rewrites.Site)) == (target.num_layers - 1, 1)
 
 

@@ -131,6 +131,7 @@ class Running:
         wanted: rows [R] and positions [R] of the tokens whose logits are wanted; None for those of all tokens.
         row: of a target with running states, what is read by itself (see `chains`).
         cache: where a replay of a recorded forward keeps keys and values.
+        weights: what steps of a replay that are one call compute with (see `steps`).
         recording: what hears this forward, while it is recorded (see `captured`).
     """
 
@@ -146,6 +147,7 @@ class Running:
     wanted: tuple[Tensor, Tensor] | None = None
     row: Any = None
     cache: Any = None
+    weights: Any = None
     recording: Any = None
     captured: dict[int, Tensor] = field(default_factory=dict)
 
@@ -228,8 +230,8 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
     if forward.mask is None and forward.causal:
         return causal_attention(query, key, value, scores, window=window).transpose(1, 2).contiguous()
     if forward.slots_B is not None and scores.plain:
-        sight = _sight(forward, query, new_tokens, sliding)
-        attended = few_tokens_attention(query, key, value, forward.slots_B, scores.scale(size), **sight)
+        seen = sight(forward, query, new_tokens, sliding)
+        attended = few_tokens_attention(query, key, value, forward.slots_B, scores.scale(size), *seen)
         if attended is not None:
             return attended
     mask = None if forward.mask is None else forward.mask.folded(sliding, groups, query)
@@ -273,17 +275,17 @@ def attend_joined(
     [B, T, Q, D], by `cpu_attention` alone; None where that has to be done step by step."""
     if forward.slots_B is None:
         return None
-    sight = _sight(forward, joined_BTXD, joined_BTXD.shape[1], sliding)
+    seen = sight(forward, joined_BTXD, joined_BTXD.shape[1], sliding)
     keys, values = forward.cache.slots(layer)
     scale = scores.scale(joined_BTXD.shape[3])
-    return joined_attention(joined_BTXD, angles, heads, keys, values, forward.slots_B, scale, norms, **sight)
+    return joined_attention(joined_BTXD, angles, heads, keys, values, forward.slots_B, scale, norms, *seen)
 
 
-def _sight(forward: Running, like: Tensor, new_tokens: int, sliding: bool) -> dict[str, Any]:
-    """What new tokens see of a cache, as `cpu_attention` takes it."""
+def sight(forward: Running, like: Tensor, new_tokens: int, sliding: bool) -> tuple[Tensor | None, int, int | None]:
+    """What new tokens see of a cache, as `cpu_attention` takes it: a mask, its first slot, and a window without one."""
     if forward.mask is None or new_tokens == 1:
-        return {"window": forward.window if sliding else None}
-    return {"mask_B1TC": forward.mask.folded(sliding, 1, like), "first": forward.mask.near if sliding else 0}
+        return None, 0, forward.window if sliding else None
+    return forward.mask.folded(sliding, 1, like), forward.mask.near if sliding else 0, None
 
 
 def causal_attention(

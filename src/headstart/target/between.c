@@ -15,7 +15,6 @@ void gate(const number *both, number *out, int64_t rows, int64_t size, int threa
     for (int64_t m = 0; m < rows; m++) {
         const number *restrict of = both + 2 * m * size;
         number *restrict to = out + m * size;
-        for (int64_t i = 0; i < size; i++)
-            to[i] = rounded(read_number(rounded(silu(read_number(of[i])))) * read_number(of[size + i]));
+        for (int64_t i = 0; i < size; i++) to[i] = gated(of[i], of[size + i]);
     }
 }

@@ -22,6 +22,9 @@ from transformers.cache_utils import Cache
 from headstart.support.uploads import upload
 from headstart.target.memory import Memory
 
+Place = tuple[tuple[int, int], tuple[int, int]]
+"""Of a layer's keys and of its values: the store that they are in, and which of its tensors they are."""
+
 
 @dataclass(frozen=True)
 class LayerKeys:
@@ -148,6 +151,11 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         (key_store, key_index), (value_store, value_index) = self._places[layer]
         return self._all[key_store][key_index], self._all[value_store][value_index]
 
+    @property
+    def layout(self) -> tuple[Sequence[Tensor], Sequence[Place]]:
+        """Stores [count, B, H, C, D], and where in them each layer's keys and values lie."""
+        return self._stores, self._places
+
     def note(self, tokens_BT: Tensor) -> None:
         """Write the token ids of this forward, for `text`."""
         store_BC = self._stores[-1][0, :, 0, :, 0]
@@ -270,9 +278,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return max(self.lengths) + self._new_tokens, 0
 
 
-def _allocate(
-    layers: Sequence[LayerKeys], rows: int, capacity: int
-) -> tuple[list[Tensor], list[tuple[tuple[int, int], tuple[int, int]]]]:
+def _allocate(layers: Sequence[LayerKeys], rows: int, capacity: int) -> tuple[list[Tensor], list[Place]]:
     """One tensor [count, B, H, C, D] per distinct kind, so that a commit is one operation for all layers."""
     counts: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
     indices = []

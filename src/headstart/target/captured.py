@@ -24,10 +24,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from headstart.target.attention import Running, Scores, causal_attention, run
+from headstart.target.attention import Running, Scores, causal_attention, run, running
+from headstart.target.fitting import FINAL
 from headstart.target.prepacked import MAX_ROWS, drop
 from headstart.target.products import Matrix, is_matrix
 from headstart.target.rewrites import Site, rewrite
+from headstart.target.steps import Steps, Weights, join_steps
 from headstart.target.tape import NotRecordable, clean, record
 
 PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
@@ -77,6 +79,17 @@ class _NewKeys(Cache):  # type: ignore[misc]  # transformers has no types
         return int(query_length), 0
 
 
+@dataclass(frozen=True)
+class _Replay:
+    """A recorded forward that gives the states of these layers: one operator after the other, and with those steps as
+    one call (see `steps`)."""
+
+    layers: Sequence[int]
+    alone: Callable[..., Sequence[Tensor]]
+    in_steps: Callable[..., Sequence[Tensor]]
+    steps: Sequence[Steps]
+
+
 class Captured:
     """A decoder's recorded forward.
 
@@ -122,15 +135,27 @@ class Captured:
         clean(tape.graph)
         self.products = rewrite(tape.graph, device, packs)
         drop(weight for product in self.products for weight in product.weights)
-        self._replay = tape.compile()
+        self._tape, self._weights, self._replays = tape, Weights(tape.graph), dict[frozenset[int], _Replay]()
         # Other matrices know nothing of `Running.bits`.
         self._has_bits = sum(len(product.sizes) for product in self.products) == sum(map(is_matrix, decoder.modules()))
 
     def __call__(self, tokens_BT: Tensor, positions_BT: Tensor) -> dict[int, Tensor]:
         """States [B, T, E] by layer, in a forward of ours that has a cache."""
-        shape = tokens_BT.shape
-        states = self._replay(tokens_BT.reshape(1, -1), positions_BT.reshape(1, -1), None, tokens_BT.numel())
-        return {layer: state.view(*shape, -1) for layer, state in zip(self.layers, states, strict=True)}
+        shape, count, forward = tokens_BT.shape, tokens_BT.numel(), running()
+        assert forward is not None, "a forward of ours"
+        replay = self._replays.get(forward.aux_layers) or self._giving(forward.aux_layers)
+        function = replay.alone
+        if replay.steps and all(steps.serves(forward, count) for steps in replay.steps):
+            function, forward.weights = replay.in_steps, self._weights.now()
+        states = function(tokens_BT.reshape(1, -1), positions_BT.reshape(1, -1), None, count)
+        return {layer: state.view(*shape, -1) for layer, state in zip(replay.layers, states, strict=True)}
+
+    def _giving(self, aux_layers: frozenset[int]) -> _Replay:
+        layers = [FINAL, *sorted(aux_layers - {FINAL})]
+        tape = self._tape.giving([self.layers.index(layer) for layer in layers])
+        alone, steps = tape.compile(), join_steps(tape.graph)
+        self._replays[aux_layers] = replay = _Replay(layers, alone, tape.compile() if steps else alone, steps)
+        return replay
 
     def serves(self, tokens: int, bits: bool) -> bool:
         """Whether it replays a forward over so many tokens of all rows, with the bits that a row has alone or not."""
@@ -139,13 +164,15 @@ class Captured:
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the decoder has the modules and weights that it was recorded with, and the model nobody's hooks."""
-        for product in self.products:
-            product.refresh()
         modules = list(self._decoder.modules())
         if len(modules) != len(self._modules) or any(map(is_not, modules, self._modules)):
             return False
-        unchanged = all(getattr(module, name, None) is tensor for module, name, tensor in self._known)
-        return unchanged and not _hooked(model)
+        if not all(getattr(module, name, None) is tensor for module, name, tensor in self._known) or _hooked(model):
+            return False
+        for product in self.products:
+            product.refresh()
+        self._weights.refresh()
+        return True
 
 
 @dataclass

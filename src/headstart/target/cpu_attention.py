@@ -61,7 +61,7 @@ def few_tokens_attention(
     query = query_BQTD.data_ptr(), _Strides3(*query_BQTD.stride()[:3])
     sizes = rows, heads, query_heads // heads, tokens, size, out_size
     functions.attend(
-        *(*query, *_kept(key_BHSD), *_kept(value_BHSE), *_masked(mask_B1TC), slots_B.data_ptr(), out.data_ptr()),
+        *(*query, *_kept(key_BHSD), *_kept(value_BHSE), *masked(mask_B1TC), slots_B.data_ptr(), out.data_ptr()),
         *(*sizes, first, window or 0, scaling, torch.get_num_threads()),
     )
     return out
@@ -99,7 +99,7 @@ def joined_attention(
         (None, None, 0.0) if norms is None else (*(part.data_ptr() for part in norms[:2]), norms[2])
     )
     joined = joined_BTXD.data_ptr(), query_norm, key_norm, eps, *(part.data_ptr() for part in angles_MD)
-    kept = *_kept(key_BHCD), *_kept(value_BHCD), *_masked(mask_B1TC)
+    kept = *_kept(key_BHCD), *_kept(value_BHCD), *masked(mask_B1TC)
     functions.attend_joined(
         *(*joined, *kept, slots_B.data_ptr(), out.data_ptr(), rows, key_heads, heads // key_heads, tokens, size),
         *(first, window or 0, scaling, torch.get_num_threads()),
@@ -112,10 +112,16 @@ def _kept(part_BHCD: Tensor) -> tuple[int, Any]:
     return part_BHCD.data_ptr(), _Strides2(*part_BHCD.stride()[:2])
 
 
-def _masked(mask_B1TC: Tensor | None) -> tuple[int | None, Any]:
+def masked(mask_B1TC: Tensor | None) -> tuple[int | None, Any]:
+    """Where a mask lies: of rows and of tokens."""
     if mask_B1TC is None:
         return None, _Strides2()
     return mask_B1TC.data_ptr(), _Strides2(mask_B1TC.stride(0) if len(mask_B1TC) > 1 else 0, mask_B1TC.stride(2))
+
+
+def attender(dtype: torch.dtype) -> int:
+    """The address of `joined_attention` in C (see `steps`)."""
+    return ctypes.cast(_compiled(dtype).attend_joined, ctypes.c_void_p).value or 0
 
 
 def would_help(dtype: torch.dtype, device: torch.device) -> bool:

@@ -327,7 +327,7 @@ static void layer(const layer_weights *of, const number *read, const number *str
     for (int64_t m = 0; m < rows; m++)
         for (int64_t i = 0; i < inner; i++) {
             const number *gate = both + 2 * m * inner + i;
-            inside[m * inner + i] = rounded(read_number(rounded(silu(read_number(gate[0])))) * read_number(gate[inner]));
+            inside[m * inner + i] = gated(gate[0], gate[inner]);
         }
     product(&of->down, inside, out, rows, threads);
     for (int64_t i = 0; i < rows * size; i++) out[i] = rounded(read_number(middle[i]) + read_number(out[i]));

@@ -50,6 +50,11 @@ static inline float silu(float x) {
     return (x < 0 ? x * e : x) / (1 + e);
 }
 
+/* A number times silu of another. */
+static inline number gated(number by, number x) {
+    return rounded(read_number(rounded(silu(read_number(by)))) * read_number(x));
+}
+
 /* Over its root mean square, times a weight after that is rounded; out may be x. */
 static inline void norm_row(const number *x, const number *weight, number *out, int64_t size, float eps) {
     float sum = 0;

@@ -8,15 +8,14 @@
 #define STRETCH 512 /* inputs that are added up before they join the total: rounding grows with the longest sum */
 
 typedef struct {
-    const float *x;
     const number *weights, *bias;
-    number *out;
     int64_t inputs, outputs;
-} task;
+} matrix;
 
-static inline __attribute__((always_inline)) void multiply(const int rows, const task *of, int64_t row, int64_t panel) {
+/* A panel of what some rows give, where they go; x is what `side_by_side` gives. */
+static inline __attribute__((always_inline)) void multiply(const int rows, const matrix *of, const float *x, int64_t panel,
+                                                           number *out, int64_t stride) {
     lanes totals[MOST][VECTORS];
-    const float *x = of->x + row * (of->inputs / STEP);
     const number *weights = of->weights + panel * PANEL * of->inputs;
     clear(rows, totals);
     for (int64_t i = 0; i < of->inputs; i += STRETCH) {
@@ -29,44 +28,74 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
     for (int m = 0; m < rows; m++)
         for (int v = 0; v < VECTORS; v++) {
             int64_t first = panel * PANEL + v * LANES, count = of->outputs - first < LANES ? of->outputs - first : LANES;
-            number *out = of->out + (row + m) * of->outputs + first;
             for (int64_t l = 0; l < count; l++)
-                out[l] = rounded(totals[m][v][l] + (of->bias ? read_number(of->bias[first + l]) : 0));
+                out[m * stride + v * LANES + l] = rounded(totals[m][v][l] + (of->bias ? read_number(of->bias[first + l]) : 0));
         }
 }
 
-/* The number of rows that go together from this one on: all parts are as large, or one row larger than the others. */
-static int64_t together(int64_t row, int64_t rows) {
-    int64_t parts = (rows - row + MOST - 1) / MOST;
-    return (rows - row + parts - 1) / parts;
-}
-
-/* out [rows, outputs] of x [rows, inputs]; bias [outputs] or NULL. */
-void product(const number *x, const number *weights, const number *bias, number *out, int64_t rows, int64_t inputs,
-             int64_t outputs, int threads) {
-    float *turned = malloc(rows * inputs / STEP * sizeof *turned);
-    for (int64_t row = 0, count; row < rows; row += count) {
-        const number *each[MOST];
-        count = together(row, rows);
-        for (int64_t m = 0; m < count; m++) each[m] = x + (row + m) * inputs;
-        side_by_side(each, count, inputs, turned + row * (inputs / STEP));
+/* Rows as `multiply` reads them, after their norm where there is one. */
+static void read_rows(const number *x, const number *norm, float eps, int64_t rows, int64_t inputs, float *out) {
+    const number *each[MOST];
+    number *normed = norm ? malloc(rows * inputs * sizeof *normed) : NULL;
+    for (int64_t m = 0; m < rows; m++) {
+        each[m] = norm ? normed + m * inputs : x + m * inputs;
+        if (norm) norm_row(x + m * inputs, norm, normed + m * inputs, inputs, eps);
     }
-    task of = {turned, weights, bias, out, inputs, outputs};
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t panel = 0; panel < (outputs + PANEL - 1) / PANEL; panel++)
-        for (int64_t row = 0, count; row < rows; row += count) {
-            count = together(row, rows);
-#define MULTIPLY(count) multiply(count, &of, row, panel)
-            OF_ROWS(count, MULTIPLY)
-        }
-    free(turned);
+    side_by_side(each, rows, inputs, out);
+    free(normed);
+}
+
+/* out [rows, outputs] of x [rows, inputs]; bias [outputs] or NULL. Before, rows get their RMS norm, [inputs], where that
+   is not NULL. After, the second half of the outputs is gated by silu of the first, out [rows, outputs / 2], or `added`
+   [rows, outputs] is, where it is not NULL. Rounded where torch rounds. */
+void product(const number *x, const number *norm, float eps, const number *weights, const number *bias, int gates,
+             const number *added, number *out, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
+    matrix of = {weights, bias, inputs, outputs};
+    int64_t groups = (rows + MOST - 1) / MOST, width = gates ? outputs / 2 : outputs, step = inputs / STEP;
+    float *of_all = groups > 1 ? malloc(rows * step * sizeof *of_all) : NULL;
+#define START(group) (rows * (group) / groups)
+#pragma omp parallel num_threads(threads)
+    {
+        /* A few rows are read by every thread: that takes less than fetching what another core has just written. */
+        float *read = of_all ? of_all : malloc(rows * step * sizeof *read);
+        if (of_all) {
+#pragma omp for schedule(static)
+            for (int64_t group = 0; group < groups; group++)
+                read_rows(x + START(group) * inputs, norm, eps, START(group + 1) - START(group), inputs, read + START(group) * step);
+        } else read_rows(x, norm, eps, rows, inputs, read);
+#pragma omp for schedule(static) nowait
+        for (int64_t panel = 0; panel < (width + PANEL - 1) / PANEL; panel++)
+            for (int64_t group = 0; group < groups; group++) {
+                int64_t row = START(group), count = START(group + 1) - row;
+                int64_t columns = width - panel * PANEL < PANEL ? width - panel * PANEL : PANEL;
+                const float *from = read + row * step;
+                number *to = out + row * width + panel * PANEL, sides[2][MOST * PANEL];
+                for (int side = 0; side <= gates; side++) {
+                    number *part = gates ? sides[side] : to;
+                    int64_t stride = gates ? PANEL : width, at = panel + side * width / PANEL;
+#define MULTIPLY(count) multiply(count, &of, from, at, part, stride)
+                    OF_ROWS(count, MULTIPLY)
+                }
+                for (int64_t m = 0; m < count && gates; m++)
+                    for (int64_t l = 0; l < PANEL; l++)
+                        to[m * width + l] = gated(sides[0][m * PANEL + l], sides[1][m * PANEL + l]);
+                for (int64_t m = 0; m < count && added; m++)
+                    for (int64_t l = 0; l < columns; l++) {
+                        number *sum = to + m * width + l;
+                        *sum = rounded(read_number(added[(row + m) * width + panel * PANEL + l]) + read_number(*sum));
+                    }
+            }
+        if (!of_all) free(read);
+    }
+    free(of_all);
 }
 
 /* Numbers that weights of so many inputs and outputs take. */
 int64_t room(int64_t inputs, int64_t outputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
 
-/* Whether `product` reads weights of so many inputs. */
+/* Whether `product` reads weights of so many inputs, and gates so many outputs. */
 int reads(int64_t inputs) { return inputs % STEP == 0; }
+int can_gate(int64_t outputs) { return outputs % (2 * PANEL) == 0; }
 
 void pack(const number *weights, number *out, int64_t inputs, int64_t outputs, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)

@@ -63,23 +63,58 @@ def prepack(weight_OI: Tensor) -> Panels | Tensor:
     return packed
 
 
-def product(rows: Tensor, packed: Panels | Tensor, bias_O: Tensor | None) -> Tensor:
-    """Rows [.., I] times prepacked weights, [.., O]."""
+def in_panels(weight_OI: Tensor) -> bool:
+    """Whether `prepack` makes panels of it."""
+    functions = _compiled(weight_OI.dtype) if can_pack(weight_OI) else None
+    return functions is not None and bool(functions.reads(weight_OI.shape[1]))
+
+
+def can_gate(weights: Sequence[Tensor]) -> bool:
+    """Whether a product with weights in panels, one below the other, gates one half of its outputs by the other."""
+    return bool(_compiled(weights[0].dtype).can_gate(sum(map(len, weights))))
+
+
+def product(
+    rows: Tensor,
+    packed: Panels | Tensor,
+    bias_O: Tensor | None,
+    norm: tuple[Tensor, float] | None = None,
+    gates: bool = False,
+    added: Tensor | None = None,
+) -> Tensor:
+    """Rows [.., I] times prepacked weights, [.., O].
+
+    With panels, rows may get their RMS norm before, with a weight [I] and an epsilon. After, the second half of the
+    outputs may be gated by silu of the first, which leaves O / 2, or numbers of the same shape be added."""
     if isinstance(packed, Panels):
-        return _product(rows.contiguous(), packed, bias_O)
+        return _product(rows.contiguous(), packed, bias_O, norm or (None, 0.0), gates, added)
+    assert norm is None and not gates and added is None, "what lies around is computed with panels"
     out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias_O, "none", [], "")
     return out
 
 
-def _product(rows: Tensor, packed: Panels, bias_O: Tensor | None) -> Tensor:
-    assert rows.dtype == packed.numbers.dtype == (rows if bias_O is None else bias_O).dtype, "all in one dtype"
-    inputs, out = rows.shape[-1], rows.new_empty(*rows.shape[:-1], packed.outputs)
-    bias_O = None if bias_O is None else bias_O.contiguous()
-    bias = None if bias_O is None else bias_O.data_ptr()
-    pointers = rows.data_ptr(), packed.numbers.data_ptr(), bias, out.data_ptr()
-    count, threads = rows.numel() // inputs, torch.get_num_threads()
-    _compiled(rows.dtype).product(*pointers, count, inputs, packed.outputs, threads)
+def _product(
+    rows: Tensor,
+    packed: Panels,
+    bias_O: Tensor | None,
+    norm: tuple[Tensor | None, float],
+    gates: bool,
+    added: Tensor | None,
+) -> Tensor:
+    inputs, outputs = rows.shape[-1], packed.outputs
+    out = rows.new_empty(*rows.shape[:-1], outputs // 2 if gates else outputs)
+    vectors = [None if part is None else part.contiguous() for part in (norm[0], bias_O, added)]
+    assert all(part is None or part.dtype == rows.dtype for part in (*vectors, packed.numbers)), "all in one dtype"
+    assert added is None or added.shape == out.shape, "a number for each output"
+    weight, bias, sums = (None if part is None else part.data_ptr() for part in vectors)
+    read = rows.data_ptr(), weight, norm[1], packed.numbers.data_ptr(), bias, gates, sums, out.data_ptr()
+    _compiled(rows.dtype).product(*read, rows.numel() // inputs, inputs, outputs, torch.get_num_threads())
     return out
+
+
+def multiplier(dtype: torch.dtype) -> int:
+    """The address of the product with panels, in C (see `steps`)."""
+    return ctypes.cast(_compiled(dtype).product, ctypes.c_void_p).value or 0
 
 
 @cache
@@ -89,9 +124,10 @@ def _compiled(dtype: torch.dtype) -> Any:
     if functions is None:
         return None
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
-    functions.product.argtypes = [*[pointer] * 4, *[whole] * 3, ctypes.c_int]
+    around = pointer, ctypes.c_float, pointer, pointer, ctypes.c_int, pointer
+    functions.product.argtypes = [pointer, *around, pointer, *[whole] * 3, ctypes.c_int]
     functions.pack.argtypes = [*[pointer] * 2, *[whole] * 2, ctypes.c_int]
-    functions.room.argtypes, functions.reads.argtypes = [whole] * 2, [whole]
+    functions.room.argtypes, functions.reads.argtypes, functions.can_gate.argtypes = [whole] * 2, [whole], [whole]
     functions.product.restype = functions.pack.restype = None
     functions.room.restype = whole
     return functions
@@ -132,9 +168,15 @@ class Packed:
     changes: list[tuple[int, int]]
     samples: list[tuple[Tensor, ...]]
 
-    def times(self, rows: Tensor, bias_O: Tensor | None) -> Tensor:
-        """`F.linear` of rows [.., I]."""
-        return product(rows, self.weight, bias_O)
+    @property
+    def address(self) -> int:
+        """Where weights in panels begin."""
+        assert isinstance(self.weight, Panels), "see `in_panels`"
+        return self.weight.numbers.data_ptr()
+
+    def times(self, rows: Tensor, bias_O: Tensor | None, **around: Any) -> Tensor:
+        """`F.linear` of rows [.., I], and what is computed around it, see `product`."""
+        return product(rows, self.weight, bias_O, **around)
 
 
 class PackedCopy:
@@ -172,6 +214,10 @@ class PackedCopy:
         samples = [tuple(part.clone() for part in _sample(tensor)) for tensor in tensors]
         self._packed = packed = Packed(prepack(joined), bias_O, changes, samples)
         return packed
+
+    def is_now(self, packed: Packed, tensors: Sequence[Tensor]) -> bool:
+        """Whether this is the copy that was made last, of tensors that are as they were then."""
+        return self._packed is packed and packed.changes == [_changes(tensor) for tensor in tensors]
 
     def refresh(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
         """Let go of the copy when a row, a column or a bias of these weights is another by now."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from headstart.target.attention import running
-from headstart.target.prepacked import PackedCopy, can_pack, multiplied, prepack, product
+from headstart.target.prepacked import Packed, PackedCopy, can_pack, multiplied, prepack, product
 
 _LEVELS = (32, 64, 128)
 """Most rows that are tried, first and when more rows come."""
@@ -81,18 +81,45 @@ class Merged:
         small = [part for part in parts if sum(weights[at].nbytes for at in part) <= _COPIED]
         return [part for part in small if part] + [[at] for part in parts if part not in small for at in part]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Weights and biases."""
+        return [*self.weights, *self._biases]
+
+    def packed(self) -> Packed:
+        """The copy of the weights as they are now."""
+        packed = self._copy.of(self.weights, self._biases)
+        assert packed is not None, "recorded with weights that can be packed"
+        return packed
+
+    def has(self, packed: Packed) -> bool:
+        """Whether this is the copy that it multiplies by."""
+        return self._copy.is_now(packed, self.tensors)
+
     def refresh(self) -> None:
         """See whether the copy is still one of the layers' weights."""
         self._copy.refresh(self.weights, self._biases)
 
-    def __call__(self, rows: Tensor) -> Tensor:
-        packed = self._copy.of(self.weights, self._biases)
-        assert packed is not None, "recorded with weights that can be packed"
-        forward = running()
+    def __call__(
+        self,
+        rows: Tensor,
+        norm_I: Tensor | None = None,
+        eps: float = 0.0,
+        gates: bool = False,
+        added: Tensor | None = None,
+    ) -> Tensor:
+        """Rows [.., I] times the weights, with what is computed around it, see `prepacked.product`."""
+        packed, forward = self.packed(), running()
+        norm = None if norm_I is None else (norm_I, eps)
         if forward is None or not forward.bits:
-            return packed.times(rows, packed.bias_O)
-        out: Tensor = self._alone(lambda part: packed.times(part, packed.bias_O), (rows,), {})
-        return out
+            return packed.times(rows, packed.bias_O, norm=norm, gates=gates, added=added)
+        multiply = partial(packed.times, bias_O=packed.bias_O, norm=norm, gates=gates)
+        out: Tensor = self._alone(multiply, (rows,), {})
+        return out if added is None else added + out
+
+    def keeps_bits(self, rows: int) -> bool:
+        """Whether each of so many rows has the bits it has alone, without more ado."""
+        return self._same_bits(rows).holds(rows)
 
     def _same_bits(self, rows: int) -> SameBits:
         first = self.weights[0]
@@ -123,7 +150,7 @@ class Alone:
         if known is None or known[0] != threads or rows > known[1].maximum:
             known = self._known = threads, self._find(rows)
         same = known[1]
-        if same.fewest <= rows <= same.maximum:
+        if same.holds(rows):
             return multiply(*args, **kwargs)
         return in_pieces(multiply, same, args, kwargs)
 
@@ -135,6 +162,10 @@ class SameBits:
 
     fewest: int = 1
     maximum: int = 1
+
+    def holds(self, rows: int) -> bool:
+        """Whether so many rows agree."""
+        return self.fewest <= rows <= self.maximum
 
     def pieces(self, rows: int) -> list[tuple[int, int]]:
         """Starts and stops.

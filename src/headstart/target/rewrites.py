@@ -27,9 +27,9 @@ from torch import Tensor, fx
 
 from headstart.support.compiled import vector_library
 from headstart.target.attention import Scores, attend, attend_joined, running
-from headstart.target.prepacked import can_pack
+from headstart.target.prepacked import can_gate, can_pack, in_panels
 from headstart.target.products import Merged
-from headstart.target.tape import call, clean
+from headstart.target.tape import call, clean, put_for
 
 SOURCE = Path(__file__).with_name("between.c")
 
@@ -42,6 +42,7 @@ def rewrite(graph: fx.Graph, device: torch.device, packs: bool) -> list[Merged]:
     clean(graph)
     if packs:
         call_c(graph)
+        join_products(graph)
     return products
 
 
@@ -98,9 +99,10 @@ def merge_products(graph: fx.Graph) -> list[Merged]:
                     replacements = [call(graph, operator.getitem, (parts, at)) for at in range(len(group))]
                 else:
                     replacements = [joined]
+            of_one = nodes[group[0]].meta
+            joined.meta.update(dtype=of_one.get("dtype"), shape=(*of_one["shape"][:-1], sum(product.sizes)))
             for index, replacement in zip(group, replacements, strict=True):
-                replacement.meta["dtype"] = nodes[index].meta.get("dtype")
-                nodes[index].replace_all_uses_with(replacement)
+                put_for(replacement, nodes[index])
                 graph.erase_node(nodes[index])
     return made
 
@@ -161,6 +163,7 @@ def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
 def shorten_rotations(graph: fx.Graph) -> None:
     """`x * cos + cat((-x2, x1)) * sin`, where x1 and x2 are the halves of x, with one call."""
     signed: dict[str, fx.Node] = {}
+    cosines: dict[str, Any] = {}
     for total in list(graph.nodes):
         if not _is(total, _SUMS) or len(total.args) != 2 or not all(_is(part, _PRODUCTS) for part in total.args):
             continue
@@ -168,12 +171,19 @@ def shorten_rotations(graph: fx.Graph) -> None:
         half = _swapped_half(turned, x)
         if half is None or not isinstance(sin, fx.Node):
             continue
-        view = repr((sin.op, sin.target, sin.args, sin.kwargs))  # each layer has a view of its own, made alike
+        view = _made(sin)
         if view not in signed:
             with graph.inserting_after(sin):
                 signed[view] = call(graph, negative_half, (sin, half))
+                signed[view].meta.update(sin.meta)
+        cos = cosines.setdefault(_made(cos), cos) if isinstance(cos, fx.Node) else cos
         with graph.inserting_before(total):
             total.replace_all_uses_with(call(graph, rotated, (x, cos, signed[view], half)))
+
+
+def _made(node: fx.Node) -> str:
+    """How a view is made: each layer has one of its own, made alike."""
+    return repr((node.op, node.target, node.args, node.kwargs))
 
 
 def _swapped_half(turned: Any, x: Any) -> int | None:
@@ -274,9 +284,46 @@ def call_c(graph: fx.Graph) -> None:
             if found is not None:
                 with graph.inserting_before(node):
                     new = call(graph, *found)
-                new.meta["dtype"] = node.meta.get("dtype")
-                node.replace_all_uses_with(new)
+                put_for(new, node)
         clean(graph)
+
+
+def join_products(graph: fx.Graph) -> None:
+    """A norm before a product, and a gate or a sum after it, as one call with it."""
+    for node in list(graph.nodes):
+        product: Any = node.target
+        if not isinstance(product, Merged) or not in_panels(product.weights[0]):
+            continue
+        rows, norm, eps, gates, last, added = node.args[0], None, 0.0, False, node, None
+        if _is(rows, [normed]) and len(rows.users) == 1 and _nobody_writes(rows, node):
+            rows, norm, eps = rows.args
+        user: Any = next(iter(node.users)) if len(node.users) == 1 else None
+        if _is(user, [gated]) and can_gate(product.weights):
+            last, gates = user, True
+        elif _is(user, _SUMS) and len(user.args) == 2 and not user.kwargs:
+            other = user.args[user.args[0] is node]
+            if isinstance(other, fx.Node) and other is not node and _alike(other, node):
+                last, added = user, other
+        if norm is None and last is node:
+            continue
+        with graph.inserting_before(last):
+            joined = call(graph, product, (rows, norm, eps, gates, added))
+        put_for(joined, last)
+    clean(graph)
+
+
+def _nobody_writes(first: fx.Node, last: fx.Node) -> bool:
+    """Whether nothing between two nodes writes into its arguments."""
+    node = first
+    while node is not last and not node.meta.get("writes"):
+        node = node.next
+    return node is last
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether the results of two nodes have the same shape and dtype."""
+    kinds = [(node.meta.get("shape"), node.meta.get("dtype")) for node in (one, other)]
+    return None not in kinds[0] and kinds[0] == kinds[1]
 
 
 _Call = tuple[Callable[..., Tensor], tuple[Any, ...]]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ _MAY_DO_NOTHING = {"to", "float", "type_as", "dropout"}
 """Functions that give their first argument back where there is nothing to do."""
 SIZE = "size"
 """The name of the input that counts tokens."""
+COUNT = -1
+"""What stands in a shape for the number of tokens."""
 
 
 class NotRecordable(Exception):
@@ -43,6 +45,7 @@ class _Value:
 
     number: int
     dtype: torch.dtype
+    shape: tuple[int, ...] = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ class _Recorder(TorchFunctionMode):
             return value
         number = self._values.get(id(value))
         if number is not None:
-            return _Value(number, value.dtype)
+            return _Value(number, value.dtype, tuple(value.shape))
         if id(value) not in self._constants:
             self._constants[id(value)] = len(self.constants)
             self.constants.append(value)
@@ -130,7 +133,7 @@ class _Recorder(TorchFunctionMode):
         self._values[id(value)] = self._count  # what worked in place gives its first argument back
         self._kept.append(value)
         self._count += 1
-        return _Value(self._count - 1, value.dtype)
+        return _Value(self._count - 1, value.dtype, tuple(value.shape))
 
 
 def _selects(name: str, args: Any) -> bool:
@@ -167,13 +170,21 @@ class Tape:
 
     Attributes:
         graph: its operators; placeholders are the inputs by name, then `SIZE`, their count of tokens. Weights and
-            buffers are nodes of the operation "get_attr" whose `meta["constant"]` holds the tensor; `meta["dtype"]` is
-            that of a recorded result.
+            buffers are nodes of the operation "get_attr" whose `meta["constant"]` holds the tensor; `meta["dtype"]` and
+            `meta["shape"]` are those of a recorded result, with `COUNT` where there is a number for each token.
         constants: these tensors.
     """
 
     graph: fx.Graph
     constants: list[Tensor]
+
+    def giving(self, which: Sequence[int]) -> Tape:
+        """A copy that returns these of the results, and runs what they need."""
+        graph = fx.Graph()
+        results: Any = graph.graph_copy(self.graph, {})
+        graph.output([results[index] for index in which])
+        clean(graph)
+        return Tape(graph, self.constants)
 
     def compile(self) -> Callable[..., Any]:
         """One function of the inputs; it returns what the recorded code returned."""
@@ -240,15 +251,17 @@ class _Builder:
         # What writes into its arguments stays, whoever reads its result.
         node.meta["writes"] = heard.results is None or (name.endswith("_") and not name.endswith("__"))
         node.meta["writes"] |= name.startswith("__i") and name != "__invert__"
-        self._name(heard.results, node)
+        self._name(heard.results, other.results, node)
 
-    def _name(self, results: Any, node: fx.Node) -> None:
+    def _name(self, results: Any, others: Any, node: fx.Node) -> None:
         if isinstance(results, _Value):
             self.values[results.number] = node
-            node.meta["dtype"] = results.dtype
+            pairs = zip(results.shape, others.shape, strict=True)
+            shape = tuple(COUNT if pair == self.counts else pair[0] for pair in pairs)
+            node.meta.update(dtype=results.dtype, shape=shape)
         elif isinstance(results, (tuple, list)):
-            for index, part in enumerate(results):
-                self._name(part, call(self.graph, operator.getitem, (node, index)))
+            for index, (part, other) in enumerate(zip(results, others, strict=True)):
+                self._name(part, other, call(self.graph, operator.getitem, (node, index)))
 
     def node(self, leaf: Any) -> Any:
         """What stands for a leaf of the arguments in the graph."""
@@ -304,6 +317,12 @@ def call(graph: fx.Graph, function: Any, args: tuple[Any, ...], kwargs: dict[str
     """A new node that calls a function, or an object."""
     name = getattr(function, "__name__", type(function).__name__)
     return graph.create_node("call_function", function, args, kwargs, name=name)
+
+
+def put_for(new: fx.Node, node: fx.Node) -> None:
+    """Have a node read where another one is, whose result has the same shape and dtype."""
+    new.meta.update({name: node.meta[name] for name in ("dtype", "shape") if name in node.meta})
+    node.replace_all_uses_with(new)
 
 
 def clean(graph: fx.Graph) -> None:

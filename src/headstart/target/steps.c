@@ -1,0 +1,66 @@
+/* Steps of a forward one after the other: products and attention, which are functions of other sources. */
+
+#include <stdint.h>
+
+/* `product` of prepacked.c. */
+typedef void multiplier(const void *x, const void *norm, float eps, const void *weights, const void *bias, int gates,
+                        const void *added, void *out, int64_t rows, int64_t inputs, int64_t outputs, int threads);
+
+/* `attend_joined` of cpu_attention.c. */
+typedef void attender(void *joined, const void *query_norm, const void *key_norm, float eps, const void *cos,
+                      const void *sin, void *keys, const int64_t *key_strides, void *values, const int64_t *value_strides,
+                      const void *mask, const int64_t *mask_strides, const int64_t *slots, void *out, int64_t rows,
+                      int64_t heads, int64_t groups, int64_t tokens, int64_t size, int64_t first, int64_t window,
+                      float scaling, int threads);
+
+/* What a step reads and writes, as numbers of tensors: first those that have a place of their own, then what is between
+   steps; -1 for none. It attends where it has heads. Keys and values are each (store, index). */
+typedef struct {
+    int64_t x, out, added, cos, sin;
+    const void *norm, *key_norm, *weights, *bias;
+    int64_t inputs, outputs, gates, heads, groups, size, keys[2], values[2], sliding;
+    float eps, scaling;
+} step;
+
+/* Keys or values of some layers: bytes from one to the next, and numbers from row to row and from head to head. */
+typedef struct {
+    char *start;
+    int64_t layer, strides[2];
+} store;
+
+/* What layers without a sliding window see, and those with one. */
+typedef struct {
+    const void *mask;
+    int64_t strides[2], first, window;
+} sight;
+
+/* `starts` are the bytes of a token before each tensor between steps. */
+typedef struct {
+    char *const *tensors, *between;
+    const int64_t *starts, *slots;
+    const store *stores;
+    sight sights[2];
+    int64_t count, rows, tokens;
+    multiplier *multiply;
+    attender *attend;
+    int threads;
+} forward;
+
+static char *at(const forward *of, int64_t tensor) {
+    if (tensor < of->count) return tensor < 0 ? 0 : of->tensors[tensor];
+    return of->between + of->rows * of->tokens * of->starts[tensor - of->count];
+}
+
+void take(const step *steps, int64_t count, const forward *of) {
+    for (const step *s = steps; s < steps + count; s++)
+        if (s->heads) {
+            const store *keys = of->stores + s->keys[0], *values = of->stores + s->values[0];
+            const sight *seen = of->sights + s->sliding;
+            of->attend(at(of, s->x), s->norm, s->key_norm, s->eps, at(of, s->cos), at(of, s->sin),
+                       keys->start + s->keys[1] * keys->layer, keys->strides, values->start + s->values[1] * values->layer,
+                       values->strides, seen->mask, seen->strides, of->slots, at(of, s->out), of->rows, s->heads,
+                       s->groups, of->tokens, s->size, seen->first, seen->window, s->scaling, of->threads);
+        } else
+            of->multiply(at(of, s->x), s->norm, s->eps, s->weights, s->bias, (int)s->gates, at(of, s->added),
+                         at(of, s->out), of->rows * of->tokens, s->inputs, s->outputs, of->threads);
+}

@@ -1,0 +1,399 @@
+"""Products and attention that follow each other in a replayed forward, as one call of C.
+
+A forward over a few tokens computes for as long as Python takes to say what: 150 calls are a third of it. Which steps
+there are, what they read of each other and where their weights lie is the same in every forward, and written down once;
+where the rest lies follows from the number of tokens.
+
+Shape suffixes: M tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate, chain
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar
+from weakref import ref
+
+import torch
+from torch import Tensor, fx
+
+from headstart.support.compiled import library
+from headstart.target import cpu_attention, prepacked
+from headstart.target.attention import Running, running, sight
+from headstart.target.cache import Place
+from headstart.target.prepacked import Packed
+from headstart.target.products import Merged
+from headstart.target.rewrites import JoinedSite
+from headstart.target.tape import COUNT, call, clean
+
+SOURCE = Path(__file__).with_suffix(".c")
+_VIEWS = (Tensor.reshape, torch.reshape, Tensor.view, Tensor.contiguous)
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+
+
+class _Step(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _N) for name in ("x", "out", "added", "cos", "sin")),
+        *((name, _P) for name in ("norm", "key_norm", "weights", "bias")),
+        *((name, _N) for name in ("inputs", "outputs", "gates", "heads", "groups", "size")),
+        *(("keys", _N * 2), ("values", _N * 2), ("sliding", _N)),
+        *(("eps", ctypes.c_float), ("scaling", ctypes.c_float)),
+    ]
+
+
+class _Store(ctypes.Structure):
+    _fields_: ClassVar = [("start", _P), ("layer", _N), ("strides", _N * 2)]
+
+
+class _Sight(ctypes.Structure):
+    _fields_: ClassVar = [("mask", _P), ("strides", _N * 2), ("first", _N), ("window", _N)]
+
+
+class _Forward(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _P) for name in ("tensors", "between", "starts", "slots")),
+        *(("stores", ctypes.POINTER(_Store)), ("sights", _Sight * 2)),
+        *((name, _N) for name in ("count", "rows", "tokens")),
+        *(("multiply", _P), ("attend", _P), ("threads", ctypes.c_int)),
+    ]
+
+
+@cache
+def _compiled() -> Any:
+    functions = library(SOURCE)
+    if functions is not None:
+        functions.take.argtypes, functions.take.restype = [_P, _N, _P], None
+    return functions
+
+
+def join_steps(graph: fx.Graph) -> list[Steps]:
+    """Put one call in place of steps of a rewritten graph that follow each other; those calls."""
+    return [_put(graph, group) for group in list(_groups(graph))] if _compiled() is not None else []
+
+
+# -- which they are ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    """Steps of a graph, and views of what they give, with the step whose it is."""
+
+    steps: list[Any] = field(default_factory=list)
+    views: dict[Any, Any] = field(default_factory=dict)
+
+    def source(self, node: Any) -> Any:
+        return self.views.get(node, node)
+
+    def reads(self, node: Any) -> bool:
+        return any(self.source(source) in self.steps for source in node.all_input_nodes)
+
+    def takes(self, node: Any) -> bool:
+        """Whether a node is a step that can follow: all that it reads and gives are so many numbers of each token, in
+        one dtype."""
+        step = node.target
+        if not isinstance(step, (JoinedSite, Merged)):
+            return False
+        if not self.steps and (isinstance(step, JoinedSite) or not prepacked.in_panels(step.weights[0])):
+            return False
+        first = self.steps[0] if self.steps else node
+        dtype = first.target.weights[0].dtype
+        if isinstance(step, JoinedSite):
+            joined, angles, _ = node.args
+            wide = {joined: (step.heads + 2 * step.key_heads) * step.size, **dict.fromkeys(angles, step.size)}
+            read = self.source(joined) in self.steps and all(_has(source, dtype, wide[source]) for source in wide)
+            return read and _gives(node, dtype)
+        rows, *_, added = _of_product(node)
+        read = _has(rows, dtype, step.weights[0].shape[1]) and (added is None or _has(added, dtype, _width(node)))
+        return read and _gives(node, dtype) and prepacked.in_panels(step.weights[0])
+
+    def only_shows(self, node: Any) -> bool:
+        """Whether a node gives a step's numbers as they lie, to products alone."""
+        same = node.target in _VIEWS and node.meta.get("dtype") is node.args[0].meta.get("dtype")
+        return same and all(isinstance(user.target, Merged) or self.only_shows(user) for user in node.users)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is worth a call, and nobody else reads its views."""
+        inside = {*self.steps, *self.views}
+        return len(self.steps) > 1 and all(inside.issuperset(view.users) for view in self.views)
+
+
+def _groups(graph: fx.Graph) -> Iterator[_Group]:
+    group = _Group()
+    for node in graph.nodes:
+        if group.takes(node):
+            group.steps.append(node)
+        elif group.reads(node) and group.only_shows(node):
+            group.views[node] = group.source(node.args[0])
+        elif group.reads(node) or node.meta.get("writes") or node.op == "output":
+            if group.whole:
+                yield group
+            group = _Group()
+            if group.takes(node):
+                group.steps.append(node)
+
+
+def _has(node: Any, dtype: torch.dtype, width: int) -> bool:
+    """Whether a node gives so many numbers of each token, of this dtype, token by token."""
+    shape = node.meta.get("shape", ())
+    before = shape.index(COUNT) if COUNT in shape else None
+    if before is None or any(size != 1 for size in shape[:before]):
+        return False
+    return node.meta["dtype"] is dtype and prod(shape[before + 1 :]) == width
+
+
+def _gives(node: Any, dtype: torch.dtype) -> bool:
+    """Whether a step's result is as it comes from a call."""
+    return node.meta.get("shape") == (1, COUNT, *_shape(node)) and node.meta["dtype"] is dtype
+
+
+def _width(node: Any) -> int:
+    """Numbers of a token that a step gives."""
+    step = node.target
+    if isinstance(step, JoinedSite):
+        return step.heads * step.size
+    _, _, _, gates, _ = _of_product(node)
+    width: int = sum(step.sizes) // (2 if gates else 1)
+    return width
+
+
+def _of_product(node: Any) -> tuple[Any, Any, float, bool, Any]:
+    """The arguments of `Merged`: rows, the weight and epsilon of their norm, whether they are gated, what is added."""
+    rows, norm, eps, gates, added = node.args if len(node.args) > 1 else (*node.args, None, 0.0, False, None)
+    return rows, norm, eps, gates, added
+
+
+def _put(graph: fx.Graph, group: _Group) -> Steps:
+    """Put one call in place of a group."""
+    read = chain.from_iterable(
+        node.args[:1] + node.args[1]
+        if isinstance(node.target, JoinedSite)
+        else (_of_product(node)[0], _of_product(node)[-1])
+        for node in group.steps
+    )
+    given = list(dict.fromkeys(n for n in read if n is not None and group.source(n) not in group.steps))
+    inside = {*group.steps, *group.views}
+    kept = [node for node in group.steps if not inside.issuperset(node.users)]
+    steps = Steps(group, given, kept)
+    with graph.inserting_after(group.steps[-1]):
+        results = call(graph, steps, tuple(given))
+    for at, node in reversed(list(enumerate(kept))):
+        with graph.inserting_after(results):
+            part = call(graph, _kept, (results, at))
+        part.meta["dtype"] = node.meta.get("dtype")
+        for user in [user for user in node.users if user not in inside]:
+            user.replace_input_with(node, part)
+    clean(graph)
+    return steps
+
+
+def _kept(results: Sequence[Tensor], at: int) -> Tensor:
+    return results[at]
+
+
+# -- one call ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """Weights as they are: packed ones by product, and norms by the parameter that they are of."""
+
+    packed: dict[Merged, Packed]
+    norms: dict[Tensor, Tensor]
+    versions: list[int]
+
+
+class Weights:
+    """The weights of all steps of a recorded forward. Where somebody changes them in place they are packed anew for the
+    next forward, and where others take their place when a text begins.
+
+    Args:
+        graph: the rewritten one.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        nodes = [node for node in graph.nodes if isinstance(node.target, (Merged, JoinedSite))]
+        self._products = [node.target for node in nodes if isinstance(node.target, Merged)]
+        norms = [norm for node in nodes for norm in _norms(node) if norm is not None]
+        self._norms = list({id(norm): norm for norm in norms}.values())
+        every = [*self._norms, *chain.from_iterable(product.tensors for product in self._products)]
+        self._watched = [tensor for tensor in every if not tensor.is_inference()]
+        self._snapshot: _Snapshot | None = None
+
+    def now(self) -> _Snapshot:
+        """What a forward computes with, and keeps for as long as it does."""
+        versions, snapshot = [tensor._version for tensor in self._watched], self._snapshot
+        if snapshot is None or snapshot.versions != versions:
+            self._snapshot = snapshot = None  # the copies before go first
+            packed = {
+                product: product.packed() for product in self._products if prepacked.in_panels(product.weights[0])
+            }
+            norms = {norm: norm.detach().contiguous() for norm in self._norms}
+            self._snapshot = snapshot = _Snapshot(packed, norms, versions)
+        return snapshot
+
+    def refresh(self) -> None:
+        """See whether weights lie elsewhere by now, or are others."""
+        snapshot = self._snapshot
+        if snapshot is not None:
+            packed = all(product.has(packed) for product, packed in snapshot.packed.items())
+            if not packed or any(norm.data_ptr() != kept.data_ptr() for norm, kept in snapshot.norms.items()):
+                self._snapshot = None
+
+
+class Steps:
+    """Steps as one call.
+
+    Args:
+        group: the steps.
+        given: what they read and others gave; the arguments of a call.
+        kept: those whose results others read; what a call returns.
+    """
+
+    def __init__(self, group: _Group, given: Sequence[Any], kept: Sequence[Any]) -> None:
+        self._dtype = group.steps[0].target.weights[0].dtype
+        results, widths = _results(group, kept)
+        numbers = {node: number for number, node in enumerate(given)}
+        numbers |= {node: len(given) + number for node, number in results.items()}
+        self._steps = [_Described.of(node, group, numbers) for node in group.steps]
+        self._attends = any(isinstance(step.target, JoinedSite) for step in self._steps)
+        self._first_width = group.steps[0].target.weights[0].shape[1]
+        self._kept = [_shape(node) for node in kept]
+        starts = list(accumulate(widths[len(kept) :], initial=0))
+        self._between = starts.pop()
+        self._starts = array("q", (start * self._dtype.itemsize for start in starts))
+        self._keep_bits: dict[tuple[int, int], bool] = {}
+        self._laid: tuple[Any, ref[_Snapshot], Sequence[Place]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def serves(self, forward: Running, count: int) -> bool:
+        """Whether a forward over so many tokens can go this way: its attention is in C, and no product in pieces."""
+        if forward.slots_B is None:
+            return False
+        stores = forward.cache.layout[0] if self._attends else ()
+        if any(
+            (store.dtype, store.device.type) != (self._dtype, "cpu") for store in stores if store.is_floating_point()
+        ):
+            return False
+        asked = count, torch.get_num_threads()
+        if forward.bits and asked not in self._keep_bits:
+            products = [step.target for step in self._steps if isinstance(step.target, Merged)]
+            self._keep_bits[asked] = all(product.keeps_bits(count) for product in products)
+        return not forward.bits or self._keep_bits[asked]
+
+    def __call__(self, *given: Tensor) -> list[Tensor]:
+        """What others read of the results, [1, M, ..] each; keys and values go to the cache of the forward."""
+        forward = running()
+        assert forward is not None and forward.slots_B is not None and forward.weights is not None, "as `serves` says"
+        rows, (stores, places), weights = forward.cache.rows, forward.cache.layout, forward.weights
+        laid = self._laid
+        if laid is None or laid[1]() is not weights or laid[2] != places:
+            self._laid = laid = self._lay_out(weights, places), ref(weights), places
+        given = tuple(part.contiguous() for part in given)
+        count = given[0].numel() // self._first_width
+        kept = [given[0].new_empty(1, count, *shape) for shape in self._kept]
+        between = given[0].new_empty(count * self._between)
+        seen = (sight(forward, between, count // rows, sliding) for sliding in (False, True))
+        tensors = array("Q", [part.data_ptr() for part in (*given, *kept)])
+        of = _Forward(
+            *(tensors.buffer_info()[0], between.data_ptr(), self._starts.buffer_info()[0], forward.slots_B.data_ptr()),
+            (_Store * len(stores))(*map(_store, stores)),
+            (_Sight * 2)(*(_Sight(*cpu_attention.masked(mask), first, window or 0) for mask, first, window in seen)),
+            *(len(tensors), rows, count // rows),
+            *(prepacked.multiplier(self._dtype), cpu_attention.attender(self._dtype), torch.get_num_threads()),
+        )
+        _compiled().take(laid[0], len(laid[0]), ctypes.byref(of))
+        return kept
+
+    def _lay_out(self, weights: _Snapshot, places: Sequence[Place]) -> Any:
+        """The steps as C reads them."""
+        steps = (_Step * len(self._steps))()
+        for made, step in zip(steps, self._steps, strict=True):
+            target, norms = step.target, [None if norm is None else weights.norms[norm] for norm in step.norms]
+            assert all(norm is None or norm.dtype is self._dtype for norm in norms), "all in one dtype"
+            made.norm, made.key_norm = map(_address, norms)
+            made.x, made.out, made.added, made.cos, made.sin = step.tensors
+            made.eps, made.gates = step.eps, step.gates
+            if isinstance(target, Merged):
+                packed = weights.packed[target]
+                made.weights, made.bias = packed.address, _address(packed.bias_O)
+                made.inputs, made.outputs = target.weights[0].shape[1], sum(target.sizes)
+            else:
+                made.heads, made.groups, made.size = target.key_heads, target.heads // target.key_heads, target.size
+                made.keys[:], made.values[:] = places[target.site.layer]
+                made.sliding, made.scaling = target.site.sliding, target.site.scores.scale(target.size)
+            width = made.size if made.heads else made.inputs
+            assert all(norm is None or len(norm) == width for norm in norms), "a weight for each number"
+        return steps
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A step: what it computes, the weights of its norms (of queries and of keys, where it attends), and by number what
+    it reads and gives, as C has it."""
+
+    target: Any
+    norms: tuple[Tensor | None, Tensor | None]
+    tensors: tuple[int, int, int, int, int]
+    eps: float
+    gates: bool = False
+
+    @classmethod
+    def of(cls, node: Any, group: _Group, numbers: dict[Any, int]) -> _Described:
+        def number(source: Any) -> int:
+            return -1 if source is None else numbers[group.source(source)]
+
+        if isinstance(node.target, JoinedSite):
+            joined, (cos, sin), _ = node.args
+            tensors = number(joined), number(node), -1, number(cos), number(sin)
+            return cls(node.target, _norms(node), tensors, node.target.eps)
+        rows, _, eps, gates, added = _of_product(node)
+        return cls(node.target, _norms(node), (number(rows), number(node), number(added), -1, -1), eps, gates)
+
+
+def _norms(node: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The weights of a step's norms."""
+    norms = (node.args[2] or (None, None)) if isinstance(node.target, JoinedSite) else (_of_product(node)[1], None)
+    first, second = (None if norm is None else norm.meta["constant"] for norm in norms)
+    return first, second
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _store(tensor: Tensor) -> _Store:
+    layer, row, head = tensor.stride()[:3]
+    return _Store(tensor.data_ptr(), layer * tensor.itemsize, (row, head))
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """Of what a step gives of a token."""
+    step = node.target
+    return (step.heads, step.size) if isinstance(step, JoinedSite) else (_width(node),)
+
+
+def _results(group: _Group, kept: Sequence[Any]) -> tuple[dict[Any, int], list[int]]:
+    """A place for the result of each step, first those that are kept, and the numbers of a token that each place holds;
+    a place is taken again where nobody reads it any more."""
+    last = {group.source(n): number for number, node in enumerate(group.steps) for n in node.all_input_nodes}
+    places = {node: number for number, node in enumerate(kept)}
+    widths, free = [_width(node) for node in kept], list[int]()
+    for number, node in enumerate(group.steps):
+        if node not in places:
+            place = next((place for place in free if widths[place] == _width(node)), len(widths))
+            if place == len(widths):
+                widths.append(_width(node))
+            else:
+                free.remove(place)
+            places[node] = place
+        free += [places[n] for n in last if last[n] == number and n in places and n not in kept]
+    return places, widths

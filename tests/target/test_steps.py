@@ -1,0 +1,218 @@
+"""Steps of a forward as one call of C: the same bits as one after the other, with the weights there are."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headstart.target import prepacked
+from headstart.target.cpu_attention import compiler
+from headstart.target.model import Exact, Target
+from headstart.target.steps import Steps
+from headstart.tree.tree import Tree, TreeBatch
+from tests.target.test_captured import TEXTS, captured_by, rounds, through_modules
+from tests.tiny import tiny_model
+
+pytestmark = pytest.mark.skipif(
+    not compiler() or not prepacked.in_panels(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512"
+)
+
+
+@contextmanager
+def taken_steps() -> Iterator[list[int]]:
+    """How many steps each call has that is made meanwhile."""
+    taken: list[int] = []
+    called = Steps.__call__
+
+    def counted(self: Steps, *given: Tensor) -> list[Tensor]:
+        taken.append(len(self))
+        return called(self, *given)
+
+    with mock.patch.object(Steps, "__call__", counted):
+        yield taken
+
+
+@pytest.mark.parametrize("exact", ["tokens", "bits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [
+        ("llama", [15]),
+        ("qwen3", [15]),
+        ("mistral", [15]),  # with a sliding window
+        ("mixtral", [3, 3, 3]),  # attention, and the products around it
+        ("phi3", [2, 2, 2, 2, 2]),  # one part of a head's numbers is turned: attention is on torch
+        ("gemma3", []),
+        ("gpt_neox", [2, 2, 2]),
+    ],
+)
+def test_steps_have_the_bits_of_one_after_the_other(
+    kind: str, calls: list[int], dtype: torch.dtype, exact: Exact
+) -> None:
+    """Logits and states of all layers, of a token, a tree, and rows of several lengths."""
+    in_steps, alone = (Target(tiny_model(kind).to(dtype), exact=exact) for _ in range(2))
+    (replay,) = captured_by(in_steps)._replays.values()
+    assert list(map(len, replay.steps)) == calls
+    for rows, width in ((1, 1), (1, 7), (3, 5)):
+        with taken_steps() as taken:
+            found = rounds(in_steps, rows, width)
+        with mock.patch("headstart.target.captured.join_steps", return_value=[]):
+            expected = rounds(alone, rows, width)
+        forwards = 0 if exact == "bits" and kind == "mixtral" else 3  # where experts multiply, modules do
+        assert len(taken) == forwards * len(calls), "all but the reading of the text"
+        assert all(map(torch.equal, found, expected))
+
+
+def test_wide_forwards_go_one_after_the_other() -> None:
+    target = Target(tiny_model("llama"))
+    cache = target.new_cache(1, 96)
+    target.prefill(cache, [[1, 2, 3]])
+    with taken_steps() as taken:
+        assert target.forward_tree(cache, TreeBatch.of([Tree.chain_of([5] * 65)])).logits_BTV.isfinite().all()
+    assert not taken, "attention over so many is torch's"
+
+
+def _in_place(weight: Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def _elsewhere(weight: Tensor) -> None:
+    weight.data = weight.data * 2
+
+
+@pytest.mark.parametrize("name", ["mlp.down_proj.weight", "input_layernorm.weight", "self_attn.q_norm.weight"])
+@pytest.mark.parametrize("change", [_in_place, _elsewhere])
+def test_weights_that_change(change: Callable[[Tensor], None], name: str) -> None:
+    """In place they are others for the next forward; in other memory for the next text."""
+    target = Target(tiny_model("qwen3"))
+    rounds(target, 1, 4)
+    cache = target.new_cache(1, 20)
+    target.prefill(cache, [[5, 9, 2]])
+    change(target.model.get_parameter(f"model.layers.1.{name}"))
+    changed = tiny_model("qwen3")
+    changed.get_parameter(f"model.layers.1.{name}").data.mul_(2)
+    expected = Target(changed)
+    if change is _in_place:  # after keys of the old weights
+        read = expected.new_cache(1, 20)
+        unchanged = Target(tiny_model("qwen3"))
+        unchanged.record()
+        unchanged.prefill(read, [[5, 9, 2]])
+        batch = TreeBatch.roots([7])
+        ours, theirs = (t.forward_tree(c, batch).logits_BTV for t, c in ((target, cache), (expected, read)))
+        assert torch.equal(ours, theirs)
+    assert all(map(torch.equal, rounds(target, 1, 4), rounds(expected, 1, 4)))
+
+
+class Other(nn.Module):
+    """An MLP of another kind around that of a model."""
+
+    def __init__(self, mlp: nn.Module, how: str) -> None:
+        super().__init__()
+        self.mlp, self.how, self.extra = mlp, how, nn.Parameter(torch.randn(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "flat":  # a product of which no row is the only one of a first dimension
+            y = self.mlp(x.reshape(-1, x.shape[-1]))
+            return (y / (1 + y.norm(dim=1, keepdim=True))).view(x.shape)  # type: ignore[no-any-return]
+        if self.how == "broadcast":
+            return self.mlp(x) + self.extra * 2  # type: ignore[no-any-return]
+        return self.mlp(x.float()).to(x.dtype)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("how", ["flat", "broadcast", "float32"])
+def test_layers_of_other_shapes_and_dtypes(how: str) -> None:
+    """They are recorded and replayed, in steps as far as these go, and give what the modules give."""
+    model = tiny_model("llama").to(torch.bfloat16 if how == "float32" else torch.float32)
+    torch.manual_seed(0)
+    for layer in model.model.layers:
+        layer.mlp = Other(layer.mlp.float(), how).eval()
+    target = Target(model)
+    with taken_steps() as taken:
+        found = rounds(target, 1, 7)
+    assert target.eager is None and taken
+    with through_modules(target):
+        expected = rounds(target, 1, 7)
+    close = {"rtol": 0.05, "atol": 0.05} if how == "float32" else {"rtol": 1e-4, "atol": 1e-4}
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, **close)
+
+
+def test_a_layer_that_takes_the_place_of_another() -> None:
+    """What was emptied in its favour, as offloading does, is asked for no more."""
+    target = Target(tiny_model("llama"))
+    rounds(target, 1, 4)
+    mlp: Any = target.model.model.layers[1].mlp
+    old, new = mlp.down_proj, nn.Linear(96, 64, bias=False)
+    new.weight.data = old.weight.data * 2
+    mlp.down_proj, old.weight.data = new, torch.empty(0)
+    found = rounds(target, 1, 4)
+    with through_modules(target):
+        expected = rounds(target, 1, 4)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_one_copy_of_the_weights_for_all_replays() -> None:
+    """However many replays there are, and however often weights change; a norm may lie with gaps."""
+    target = Target(tiny_model("llama"))
+
+    def bytes_of_panels() -> int:
+        gc.collect()
+        return sum(part.numbers.nbytes for part in gc.get_objects() if isinstance(part, prepacked.Panels))
+
+    def read(*aux_layers: int) -> Tensor:
+        cache = target.new_cache(1, 8)
+        target.prefill(cache, [[3, 4]])
+        return target.forward_tree(cache, TreeBatch.roots([5]), aux_layers).logits_BTV
+
+    layer: Any = target.model.model.layers[0]
+    before = [read(*layers) for layers in ((), (0,), (1,), (2, 3))]
+    assert all(torch.equal(one, before[0]) for one in before)
+    held = bytes_of_panels()
+    for layers in ((), (1,), (2, 3)):
+        with torch.no_grad():
+            layer.mlp.up_proj.weight.mul_(1.5)
+        after = read(*layers)
+        assert not torch.equal(after, before[0]) and bytes_of_panels() == held
+    layer.input_layernorm.weight.data = torch.stack([layer.input_layernorm.weight.data] * 2, dim=1)[:, 0]
+    assert torch.equal(read(), after) and not layer.input_layernorm.weight.is_contiguous()
+
+
+def test_what_comes_out_holds_no_memory_of_other_steps() -> None:
+    target = Target(tiny_model("llama"))
+    cache = target.new_cache(1, 16)
+    target.prefill(cache, [[3, 4]])
+    states = target.forward_tree(cache, TreeBatch.of([Tree.chain_of([5] * 4)]), (1, 2)).aux_hidden_states
+    assert all(state.untyped_storage().nbytes() == state.nbytes for state in states.values())
+
+
+def test_caches_whose_rows_end_or_grow() -> None:
+    """After rows went, in a part of a cache, and in one that made room: the same as one after the other."""
+
+    def read(target: Target) -> list[Tensor]:
+        cache = target.new_cache(3, 16)
+        target.prefill(cache, TEXTS[:3])
+        seen = []
+        for step in ("all", "reordered", "part", "more room"):
+            if step == "reordered":
+                cache.reorder([0, 2])
+            elif step == "part":
+                cache = cache.part(1, 2)
+            elif step == "more room":
+                cache = cache.with_room(64)
+            batch = TreeBatch.of([Tree.chain_of([7, 8])] * cache.rows)
+            seen.append(target.forward_tree(cache, batch).logits_BTV)
+            cache.commit([[0]] * cache.rows)
+        return seen
+
+    found = read(Target(tiny_model("mistral")))
+    with mock.patch("headstart.target.captured.join_steps", return_value=[]):
+        assert all(map(torch.equal, found, read(Target(tiny_model("mistral")))))
