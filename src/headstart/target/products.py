@@ -103,10 +103,10 @@ class Merged:
     def __call__(
         self,
         rows: Tensor,
-        norm_I: Tensor | None = None,
-        eps: float = 0.0,
-        gates: bool = False,
-        added: Tensor | None = None,
+        norm_I: Tensor | None,
+        eps: float,
+        gates: bool,
+        added: Tensor | None,
     ) -> Tensor:
         """Rows [.., I] times the weights, with what is computed around it, see `prepacked.product`."""
         packed, forward = self.packed(), running()

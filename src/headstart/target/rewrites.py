@@ -93,7 +93,7 @@ def merge_products(graph: fx.Graph) -> list[Merged]:
             product = Merged([weights[index] for index in group], [biases[index] for index in group])
             made.append(product)
             with graph.inserting_before(nodes[group[0]]):
-                joined = call(graph, product, (rows,))
+                joined = call(graph, product, (rows, None, 0.0, False, None))  # nothing around it, so far
                 if len(group) > 1:
                     parts = call(graph, Tensor.split, (joined, product.sizes, -1))
                     replacements = [call(graph, operator.getitem, (parts, at)) for at in range(len(group))]

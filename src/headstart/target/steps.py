@@ -10,6 +10,7 @@ Shape suffixes: M tokens of all rows.
 from __future__ import annotations
 
 import ctypes
+import operator
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -97,20 +98,16 @@ class _Group:
         """Whether a node is a step that can follow: all that it reads and gives are so many numbers of each token, in
         one dtype."""
         step = node.target
-        if not isinstance(step, (JoinedSite, Merged)):
-            return False
-        if not self.steps and (isinstance(step, JoinedSite) or not prepacked.in_panels(step.weights[0])):
-            return False
-        first = self.steps[0] if self.steps else node
-        dtype = first.target.weights[0].dtype
-        if isinstance(step, JoinedSite):
+        if isinstance(step, JoinedSite) and self.source(node.args[0]) in self.steps:
             joined, angles, _ = node.args
             wide = {joined: (step.heads + 2 * step.key_heads) * step.size, **dict.fromkeys(angles, step.size)}
-            read = self.source(joined) in self.steps and all(_has(source, dtype, wide[source]) for source in wide)
-            return read and _gives(node, dtype)
-        rows, *_, added = _of_product(node)
-        read = _has(rows, dtype, step.weights[0].shape[1]) and (added is None or _has(added, dtype, _width(node)))
-        return read and _gives(node, dtype) and prepacked.in_panels(step.weights[0])
+        elif isinstance(step, Merged) and prepacked.in_panels(step.weights[0]):
+            rows, *_, added = node.args
+            wide = {rows: step.weights[0].shape[1], **({} if added is None else {added: _width(node)})}
+        else:
+            return False
+        dtype = (self.steps[0] if self.steps else node).target.weights[0].dtype
+        return _gives(node, dtype) and all(_has(source, dtype, width) for source, width in wide.items())
 
     def only_shows(self, node: Any) -> bool:
         """Whether a node gives a step's numbers as they lie, to products alone."""
@@ -158,23 +155,15 @@ def _width(node: Any) -> int:
     step = node.target
     if isinstance(step, JoinedSite):
         return step.heads * step.size
-    _, _, _, gates, _ = _of_product(node)
+    _, _, _, gates, _ = node.args
     width: int = sum(step.sizes) // (2 if gates else 1)
     return width
-
-
-def _of_product(node: Any) -> tuple[Any, Any, float, bool, Any]:
-    """The arguments of `Merged`: rows, the weight and epsilon of their norm, whether they are gated, what is added."""
-    rows, norm, eps, gates, added = node.args if len(node.args) > 1 else (*node.args, None, 0.0, False, None)
-    return rows, norm, eps, gates, added
 
 
 def _put(graph: fx.Graph, group: _Group) -> Steps:
     """Put one call in place of a group."""
     read = chain.from_iterable(
-        node.args[:1] + node.args[1]
-        if isinstance(node.target, JoinedSite)
-        else (_of_product(node)[0], _of_product(node)[-1])
+        node.args[:1] + (node.args[1] if isinstance(node.target, JoinedSite) else node.args[-1:])
         for node in group.steps
     )
     given = list(dict.fromkeys(n for n in read if n is not None and group.source(n) not in group.steps))
@@ -185,16 +174,11 @@ def _put(graph: fx.Graph, group: _Group) -> Steps:
         results = call(graph, steps, tuple(given))
     for at, node in reversed(list(enumerate(kept))):
         with graph.inserting_after(results):
-            part = call(graph, _kept, (results, at))
-        part.meta["dtype"] = node.meta.get("dtype")
+            part = call(graph, operator.getitem, (results, at))
         for user in [user for user in node.users if user not in inside]:
             user.replace_input_with(node, part)
     clean(graph)
     return steps
-
-
-def _kept(results: Sequence[Tensor], at: int) -> Tensor:
-    return results[at]
 
 
 # -- one call ----------------------------------------------------------------------------------------------------------
@@ -355,13 +339,13 @@ class _Described:
             joined, (cos, sin), _ = node.args
             tensors = number(joined), number(node), -1, number(cos), number(sin)
             return cls(node.target, _norms(node), tensors, node.target.eps)
-        rows, _, eps, gates, added = _of_product(node)
+        rows, _, eps, gates, added = node.args
         return cls(node.target, _norms(node), (number(rows), number(node), number(added), -1, -1), eps, gates)
 
 
 def _norms(node: Any) -> tuple[Tensor | None, Tensor | None]:
     """The weights of a step's norms."""
-    norms = (node.args[2] or (None, None)) if isinstance(node.target, JoinedSite) else (_of_product(node)[1], None)
+    norms = (node.args[2] or (None, None)) if isinstance(node.target, JoinedSite) else (node.args[1], None)
     first, second = (None if norm is None else norm.meta["constant"] for norm in norms)
     return first, second
 
