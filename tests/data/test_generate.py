@@ -8,6 +8,7 @@ import math
 import random
 import re
 from collections import Counter
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,27 @@ def prompt_file(folder: Path, count: int = 24) -> str:
 def section(prompts: str, **over: object) -> DataSection:
     values = {"conversations": 10, "heldout": 4, "validation": 3, "max_new_tokens": 12, "batch_size": 5}
     return DataSection.model_validate({"prompts": prompts, **values, **over})
+
+
+def test_only_training_answers_are_written_in_8_bits(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounded, wrote = copy(tiny_target), list[tuple[bool, int]]()
+    own = InProcess.continue_rows
+
+    def noted(self: InProcess, rows: Any, continuation: Continuation) -> Any:
+        wrote.append((self._target is rounded, len(rows)))
+        return own(self, rows, continuation)
+
+    monkeypatch.setattr(InProcess, "continue_rows", noted)
+    monkeypatch.setattr(Target, "in_int8", lambda _: rounded)
+    for dtype in ("auto", "int8"):
+        wrote.clear()
+        settings = section(prompt_file(tmp_path), writing_dtype=dtype)
+        splits = build_conversations(tiny_target, settings, tmp_path / dtype)
+        in_full = sum(rows for is_rounded, rows in wrote if not is_rounded)
+        assert sum(rows for _, rows in wrote) == 13 and len(splits.train) == 10, "held-out requests have no answers"
+        assert in_full == (13 if dtype == "auto" else 3)
 
 
 def test_answers_are_the_targets_own_greedy_tokens(tiny_target: Target, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ reading a recipe looks them up by the family's name, which loads the families, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import import_module, resources
 from math import inf
@@ -30,19 +30,27 @@ from headstart.recipes.sections import (
     from_target,
 )
 
-_WRITING = 0.45
-"""Share of a recipe's minutes in which conversations are written: heads learn more from new text than from reading the
-same a fourth time."""
-_OF_THE_MINUTES: tuple[tuple[str, str, Callable[[float], float]], ...] = (
-    ("data", "minutes", lambda minutes: max(0.01, round(_WRITING * minutes, 2))),
-    # More than two cores write in these minutes.
-    ("data", "conversations", lambda minutes: max(1, round(240 * minutes))),
-    ("data", "cache_gigabytes", lambda minutes: max(DataSection().cache_gigabytes, round(0.25 * minutes, 2))),
-    ("train", "minutes", lambda minutes: max(0.01, round(0.32 * minutes, 2))),
-    ("eval", "limit", lambda minutes: min(64, max(6, int(minutes / 2)))),
-)
-"""What follows from the minutes of a recipe: section, setting, its value. Loading and tuning take what remains.
-Where data.minutes is given, the settings of the data follow from the minutes of which it would be the share."""
+_WRITING = 0.58
+"""Of the minutes in which heads come about, the share in which conversations are written; training gets the others.
+Heads learn more from new text than from reading the same a fourth time."""
+_AT_LEAST = 0.77
+"""Of all minutes, the share that they have in any case."""
+_LOADING, _A_PROMPT = 1.2, 0.21
+"""Minutes that loading and tuning take, and a prompt of the report, on two cores."""
+
+
+def _shares(minutes: float) -> dict[str, dict[str, float]]:
+    """What follows from the minutes of a recipe, by section and setting."""
+    prompts = min(64, max(6, int(minutes / 2)))
+    heads = max(_AT_LEAST * minutes, minutes - _LOADING - _A_PROMPT * prompts)
+    writing, training = (max(0.01, round(share * heads, 2)) for share in (_WRITING, 1 - _WRITING))
+    return {"data": {"minutes": writing}, "train": {"minutes": training}, "eval": {"limit": prompts}}
+
+
+def _written_in(minutes: float) -> dict[str, float]:
+    """Settings of the data that follow from the minutes of writing. More than two cores write in them, too."""
+    least = DataSection().cache_gigabytes
+    return {"conversations": round(900 * minutes), "cache_gigabytes": max(least, round(0.6 * minutes, 2))}
 
 
 class Recipe(Section):
@@ -71,13 +79,14 @@ class Recipe(Section):
         minutes = values.get("minutes") if isinstance(values, Mapping) else None
         if not _are_minutes(minutes):
             return values  # nothing to share, or the field says what is wrong
-        shared, data = dict(values), values.get("data")
-        writing = data.get("minutes") if isinstance(data, Mapping) else None
-        whole = {"data": writing / _WRITING} if _are_minutes(writing) else {}
-        for section, setting, share in _OF_THE_MINUTES:
+        shared = dict(values)
+        for section, settings in _shares(minutes).items():
             given = shared.get(section, {})
             if isinstance(given, Mapping):
-                shared[section] = {setting: share(whole.get(section, minutes)), **given}
+                if section == "data":
+                    writing = given.get("minutes")
+                    settings |= _written_in(writing if _are_minutes(writing) else settings["minutes"])
+                shared[section] = {**settings, **given}
         return shared
 
     @field_validator("name")

@@ -162,6 +162,11 @@ class DataSection(Section):
         description="Share of the training answers drawn at temperature 1 instead, from the 64 likeliest tokens.",
     )
     batch_size: int = Field(64, ge=1, le=100_000, description="Conversations written at a time.")
+    writing_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="How the target computes training answers and, while writing, their hidden states: in its dtype "
+        "(auto), or with products in 8 bits (int8) where a CPU has instructions for them.",
+    )
     regenerate: bool = Field(True, description="Replace the answers of a given file by the target's own.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of prompts and answers.")
     states: Literal["stored", "online"] = Field(

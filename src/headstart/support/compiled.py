@@ -81,12 +81,12 @@ def library(source: Path, names: Sequence[str] = (), threads: bool = False) -> c
     return None
 
 
-def vector_library(source: Path, dtype: torch.dtype) -> Any:
+def vector_library(source: Path, dtype: torch.dtype, *names: str) -> Any:
     """`library` with threads, for bfloat16 or float32, of a source that is written for AVX2 and AVX-512; None where
     torch finds neither."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
-    return library(source, ["BFLOAT16"] if dtype == torch.bfloat16 else [], threads=True)
+    return library(source, [*names, *(["BFLOAT16"] if dtype == torch.bfloat16 else [])], threads=True)
 
 
 def _make(compiling: Sequence[str], linking: Sequence[str], libraries: Sequence[str], made: Path) -> None:

@@ -126,6 +126,7 @@ class Running:
         ends: the least and the greatest of them.
         causal: whether its tokens are the end of one text, each seeing itself and all before it.
         bits: whether a row must have the same bits whatever else is in the forward.
+        int8: whether products are in 8 bits, see `Target.in_int8`.
         spans: rows that attend together, as (start, stop, slots in sight of the longest of them); empty for all rows.
         slots_B: slots in sight of each row, its new tokens included, where `cpu_attention` serves the forward.
         wanted: rows [R] and positions [R] of the tokens whose logits are wanted; None for those of all tokens.
@@ -142,6 +143,7 @@ class Running:
     causal: bool = False
     window: int | None = None
     bits: bool = False
+    int8: bool = False
     spans: Sequence[tuple[int, int, int]] = ()
     slots_B: Tensor | None = None
     wanted: tuple[Tensor, Tensor] | None = None

@@ -97,6 +97,7 @@ class Captured:
         model: in eval mode, its decoder with the hooks of `layers` in place; it is not kept.
         layers: whose states it gives, see `TargetOutput`.
         packs: whether weights may be kept prepacked.
+        int8: whether those are kept in 8 bits.
 
     Raises:
         NotRecordable: with the reason.
@@ -105,9 +106,9 @@ class Captured:
         graphs: CUDA graphs of the replay (see `headstart.target.graphs`), on a GPU.
     """
 
-    def __init__(self, model: Any, layers: Sequence[int], device: torch.device, packs: bool) -> None:
+    def __init__(self, model: Any, layers: Sequence[int], device: torch.device, packs: bool, int8: bool) -> None:
         decoder = model.get_decoder()
-        self._decoder, self.layers = decoder, list(layers)
+        self._decoder, self.layers, self._int8 = decoder, list(layers), int8
         self.graphs: Any = None
         refuse_others(model, decoder)
         vocab_size = decoder.get_input_embeddings().num_embeddings
@@ -133,7 +134,7 @@ class Captured:
         tape = record(code, ("tokens_1M", "positions_1M", "mask"), inputs, _COUNTS)
         self._known = list(_places(decoder, tape.constants))
         clean(tape.graph)
-        self.products = rewrite(tape.graph, device, packs)
+        self.products = rewrite(tape.graph, device, packs, int8)
         drop(weight for product in self.products for weight in product.weights)
         self._tape, self._weights, self._replays = tape, Weights(tape.graph), dict[frozenset[int], _Replay]()
         # Other matrices know nothing of `Running.bits`.
@@ -160,7 +161,8 @@ class Captured:
     def serves(self, tokens: int, bits: bool) -> bool:
         """Whether it replays a forward over so many tokens of all rows, with the bits that a row has alone or not."""
         # Modules have other bits than a replay: where there is one with bits, plain steps and wide trees go through it.
-        return self._has_bits if bits else tokens <= MAX_ROWS
+        # In 8 bits all go through it, so that weights have one copy.
+        return self._has_bits if bits else self._int8 or tokens <= MAX_ROWS
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the decoder has the modules and weights that it was recorded with, and the model nobody's hooks."""

@@ -31,6 +31,7 @@ from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
 from headstart.target.graphs import Graphs, Inputs, Outputs
 from headstart.target.identity import Origin
+from headstart.target.prepacked import in_panels
 from headstart.target.tape import NotRecordable
 from headstart.tree.tree import Tree, TreeBatch
 
@@ -82,6 +83,7 @@ class Target(FrozenModel):
             leave_out_cudnn()
         model.eval().requires_grad_(False)
         self._exact: Exact = "tokens"  # while it is checked
+        self._int8 = False
         self._recorded = Recorded()
         self.chains_only = has_running_states(self.config)
         self._fitting = Fitting(self.decoder, self.layers, model.get_output_embeddings())
@@ -268,6 +270,17 @@ class Target(FrozenModel):
         self._fitting.refresh()
         return self._read_causal(None, tokens_BT, aux_layers, {0: 0}, lengths).aux_hidden_states
 
+    def in_int8(self) -> Target:
+        """This target with products in 8 bits, for writing data: weights are rounded, and what they are multiplied
+        with. Itself where that is not to be had: on a GPU, on processors without VNNI, and where weights are not
+        prepacked or forwards not replayed."""
+        modules: list[Any] = self._fitting.prepacked
+        if not modules or not all(in_panels(module.weight, int8=True) for module in modules) or self.eager is not None:
+            return self
+        rounded = copy(self)
+        rounded._int8, rounded._exact, rounded._recorded = True, "tokens", Recorded()
+        return rounded
+
     def record(self) -> None:
         """Record the forward of the model as it is now (see `captured`), where that is still to be done. The first
         cache would do it; where time is measured, or somebody waits for the first token, it is done ahead."""
@@ -356,6 +369,7 @@ class Target(FrozenModel):
     def _run(self, forward: Running, cache: TreeCache | None, tokens_BT: Tensor, positions_BT: Tensor) -> TargetOutput:
         self._check_aux_layers(sorted(forward.aux_layers))
         self._fitting.ensure(forward.aux_layers)
+        forward.int8 = self._int8
         if forward.bits:
             self._fitting.ensure_bits()
         if cache is not None:
@@ -444,7 +458,7 @@ class Target(FrozenModel):
             return "its rotary frequencies depend on the length of the text"
         self._fitting.ensure(layers)
         try:
-            captured = Captured(self.model, layers, self.device, self.prepacked)
+            captured = Captured(self.model, layers, self.device, self.prepacked, self._int8)
             replaying = copy(self)  # other threads go on without it until it is checked
             replaying._exact, replaying._recorded = "tokens", Recorded(captured)
             check_tree(self, replaying._path_logits, None)

@@ -14,7 +14,11 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__)
 #include <immintrin.h>
 #define LANES 16
+#ifdef EIGHT_BITS
+#define MOST 8
+#else
 #define MOST 12 /* rows that are multiplied together: sums of all of them stay in registers */
+#endif
 #else
 #define LANES 8
 #define MOST 6
@@ -93,8 +97,10 @@ static inline void side_by_side(const number *const *rows, int64_t count, int64_
 
 #define CASE(work, count)                                                                                              \
     case count: work(count); break;
-#if MOST > 6
+#if MOST > 8
 #define MORE_CASES(work) CASE(work, 6) CASE(work, 7) CASE(work, 8) CASE(work, 9) CASE(work, 10) CASE(work, 11)
+#elif MOST > 6
+#define MORE_CASES(work) CASE(work, 6) CASE(work, 7)
 #else
 #define MORE_CASES(work)
 #endif

@@ -4,27 +4,23 @@
 #include <stdlib.h>
 
 #include "panels.h"
-
-#define STRETCH 512 /* inputs that are added up before they join the total: rounding grows with the longest sum */
+#ifdef EIGHT_BITS
+#include "in_8_bits.h"
+#else
+#include "in_full.h"
+#endif
 
 typedef struct {
-    const number *weights, *bias;
+    const char *weights;
+    const number *bias;
     int64_t inputs, outputs;
 } matrix;
 
-/* A panel of what some rows give, where they go; x is what `side_by_side` gives. */
+/* A panel of what some rows give, where they go; x is what `read_rows` gives. */
 static inline __attribute__((always_inline)) void multiply(const int rows, const matrix *of, const float *x, int64_t panel,
                                                            number *out, int64_t stride) {
     lanes totals[MOST][VECTORS];
-    const number *weights = of->weights + panel * PANEL * of->inputs;
-    clear(rows, totals);
-    for (int64_t i = 0; i < of->inputs; i += STRETCH) {
-        lanes sums[MOST][VECTORS];
-        clear(rows, sums);
-        add_products(rows, x + i / STEP * rows, weights + i * PANEL, of->inputs - i < STRETCH ? of->inputs - i : STRETCH, sums);
-        for (int m = 0; m < rows; m++)
-            for (int v = 0; v < VECTORS; v++) totals[m][v] += sums[m][v];
-    }
+    add_up(rows, x, of->weights + panel * bytes_of_panel(of->inputs), of->inputs, totals);
     for (int m = 0; m < rows; m++)
         for (int v = 0; v < VECTORS; v++) {
             int64_t first = panel * PANEL + v * LANES, count = of->outputs - first < LANES ? of->outputs - first : LANES;
@@ -34,24 +30,24 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
 }
 
 /* Rows as `multiply` reads them, after their norm where there is one. */
-static void read_rows(const number *x, const number *norm, float eps, int64_t rows, int64_t inputs, float *out) {
+static void enter(const number *x, const number *norm, float eps, int64_t rows, int64_t inputs, float *out) {
     const number *each[MOST];
     number *normed = norm ? malloc(rows * inputs * sizeof *normed) : NULL;
     for (int64_t m = 0; m < rows; m++) {
         each[m] = norm ? normed + m * inputs : x + m * inputs;
         if (norm) norm_row(x + m * inputs, norm, normed + m * inputs, inputs, eps);
     }
-    side_by_side(each, rows, inputs, out);
+    read_rows(each, rows, inputs, out);
     free(normed);
 }
 
 /* out [rows, outputs] of x [rows, inputs]; bias [outputs] or NULL. Before, rows get their RMS norm, [inputs], where that
    is not NULL. After, the second half of the outputs is gated by silu of the first, out [rows, outputs / 2], or `added`
    [rows, outputs] is, where it is not NULL. Rounded where torch rounds. */
-void product(const number *x, const number *norm, float eps, const number *weights, const number *bias, int gates,
+void product(const number *x, const number *norm, float eps, const void *weights, const number *bias, int gates,
              const number *added, number *out, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
     matrix of = {weights, bias, inputs, outputs};
-    int64_t groups = (rows + MOST - 1) / MOST, width = gates ? outputs / 2 : outputs, step = inputs / STEP;
+    int64_t groups = (rows + MOST - 1) / MOST, width = gates ? outputs / 2 : outputs, step = floats_of_row(inputs);
     float *of_all = groups > 1 ? malloc(rows * step * sizeof *of_all) : NULL;
 #define START(group) (rows * (group) / groups)
 #pragma omp parallel num_threads(threads)
@@ -61,8 +57,8 @@ void product(const number *x, const number *norm, float eps, const number *weigh
         if (of_all) {
 #pragma omp for schedule(static)
             for (int64_t group = 0; group < groups; group++)
-                read_rows(x + START(group) * inputs, norm, eps, START(group + 1) - START(group), inputs, read + START(group) * step);
-        } else read_rows(x, norm, eps, rows, inputs, read);
+                enter(x + START(group) * inputs, norm, eps, START(group + 1) - START(group), inputs, read + START(group) * step);
+        } else enter(x, norm, eps, rows, inputs, read);
 #pragma omp for schedule(static) nowait
         for (int64_t panel = 0; panel < (width + PANEL - 1) / PANEL; panel++)
             for (int64_t group = 0; group < groups; group++) {
@@ -90,18 +86,14 @@ void product(const number *x, const number *norm, float eps, const number *weigh
     free(of_all);
 }
 
-/* Numbers that weights of so many inputs and outputs take. */
-int64_t room(int64_t inputs, int64_t outputs) { return (outputs + PANEL - 1) / PANEL * PANEL * inputs; }
+/* Bytes that weights of so many inputs and outputs take. */
+int64_t room(int64_t inputs, int64_t outputs) { return (outputs + PANEL - 1) / PANEL * bytes_of_panel(inputs); }
 
-/* Whether `product` reads weights of so many inputs, and gates so many outputs. */
-int reads(int64_t inputs) { return inputs % STEP == 0; }
+/* Whether `product` gates so many outputs. */
 int can_gate(int64_t outputs) { return outputs % (2 * PANEL) == 0; }
 
-void pack(const number *weights, number *out, int64_t inputs, int64_t outputs, int threads) {
+void pack(const number *weights, char *out, int64_t inputs, int64_t outputs, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t panel = 0; panel < (outputs + PANEL - 1) / PANEL; panel++)
-        for (int64_t l = 0; l < PANEL; l++)
-            for (int64_t i = 0, n = panel * PANEL + l; i < inputs; i++)
-                out[(panel * inputs + i / STEP * STEP) * PANEL + l * STEP + i % STEP] =
-                    n < outputs ? weights[n * inputs + i] : 0;
+        pack_panel(weights + panel * PANEL * inputs, outputs - panel * PANEL, inputs, out + panel * bytes_of_panel(inputs));
 }

@@ -5,6 +5,9 @@ multiplying, in every call. Here they are reordered once, as `prepacked.c` reads
 fast as memory gives them, a tree of 8 nodes in the time of a token. Where that cannot be compiled, or the processor has
 no AVX2, oneDNN's own order and kernels are used. It costs a second copy of the weights in memory.
 
+For writing data they may be rounded to 8 bits, and what they are multiplied with, too: processors with VNNI compute
+with twice as many of those numbers at a time.
+
 Every copy is kept by a `PackedCopy`, which knows when it is stale. Those of single weights are shared by all who
 multiply by them, target and heads, and go with the weight (`copy_of`).
 
@@ -36,7 +39,7 @@ _LAID_OUT_FOR = 32
 _SHARE = 0.5
 """Of free memory, what the copies may take."""
 _DTYPES = (torch.bfloat16, torch.float32)
-_COPIES = WeakTensorKeyDictionary()
+_COPIES, _COPIES_IN_8_BITS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 """By weight, its `PackedCopy`."""
 
 
@@ -45,28 +48,37 @@ _COPIES = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True)
 class Panels:
-    """Weights in the order of `prepacked.c`."""
+    """Weights of a dtype in the order of `prepacked.c`, as bytes; in 8 bits or not."""
 
-    numbers: Tensor
+    kept: Tensor
     outputs: int
+    dtype: torch.dtype
+    int8: bool
 
 
-def prepack(weight_OI: Tensor) -> Panels | Tensor:
-    """The same weights in another order, oneDNN's if it is a tensor; of use to `product` alone."""
-    weight_OI, functions = weight_OI.detach(), _compiled(weight_OI.dtype)
-    outputs, inputs = weight_OI.shape
-    if functions is not None and functions.reads(inputs):
-        numbers = weight_OI.new_empty(functions.room(inputs, outputs))
-        functions.pack(weight_OI.data_ptr(), numbers.data_ptr(), inputs, outputs, torch.get_num_threads())
-        return Panels(numbers, outputs)
+def prepack(weight_OI: Tensor, int8: bool = False) -> Panels | Tensor:
+    """The same weights in another order, oneDNN's if it is a tensor; of use to `product` alone. In 8 bits, if asked,
+    where there are products with such."""
+    weight_OI, outputs, inputs = weight_OI.detach(), *weight_OI.shape
+    int8 = int8 and _reader(weight_OI, int8) is not None
+    functions = _reader(weight_OI, int8)
+    if functions is not None:
+        kept = torch.empty(functions.room(inputs, outputs), dtype=torch.uint8)
+        functions.pack(weight_OI.data_ptr(), kept.data_ptr(), inputs, outputs, torch.get_num_threads())
+        return Panels(kept, outputs, weight_OI.dtype, int8)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _LAID_OUT_FOR)
     return packed
 
 
-def in_panels(weight_OI: Tensor) -> bool:
-    """Whether `prepack` makes panels of it."""
-    functions = _compiled(weight_OI.dtype) if can_pack(weight_OI) else None
-    return functions is not None and bool(functions.reads(weight_OI.shape[1]))
+def in_panels(weight_OI: Tensor, int8: bool = False) -> bool:
+    """Whether `prepack` makes panels of it, in 8 bits or not."""
+    return can_pack(weight_OI) and _reader(weight_OI, int8) is not None
+
+
+def _reader(weight_OI: Tensor, int8: bool) -> Any:
+    """The functions that read it as panels; None where there are none."""
+    functions = _compiled(weight_OI.dtype, int8)
+    return functions if functions is not None and functions.reads(weight_OI.shape[1]) else None
 
 
 def can_gate(weights: Sequence[Tensor]) -> bool:
@@ -104,23 +116,23 @@ def _product(
     inputs, outputs = rows.shape[-1], packed.outputs
     out = rows.new_empty(*rows.shape[:-1], outputs // 2 if gates else outputs)
     vectors = [None if part is None else part.contiguous() for part in (norm[0], bias_O, added)]
-    assert all(part is None or part.dtype == rows.dtype for part in (*vectors, packed.numbers)), "all in one dtype"
+    assert all(part is None or part.dtype == rows.dtype for part in (*vectors, packed)), "all in one dtype"
     assert added is None or added.shape == out.shape, "a number for each output"
     weight, bias, sums = (None if part is None else part.data_ptr() for part in vectors)
-    read = rows.data_ptr(), weight, norm[1], packed.numbers.data_ptr(), bias, gates, sums, out.data_ptr()
-    _compiled(rows.dtype).product(*read, rows.numel() // inputs, inputs, outputs, torch.get_num_threads())
+    read = rows.data_ptr(), weight, norm[1], packed.kept.data_ptr(), bias, gates, sums, out.data_ptr()
+    _compiled(rows.dtype, packed.int8).product(*read, rows.numel() // inputs, inputs, outputs, torch.get_num_threads())
     return out
 
 
-def multiplier(dtype: torch.dtype) -> int:
+def multiplier(dtype: torch.dtype, int8: bool) -> int:
     """The address of the product with panels, in C (see `steps`)."""
-    return ctypes.cast(_compiled(dtype).product, ctypes.c_void_p).value or 0
+    return ctypes.cast(_compiled(dtype, int8).product, ctypes.c_void_p).value or 0
 
 
 @cache
-def _compiled(dtype: torch.dtype) -> Any:
-    """The functions for weights of a dtype; None where there are none."""
-    functions = vector_library(SOURCE, dtype)
+def _compiled(dtype: torch.dtype, int8: bool = False) -> Any:
+    """The functions for weights of a dtype, in 8 bits or not; None where there are none."""
+    functions = vector_library(SOURCE, dtype, *(["EIGHT_BITS"] if int8 else []))
     if functions is None:
         return None
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
@@ -172,7 +184,7 @@ class Packed:
     def address(self) -> int:
         """Where weights in panels begin."""
         assert isinstance(self.weight, Panels), "see `in_panels`"
-        return self.weight.numbers.data_ptr()
+        return self.weight.kept.data_ptr()
 
     def times(self, rows: Tensor, bias_O: Tensor | None, **around: Any) -> Tensor:
         """`F.linear` of rows [.., I], and what is computed around it, see `product`."""
@@ -188,9 +200,13 @@ class PackedCopy:
     begins. A stale copy is let go of where it is seen, and made anew when it is asked for.
 
     Threads may share it: each gets a whole copy, and two at once make the same one.
+
+    Args:
+        int8: whether weights are kept in 8 bits, see `prepack`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, int8: bool = False) -> None:
+        self._int8 = int8
         self._packed: Packed | None = None
         self._met: list[tuple[int, int]] | None = None
 
@@ -212,7 +228,7 @@ class PackedCopy:
         joined = weights[0].detach() if len(weights) == 1 else torch.cat([weight.detach() for weight in weights])
         bias_O = torch.cat([bias.detach() for bias in biases]) if biases else None
         samples = [tuple(part.clone() for part in _sample(tensor)) for tensor in tensors]
-        self._packed = packed = Packed(prepack(joined), bias_O, changes, samples)
+        self._packed = packed = Packed(prepack(joined, self._int8), bias_O, changes, samples)
         return packed
 
     def is_now(self, packed: Packed, tensors: Sequence[Tensor]) -> bool:
@@ -226,35 +242,41 @@ class PackedCopy:
             self._packed = None
 
 
-def copy_of(weight: Tensor) -> PackedCopy:
-    """What keeps the copy of one weight, for all who multiply by it."""
-    known: PackedCopy | None = _COPIES.get(weight)  # type: ignore[no-untyped-call]  # torch has no types
+def copy_of(weight: Tensor, int8: bool = False) -> PackedCopy:
+    """What keeps the copy of one weight, in 8 bits or not, for all who multiply by it."""
+    copies = _COPIES_IN_8_BITS if int8 else _COPIES
+    known: PackedCopy | None = copies.get(weight)  # type: ignore[no-untyped-call]  # torch has no types
     if known is None:
-        known = _COPIES[weight] = PackedCopy()
+        known = copies[weight] = PackedCopy(int8)
     return known
 
 
 def refresh(weights: Iterable[Tensor]) -> None:
     """See whether the copies of these weights, each its own, are still theirs."""
     for weight in weights:
-        if (known := _COPIES.get(weight)) is not None:  # type: ignore[no-untyped-call]  # torch has no types
-            known.refresh([weight])
+        for copies in (_COPIES, _COPIES_IN_8_BITS):
+            if (known := copies.get(weight)) is not None:  # type: ignore[no-untyped-call]  # torch has no types
+                known.refresh([weight])
 
 
 def drop(weights: Iterable[Tensor]) -> None:
     """Free the copies of these weights; who multiplies by them makes new ones."""
     for weight in weights:
-        _COPIES.pop(weight, None)  # type: ignore[no-untyped-call]  # torch has no types
+        for copies in (_COPIES, _COPIES_IN_8_BITS):
+            copies.pop(weight, None)  # type: ignore[no-untyped-call]  # torch has no types
 
 
-def multiplied(rows: Tensor, weight_OI: Tensor, bias_O: Tensor | None, waits: bool = False) -> Tensor | None:
-    """`F.linear` of a few rows [.., I], from the prepacked copy of the weight (see `PackedCopy.of`): None where there
-    is none, and where somebody wants gradients."""
-    if not rows.is_cpu or rows.numel() > MAX_ROWS * rows.shape[-1] or rows.dtype != weight_OI.dtype:
+def multiplied(
+    rows: Tensor, weight_OI: Tensor, bias_O: Tensor | None, waits: bool = False, int8: bool = False
+) -> Tensor | None:
+    """`F.linear` of a few rows [.., I], and of any number with weights in 8 bits, from the prepacked copy of the weight
+    (see `PackedCopy.of`): None where there is none, and where somebody wants gradients."""
+    few = int8 or rows.numel() <= MAX_ROWS * rows.shape[-1]
+    if not rows.is_cpu or not few or rows.dtype != weight_OI.dtype:
         return None
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (rows, weight_OI, bias_O)):
         return None
-    packed = copy_of(weight_OI).of([weight_OI], waits=waits)
+    packed = copy_of(weight_OI, int8).of([weight_OI], waits=waits)
     return None if packed is None else packed.times(rows, bias_O)
 
 

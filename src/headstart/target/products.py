@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from headstart.target.attention import running
-from headstart.target.prepacked import Packed, PackedCopy, can_pack, multiplied, prepack, product
+from headstart.target.prepacked import Packed, PackedCopy, can_pack, in_panels, multiplied, prepack, product
 
 _LEVELS = (32, 64, 128)
 """Most rows that are tried, first and when more rows come."""
@@ -52,12 +52,12 @@ class Matrix:
         forward = running()
         if forward is None or not args or forward.recording is not None:
             return self._original(*args, **kwargs)
-        multiply = self._multiply if self._prepacked and not kwargs else self._original
+        multiply = partial(self._multiply, forward.int8) if self._prepacked and not kwargs else self._original
         return self._alone(multiply, args, kwargs) if forward.bits else multiply(*args, **kwargs)
 
-    def _multiply(self, rows: Tensor) -> Any:
+    def _multiply(self, int8: bool, rows: Tensor) -> Any:
         module: Any = self._module
-        out = multiplied(rows, module.weight, module.bias)
+        out = multiplied(rows, module.weight, module.bias, int8=int8)
         return self._original(rows) if out is None else out
 
     def _same_bits(self, rows: int) -> SameBits:
@@ -65,12 +65,19 @@ class Matrix:
 
 
 class Merged:
-    """Linear layers that read the same rows, as one product with prepacked weights."""
+    """Linear layers that read the same rows, as one product with prepacked weights, in 8 bits if asked.
 
-    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> None:
+    Attributes:
+        int8: whether they are, which not all processors and sizes have.
+        in_panels: whether what lies around is computed with the product, see `prepacked.product`.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], int8: bool = False) -> None:
+        self.int8 = int8 and in_panels(weights[0], int8)
+        self.in_panels = in_panels(weights[0], self.int8)
         self.weights, self._biases = list(weights), [bias for bias in biases if bias is not None]
         self.sizes = [len(weight) for weight in weights]
-        self._copy = PackedCopy()
+        self._copy = PackedCopy(self.int8)
         self._alone = Alone(self._same_bits)
 
     @staticmethod

@@ -27,17 +27,17 @@ from torch import Tensor, fx
 
 from headstart.support.compiled import vector_library
 from headstart.target.attention import Scores, attend, attend_joined, running
-from headstart.target.prepacked import can_gate, can_pack, in_panels
+from headstart.target.prepacked import can_gate, can_pack
 from headstart.target.products import Merged
 from headstart.target.tape import call, clean, put_for
 
 SOURCE = Path(__file__).with_name("between.c")
 
 
-def rewrite(graph: fx.Graph, device: torch.device, packs: bool) -> list[Merged]:
-    """Rewrite a recorded graph; the products with prepacked weights that are now in it."""
+def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> list[Merged]:
+    """Rewrite a recorded graph; the products with prepacked weights that are now in it, in 8 bits if asked."""
     shorten_norms(graph, device)
-    products = merge_products(graph) if packs else []
+    products = merge_products(graph, int8) if packs else []
     shorten_rotations(graph)
     clean(graph)
     if packs:
@@ -73,8 +73,8 @@ def _constant(node: Any) -> Tensor | None:
     return tensor
 
 
-def merge_products(graph: fx.Graph) -> list[Merged]:
-    """One product for all linear layers that read the same numbers, prepacked."""
+def merge_products(graph: fx.Graph, int8: bool) -> list[Merged]:
+    """One product for all linear layers that read the same numbers, prepacked, in 8 bits if asked."""
     by_input: dict[Any, list[Any]] = {}
     node: Any
     for node in graph.nodes:
@@ -90,7 +90,7 @@ def merge_products(graph: fx.Graph) -> list[Merged]:
         weights = [node.args[1].meta["constant"] for node in nodes]
         biases = [_constant(node.args[2]) if len(node.args) > 2 else None for node in nodes]
         for group in Merged.groups(weights, biases):
-            product = Merged([weights[index] for index in group], [biases[index] for index in group])
+            product = Merged([weights[index] for index in group], [biases[index] for index in group], int8)
             made.append(product)
             with graph.inserting_before(nodes[group[0]]):
                 joined = call(graph, product, (rows, None, 0.0, False, None))  # nothing around it, so far
@@ -292,7 +292,7 @@ def join_products(graph: fx.Graph) -> None:
     """A norm before a product, and a gate or a sum after it, as one call with it."""
     for node in list(graph.nodes):
         product: Any = node.target
-        if not isinstance(product, Merged) or not in_panels(product.weights[0]):
+        if not isinstance(product, Merged) or not product.in_panels:
             continue
         rows, norm, eps, gates, last, added = node.args[0], None, 0.0, False, node, None
         if _is(rows, [normed]) and len(rows.users) == 1 and _nobody_writes(rows, node):

@@ -97,16 +97,16 @@ class _Group:
     def takes(self, node: Any) -> bool:
         """Whether a node is a step that can follow: all that it reads and gives are so many numbers of each token, in
         one dtype."""
-        step = node.target
+        step, first = node.target, (self.steps[0] if self.steps else node).target
         if isinstance(step, JoinedSite) and self.source(node.args[0]) in self.steps:
             joined, angles, _ = node.args
             wide = {joined: (step.heads + 2 * step.key_heads) * step.size, **dict.fromkeys(angles, step.size)}
-        elif isinstance(step, Merged) and prepacked.in_panels(step.weights[0]):
+        elif isinstance(step, Merged) and step.in_panels and step.int8 == first.int8:
             rows, *_, added = node.args
             wide = {rows: step.weights[0].shape[1], **({} if added is None else {added: _width(node)})}
         else:
             return False
-        dtype = (self.steps[0] if self.steps else node).target.weights[0].dtype
+        dtype = first.weights[0].dtype
         return _gives(node, dtype) and all(_has(source, dtype, width) for source, width in wide.items())
 
     def only_shows(self, node: Any) -> bool:
@@ -215,9 +215,7 @@ class Weights:
         versions, snapshot = [tensor._version for tensor in self._watched], self._snapshot
         if snapshot is None or snapshot.versions != versions:
             self._snapshot = snapshot = None  # the copies before go first
-            packed = {
-                product: product.packed() for product in self._products if prepacked.in_panels(product.weights[0])
-            }
+            packed = {product: product.packed() for product in self._products if product.in_panels}
             norms = {norm: norm.detach().contiguous() for norm in self._norms}
             self._snapshot = snapshot = _Snapshot(packed, norms, versions)
         return snapshot
@@ -241,13 +239,13 @@ class Steps:
     """
 
     def __init__(self, group: _Group, given: Sequence[Any], kept: Sequence[Any]) -> None:
-        self._dtype = group.steps[0].target.weights[0].dtype
+        first = group.steps[0].target
+        self._dtype, self._int8, self._first_width = first.weights[0].dtype, first.int8, first.weights[0].shape[1]
         results, widths = _results(group, kept)
         numbers = {node: number for number, node in enumerate(given)}
         numbers |= {node: len(given) + number for node, number in results.items()}
         self._steps = [_Described.of(node, group, numbers) for node in group.steps]
         self._attends = any(isinstance(step.target, JoinedSite) for step in self._steps)
-        self._first_width = group.steps[0].target.weights[0].shape[1]
         self._kept = [_shape(node) for node in kept]
         starts = list(accumulate(widths[len(kept) :], initial=0))
         self._between = starts.pop()
@@ -292,7 +290,11 @@ class Steps:
             (_Store * len(stores))(*map(_store, stores)),
             (_Sight * 2)(*(_Sight(*cpu_attention.masked(mask), first, window or 0) for mask, first, window in seen)),
             *(len(tensors), rows, count // rows),
-            *(prepacked.multiplier(self._dtype), cpu_attention.attender(self._dtype), torch.get_num_threads()),
+            *(
+                prepacked.multiplier(self._dtype, self._int8),
+                cpu_attention.attender(self._dtype),
+                torch.get_num_threads(),
+            ),
         )
         _compiled().take(laid[0], len(laid[0]), ctypes.byref(of))
         return kept

@@ -38,6 +38,9 @@ class PartWriter:
         self._writer: Writer = (
             Servers(settings.server, target, settings.server_requests) if settings.server else InProcess(target)
         )
+        self._training_writer = self._writer
+        if settings.writing_dtype == "int8" and not settings.server:
+            self._training_writer = InProcess(target.in_int8())
 
     def workers(self, count: int) -> Workers:
         size = self.settings.batch_size
@@ -61,6 +64,8 @@ class PartWriter:
 
     def write(self, what: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
         split, number = str(what["split"]), int(what["number"])
+        # Reports and validations stand for the target as it is.
+        writer = self._training_writer if split == "train" else self._writer
         seed = (self.settings.seed * 1_000_003 + number) * len(SPLITS) + list(SPLITS).index(split)
         left_out = LeftOut()
         prompts = [Prompt(**prompt) for prompt in what["prompts"]]
@@ -68,10 +73,10 @@ class PartWriter:
         if share and missing:
             # Some of them will not do.
             count = missing + -(-missing // 4) if prompts else self.settings.batch_size
-            own = self._self_prompts(f"{split}-{number}", count, seed, check, left_out)[:missing]
+            own = self._self_prompts(writer, f"{split}-{number}", count, seed, check, left_out)[:missing]
             turns = in_turns([iter(prompts), iter(own)], [1 - share, share])
             prompts = [prompt for _, prompt in turns] if prompts else own
-        answers = Answers(self.target, self.settings, self._writer, capture=self._capture, check=check)
+        answers = Answers(self.target, self.settings, writer, capture=self._capture, check=check)
         if split == "heldout":
             written = answers.openings(prompts, left_out)
         else:
@@ -85,12 +90,12 @@ class PartWriter:
         }
 
     def _self_prompts(
-        self, name: str, count: int, seed: int, check: Callable[[], None], left_out: LeftOut
+        self, writer: Writer, name: str, count: int, seed: int, check: Callable[[], None], left_out: LeftOut
     ) -> list[Prompt]:
         """At most so many prompts that the target writes: the same for the same settings, whatever was written
         before."""
         target, settings = self.target, self.settings
-        drafts = write_prompts(target, count, settings.seed_prompts, seed, writer=self._writer, check=check)
+        drafts = write_prompts(target, count, settings.seed_prompts, seed, writer=writer, check=check)
         prompts = []
         for number, (text, category) in enumerate(drafts):
             prompt = Prompt([{"role": "user", "content": text}], category, f"{name}-{number}")

@@ -1,0 +1,132 @@
+/* Weights in 8 bits, with a step for each output, and rows too, with one for each stretch of inputs, so that a large number
+   takes nothing from those far from it. Processors with VNNI multiply four of them at once, weights without a sign. */
+
+#define STRETCH 128
+#define FOUR 4       /* inputs that lie together */
+#define HIGHEST 127  /* of a number in 8 bits */
+#define NOTHING 128  /* what a weight of zero is kept as */
+
+#if LANES == 16 && defined(__AVX512VNNI__)
+typedef __m512i wholes;
+#define READ(from) _mm512_loadu_si512(from)
+#define EVERYWHERE(four) _mm512_set1_epi32(four)
+#define AS_FLOATS(sums) _mm512_cvtepi32_ps(sums)
+#define ADD_FOURS(sums, weights, x) _mm512_dpbusd_epi32(sums, weights, x)
+#elif LANES == 8 && (defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__)))
+#include <immintrin.h>
+typedef __m256i wholes;
+#define READ(from) _mm256_loadu_si256((const __m256i *)(from))
+#define EVERYWHERE(four) _mm256_set1_epi32(four)
+#define AS_FLOATS(sums) _mm256_cvtepi32_ps(sums)
+#ifdef __AVXVNNI__
+#define ADD_FOURS(sums, weights, x) _mm256_dpbusd_avx_epi32(sums, weights, x)
+#else
+#define ADD_FOURS(sums, weights, x) _mm256_dpbusd_epi32(sums, weights, x)
+#endif
+#endif
+
+/* A panel: the step of each output, then four inputs of each, then their next four. */
+static inline int64_t bytes_of_panel(int64_t inputs) { return PANEL * (sizeof(float) + inputs); }
+
+/* A row has for each stretch its step, what its sums begin with, and its inputs; those of rows that are multiplied
+   together lie side by side. */
+static inline int64_t floats_of_row(int64_t inputs) { return 2 * ((inputs + STRETCH - 1) / STRETCH) + inputs / FOUR; }
+
+#ifdef ADD_FOURS
+
+int reads(int64_t inputs) { return inputs % FOUR == 0; }
+
+/* The bits of the largest of some numbers, without signs: their order is that of the numbers, and those of what is no
+   number are above all. */
+static inline uint32_t largest(const float *x, int64_t count) {
+    uint32_t most = 0;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t bits;
+        memcpy(&bits, x + i, sizeof bits);
+        bits &= 0x7fffffff;
+        most = bits > most ? bits : most;
+    }
+    return most;
+}
+
+/* Numbers in 8 bits, so many to a step; what is not finite makes all of them no numbers. */
+static inline float round_numbers(const float *x, int64_t count, int8_t *out) {
+    uint32_t bits = largest(x, count);
+    float most, factor;
+    memcpy(&most, &bits, sizeof most);
+    factor = bits < 0x7f800000 && most > 1e-30f ? HIGHEST / most : 0;
+    for (int64_t i = 0; i < count; i++) out[i] = factor ? (int8_t)(int32_t)__builtin_rintf(x[i] * factor) : 0;
+    return bits < 0x7f800000 ? most / HIGHEST : __builtin_nanf("");
+}
+
+static inline void read_rows(const number *const *rows, int64_t count, int64_t inputs, float *out) {
+    for (int64_t i = 0; i < inputs; i += STRETCH) {
+        int64_t width = inputs - i < STRETCH ? inputs - i : STRETCH;
+        for (int64_t m = 0; m < count; m++) {
+            float x[STRETCH];
+            int8_t rounded_x[STRETCH];
+            int32_t sum = 0;
+            for (int64_t k = 0; k < width; k++) x[k] = read_number(rows[m][i + k]);
+            out[m] = round_numbers(x, width, rounded_x);
+            for (int64_t k = 0; k < width; k++) sum += rounded_x[k];
+            sum *= -NOTHING;
+            memcpy(out + count + m, &sum, sizeof sum);
+            for (int64_t k = 0; k < width; k += FOUR) memcpy(out + 2 * count + k / FOUR * count + m, rounded_x + k, FOUR);
+        }
+        out += (2 + width / FOUR) * count;
+    }
+}
+
+static inline int32_t four(const float *x) {
+    int32_t bits;
+    memcpy(&bits, x, sizeof bits);
+    return bits;
+}
+
+static inline __attribute__((always_inline)) void add_up(const int rows, const float *x, const void *panel, int64_t inputs,
+                                                         lanes totals[MOST][VECTORS]) {
+    const char *weights = (const char *)panel + PANEL * sizeof(float);
+    clear(rows, totals);
+    for (int64_t i = 0; i < inputs; i += STRETCH) {
+        wholes sums[MOST][VECTORS];
+        const float *steps = x;
+        for (int m = 0; m < rows; m++)
+            for (int v = 0; v < VECTORS; v++) sums[m][v] = EVERYWHERE(four(x + rows + m));
+        x += 2 * rows;
+        for (int64_t k = i; k < inputs && k < i + STRETCH; k += FOUR, weights += FOUR * PANEL, x += rows) {
+            wholes read[VECTORS];
+            for (int v = 0; v < VECTORS; v++) read[v] = READ(weights + v * FOUR * LANES);
+            for (int m = 0; m < rows; m++) {
+                wholes of_row = EVERYWHERE(four(x + m));
+                for (int v = 0; v < VECTORS; v++) sums[m][v] = ADD_FOURS(sums[m][v], read[v], of_row);
+            }
+        }
+        for (int m = 0; m < rows; m++)
+            for (int v = 0; v < VECTORS; v++) totals[m][v] += (lanes)AS_FLOATS(sums[m][v]) * steps[m];
+    }
+    for (int v = 0; v < VECTORS; v++) {
+        lanes steps;
+        memcpy(&steps, (const float *)panel + v * LANES, sizeof steps);
+        for (int m = 0; m < rows; m++) totals[m][v] *= steps;
+    }
+}
+
+static void pack_panel(const number *weights, int64_t count, int64_t inputs, void *panel) {
+    uint8_t *out = (uint8_t *)panel + PANEL * sizeof(float);
+    for (int64_t l = 0; l < PANEL; l++) {
+        float x[inputs], *step = (float *)panel + l;
+        int8_t rounded_x[inputs];
+        for (int64_t i = 0; i < inputs; i++) x[i] = l < count ? read_number(weights[l * inputs + i]) : 0;
+        *step = round_numbers(x, inputs, rounded_x);
+        for (int64_t i = 0; i < inputs; i++) out[(i / FOUR * PANEL + l) * FOUR + i % FOUR] = rounded_x[i] + NOTHING;
+    }
+}
+
+#else /* there are none */
+
+int reads(int64_t inputs) { return 0; }
+static inline void read_rows(const number *const *rows, int64_t count, int64_t inputs, float *out) {}
+static inline void add_up(const int rows, const float *x, const void *panel, int64_t inputs, lanes totals[MOST][VECTORS]) {}
+static void pack_panel(const number *weights, int64_t count, int64_t inputs, void *panel) {}
+
+#endif

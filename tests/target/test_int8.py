@@ -1,0 +1,127 @@
+"""Products in 8 bits, for writing data: what they round and what not, and targets that compute with them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.target import prepacked, rewrites
+from headstart.target.model import Target
+from headstart.target.prepacked import in_panels, prepack, product
+from headstart.tree.tree import Tree, TreeBatch
+from tests.tiny import tiny_model
+
+DTYPES = [torch.float32, torch.bfloat16]
+pytestmark = pytest.mark.skipif(not in_panels(torch.zeros(32, 32), int8=True), reason="this CPU has no VNNI")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rows", [1, 5, 8, 21])
+def test_what_fits_into_8_bits_is_not_rounded(rows: int, threads: int, dtype: torch.dtype) -> None:
+    """Whole numbers up to 127, which every stretch of a row and every output has: all sums are exact."""
+    torch.manual_seed(0)
+    torch.set_num_threads(threads)
+    for inputs, outputs in ((4, 32), (128, 70), (300, 5)):
+        x, weight = torch.randint(-127, 128, (rows, inputs)), torch.randint(-127, 128, (outputs, inputs))
+        x[:, ::4], weight[:, 0] = 127, -127
+        bias = torch.randint(-9, 9, (outputs,)).to(dtype)
+        packed = prepack(weight.to(dtype), int8=True)
+        got = product(x.to(dtype)[None], packed, bias)[0]
+        assert torch.equal(got, ((x @ weight.T).float() + bias).to(dtype))
+
+
+def test_a_row_is_rounded_by_itself_and_a_large_number_takes_nothing_from_those_far_from_it() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(9, 256), torch.randn(64, 256)
+    packed = prepack(weight, int8=True)
+    plain = product(x, packed, None)
+    assert torch.equal(product(x[3:4], packed, None)[0], plain[3])
+    exact = x @ weight.T
+    error = (plain - exact).norm() / exact.norm()
+    assert 0.001 < error < 0.02, "steps of a 127th of some 3 spreads, in both: 0.009"
+    x[3, 200], exact_rest = 1000.0, x[:, :128] @ weight[:, :128].T
+    rest = product(x, packed, None)[3] - 1000 * weight[:, 200] * 1.0
+    assert (rest - exact[3] + x[3, 200] * 0).isfinite().all()
+    only_far = prepack(torch.cat([weight[:, :128], torch.zeros(64, 128)], 1), int8=True)
+    near = product(x, only_far, None)[3]
+    assert (near - exact_rest[3]).norm() < 0.02 * exact_rest[3].norm()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none_and_nothing_stays_nothing(wrong: float) -> None:
+    packed = prepack(torch.randn(32, 256), int8=True)
+    x = torch.randn(3, 256)
+    x[0], x[1, 200] = 0.0, wrong
+    out = product(x, packed, None)
+    assert out[0].eq(0).all() and out[1].isnan().all() and out[2].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 19])
+def test_what_is_computed_around_a_product(rows: int, dtype: torch.dtype) -> None:
+    """To the bit what comes of one after the other."""
+    torch.manual_seed(0)
+    x, norm_I, weight = (torch.randn(*shape).to(dtype) for shape in ((1, rows, 48), (48,), (128, 48)))
+    packed, added = prepack(weight, int8=True), torch.randn(1, rows, 128).to(dtype)
+    plain = product(rewrites.normed(x, norm_I, 1e-5), packed, None)
+    assert torch.equal(product(x, packed, None, norm=(norm_I, 1e-5), added=added), added + plain)
+    assert torch.equal(product(x, packed, None, (norm_I, 1e-5), gates=True), rewrites.gated(plain))
+
+
+def test_sizes_that_do_not_come_in_fours_are_not_rounded() -> None:
+    weight, x = torch.randn(32, 34), torch.randn(2, 34)
+    torch.testing.assert_close(product(x, prepack(weight, int8=True), None), x @ weight.T)
+
+
+def logits(target: Target) -> Tensor:
+    cache = target.new_cache(2, 16)
+    read = target.prefill(cache, [[5, 9, 2], [4, 4, 8, 1]]).logits_BTV
+    batch = TreeBatch.of([Tree(tokens, [-1, 0, 0, 1]) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8])])
+    return torch.cat([read, target.forward_tree(cache, batch).logits_BTV], 1).float()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox"])
+def test_a_target_in_8_bits_differs_by_rounding_and_leaves_the_other_as_it_was(kind: str) -> None:
+    target = Target(tiny_model(kind))
+    before = logits(target)
+    rounded = target.in_int8()
+    assert rounded is not target and rounded.eager is None
+    difference = (logits(rounded) - before).norm() / before.norm()
+    assert 1e-4 < difference < 0.05, "a share of 0.01 in each product"
+    assert torch.equal(logits(target), before)
+
+
+def test_weights_that_changed_are_rounded_again() -> None:
+    target = Target(tiny_model("llama"))
+    rounded = target.in_int8()
+    before = logits(rounded)
+    with torch.no_grad():
+        for weight in target.model.parameters():
+            weight.mul_(0.5)
+    after, exact = logits(rounded), logits(target)
+    assert (after - exact).norm() < 0.05 * exact.norm() < (after - before).norm()
+
+
+def test_all_that_it_reads_has_one_copy_in_8_bits_which_goes_with_it() -> None:
+    target = Target(tiny_model("llama"))
+    rounded = target.in_int8()
+    rounded.prefill(rounded.new_cache(3, 200), [[1 + n % 30 for n in range(150)]] * 3)
+    logits(rounded)
+    packed = [name for name, weight in target.model.named_parameters() if weight in prepacked._COPIES_IN_8_BITS]
+    assert packed == ["lm_head.weight"]
+    del rounded, target
+    gc.collect()
+
+
+def test_a_target_is_itself_where_8_bits_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.target.fitting.fits", lambda _: False)
+    target = Target(tiny_model("llama"))
+    assert target.in_int8() is target, "weights are not prepacked"
+    monkeypatch.undo()
+    monkeypatch.setattr("headstart.target.model.in_panels", lambda *_, **__: False)
+    target = Target(tiny_model("llama"))
+    assert target.in_int8() is target, "a processor without VNNI"
