@@ -166,7 +166,7 @@ def test_one_copy_of_the_weights_for_all_replays() -> None:
 
     def bytes_of_panels() -> int:
         gc.collect()
-        return sum(part.numbers.nbytes for part in gc.get_objects() if isinstance(part, prepacked.Panels))
+        return sum(part.kept.nbytes for part in gc.get_objects() if isinstance(part, prepacked.Panels))
 
     def read(*aux_layers: int) -> Tensor:
         cache = target.new_cache(1, 8)
