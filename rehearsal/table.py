@@ -176,7 +176,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "tests/test_pipeline.py": {
-        "test_longer_training_goes_on_and_the_shorter_one_is_kept": ("headstart run quickstart train.minutes=13",),
+        "test_longer_training_goes_on_and_the_shorter_one_is_kept": ("headstart run quickstart train.minutes=14",),
         "test_more_conversations_are_added_to_those_that_are_there": ("headstart run quickstart data.minutes=18",),
         "test_only_what_no_run_refers_to_is_freed": ("headstart gc --dry-run",),
     },

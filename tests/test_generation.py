@@ -407,7 +407,7 @@ def test_weights_are_packed_once_for_all_calls_and_heads_and_again_when_they_cha
 ) -> None:
     packed: list[Any] = []
     prepack = prepacked.prepack
-    monkeypatch.setattr(prepacked, "prepack", lambda weight: packed.append(weight) or prepack(weight))
+    monkeypatch.setattr(prepacked, "prepack", lambda weight, *int8: packed.append(weight) or prepack(weight, *int8))
     model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
     model.generation_config.eos_token_id = None
     for name in ("heads", "others"):

@@ -85,12 +85,15 @@ class _Now:
     def __init__(self, costs: Costs, rows: int, rounds: RoundTimes, per_row: bool) -> None:
         self._costs, self._rows, self._rounds, self._per_row = costs, rows, rounds, per_row
         self._measured: dict[int, float] = {}
+        self._known: object = None  # the ratios that what follows is of
         self.refresh()
 
     def refresh(self) -> None:
         """Take in what was learned since."""
-        self._verifying: dict[int, float] = {}  # by size
-        self._drafting = self._rounds.drafting
+        if self._known is not self._rounds.ratios:
+            self._known = self._rounds.ratios
+            self._verifying: dict[int, float] = {}  # by size
+            self._drafting = self._rounds.drafting
 
     def measured(self, tokens: int) -> float:
         """Milliseconds of a forward over so many tokens, without corrections."""

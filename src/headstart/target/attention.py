@@ -78,6 +78,10 @@ def tree_mask(
     if width == 1 and one_length and not windowed:
         return None
     rows = max(lengths_B1.shape[0], visible_BTT.shape[0])
+    if one_length and not windowed:
+        mask_BTS = torch.zeros(rows, width, seen, dtype=dtype, device=device)
+        mask_BTS[:, :, seen - width :].masked_fill_(~visible_BTT, float("-inf"))
+        return TreeMask(mask_BTS[:, None], None)
     slots_S = torch.arange(seen, device=device)
     allowed_BTS = (slots_S < lengths_B1)[:, None].expand(rows, width, seen).clone()
     if one_length:

@@ -22,6 +22,8 @@ from transformers.cache_utils import Cache
 from headstart.support.uploads import upload
 from headstart.target.memory import Memory
 
+_ONE_BY_ONE = 4
+"""Tokens that are moved one by one: an index for all of them takes longer."""
 Place = tuple[tuple[int, int], tuple[int, int]]
 """Of a layer's keys and of its values: the store that they are in, and which of its tensors they are."""
 
@@ -197,6 +199,11 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
                 sources = (starts_B1 + paths_BP).to(store.device)
                 rows_B1 = torch.arange(self.rows, device=store.device)[:, None]
                 store[:, rows_B1, :, index_BP.to(store.device)] = store[:, rows_B1, :, sources]
+        elif 0 < len(moved) <= _ONE_BY_ONE:
+            # In order, no slot is overwritten that another is still to take.
+            for store in self._stores:
+                for row, source, index in moved:
+                    store[:, row, :, index] = store[:, row, :, source]
         elif moved:
             columns = torch.tensor(moved).T
             placed = {device: upload(columns, device) for device in self._devices}

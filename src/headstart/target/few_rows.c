@@ -427,23 +427,54 @@ static inline ordered in_order(number x) {
     return size > INFINITE ? MOST_ORDERED : value;
 }
 
-/* The index of the largest number of each row, the first one of several. */
-void highest(const number *x, int64_t *out, int64_t rows, int64_t size, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (rows > 1)
-    for (int64_t m = 0; m < rows; m++) {
-        const number *of = x + m * size;
-        ordered most = in_order(of[0]);
-        int64_t at = 0;
-        for (int64_t start = 0, stop; start < size; start = stop) {
-            stop = start + 1024 < size ? start + 1024 : size;
-            ordered of_block = in_order(of[start]);
-            for (int64_t i = start; i < stop; i++) {
-                ordered value = in_order(of[i]);
-                of_block = value > of_block ? value : of_block;
+typedef struct {
+    ordered most;
+    int64_t at;
+} found;
+
+typedef ordered orders __attribute__((vector_size(4 * LANES)));
+#define MANY (int64_t)(sizeof(orders) / sizeof(ordered))
+#define BLOCK (16 * MANY)
+
+/* The largest of some numbers, the first one of several. */
+static found largest(const number *x, int64_t start, int64_t end) {
+    found best = {in_order(x[start]), start};
+    for (int64_t stop; start < end; start = stop) {
+        ordered of_block = in_order(x[start]);
+        stop = start + BLOCK < end ? start + BLOCK : end;
+        if (stop - start < BLOCK)
+            for (int64_t i = start; i < stop; i++) of_block = in_order(x[i]) > of_block ? in_order(x[i]) : of_block;
+        else { /* as `in_order`, which compilers do not turn into vectors here */
+            orders most = of_block - (orders){0};
+            for (int64_t i = start; i < stop; i += MANY) {
+                orders bits;
+                memcpy(&bits, x + i, sizeof bits);
+                orders size = bits & MOST_ORDERED, negative = bits < 0, none = size > INFINITE;
+                orders value = ((((size ^ negative) - negative) & ~none) | (none & MOST_ORDERED)), larger = value > most;
+                most = (value & larger) | (most & ~larger);
             }
-            if (of_block > most) most = of_block, at = start;
+            for (int64_t l = 0; l < MANY; l++) of_block = most[l] > of_block ? most[l] : of_block;
         }
-        while (in_order(of[at]) != most) at++;
-        out[m] = at;
+        if (of_block > best.most) best.most = of_block, best.at = start;
     }
+    while (in_order(x[best.at]) != best.most) best.at++;
+    return best;
+}
+
+/* The index of the largest number of each row, the first one of several. Each thread looks at the outputs that a product
+   lets it write (see prepacked.c): they are in its cache. */
+void highest(const number *x, int64_t *out, int64_t rows, int64_t size, int threads) {
+    int64_t parts = size < threads ? size : threads;
+    found *of_parts = malloc(parts * rows * sizeof *of_parts);
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t part = 0; part < parts; part++)
+        for (int64_t m = 0; m < rows; m++)
+            of_parts[part * rows + m] = largest(x + m * size, size * part / parts, size * (part + 1) / parts);
+    for (int64_t m = 0; m < rows; m++) {
+        found best = of_parts[m];
+        for (int64_t part = 1; part < parts; part++)
+            if (of_parts[part * rows + m].most > best.most) best = of_parts[part * rows + m];
+        out[m] = best.at;
+    }
+    free(of_parts);
 }

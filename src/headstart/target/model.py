@@ -31,7 +31,7 @@ from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
 from headstart.target.graphs import Graphs, Inputs, Outputs
 from headstart.target.identity import Origin
-from headstart.target.prepacked import in_panels
+from headstart.target.prepacked import MAX_ROWS, in_panels
 from headstart.target.tape import NotRecordable
 from headstart.tree.tree import Tree, TreeBatch
 
@@ -200,7 +200,7 @@ class Target(FrozenModel):
             return self._read_chains(cache, rows, aux_layers, last_only=True)
         tokens_BT = self._padded(rows)
         ends = [before + length for before, length in zip(cache.lengths, lengths, strict=True)]
-        if len(set(cache.lengths)) > 1:
+        if len(set(cache.lengths)) > 1 or (self._replays_texts(*tokens_BT.shape) and len(alike(lengths)) == 1):
             last = {row: length - 1 for row, length in enumerate(lengths)}
             out = self._forward(cache, TreeBatch.text(tokens_BT), aux_layers, wanted=last, ends=ends)
             cache.commit([range(length) for length in lengths])
@@ -319,6 +319,11 @@ class Target(FrozenModel):
             forward.ends = min(ends), max(ends)
         return self._run(forward, cache, tokens_BT, positions_1T.expand(rows, width))
 
+    def _replays_texts(self, rows: int, width: int) -> bool:
+        """Whether so few tokens are read as trees are, with attention in C."""
+        few = width <= PIECE and rows * width <= MAX_ROWS and self._recorded.captured is not None
+        return few and cpu_attention.serves(width, self.dtype, self.device)
+
     def _read_chains(
         self, cache: Any, rows: Sequence[Sequence[int]], aux_layers: Sequence[int], last_only: bool = False
     ) -> TargetOutput:
@@ -348,12 +353,17 @@ class Target(FrozenModel):
         # Near the end of the context a tree reaches past it. Those nodes are never emitted, but learned position tables
         # have no row for them, and some rotary scalings change for all tokens of a forward that passes the limit.
         shape = batch.tokens_BN.shape
-        positions_BN = (lengths_B1 + batch.depths_BN).clamp(max=self.max_length - 1).expand(shape)
+        positions_BN = (lengths_B1 + batch.depths_BN).expand(shape)
+        if seen > self.max_length:
+            positions_BN = positions_BN.clamp(max=self.max_length - 1)
         mask = tree_mask(lengths_B1, batch.visible_BNN, positions_BN, self.window, self.dtype, seen)
         forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
         # With bits every width must go the same way, so it asks as for one token.
         if cpu_attention.serves(1 if forward.bits else width, self.dtype, self.device):
-            forward.slots_B = (lengths_B1 + width).flatten().expand(shape[0]).contiguous()
+            if len(lengths_B1) == 1:
+                forward.slots_B = torch.full((shape[0],), seen, device=self.device)
+            else:
+                forward.slots_B = (lengths_B1 + width).flatten()
         elif self.device.type == "cpu" and mask is not None and mask.full_B1TS.shape[0] > 1:
             forward.spans = spans(cache.lengths, width)
         if wanted is not None:

@@ -39,6 +39,8 @@ _LAID_OUT_FOR = 32
 _SHARE = 0.5
 """Of free memory, what the copies may take."""
 _DTYPES = (torch.bfloat16, torch.float32)
+_OF_A_COLUMN = 64
+"""Numbers of a column, about, that tell whether it is another."""
 _COPIES, _COPIES_IN_8_BITS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 """By weight, its `PackedCopy`."""
 
@@ -287,11 +289,12 @@ def _changes(tensor: Tensor) -> tuple[int, int]:
 
 
 def _sample(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A row and a column of a matrix; all of a bias."""
+    """A row of a matrix and some numbers of a column, which lie far from each other; all of a bias."""
     tensor = tensor.detach()
     if tensor.ndim < 2:
         return (tensor,)
-    return tensor[tensor.shape[0] // 2], tensor[:, tensor.shape[1] // 2]
+    rows, columns = tensor.shape
+    return tensor[rows // 2], tensor[:: max(1, rows // _OF_A_COLUMN), columns // 2]
 
 
 def _is_as_it_was(sample: tuple[Tensor, ...], tensor: Tensor) -> bool:

@@ -36,6 +36,7 @@ from headstart.target.tape import COUNT, call, clean
 SOURCE = Path(__file__).with_suffix(".c")
 _VIEWS = (Tensor.reshape, torch.reshape, Tensor.view, Tensor.contiguous)
 _P, _N = ctypes.c_void_p, ctypes.c_int64
+_VERSION = operator.attrgetter("_version")
 
 
 class _Step(ctypes.Structure):
@@ -186,11 +187,12 @@ def _put(graph: fx.Graph, group: _Group) -> Steps:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Weights as they are: packed ones by product, and norms by the parameter that they are of."""
+    """Weights as they are: packed ones by product, norms by the parameter that they are of, and how often any of them
+    was changed in place before."""
 
     packed: dict[Merged, Packed]
     norms: dict[Tensor, Tensor]
-    versions: list[int]
+    changes: int
 
 
 class Weights:
@@ -212,12 +214,12 @@ class Weights:
 
     def now(self) -> _Snapshot:
         """What a forward computes with, and keeps for as long as it does."""
-        versions, snapshot = [tensor._version for tensor in self._watched], self._snapshot
-        if snapshot is None or snapshot.versions != versions:
+        changes, snapshot = sum(map(_VERSION, self._watched)), self._snapshot
+        if snapshot is None or snapshot.changes != changes:
             self._snapshot = snapshot = None  # the copies before go first
             packed = {product: product.packed() for product in self._products if product.in_panels}
             norms = {norm: norm.detach().contiguous() for norm in self._norms}
-            self._snapshot = snapshot = _Snapshot(packed, norms, versions)
+            self._snapshot = snapshot = _Snapshot(packed, norms, changes)
         return snapshot
 
     def refresh(self) -> None:

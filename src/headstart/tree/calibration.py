@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,7 +107,14 @@ class Calibration:
         """
         if depth >= len(self.log_probs) or not self.log_probs[depth]:
             return np.exp(log_probs.astype(np.float64))
-        return np.interp(log_probs, self.log_probs[depth], self.accepted[depth])
+        return np.interp(log_probs, *self._curves[depth])
+
+    @cached_property
+    def _curves(self) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
+        """Knots and shares of each depth, as numpy reads them without ado."""
+        return [
+            (np.array(knots), np.array(shares)) for knots, shares in zip(self.log_probs, self.accepted, strict=True)
+        ]
 
     def drawn(self, depth: int, log_probs_XR: NDArray[np.float32]) -> NDArray[np.float64]:
         """Probability of acceptance of a child that is drawn in place of each draft of a node, the best draft first.

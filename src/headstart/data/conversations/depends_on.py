@@ -23,7 +23,7 @@ OF_SERVERS = {"server", "server_requests"}
 VERSION = 5
 """Raised when the same settings come to mean other conversations."""
 _OF_FILES, _OF_SELF = {"split", "regenerate", "revision"}, {"seed_prompts"}
-_OF_SOME = {"prefix_tokens", "chat_template_kwargs", "exclude"}
+_OF_SOME = {"prefix_tokens", "chat_template_kwargs", "exclude", "writing_dtype"}
 """Settings that are part of an identity only where they mean something."""
 
 
@@ -62,6 +62,8 @@ def _of_some(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
         known["prefix_tokens"] = settings["prefix_tokens"]
     if values := settings.get("chat_template_kwargs"):
         known["chat_template_kwargs"] = values
+    if settings.get("writing_dtype") == "int8" and not settings.get("server"):
+        known["writing_dtype"] = "int8"
     if files := settings.get("exclude"):
         known["exclude"] = sorted(str(find_origin(file).content) for file in files)
     return known
