@@ -204,6 +204,15 @@ def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: l
         }
 
 
+def test_answers_in_8_bits_are_others_unless_a_server_writes_them(tiny_target: Target) -> None:
+    def known(**settings: Any) -> dict[str, Any]:
+        return identity(tiny_target, DataSection.model_validate(settings).model_dump(mode="json"))
+
+    assert known(writing_dtype="int8") != known() == known(writing_dtype="auto")
+    server = "http://localhost:8000"
+    assert known(writing_dtype="int8", server=server) == known(server=server)
+
+
 def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
     newest = "1" * 40
     monkeypatch.setattr(

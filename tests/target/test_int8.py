@@ -103,15 +103,31 @@ def test_weights_that_changed_are_rounded_again() -> None:
     assert (after - exact).norm() < 0.05 * exact.norm() < (after - before).norm()
 
 
-def test_all_that_it_reads_has_one_copy_in_8_bits_which_goes_with_it() -> None:
+def in_8_bits(target: Target) -> list[str]:
+    """Layers whose weights have a copy in 8 bits by themselves."""
+    copies = ((name, prepacked._COPIES.get(weight)) for name, weight in target.model.named_parameters())
+    return [name for name, kinds in copies if kinds and True in kinds]
+
+
+def test_texts_of_any_length_go_one_way_so_that_weights_have_one_copy_which_goes_with_it() -> None:
     target = Target(tiny_model("llama"))
-    rounded = target.in_int8()
-    rounded.prefill(rounded.new_cache(3, 200), [[1 + n % 30 for n in range(150)]] * 3)
+    rounded, rows = target.in_int8(), [[1 + (n * k) % 30 for n in range(150)] for k in (1, 2, 3)]
+    read, exact = (of.prefill(of.new_cache(3, 200), rows).logits_BTV for of in (rounded, target))
+    assert 1e-4 < (read - exact).norm() / exact.norm() < 0.05
     logits(rounded)
-    packed = [name for name, weight in target.model.named_parameters() if weight in prepacked._COPIES_IN_8_BITS]
-    assert packed == ["lm_head.weight"]
-    del rounded, target
+    assert in_8_bits(target) == ["lm_head.weight"]
+    del rounded
     gc.collect()
+    assert not in_8_bits(target)
+
+
+def test_it_is_judged_by_its_own_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama"))
+    target.record()
+    monkeypatch.setattr("headstart.target.checking._CLOSE", 0.0)
+    assert target.in_int8() is not target
+    monkeypatch.setattr("headstart.target.checking._ROUNDED", 0.0)
+    assert target.in_int8() is target, "its replay is refused"
 
 
 def test_a_target_is_itself_where_8_bits_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:

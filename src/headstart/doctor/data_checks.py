@@ -21,9 +21,9 @@ from headstart.doctor.subject import SPLITS, Absent, Subject, spread
 from headstart.errors import UserError
 from headstart.target.fitting import FINAL
 
-_AGREE = 0.95
-"""Greedy answers are the target's own choice, but for near-ties that another batch rounds the other way (1-2 % in
-bfloat16)."""
+_AGREE, _AGREE_IN_8_BITS = 0.95, 0.85
+"""Greedy answers are the target's own choice, but for near-ties that another batch rounds the other way: 1-2 % in
+bfloat16, some 7 % where they were written with products in 8 bits."""
 _EXCESS = 0.5
 """Nats a token. The target's own draws surprise it by the entropy; a few thousand of them stay within a tenth of a nat
 of that."""
@@ -108,9 +108,10 @@ def teacher(subject: Subject) -> Finding:
     if not tokens:
         return unknown("No answer is longer than a token.")
     agreement, excess = chosen / tokens, excess / tokens
+    least = _AGREE_IN_8_BITS if subject.in_int8 else _AGREE
     figures = {"answers": kind, "tokens": tokens, "agreement": round(agreement, 4), "excess_nats": round(excess, 4)}
     choice = f"the target itself would choose {agreement:.0%} of their tokens ({tokens} checked)"
-    if excess > _EXCESS if kind == "sampled" else agreement < _AGREE:
+    if excess > _EXCESS if kind == "sampled" else agreement < (_AGREE if kind == "given" else least):
         reason = {
             "greedy": f"they are marked as greedy, but {choice}",
             "given": f"they came with the prompts, and {choice}; heads learn to draft text that it would not write",
@@ -261,7 +262,7 @@ def states(subject: Subject) -> Finding:
                     where = f"{called(aux_layer)}, conversation {index} of {store.folder}"
                     problems.setdefault(aux_layer, f"Stored states are not finite ({where})")
         for index in spread(len(store), 1 if subject.quick else 3):
-            sample, rounded = store.get(index), store.states_dtype != AUTO
+            sample, rounded = store.get(index), store.states_dtype != AUTO or subject.in_int8
             fresh = target.hidden_states([sample.tokens_T[:_READ].tolist()], every_layer(target))[0]
             for aux_layer in store.aux_layers:
                 distance, problem = identify(aux_layer, sample.states[aux_layer][:_READ], fresh, target, rounded)

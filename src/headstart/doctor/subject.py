@@ -69,6 +69,11 @@ class Subject:
             raise Absent("the heads' weights are not finite (see weights)")
         return self.heads
 
+    @property
+    def in_int8(self) -> bool:
+        """Whether what was trained on may have been written with products in 8 bits."""
+        return self.recipe is not None and self.recipe.data.in_int8
+
     @cached_property
     def conversations(self) -> dict[str, list[Conversation]]:
         files = {split: self.run / CONVERSATIONS / f"{split}.jsonl" for split in SPLITS} if self.run else {}

@@ -156,7 +156,7 @@ def _training_facts(run: Run) -> dict[str, str]:
     return {
         "recipe": run.recipe.name,
         "prompts": source,
-        "answers": "the target's own" if data.regenerate or data.prompts == "self" else "as given",
+        "answers": _answers_are(data),
         **({"chat template variables": json.dumps(data.chat_template_kwargs)} if data.chat_template_kwargs else {}),
         "training conversations": str(len(learnt)),
         "steps": f"{result['steps']} of at most {training.batch_tokens * training.gradient_accumulation_steps} tokens; "
@@ -165,6 +165,12 @@ def _training_facts(run: Run) -> dict[str, str]:
         **({"the target's adapter": _adapter_facts(run, result)} if training.joint.rank else {}),
         "supervised tokens that the heads can draft": f"{result['coverage']:.1%}",
     }
+
+
+def _answers_are(data: DataSection) -> str:
+    if not data.regenerate and data.prompts != "self":
+        return "as given"
+    return "the target's own" + (", with products in 8 bits where the CPU has them" if data.in_int8 else "")
 
 
 def _adapter_facts(run: Run, result: dict[str, Any]) -> str:

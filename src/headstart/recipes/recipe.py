@@ -50,7 +50,7 @@ def _shares(minutes: float) -> dict[str, dict[str, float]]:
 def _written_in(minutes: float) -> dict[str, float]:
     """Settings of the data that follow from the minutes of writing. More than two cores write in them, too."""
     least = DataSection().cache_gigabytes
-    return {"conversations": round(900 * minutes), "cache_gigabytes": max(least, round(0.6 * minutes, 2))}
+    return {"conversations": max(1, round(900 * minutes)), "cache_gigabytes": max(least, round(0.6 * minutes, 2))}
 
 
 class Recipe(Section):

@@ -122,7 +122,9 @@ class PromptSource(Section):
 class DataSection(Section):
     """Conversations that the target itself writes."""
 
-    noted_if_set = frozenset({"prefix_tokens", "chat_template_kwargs", "exclude", "states", "states_dtype"})
+    noted_if_set = frozenset(
+        {"prefix_tokens", "chat_template_kwargs", "exclude", "states", "states_dtype", "writing_dtype"}
+    )
 
     prompts: str | tuple[PromptSource, ...] = Field(
         "self",
@@ -164,7 +166,7 @@ class DataSection(Section):
     batch_size: int = Field(64, ge=1, le=100_000, description="Conversations written at a time.")
     writing_dtype: Literal["auto", "int8"] = Field(
         "auto",
-        description="How the target computes training answers and, while writing, their hidden states: in its dtype "
+        description="How the target writes what is trained on, and computes its hidden states meanwhile: in its dtype "
         "(auto), or with products in 8 bits (int8) where a CPU has instructions for them.",
     )
     regenerate: bool = Field(True, description="Replace the answers of a given file by the target's own.")
@@ -204,6 +206,11 @@ class DataSection(Section):
                     "Write an address such as http://localhost:8000, several with commas between them, or null.",
                 )
         return tuple(addresses) or None
+
+    @property
+    def in_int8(self) -> bool:
+        """Whether what is trained on is written with products in 8 bits, where there are any."""
+        return self.writing_dtype == "int8" and not self.server
 
     @property
     def online(self) -> bool:

@@ -6,8 +6,8 @@ and values go to the cache, as in every forward of ours. The operators are then 
 `rewrites`).
 
 What cannot be recorded, or gives other logits than the modules do, runs through the modules, and `Target.eager` says
-why. Long texts do so anyway: there the operators themselves take all the time. On a GPU, trees go through CUDA graphs
-of this replay (see `graphs`).
+why. Long texts do so anyway, but in 8 bits: there the operators themselves take all the time. On a GPU, trees go
+through CUDA graphs of this replay (see `graphs`).
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, E hidden size.
 """

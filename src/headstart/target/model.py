@@ -31,7 +31,7 @@ from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
 from headstart.target.graphs import Graphs, Inputs, Outputs
 from headstart.target.identity import Origin
-from headstart.target.prepacked import MAX_ROWS, in_panels
+from headstart.target.prepacked import MAX_ROWS, drop, in_panels
 from headstart.target.tape import NotRecordable
 from headstart.tree.tree import Tree, TreeBatch
 
@@ -278,8 +278,9 @@ class Target(FrozenModel):
         if not modules or not all(in_panels(module.weight, int8=True) for module in modules) or self.eager is not None:
             return self
         rounded = copy(self)
-        rounded._int8, rounded._exact, rounded._recorded = True, "tokens", Recorded()
-        return rounded
+        rounded._int8, rounded._exact, rounded._recorded, rounded._lender = True, "tokens", Recorded(), self
+        weakref.finalize(rounded, drop, [module.weight for module in modules])
+        return self if rounded.eager is not None else rounded
 
     def record(self) -> None:
         """Record the forward of the model as it is now (see `captured`), where that is still to be done. The first
@@ -471,7 +472,7 @@ class Target(FrozenModel):
             captured = Captured(self.model, layers, self.device, self.prepacked, self._int8)
             replaying = copy(self)  # other threads go on without it until it is checked
             replaying._exact, replaying._recorded = "tokens", Recorded(captured)
-            check_tree(self, replaying._path_logits, None)
+            check_tree(self, replaying._path_logits, None, self._int8)
         except NotRecordable as reason:
             return str(reason)
         except (UserError, *FAILS) as error:

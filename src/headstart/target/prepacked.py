@@ -39,10 +39,8 @@ _LAID_OUT_FOR = 32
 _SHARE = 0.5
 """Of free memory, what the copies may take."""
 _DTYPES = (torch.bfloat16, torch.float32)
-_OF_A_COLUMN = 64
-"""Numbers of a column, about, that tell whether it is another."""
-_COPIES, _COPIES_IN_8_BITS = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
-"""By weight, its `PackedCopy`."""
+_COPIES = WeakTensorKeyDictionary()
+"""By weight, its `PackedCopy` in 8 bits and not."""
 
 
 # -- the operations ----------------------------------------------------------------------------------------------------
@@ -62,8 +60,9 @@ def prepack(weight_OI: Tensor, int8: bool = False) -> Panels | Tensor:
     """The same weights in another order, oneDNN's if it is a tensor; of use to `product` alone. In 8 bits, if asked,
     where there are products with such."""
     weight_OI, outputs, inputs = weight_OI.detach(), *weight_OI.shape
-    int8 = int8 and _reader(weight_OI, int8) is not None
     functions = _reader(weight_OI, int8)
+    if functions is None and int8:
+        return prepack(weight_OI)
     if functions is not None:
         kept = torch.empty(functions.room(inputs, outputs), dtype=torch.uint8)
         functions.pack(weight_OI.data_ptr(), kept.data_ptr(), inputs, outputs, torch.get_num_threads())
@@ -246,26 +245,26 @@ class PackedCopy:
 
 def copy_of(weight: Tensor, int8: bool = False) -> PackedCopy:
     """What keeps the copy of one weight, in 8 bits or not, for all who multiply by it."""
-    copies = _COPIES_IN_8_BITS if int8 else _COPIES
-    known: PackedCopy | None = copies.get(weight)  # type: ignore[no-untyped-call]  # torch has no types
-    if known is None:
-        known = copies[weight] = PackedCopy(int8)
-    return known
+    copies: dict[bool, PackedCopy] | None = _COPIES.get(weight)  # type: ignore[no-untyped-call]  # torch has no types
+    if copies is None:
+        copies = _COPIES[weight] = {}
+    if int8 not in copies:
+        copies[int8] = PackedCopy(int8)
+    return copies[int8]
 
 
 def refresh(weights: Iterable[Tensor]) -> None:
     """See whether the copies of these weights, each its own, are still theirs."""
     for weight in weights:
-        for copies in (_COPIES, _COPIES_IN_8_BITS):
-            if (known := copies.get(weight)) is not None:  # type: ignore[no-untyped-call]  # torch has no types
-                known.refresh([weight])
+        copies = _COPIES.get(weight)  # type: ignore[no-untyped-call]  # torch has no types
+        for known in list((copies or {}).values()):
+            known.refresh([weight])
 
 
 def drop(weights: Iterable[Tensor]) -> None:
     """Free the copies of these weights; who multiplies by them makes new ones."""
     for weight in weights:
-        for copies in (_COPIES, _COPIES_IN_8_BITS):
-            copies.pop(weight, None)  # type: ignore[no-untyped-call]  # torch has no types
+        _COPIES.pop(weight, None)  # type: ignore[no-untyped-call]  # torch has no types
 
 
 def multiplied(
@@ -289,12 +288,11 @@ def _changes(tensor: Tensor) -> tuple[int, int]:
 
 
 def _sample(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A row of a matrix and some numbers of a column, which lie far from each other; all of a bias."""
+    """A row and a column of a matrix; all of a bias."""
     tensor = tensor.detach()
     if tensor.ndim < 2:
         return (tensor,)
-    rows, columns = tensor.shape
-    return tensor[rows // 2], tensor[:: max(1, rows // _OF_A_COLUMN), columns // 2]
+    return tensor[tensor.shape[0] // 2], tensor[:, tensor.shape[1] // 2]
 
 
 def _is_as_it_was(sample: tuple[Tensor, ...], tensor: Tensor) -> bool:

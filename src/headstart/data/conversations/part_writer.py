@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 from headstart.data.conversations.answers import Answers, KeepsStates
@@ -38,9 +39,11 @@ class PartWriter:
         self._writer: Writer = (
             Servers(settings.server, target, settings.server_requests) if settings.server else InProcess(target)
         )
-        self._training_writer = self._writer
-        if settings.writing_dtype == "int8" and not settings.server:
-            self._training_writer = InProcess(target.in_int8())
+
+    @cached_property
+    def _training_writer(self) -> Writer:
+        """Of what is trained on; made once there is anything to write."""
+        return InProcess(self.target.in_int8()) if self.settings.in_int8 else self._writer
 
     def workers(self, count: int) -> Workers:
         size = self.settings.batch_size
