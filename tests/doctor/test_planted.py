@@ -141,6 +141,20 @@ def test_states_of_the_token_before(run: Path) -> None:
     planted(run, "states", "FINAL is one token late")
 
 
+def test_states_of_products_in_8_bits(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded by some percent: wrong in float32, unless the run was written so."""
+
+    def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        states = ((name, part) for name, part in tensors.items() if "states" in name)
+        return {**tensors, **{name: part * (1 + 0.03 * torch.randn(part.shape)) for name, part in states}}
+
+    torch.manual_seed(0)
+    rewrite_states(run, rounded)
+    planted(run, "states", "holds no state")
+    monkeypatch.setattr("headstart.doctor.subject.Subject.in_int8", True)
+    assert not any(found.check == "states" for found in problems(run))
+
+
 def test_states_of_another_model(run: Path, tiny_target: Target) -> None:
     other = Target(tiny_model("llama", seed=5, vocab_size=tiny_target.vocab_size), tiny_target.tokenizer, "other")
     rewrite(run, other, lambda item: item)

@@ -23,7 +23,7 @@ from headstart.target.fitting import FINAL
 
 _AGREE, _AGREE_IN_8_BITS = 0.95, 0.85
 """Greedy answers are the target's own choice, but for near-ties that another batch rounds the other way: 1-2 % in
-bfloat16, some 7 % where they were written with products in 8 bits."""
+bfloat16, some 5 % where they were written with products in 8 bits."""
 _EXCESS = 0.5
 """Nats a token. The target's own draws surprise it by the entropy; a few thousand of them stay within a tenth of a nat
 of that."""
