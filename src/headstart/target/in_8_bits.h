@@ -2,9 +2,9 @@
    takes nothing from those far from it. Processors with VNNI multiply four of them at once, weights without a sign. */
 
 #define STRETCH 128
-#define FOUR 4       /* inputs that lie together */
-#define HIGHEST 127  /* of a number in 8 bits */
-#define NOTHING 128  /* what a weight of zero is kept as */
+#define FOUR 4      /* inputs that lie together */
+#define HIGHEST 127 /* of a number in 8 bits */
+#define MIDDLE 128  /* what a weight of zero is kept as, without a sign */
 
 #if LANES == 16 && defined(__AVX512VNNI__)
 typedef __m512i wholes;
@@ -38,7 +38,7 @@ int reads(int64_t inputs) { return inputs % FOUR == 0; }
 
 /* The bits of the largest of some numbers, without signs: their order is that of the numbers, and those of what is no
    number are above all. */
-static inline uint32_t largest(const float *x, int64_t count) {
+static inline uint32_t bits_of_largest(const float *x, int64_t count) {
     uint32_t most = 0;
     for (int64_t i = 0; i < count; i++) {
         uint32_t bits;
@@ -51,7 +51,7 @@ static inline uint32_t largest(const float *x, int64_t count) {
 
 /* Numbers in 8 bits, so many to a step; what is not finite makes all of them no numbers. */
 static inline float round_numbers(const float *x, int64_t count, int8_t *out) {
-    uint32_t bits = largest(x, count);
+    uint32_t bits = bits_of_largest(x, count);
     float most, factor;
     memcpy(&most, &bits, sizeof most);
     factor = bits < 0x7f800000 && most > 1e-30f ? HIGHEST / most : 0;
@@ -69,7 +69,7 @@ static inline void read_rows(const number *const *rows, int64_t count, int64_t i
             for (int64_t k = 0; k < width; k++) x[k] = read_number(rows[m][i + k]);
             out[m] = round_numbers(x, width, rounded_x);
             for (int64_t k = 0; k < width; k++) sum += rounded_x[k];
-            sum *= -NOTHING;
+            sum *= -MIDDLE;
             memcpy(out + count + m, &sum, sizeof sum);
             for (int64_t k = 0; k < width; k += FOUR) memcpy(out + 2 * count + k / FOUR * count + m, rounded_x + k, FOUR);
         }
@@ -118,7 +118,7 @@ static void pack_panel(const number *weights, int64_t count, int64_t inputs, voi
         int8_t rounded_x[inputs];
         for (int64_t i = 0; i < inputs; i++) x[i] = l < count ? read_number(weights[l * inputs + i]) : 0;
         *step = round_numbers(x, inputs, rounded_x);
-        for (int64_t i = 0; i < inputs; i++) out[(i / FOUR * PANEL + l) * FOUR + i % FOUR] = rounded_x[i] + NOTHING;
+        for (int64_t i = 0; i < inputs; i++) out[(i / FOUR * PANEL + l) * FOUR + i % FOUR] = rounded_x[i] + MIDDLE;
     }
 }
 

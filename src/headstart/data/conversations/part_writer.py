@@ -29,7 +29,8 @@ _OF_PLANNING = {"conversations", "heldout", "validation", "minutes", "cache_giga
 
 
 class PartWriter:
-    """Writes parts: the same for the same settings and number, whoever does; `capture` takes hidden states."""
+    """Writes parts: the same for the same settings and number, whoever does (beyond rounding); `capture` takes hidden
+    states."""
 
     def __init__(self, target: Target, settings: DataSection, capture: KeepsStates | None = None) -> None:
         self.target = target.with_tokenizer(with_template_kwargs(target.tokenizer, settings.chat_template_kwargs))
