@@ -108,10 +108,10 @@ def teacher(subject: Subject) -> Finding:
     if not tokens:
         return unknown("No answer is longer than a token.")
     agreement, excess = chosen / tokens, excess / tokens
-    least = _AGREE_IN_8_BITS if subject.in_int8 else _AGREE
+    least = _AGREE_IN_8_BITS if kind == "greedy" and subject.in_int8 else _AGREE
     figures = {"answers": kind, "tokens": tokens, "agreement": round(agreement, 4), "excess_nats": round(excess, 4)}
     choice = f"the target itself would choose {agreement:.0%} of their tokens ({tokens} checked)"
-    if excess > _EXCESS if kind == "sampled" else agreement < (_AGREE if kind == "given" else least):
+    if excess > _EXCESS if kind == "sampled" else agreement < least:
         reason = {
             "greedy": f"they are marked as greedy, but {choice}",
             "given": f"they came with the prompts, and {choice}; heads learn to draft text that it would not write",

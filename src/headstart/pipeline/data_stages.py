@@ -62,7 +62,7 @@ def states_artifact(run: Run) -> Artifact:
         "target": target.identity().fingerprint,
         "settings": target.settings,
         "dtype": target.dtype_name,
-        # Some of them are; runs in full must not take those for theirs.
+        # Those kept while writing are rounded so: not for runs that write in full.
         **({"writing_dtype": "int8"} if run.recipe.data.in_int8 else {}),
     }
     return artifact(run.folder, "states", Path(target.name).name, identity)

@@ -10,23 +10,16 @@
 /* -- products ------------------------------------------------------------------------------------------------------ */
 
 #if LANES == 16
-typedef __m512i wholes;
 #define NOTHING _mm512_setzero_si512()
 #define WIDENED(from) _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(from)))
-#define EVERYWHERE(pair) _mm512_set1_epi32(pair)
-#define AS_FLOATS(sums) _mm512_cvtepi32_ps(sums)
 #ifdef __AVX512VNNI__
 #define ADD_PAIRS(sums, a, b) _mm512_dpwssd_epi32(sums, a, b)
 #else
 #define ADD_PAIRS(sums, a, b) _mm512_add_epi32(sums, _mm512_madd_epi16(a, b))
 #endif
 #elif defined(__AVX2__)
-#include <immintrin.h>
-typedef __m256i wholes;
 #define NOTHING _mm256_setzero_si256()
 #define WIDENED(from) _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(from)))
-#define EVERYWHERE(pair) _mm256_set1_epi32(pair)
-#define AS_FLOATS(sums) _mm256_cvtepi32_ps(sums)
 #define ADD_PAIRS(sums, a, b) _mm256_add_epi32(sums, _mm256_madd_epi16(a, b))
 #else
 #error "products are written for AVX2 and AVX-512"

@@ -7,17 +7,10 @@
 #define MIDDLE 128  /* what a weight of zero is kept as, without a sign */
 
 #if LANES == 16 && defined(__AVX512VNNI__)
-typedef __m512i wholes;
 #define READ(from) _mm512_loadu_si512(from)
-#define EVERYWHERE(four) _mm512_set1_epi32(four)
-#define AS_FLOATS(sums) _mm512_cvtepi32_ps(sums)
 #define ADD_FOURS(sums, weights, x) _mm512_dpbusd_epi32(sums, weights, x)
 #elif LANES == 8 && (defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__)))
-#include <immintrin.h>
-typedef __m256i wholes;
 #define READ(from) _mm256_loadu_si256((const __m256i *)(from))
-#define EVERYWHERE(four) _mm256_set1_epi32(four)
-#define AS_FLOATS(sums) _mm256_cvtepi32_ps(sums)
 #ifdef __AVXVNNI__
 #define ADD_FOURS(sums, weights, x) _mm256_dpbusd_avx_epi32(sums, weights, x)
 #else

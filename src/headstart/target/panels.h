@@ -28,6 +28,18 @@
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 
+/* As many whole numbers of 32 bits. */
+#if LANES == 16
+typedef __m512i wholes;
+#define EVERYWHERE(x) _mm512_set1_epi32(x)
+#define AS_FLOATS(x) _mm512_cvtepi32_ps(x)
+#elif defined(__AVX2__)
+#include <immintrin.h>
+typedef __m256i wholes;
+#define EVERYWHERE(x) _mm256_set1_epi32(x)
+#define AS_FLOATS(x) _mm256_cvtepi32_ps(x)
+#endif
+
 /* So many numbers as floats. */
 static inline lanes widened(const number *from) {
 #ifdef BFLOAT16
