@@ -38,6 +38,28 @@ static void to_panel(const number *keys, int64_t count, int64_t size, number *pa
                 _mm512_storeu_si512(to + (8 + j) * STEP * PANEL, _mm512_shuffle_i32x4(y[j], y[8 + j], 0xdd));
             }
         }
+#elif LANES == 8 && defined(__AVX2__) && !defined(BFLOAT16) /* eight slots of eight floats */
+    for (int v = 0; v < VECTORS; v++)
+        for (done = 0; done + 8 <= size; done += 8) {
+            __m256 x[8], y[8];
+            for (int s = 0; s < 8; s++) __builtin_prefetch(keys + (PANEL + v * 8 + s) * size + done);
+            for (int s = 0; s < 8; s++)
+                x[s] = v * 8 + s < count ? _mm256_loadu_ps(keys + (v * 8 + s) * size + done) : _mm256_setzero_ps();
+            for (int k = 0; k < 8; k += 2) {
+                y[k] = _mm256_unpacklo_ps(x[k], x[k + 1]);
+                y[k + 1] = _mm256_unpackhi_ps(x[k], x[k + 1]);
+            }
+            for (int k = 0; k < 8; k += 4)
+                for (int j = 0; j < 2; j++) {
+                    x[k + 2 * j] = _mm256_shuffle_ps(y[k + j], y[k + 2 + j], 0x44);
+                    x[k + 2 * j + 1] = _mm256_shuffle_ps(y[k + j], y[k + 2 + j], 0xee);
+                }
+            float *to = panel + done * PANEL + v * 8;
+            for (int j = 0; j < 4; j++) {
+                _mm256_storeu_ps(to + j * PANEL, _mm256_permute2f128_ps(x[j], x[4 + j], 0x20));
+                _mm256_storeu_ps(to + (4 + j) * PANEL, _mm256_permute2f128_ps(x[j], x[4 + j], 0x31));
+            }
+        }
 #endif
     for (; done < size; done++)
         for (int64_t s = 0; s < PANEL; s++)

@@ -1,21 +1,39 @@
 /* Weights in 8 bits, with a step for each output, and rows too, with one for each stretch of inputs, so that a large number
-   takes nothing from those far from it. Processors with VNNI multiply four of them at once, weights without a sign. */
+   takes nothing from those far from it. Processors multiply four of them at once, weights without a sign. Without VNNI,
+   AVX2 adds up two products in 16 bits, which they must not exceed: rows then have one bit less, and shorter stretches. */
 
-#define STRETCH 128
 #define FOUR 4      /* inputs that lie together */
-#define HIGHEST 127 /* of a number in 8 bits */
+#define HIGHEST 127 /* of a weight in 8 bits */
 #define MIDDLE 128  /* what a weight of zero is kept as, without a sign */
 
 #if LANES == 16 && defined(__AVX512VNNI__)
 #define READ(from) _mm512_loadu_si512(from)
 #define ADD_FOURS(sums, weights, x) _mm512_dpbusd_epi32(sums, weights, x)
-#elif LANES == 8 && (defined(__AVXVNNI__) || (defined(__AVX512VNNI__) && defined(__AVX512VL__)))
+#elif LANES == 8 && defined(__AVX2__)
 #define READ(from) _mm256_loadu_si256((const __m256i *)(from))
 #ifdef __AVXVNNI__
 #define ADD_FOURS(sums, weights, x) _mm256_dpbusd_avx_epi32(sums, weights, x)
-#else
+#elif defined(__AVX512VNNI__) && defined(__AVX512VL__)
 #define ADD_FOURS(sums, weights, x) _mm256_dpbusd_epi32(sums, weights, x)
+#else
+#define IN_16_BITS
+#define ADD_FOURS(sums, weights, x) add_fours(sums, weights, x)
 #endif
+#endif
+
+#ifdef IN_16_BITS
+#define STRETCH 16
+#define HIGHEST_OF_ROW 64 /* two of them times weights up to 255 are less than 32768 */
+
+static inline __m256i add_fours(__m256i sums, __m256i weights, __m256i x) {
+    __m256i products = _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1));
+    /* One after the other: products side by side, still to be added, take registers from the sums. */
+    __asm__ volatile("vpaddd %1, %0, %0" : "+x"(sums) : "x"(products));
+    return sums;
+}
+#else
+#define STRETCH 128
+#define HIGHEST_OF_ROW 127
 #endif
 
 /* A panel: the step of each output, then four inputs of each, then their next four. */
@@ -42,14 +60,14 @@ static inline uint32_t bits_of_largest(const float *x, int64_t count) {
     return most;
 }
 
-/* Numbers in 8 bits, so many to a step; what is not finite makes all of them no numbers. */
-static inline float round_numbers(const float *x, int64_t count, int8_t *out) {
+/* Whole numbers up to the `highest`, and their step; what is not finite makes all of them no numbers. */
+static inline __attribute__((always_inline)) float round_numbers(const float *x, int64_t count, int highest, int8_t *out) {
     uint32_t bits = bits_of_largest(x, count);
     float most, factor;
     memcpy(&most, &bits, sizeof most);
-    factor = bits < 0x7f800000 && most > 1e-30f ? HIGHEST / most : 0;
+    factor = bits < 0x7f800000 && most > 1e-30f ? highest / most : 0;
     for (int64_t i = 0; i < count; i++) out[i] = factor ? (int8_t)(int32_t)__builtin_rintf(x[i] * factor) : 0;
-    return bits < 0x7f800000 ? most / HIGHEST : __builtin_nanf("");
+    return bits < 0x7f800000 ? most / highest : __builtin_nanf("");
 }
 
 static inline void read_rows(const number *const *rows, int64_t count, int64_t inputs, float *out) {
@@ -60,7 +78,7 @@ static inline void read_rows(const number *const *rows, int64_t count, int64_t i
             int8_t rounded_x[STRETCH];
             int32_t sum = 0;
             for (int64_t k = 0; k < width; k++) x[k] = read_number(rows[m][i + k]);
-            out[m] = round_numbers(x, width, rounded_x);
+            out[m] = round_numbers(x, width, HIGHEST_OF_ROW, rounded_x);
             for (int64_t k = 0; k < width; k++) sum += rounded_x[k];
             sum *= -MIDDLE;
             memcpy(out + count + m, &sum, sizeof sum);
@@ -110,7 +128,7 @@ static void pack_panel(const number *weights, int64_t count, int64_t inputs, voi
         float x[inputs], *step = (float *)panel + l;
         int8_t rounded_x[inputs];
         for (int64_t i = 0; i < inputs; i++) x[i] = l < count ? read_number(weights[l * inputs + i]) : 0;
-        *step = round_numbers(x, inputs, rounded_x);
+        *step = round_numbers(x, inputs, HIGHEST, rounded_x);
         for (int64_t i = 0; i < inputs; i++) out[(i / FOUR * PANEL + l) * FOUR + i % FOUR] = rounded_x[i] + MIDDLE;
     }
 }

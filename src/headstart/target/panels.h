@@ -21,7 +21,11 @@
 #endif
 #else
 #define LANES 8
+#ifdef EIGHT_BITS
+#define MOST 5
+#else
 #define MOST 6
+#endif
 #endif
 #define VECTORS 2
 #define PANEL (VECTORS * LANES)

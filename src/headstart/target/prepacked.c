@@ -23,9 +23,13 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
     add_up(rows, x, of->weights + panel * bytes_of_panel(of->inputs), of->inputs, totals);
     for (int m = 0; m < rows; m++)
         for (int v = 0; v < VECTORS; v++) {
-            int64_t first = panel * PANEL + v * LANES, count = of->outputs - first < LANES ? of->outputs - first : LANES;
-            for (int64_t l = 0; l < count; l++)
-                out[m * stride + v * LANES + l] = rounded(totals[m][v][l] + (of->bias ? read_number(of->bias[first + l]) : 0));
+            int64_t first = panel * PANEL + v * LANES, count = of->outputs - first;
+            number *to = out + m * stride + v * LANES;
+#define STORE(count)                                                                                                   \
+    for (int64_t l = 0; l < (count); l++)                                                                              \
+        to[l] = rounded(totals[m][v][l] + (of->bias ? read_number(of->bias[first + l]) : 0));
+            if (count >= LANES) STORE(LANES)
+            else STORE(count)
         }
 }
 

@@ -5,8 +5,8 @@ multiplying, in every call. Here they are reordered once, as `prepacked.c` reads
 fast as memory gives them, a tree of 8 nodes in the time of a token. Where that cannot be compiled, or the processor has
 no AVX2, oneDNN's own order and kernels are used. It costs a second copy of the weights in memory.
 
-For writing data they may be rounded to 8 bits, and what they are multiplied with, too: processors with VNNI compute
-with twice as many of those numbers at a time.
+For writing data they may be rounded to 8 bits, and what they are multiplied with, too: processors compute with twice as
+many of those numbers at a time.
 
 Every copy is kept by a `PackedCopy`, which knows when it is stale. Those of single weights are shared by all who
 multiply by them, target and heads, and go with the weight (`copy_of`).
