@@ -1,7 +1,8 @@
 """`evaluate`: the same prompts through every method, in turn, and what came of it.
 
 Machines drift: clocks throttle and neighbours come and go. So the methods take turns on each prompt, and start from
-another one on the next prompt; a slow minute then hurts all of them alike. Speed-ups are ratios of total throughput
+another one on the next prompt; a slow minute then hurts all of them alike. transformers, which takes most of the time
+and whose ratios are large, answers one prompt in four where there are enough. Speed-ups are ratios of total throughput
 with paired bootstrap intervals. The plain loop is the baseline in the same runtime, `transformers.generate` the one
 that users have today, and its prompt lookup the strongest one that needs no training.
 """
@@ -28,7 +29,17 @@ from headstart.decode.loop import Drafter, check
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge, Judgement
 from headstart.eval.environment import environment
-from headstart.eval.figures import Prompt, Unit, compare_rows, method_figures, per_prompt, rate, summarise
+from headstart.eval.figures import (
+    LEAST_UNITS,
+    Prompt,
+    Unit,
+    compare_rows,
+    method_figures,
+    of_methods,
+    per_prompt,
+    rate,
+    summarise,
+)
 from headstart.eval.groups import categories, places, prompt_lengths
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
 from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted
@@ -54,6 +65,8 @@ _BEFORE, _AFTER = 16, 12
 """Tokens that are shown of two answers before and after they part."""
 _OF_A_BATCH = ("tokens_per_second", "speedup_vs_plain", "tokens_per_round", "nodes_per_round", "round_ms")
 """What is kept of a drafter with other batches."""
+_EVERY = 4
+"""Of so many questions, or batches of them, transformers answers one; of more of them where it would have no interval."""
 WARM_UP_TOKENS = 32
 """Most tokens of the unmeasured generation that each method starts with."""
 
@@ -156,20 +169,22 @@ def _measure(
     console: Console | None,
 ) -> list[Unit]:
     units: list[Unit] = []
-    ordered = list(methods)
     total = sum(len(question.turns) for question in questions)
     with progress_bar(console, "warming up", total) as bar, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for group, first in enumerate(range(0, len(questions), options.batch_size)):
+        firsts = range(0, len(questions), options.batch_size)
+        every = max(1, min(_EVERY, len(firsts) // LEAST_UNITS))
+        for group, first in enumerate(firsts):
             for prompts in _conversations(tokenizer, questions[first : first + options.batch_size], units):
                 tokens = [prompt.tokens for prompt in prompts]
                 seed = options.seed + len(units) * options.batch_size
                 if not units:
                     for method in methods.values():
                         method.run(tokens, min(WARM_UP_TOKENS, options.max_new_tokens), seed)
-                start = len(units) % len(ordered)
+                asked = [name for name in methods if group % every == 0 or isinstance(methods[name], Ours)]
+                start = len(units) % len(asked)
                 runs = {}
-                for name in ordered[start:] + ordered[:start]:
+                for name in asked[start:] + asked[:start]:
                     bar.update(title=f"{prompts[0].id}: {name.removeprefix(OTHER)}")
                     runs[name] = methods[name].run(tokens, options.max_new_tokens, seed)
                 units.append(Unit(group, prompts, runs))
@@ -226,10 +241,14 @@ def _judge(
     if options.temperature != 0:
         return dict.fromkeys(names, Judgement())
     judge = Judge(target, options)
-    prompts = [tokens for unit in units for tokens in _tokens(unit)]
-    outputs = {name: [tokens for unit in units for tokens in unit.runs[name].tokens] for name in names}
     with console.status("comparing the words, in float32 where they differ") if console else nullcontext():
-        return {name: judge.judge(prompts, outputs[PLAIN], outputs[name]) for name in names}
+        return {name: _of_method(judge, of_methods(units, name), name) for name in names}
+
+
+def _of_method(judge: Judge, units: Sequence[Unit], name: str) -> Judgement:
+    prompts = [tokens for unit in units for tokens in _tokens(unit)]
+    plain, other = ([tokens for unit in units for tokens in unit.runs[of].tokens] for of in (PLAIN, name))
+    return judge.judge(prompts, plain, other)
 
 
 def _rows(unit: Unit) -> range:

@@ -254,10 +254,13 @@ def _interval(point: float, resampled_R: NDArray[np.float64], units: int) -> Int
     return {"mean": float(point), "low": float(low), "high": float(high)}
 
 
-def _totals(units: Sequence[Unit], method: str) -> Totals | None:
-    """Tokens and seconds of a method, per group; None when it did not run."""
-    if any(method not in unit.runs for unit in units):
-        return None
+def of_methods(units: Sequence[Unit], *methods: str) -> list[Unit]:
+    """The units that all of these methods decoded."""
+    return [unit for unit in units if all(method in unit.runs for method in methods)]
+
+
+def _totals(units: Sequence[Unit], method: str) -> Totals:
+    """Tokens and seconds of a method, per group."""
     groups = dict.fromkeys(unit.group for unit in units)
     runs = [[unit.runs[method] for unit in units if unit.group == group] for group in groups]
     return Totals(
@@ -267,17 +270,17 @@ def _totals(units: Sequence[Unit], method: str) -> Totals | None:
 
 
 def rate(units: Sequence[Unit], method: str, seed: int) -> Interval | None:
-    """Tokens per second of a method; None when it did not run."""
-    totals = _totals(units, method)
-    return rate_interval(totals, seed) if totals else None
+    """Tokens per second of a method, where it ran; None when it did not."""
+    within = of_methods(units, method)
+    return rate_interval(_totals(within, method), seed) if within else None
 
 
 def speedup(units: Sequence[Unit], base: str, seed: int, method: str = HEADS) -> Interval | None:
-    """A method's tokens per second over another's; None when one of them did not run, or both are the same."""
-    if method == base:
+    """A method's tokens per second over another's, where both ran; None when they did nowhere, or are the same."""
+    within = of_methods(units, method, base)
+    if method == base or not within:
         return None
-    totals, base_totals = _totals(units, method), _totals(units, base)
-    return ratio_interval(totals, base_totals, seed) if totals and base_totals else None
+    return ratio_interval(_totals(within, method), _totals(within, base), seed)
 
 
 def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interval | None]:
@@ -294,6 +297,7 @@ def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, A
     rounds, speed = method_rounds(units, method), rate(units, method, seed)
     errors = [unit.runs[method].drafter_error for unit in units if method in unit.runs]
     return {
+        "prompts": sum(len(unit.prompts) for unit in of_methods(units, method)),
         "tokens_per_second": speed["mean"] if speed else None,
         "tokens_per_second_interval": speed,
         **speedups(units, method, seed),

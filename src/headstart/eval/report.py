@@ -113,6 +113,7 @@ def render(results: Mapping[str, Any], name: str) -> str:
         target_remarks=target_remarks(results["settings"]),
         failed=failed(results),
         undrafted=undrafted(results),
+        fewer=fewer(results),
         over_plain=partial(over_plain, results=results),
         nothing_drafted=partial(drafted_nothing, results=results),
         baselines=BASELINES,
@@ -186,7 +187,7 @@ def fastest(compare: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The end of the bars of a speed, and whether there are intervals."""
     speeds = [row["tokens_per_second_interval"] for row in compare]
     most = max(speed["high"] or speed["mean"] for speed in speeds)
-    return {"most": most, "interval": all(speed["low"] is not None for speed in speeds)}
+    return {"most": most, "interval": any(speed["low"] is not None for speed in speeds)}
 
 
 def by_speedup(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float, float]]:
@@ -271,6 +272,20 @@ def undrafted(results: Mapping[str, Any]) -> list[str]:
         for row in results["compare"]
         if row.get("undrafted_prompts")
     ]
+
+
+def fewer(results: Mapping[str, Any]) -> str:
+    """Who answered some of the prompts only, in a sentence; empty where all answered all.
+
+    >>> fewer({"compare": [{"name": "plain", "prompts": 8}, {"name": "transformers", "prompts": 2}], "per_prompt": [0] * 8})
+    'transformers: 2 of the 8 prompts, spread over all; what others are over it is of these.'
+    """
+    asked = len(results["per_prompt"])
+    rows = [row for row in results["compare"] if row["prompts"] < asked]
+    if not rows:
+        return ""
+    names, it = " and ".join(label_of(row["name"]) for row in rows), "them" if len(rows) > 1 else "it"
+    return f"{names}: {rows[0]['prompts']} of the {asked} prompts, spread over all; what others are over {it} is of these."
 
 
 def drafted_nothing(figures: Mapping[str, Any], results: Mapping[str, Any]) -> bool:

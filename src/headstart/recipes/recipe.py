@@ -35,13 +35,15 @@ _WRITING = 0.58
 Heads learn more from new text than from reading the same a fourth time."""
 _AT_LEAST = 0.77
 """Of all minutes, the share that they have in any case."""
-_LOADING, _A_PROMPT = 1.2, 0.21
-"""Minutes that loading and tuning take, and a prompt of the report, on two cores."""
+_LOADING, _A_PROMPT = 2.0, 0.06
+"""Minutes that loading, tuning and what transformers answers take, and a prompt of the report, on two cores."""
+_PROMPTS = 0.8
+"""Prompts of the report for each minute."""
 
 
 def _shares(minutes: float) -> dict[str, dict[str, float]]:
     """What follows from the minutes of a recipe, by section and setting."""
-    prompts = min(64, max(6, int(minutes / 2)))
+    prompts = min(64, max(10, int(_PROMPTS * minutes)))
     heads = max(_AT_LEAST * minutes, minutes - _LOADING - _A_PROMPT * prompts)
     writing, training = (max(0.01, round(share * heads, 2)) for share in (_WRITING, 1 - _WRITING))
     return {"data": {"minutes": writing}, "train": {"minutes": training}, "eval": {"limit": prompts}}
