@@ -66,7 +66,7 @@ _BEFORE, _AFTER = 16, 12
 _OF_A_BATCH = ("tokens_per_second", "speedup_vs_plain", "tokens_per_round", "nodes_per_round", "round_ms")
 """What is kept of a drafter with other batches."""
 _EVERY = 4
-"""Of so many questions, or batches of them, transformers answers one; of more of them where it would have no interval."""
+"""Of so many questions, or batches of them, transformers answers one; of fewer where it would have no interval."""
 WARM_UP_TOKENS = 32
 """Most tokens of the unmeasured generation that each method starts with."""
 

@@ -277,15 +277,17 @@ def undrafted(results: Mapping[str, Any]) -> list[str]:
 def fewer(results: Mapping[str, Any]) -> str:
     """Who answered some of the prompts only, in a sentence; empty where all answered all.
 
-    >>> fewer({"compare": [{"name": "plain", "prompts": 8}, {"name": "transformers", "prompts": 2}], "per_prompt": [0] * 8})
-    'transformers: 2 of the 8 prompts, spread over all; what others are over it is of these.'
+    >>> fewer({"compare": [{"name": "plain", "prompts": 8}, {"name": "ngram", "prompts": 2}], "per_prompt": [0] * 8})
+    'n-gram: 2 of the 8 prompts, spread over all; what others are over it is of these.'
     """
     asked = len(results["per_prompt"])
     rows = [row for row in results["compare"] if row["prompts"] < asked]
     if not rows:
         return ""
     names, it = " and ".join(label_of(row["name"]) for row in rows), "them" if len(rows) > 1 else "it"
-    return f"{names}: {rows[0]['prompts']} of the {asked} prompts, spread over all; what others are over {it} is of these."
+    return (
+        f"{names}: {rows[0]['prompts']} of the {asked} prompts, spread over all; what others are over {it} is of these."
+    )
 
 
 def drafted_nothing(figures: Mapping[str, Any], results: Mapping[str, Any]) -> bool:
