@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
+from statistics import mean
+
+import pytest
 
 from headstart.data.prompts.loading import load_prompts
 from headstart.data.prompts.overlap import Excluded, normalise
-from headstart.data.prompts.seed_prompts import SEED_PROMPTS
+from headstart.data.prompts.seed_prompts import SEED_PROMPTS, SHARES
 from headstart.data.prompts.self_prompts import acceptable
 from headstart.data.prompts.sources import READY_MADE
 from headstart.recipes.recipe import load_recipe
@@ -20,7 +24,11 @@ def test_ready_made_requests_are_many_all_different_and_give_no_question_away() 
     asked = [prompt.turns[0] for prompt in prompts]
     assert len({normalise(text) for text in asked}) == len(asked) >= 4000
     assert all(acceptable(text, ["<|im_end|>", "<|endoftext|>"]) for text in asked)
-    assert {prompt.category for prompt in prompts} == set(SEED_PROMPTS)
+    kinds = Counter(prompt.category for prompt in prompts)
+    assert set(kinds) == set(SEED_PROMPTS)
+    others = mean(count for kind, count in kinds.items() if kind not in SHARES)
+    for kind, share in SHARES.items():
+        assert kinds[kind] / others == pytest.approx(share, rel=0.05), "mixed as those that a target writes"
     excluded = Excluded([str(QUESTIONS)])
     assert not any(excluded.reason([text]) for text in asked)
 
@@ -28,6 +36,6 @@ def test_ready_made_requests_are_many_all_different_and_give_no_question_away() 
 def test_recipes_of_a_laptop_ask_them_first_and_have_the_target_write_what_is_missing() -> None:
     data = load_recipe("quickstart").data
     assert [source.source for source in data.sources] == [READY_MADE]
-    assert 0 < data.self_share * 4322 < 5, "all but a few"
+    assert 0 < data.self_share < 0.002, "all but a few"
     some = load_prompts(data, limit=300, seed=data.seed).prompts
     assert len({prompt.category for prompt in some}) == len(SEED_PROMPTS)

@@ -44,9 +44,7 @@ def test_a_row_is_rounded_by_itself_and_a_large_number_takes_nothing_from_those_
     assert torch.equal(product(x[3:4], packed, None)[0], plain[3])
     exact = x @ weight.T
     error = (plain - exact).norm() / exact.norm()
-    assert 0.001 < error < 0.02, (
-        "steps of a 127th of some 3 spreads, in both: 0.009; without VNNI 0.011"
-    )
+    assert 0.001 < error < 0.02, "steps of a 127th of some 3 spreads, in both: 0.009; without VNNI 0.011"
     x[3, 200], weight[:, 128:] = 1000.0, 0.0
     near, exact = product(x, prepack(weight, int8=True), None)[3], x[3] @ weight.T
     assert (near - exact).norm() < 0.02 * exact.norm()

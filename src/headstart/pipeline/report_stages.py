@@ -53,7 +53,7 @@ _REPORT_FILES = {"report.html", "report.md", "results.json"}
 _EXPORT_VERSION = 1
 _UNTUNED = "untuned_heads.json"
 """Of which training the heads are that were kept without tuning."""
-_EVAL_VERSION = 2
+_EVAL_VERSION = 3
 """Raised, as the one above, when the same settings come to mean another result."""
 
 

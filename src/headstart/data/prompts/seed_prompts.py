@@ -171,6 +171,10 @@ SEED_PROMPTS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+SHARES = {"coding": 2.6, "math": 1.9}
+"""How often a kind is drawn, where others are once: code is what is asked for most, and text of other kinds says little
+about it. Requests that come with headstart are mixed alike."""
+
 TOPICS: tuple[str, ...] = (
     "climate change", "the moon", "electric cars", "public transport", "dogs", "coffee", "the internet", "vaccines",
     "photosynthesis", "black holes", "the stock market", "gardening", "artificial intelligence", "volcanoes", "music",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from headstart.data.prompts.chat import check_prompts
-from headstart.data.prompts.seed_prompts import TOPICS, seed_prompt_list
+from headstart.data.prompts.seed_prompts import SHARES, TOPICS, seed_prompt_list
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation, Writer
 from headstart.target.model import Target
@@ -47,9 +47,10 @@ def write_prompts(
     for category, seed_prompt in seed_prompt_list(breadth):
         by_category.setdefault(category, []).append(seed_prompt)
     categories = sorted(by_category)
+    shares = [SHARES.get(category, 1.0) for category in categories]
     starts = []
     for _ in range(count):
-        category = rng.choice(categories)
+        (category,) = rng.choices(categories, shares)
         starts.append((category, rng.choice(by_category[category]).replace("{topic}", rng.choice(TOPICS))))
     prefix = user_prefix(target.tokenizer)
     rows = [target.tokenizer(prefix + seed_prompt, add_special_tokens=False)["input_ids"] for _, seed_prompt in starts]
