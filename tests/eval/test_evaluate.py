@@ -159,6 +159,26 @@ def test_sampling_compares_no_tokens(tiny_target: Target, drafter: HeadDrafter) 
     )
 
 
+def test_transformers_answers_some_prompts_of_many_and_is_compared_on_these(
+    tiny_target: Target, drafter: HeadDrafter, tmp_path: Path
+) -> None:
+    questions = [Question(number, "", [f"Say {number}."]) for number in range(10)]
+    results = evaluate(Drafts(tiny_target, drafter), questions, EvalOptions(max_new_tokens=4))
+    rows, asked = {row["name"]: row for row in results["compare"]}, results["per_prompt"]
+    assert [row["seconds"]["transformers"] is not None for row in asked] == [True, False] * 5
+    assert [rows[name]["prompts"] for name in METHODS] == [10, 10, 5, 5]
+    assert rows["transformers"]["divergences"]["prompts"] == 5 and rows["heads"]["divergences"]["prompts"] == 10
+    rates = {
+        name: sum(row["tokens"][name] for row in asked[::2]) / sum(row["seconds"][name] for row in asked[::2])
+        for name in METHODS
+    }
+    over = rows["heads"]["speedup_vs_transformers"]
+    assert over["mean"] == pytest.approx(rates["heads"] / rates["transformers"]) and over["low"] is not None
+    write_report(results, tmp_path)
+    for text in ((tmp_path / name).read_text() for name in ("report.html", "report.md")):
+        assert "transformers and prompt lookup: 5 of the 10 prompts" in text
+
+
 def test_without_baselines(tiny_target: Target, drafter: HeadDrafter) -> None:
     results = evaluate(Drafts(tiny_target, drafter), QUESTIONS, EvalOptions(max_new_tokens=4, limit=1, baselines=False))
     assert results["summary"]["speedup_vs_transformers"] is None
