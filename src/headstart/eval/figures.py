@@ -60,14 +60,19 @@ class Unit:
     runs: Mapping[str, Run]
 
 
+def of_methods(units: Sequence[Unit], *methods: str) -> list[Unit]:
+    """The units that all of these methods decoded."""
+    return [unit for unit in units if all(method in unit.runs for method in methods)]
+
+
 def method_rounds(units: Sequence[Unit], method: str) -> list[Round]:
     """Rounds of all rows that a method decoded; none where it did not draft through our loop."""
-    return [done for unit in units if method in unit.runs for row in unit.runs[method].rounds for done in row]
+    return [done for unit in of_methods(units, method) for row in unit.runs[method].rounds for done in row]
 
 
 def undrafted_prompts(units: Sequence[Unit], method: str) -> int:
     """Prompts in whose answers nothing was ever drafted, because it would not have paid."""
-    rows = [row for unit in units if method in unit.runs for row in unit.runs[method].rounds]
+    rows = [row for unit in of_methods(units, method) for row in unit.runs[method].rounds]
     return sum(all(done.nodes == 1 for done in row) and any(done.paused for done in row) for row in rows)
 
 
@@ -183,7 +188,7 @@ def node_counts(rounds: Sequence[Round]) -> list[list[int]]:
 
 def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None:
     """Mean milliseconds of a round, by part. The rows of a batch share its rounds: the longest row has them all."""
-    runs = [unit.runs[method] for unit in units if method in unit.runs]
+    runs = [unit.runs[method] for unit in of_methods(units, method)]
     rounds = [done for run in runs for done in max(run.rounds, key=len, default=[])]
     if not rounds:
         return None
@@ -254,11 +259,6 @@ def _interval(point: float, resampled_R: NDArray[np.float64], units: int) -> Int
     return {"mean": float(point), "low": float(low), "high": float(high)}
 
 
-def of_methods(units: Sequence[Unit], *methods: str) -> list[Unit]:
-    """The units that all of these methods decoded."""
-    return [unit for unit in units if all(method in unit.runs for method in methods)]
-
-
 def _totals(units: Sequence[Unit], method: str) -> Totals:
     """Tokens and seconds of a method, per group."""
     groups = dict.fromkeys(unit.group for unit in units)
@@ -295,7 +295,7 @@ def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interva
 def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, Any]:
     """What a report says of any method; what does not apply to it is None."""
     rounds, speed = method_rounds(units, method), rate(units, method, seed)
-    errors = [unit.runs[method].drafter_error for unit in units if method in unit.runs]
+    errors = [unit.runs[method].drafter_error for unit in of_methods(units, method)]
     return {
         "prompts": sum(len(unit.prompts) for unit in of_methods(units, method)),
         "tokens_per_second": speed["mean"] if speed else None,
@@ -382,7 +382,7 @@ def _percentiles(
     units: Sequence[Unit], method: str, values: Callable[[Run], Iterable[float]]
 ) -> dict[str, float | None] | None:
     """Percentiles of a method's milliseconds, and of how many values they are; None of those that too few make."""
-    seen = [value for unit in units if method in unit.runs for value in values(unit.runs[method])]
+    seen = [value for unit in of_methods(units, method) for value in values(unit.runs[method])]
     if not seen:
         return None
     found = {

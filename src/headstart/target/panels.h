@@ -22,7 +22,7 @@
 #else
 #define LANES 8
 #ifdef EIGHT_BITS
-#define MOST 5
+#define MOST 5 /* of sixteen registers products take more than sums of six rows leave */
 #else
 #define MOST 6
 #endif

@@ -172,8 +172,8 @@ SEED_PROMPTS: dict[str, tuple[str, ...]] = {
 }
 
 SHARES = {"coding": 2.6, "math": 1.9}
-"""How often a kind is drawn, where others are once: code is what is asked for most, and text of other kinds says little
-about it. Requests that come with headstart are mixed alike."""
+"""How often a kind is drawn, where others are once: text of other kinds teaches little of code and sums. Requests that
+come with headstart are mixed alike."""
 
 TOPICS: tuple[str, ...] = (
     "climate change", "the moon", "electric cars", "public transport", "dogs", "coffee", "the internet", "vaccines",
