@@ -294,4 +294,4 @@ def test_tuning_notes_its_conditions_and_what_is_measured_fits_into_the_context(
     assert found.conditions == Conditions.of(target)
     assert found.settings["conditions"]["rows"] == 1
     short = measure_costs(target, heads, found.usual_paths, replace(SHORT, seconds=0.0))
-    assert short.costs.widths == (1, 2, 4, 8, 12, 16, 24, 32) and short.costs.levels == heads.draft_steps
+    assert short.costs.widths == (1, 2, 4, 6, 8, 12, 16, 32) and short.costs.levels == heads.draft_steps

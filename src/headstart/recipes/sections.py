@@ -388,7 +388,7 @@ class TuneSection(Section):
     """Measuring costs and choosing the tree."""
 
     widths: tuple[_Width, ...] = Field(
-        (1, 2, 4, 8, 12, 16, 24, 32, 64), min_length=1, description="Tree widths whose verification is timed."
+        (1, 2, 4, 6, 8, 12, 16, 24, 32, 64), min_length=1, description="Tree widths whose verification is timed."
     )
     context: int = Field(256, ge=8, description="Tokens in the cache while timing.")
     max_nodes: int = Field(64, ge=1, le=1024, description="Widest tree, root included.")

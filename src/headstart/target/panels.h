@@ -23,10 +23,13 @@
 #define LANES 8
 #ifdef EIGHT_BITS
 #define MOST 5 /* of sixteen registers products take more than sums of six rows leave */
+#elif defined(TALL)
+#define MOST 12 /* of which one vector of a panel is multiplied at a time, see TOGETHER */
 #else
 #define MOST 6
 #endif
 #endif
+#define REGISTERS (2 * LANES)
 #define VECTORS 2
 #define PANEL (VECTORS * LANES)
 
@@ -75,25 +78,47 @@ static inline of_panel read_panel(const number *from) { return widened(from); }
 static inline void add_product(lanes *sums, of_panel inputs, lanes x) { *sums += inputs * x; }
 #endif
 
-/* A number, or STEP of them, in all lanes, in a register; else x86 would read it once for each vector that it is
-   multiplied with. Compilers make nothing of the difference but copies of its bits. */
+/* What is read once stays in a register; else x86 would read it again for each product. Compilers make nothing of the
+   difference but copies of its bits. */
+#ifdef __AVX__
+#define IN_REGISTER(x) __asm__("" : "+v"(x))
+#else
+#define IN_REGISTER(x)
+#endif
+
+/* A number, or STEP of them, in all lanes. */
 static inline lanes everywhere(float x) {
     lanes all = x - (lanes){0};
-#ifdef __AVX__
-    __asm__("" : "+x"(all));
-#endif
+    IN_REGISTER(all);
     return all;
 }
+
+/* Vectors of a panel whose sums of so many rows stay in registers, beside themselves and a number of a row. */
+#define TOGETHER(rows) (((rows) + 1) * VECTORS + 1 <= REGISTERS ? VECTORS : 1)
+#define AHEAD 1024 /* bytes from what is multiplied to what memory is asked for, which else waits while cores compute */
+#define LINE 64    /* bytes that memory gives at once */
 
 /* Adds to the sums of some rows; x is what `side_by_side` gives. */
 static inline __attribute__((always_inline)) void add_products(const int rows, const float *x, const number *panel,
                                                                int64_t inputs, lanes sums[MOST][VECTORS]) {
-    for (int64_t i = 0; i < inputs; i += STEP, panel += STEP * PANEL, x += rows) {
-        of_panel read[VECTORS];
-        for (int v = 0; v < VECTORS; v++) read[v] = read_panel(panel + v * STEP * LANES);
-        for (int m = 0; m < rows; m++) {
-            lanes of_row = everywhere(x[m]);
-            for (int v = 0; v < VECTORS; v++) add_product(&sums[m][v], read[v], of_row);
+    const int together = TOGETHER(rows), bytes = together * STEP * LANES * sizeof(number);
+#pragma GCC unroll 2
+    for (int first = 0; first < VECTORS; first += together) {
+        const number *from = panel + first * STEP * LANES;
+        /* A panel that is read twice is in the cache: each time half of what comes after it is asked for. */
+        const char *next = together == VECTORS ? (const char *)panel + AHEAD
+                                               : (const char *)(panel + inputs * PANEL) + first * (inputs / STEP) * bytes;
+        for (int64_t i = 0; i < inputs / STEP; i++, from += STEP * PANEL, next += bytes) {
+            of_panel read[VECTORS];
+            for (int line = 0; line < bytes; line += LINE) __builtin_prefetch(next + line);
+            for (int v = 0; v < together; v++) {
+                read[v] = read_panel(from + v * STEP * LANES);
+                IN_REGISTER(read[v]);
+            }
+            for (int m = 0; m < rows; m++) {
+                lanes of_row = everywhere(x[i * rows + m]);
+                for (int v = 0; v < together; v++) add_product(&sums[m][first + v], read[v], of_row);
+            }
         }
     }
 }

@@ -3,6 +3,7 @@
 
 #include <stdlib.h>
 
+#define TALL /* memory gives weights slower than rows are multiplied: twice as many at once read them once */
 #include "panels.h"
 #ifdef EIGHT_BITS
 #include "in_8_bits.h"

@@ -43,7 +43,7 @@ class Timing:
     often (repeats); before and after them drafts, so many turns, with weights as they are and in 8 bits. Each part ends
     after so many seconds at the earliest."""
 
-    widths: tuple[int, ...] = (1, 2, 4, 8, 12, 16, 24, 32)
+    widths: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 32)
     context: int = 256
     repeats: int = 30
     turns: int = 2
