@@ -84,6 +84,19 @@ def test_what_is_computed_around_a_product(rows: int, threads: int, dtype: torch
             assert torch.equal(module.product(x, packed, bias, (norm_I, 1e-5), gates=True), rewrites.gated(plain))
 
 
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_rows_together_have_the_bits_of_rows_alone(dtype: torch.dtype) -> None:
+    """However many are multiplied at once, and over more inputs than one sum takes (see `in_full.h`)."""
+    if not in_panels(torch.zeros(32, 32, dtype=dtype)):
+        pytest.skip("C for AVX2 and AVX-512")
+    torch.manual_seed(0)
+    packed = module.prepack(torch.randn(70, 1100).to(dtype))
+    x = torch.randn(26, 1100).to(dtype)
+    alone = torch.cat([module.product(row[None], packed, None) for row in x])
+    for count in range(1, len(x) + 1):
+        assert torch.equal(module.product(x[:count], packed, None), alone[:count]), f"{count} rows"
+
+
 def test_many_rows_are_multiplied_as_they_are() -> None:
     weight = torch.randn(32, 32)
     torch.testing.assert_close(multiplied(x := torch.randn(1, MAX_ROWS, 32), weight, None), x @ weight.T)
