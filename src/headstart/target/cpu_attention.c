@@ -77,7 +77,7 @@ typedef struct {
 static inline __attribute__((always_inline)) void score(const int queries, const sight *of, const float *x, int64_t slot) {
     lanes sums[MOST][VECTORS];
     clear(queries, sums);
-    add_products(queries, x, of->panel, of->size, sums);
+    add_products(queries, x, of->panel, of->size, (ahead){(const char *)of->panel, 0}, sums);
     for (int q = 0; q < queries; q++) memcpy(of->scores + q * of->room + slot, sums[q], sizeof sums[q]);
 }
 

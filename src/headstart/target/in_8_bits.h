@@ -95,7 +95,7 @@ static inline int32_t four(const float *x) {
 }
 
 static inline __attribute__((always_inline)) void add_up(const int rows, const float *x, const void *panel, int64_t inputs,
-                                                         lanes totals[MOST][VECTORS]) {
+                                                         ahead next, lanes totals[MOST][VECTORS]) {
     const char *weights = (const char *)panel + PANEL * sizeof(float);
     clear(rows, totals);
     for (int64_t i = 0; i < inputs; i += STRETCH) {
@@ -137,7 +137,8 @@ static void pack_panel(const number *weights, int64_t count, int64_t inputs, voi
 
 int reads(int64_t inputs) { return 0; }
 static inline void read_rows(const number *const *rows, int64_t count, int64_t inputs, float *out) {}
-static inline void add_up(const int rows, const float *x, const void *panel, int64_t inputs, lanes totals[MOST][VECTORS]) {}
+static inline void add_up(const int rows, const float *x, const void *panel, int64_t inputs, ahead next,
+                          lanes totals[MOST][VECTORS]) {}
 static void pack_panel(const number *weights, int64_t count, int64_t inputs, void *panel) {}
 
 #endif

@@ -12,13 +12,15 @@ static inline void read_rows(const number *const *rows, int64_t count, int64_t i
 }
 
 static inline __attribute__((always_inline)) void add_up(const int rows, const float *x, const void *panel, int64_t inputs,
-                                                         lanes totals[MOST][VECTORS]) {
+                                                         ahead next, lanes totals[MOST][VECTORS]) {
     const number *weights = panel;
     clear(rows, totals);
     for (int64_t i = 0; i < inputs; i += STRETCH) {
         lanes sums[MOST][VECTORS];
         clear(rows, sums);
-        add_products(rows, x + i / STEP * rows, weights + i * PANEL, inputs - i < STRETCH ? inputs - i : STRETCH, sums);
+        int64_t count = inputs - i < STRETCH ? inputs - i : STRETCH;
+        add_products(rows, x + i / STEP * rows, weights + i * PANEL, count, next, sums);
+        next.from += count / STEP * next.each;
         for (int m = 0; m < rows; m++)
             for (int v = 0; v < VECTORS; v++) totals[m][v] += sums[m][v];
     }

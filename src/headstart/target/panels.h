@@ -23,13 +23,10 @@
 #define LANES 8
 #ifdef EIGHT_BITS
 #define MOST 5 /* of sixteen registers products take more than sums of six rows leave */
-#elif defined(TALL)
-#define MOST 12 /* of which one vector of a panel is multiplied at a time, see TOGETHER */
 #else
 #define MOST 6
 #endif
 #endif
-#define REGISTERS (2 * LANES)
 #define VECTORS 2
 #define PANEL (VECTORS * LANES)
 
@@ -93,32 +90,28 @@ static inline lanes everywhere(float x) {
     return all;
 }
 
-/* Vectors of a panel whose sums of so many rows stay in registers, beside themselves and a number of a row. */
-#define TOGETHER(rows) (((rows) + 1) * VECTORS + 1 <= REGISTERS ? VECTORS : 1)
-#define AHEAD 1024 /* bytes from what is multiplied to what memory is asked for, which else waits while cores compute */
-#define LINE 64    /* bytes that memory gives at once */
+/* Memory that is asked for beside each step of a product, since it else waits while cores compute: from where on, and
+   bytes from one step to the next. */
+typedef struct {
+    const char *from;
+    int64_t each;
+} ahead;
+
+#define LINE 64 /* bytes that memory gives at once */
 
 /* Adds to the sums of some rows; x is what `side_by_side` gives. */
 static inline __attribute__((always_inline)) void add_products(const int rows, const float *x, const number *panel,
-                                                               int64_t inputs, lanes sums[MOST][VECTORS]) {
-    const int together = TOGETHER(rows), bytes = together * STEP * LANES * sizeof(number);
-#pragma GCC unroll 2
-    for (int first = 0; first < VECTORS; first += together) {
-        const number *from = panel + first * STEP * LANES;
-        /* A panel that is read twice is in the cache: each time half of what comes after it is asked for. */
-        const char *next = together == VECTORS ? (const char *)panel + AHEAD
-                                               : (const char *)(panel + inputs * PANEL) + first * (inputs / STEP) * bytes;
-        for (int64_t i = 0; i < inputs / STEP; i++, from += STEP * PANEL, next += bytes) {
-            of_panel read[VECTORS];
-            for (int line = 0; line < bytes; line += LINE) __builtin_prefetch(next + line);
-            for (int v = 0; v < together; v++) {
-                read[v] = read_panel(from + v * STEP * LANES);
-                IN_REGISTER(read[v]);
-            }
-            for (int m = 0; m < rows; m++) {
-                lanes of_row = everywhere(x[i * rows + m]);
-                for (int v = 0; v < together; v++) add_product(&sums[m][first + v], read[v], of_row);
-            }
+                                                               int64_t inputs, ahead next, lanes sums[MOST][VECTORS]) {
+    for (int64_t i = 0; i < inputs / STEP; i++, panel += STEP * PANEL, next.from += next.each) {
+        of_panel read[VECTORS];
+        for (int line = 0; line < STEP * PANEL * (int)sizeof(number); line += LINE) __builtin_prefetch(next.from + line);
+        for (int v = 0; v < VECTORS; v++) {
+            read[v] = read_panel(panel + v * STEP * LANES);
+            IN_REGISTER(read[v]);
+        }
+        for (int m = 0; m < rows; m++) {
+            lanes of_row = everywhere(x[i * rows + m]);
+            for (int v = 0; v < VECTORS; v++) add_product(&sums[m][v], read[v], of_row);
         }
     }
 }

@@ -3,7 +3,6 @@
 
 #include <stdlib.h>
 
-#define TALL /* memory gives weights slower than rows are multiplied: twice as many at once read them once */
 #include "panels.h"
 #ifdef EIGHT_BITS
 #include "in_8_bits.h"
@@ -11,17 +10,28 @@
 #include "in_full.h"
 #endif
 
+#define AHEAD 1024 /* bytes from what is multiplied to what memory is asked for, where weights are read once */
+#define FEW 12     /* rows that every thread reads: that takes less than fetching what another core has just written */
+
 typedef struct {
     const char *weights;
     const number *bias;
     int64_t inputs, outputs;
 } matrix;
 
+/* What memory is asked for while one of so many groups of rows is multiplied with a panel. A panel that is read more than
+   once is in the cache: each time a part of what comes after it is asked for. */
+static inline ahead asked(const char *panel, int64_t inputs, int64_t group, int64_t groups) {
+    int64_t bytes = bytes_of_panel(inputs), from = groups > 1 ? bytes + bytes * group / groups : AHEAD;
+    return (ahead){panel + from, bytes / (inputs / STEP) / groups};
+}
+
 /* A panel of what some rows give, where they go; x is what `read_rows` gives. */
 static inline __attribute__((always_inline)) void multiply(const int rows, const matrix *of, const float *x, int64_t panel,
-                                                           number *out, int64_t stride) {
+                                                           int64_t group, int64_t groups, number *out, int64_t stride) {
+    const char *weights = of->weights + panel * bytes_of_panel(of->inputs);
     lanes totals[MOST][VECTORS];
-    add_up(rows, x, of->weights + panel * bytes_of_panel(of->inputs), of->inputs, totals);
+    add_up(rows, x, weights, of->inputs, asked(weights, of->inputs, group, groups), totals);
     for (int m = 0; m < rows; m++)
         for (int v = 0; v < VECTORS; v++) {
             int64_t first = panel * PANEL + v * LANES, count = of->outputs - first;
@@ -53,17 +63,18 @@ void product(const number *x, const number *norm, float eps, const void *weights
              const number *added, number *out, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
     matrix of = {weights, bias, inputs, outputs};
     int64_t groups = (rows + MOST - 1) / MOST, width = gates ? outputs / 2 : outputs, step = floats_of_row(inputs);
-    float *of_all = groups > 1 ? malloc(rows * step * sizeof *of_all) : NULL;
+    float *of_all = rows > FEW ? malloc(rows * step * sizeof *of_all) : NULL;
 #define START(group) (rows * (group) / groups)
+#define ENTER(group)                                                                                                   \
+    enter(x + START(group) * inputs, norm, eps, START(group + 1) - START(group), inputs, read + START(group) * step);
 #pragma omp parallel num_threads(threads)
     {
-        /* A few rows are read by every thread: that takes less than fetching what another core has just written. */
         float *read = of_all ? of_all : malloc(rows * step * sizeof *read);
         if (of_all) {
 #pragma omp for schedule(static)
-            for (int64_t group = 0; group < groups; group++)
-                enter(x + START(group) * inputs, norm, eps, START(group + 1) - START(group), inputs, read + START(group) * step);
-        } else enter(x, norm, eps, rows, inputs, read);
+            for (int64_t group = 0; group < groups; group++) ENTER(group)
+        } else
+            for (int64_t group = 0; group < groups; group++) ENTER(group)
 #pragma omp for schedule(static) nowait
         for (int64_t panel = 0; panel < (width + PANEL - 1) / PANEL; panel++)
             for (int64_t group = 0; group < groups; group++) {
@@ -74,7 +85,7 @@ void product(const number *x, const number *norm, float eps, const void *weights
                 for (int side = 0; side <= gates; side++) {
                     number *part = gates ? sides[side] : to;
                     int64_t stride = gates ? PANEL : width, at = panel + side * width / PANEL;
-#define MULTIPLY(count) multiply(count, &of, from, at, part, stride)
+#define MULTIPLY(count) multiply(count, &of, from, at, group, groups, part, stride)
                     OF_ROWS(count, MULTIPLY)
                 }
                 for (int64_t m = 0; m < count && gates; m++)
