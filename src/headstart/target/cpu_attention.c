@@ -71,13 +71,16 @@ typedef struct {
     int64_t seen, size, out_size;
     float scaling, *scores; /* [MOST, room] */
     int64_t room;
-    number *panel;
+    number *panels; /* of keys, each so many numbers after the other (0: there is room for one); they may be there already */
+    int64_t apart;
+    int turned;
 } sight;
 
-static inline __attribute__((always_inline)) void score(const int queries, const sight *of, const float *x, int64_t slot) {
+static inline __attribute__((always_inline)) void score(const int queries, const sight *of, const float *x,
+                                                        const number *panel, int64_t slot) {
     lanes sums[MOST][VECTORS];
     clear(queries, sums);
-    add_products(queries, x, of->panel, of->size, (ahead){(const char *)of->panel, 0}, sums);
+    add_products(queries, x, panel, of->size, (ahead){(const char *)panel, 0}, sums);
     for (int q = 0; q < queries; q++) memcpy(of->scores + q * of->room + slot, sums[q], sizeof sums[q]);
 }
 
@@ -108,8 +111,9 @@ static inline __attribute__((always_inline)) void mix(const int queries, const i
 /* What `count` queries find, each with its mask (NULL for none), and where that goes; x are the queries side by side. */
 static void find(const sight *of, int64_t count, const float *x, const number *const *masks, number *const *out) {
     for (int64_t s = 0; s < of->seen; s += PANEL) {
-        to_panel(of->keys + s * of->size, of->seen - s, of->size, of->panel);
-#define SCORE(count) score(count, of, x, s)
+        number *panel = of->panels + s / PANEL * of->apart;
+        if (!of->turned) to_panel(of->keys + s * of->size, of->seen - s, of->size, panel);
+#define SCORE(count) score(count, of, x, panel, s)
         OF_ROWS(count, SCORE)
     }
     int64_t padded = (of->seen + PANEL - 1) / PANEL * PANEL; /* no loop ends in single numbers, with other roundings */
@@ -167,7 +171,9 @@ void attend(const number *queries, const int64_t *query_strides, const number *k
     room = (room + PANEL - 1) / PANEL * PANEL;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        float *x = malloc((MOST * (size + room) + PANEL * size) * sizeof *x);
+        /* Keys that several parts of the queries meet one after the other are turned once. */
+        int64_t apart = parts > 1 ? PANEL * size : 0, latest = -1;
+        float *x = malloc((MOST * (size + room) + (apart ? room : PANEL) * size) * sizeof *x);
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < pairs * parts; task++) {
             int64_t row = task / parts / heads, head = task / parts % heads, part = task % parts;
@@ -185,7 +191,8 @@ void attend(const number *queries, const int64_t *query_strides, const number *k
             sight of = {keys + row * key_strides[0] + head * key_strides[1] + begin * size,
                         values + row * value_strides[0] + head * value_strides[1] + begin * out_size,
                         slots[row] - begin, size, out_size, scaling, x + MOST * size, room,
-                        (number *)(x + MOST * (size + room))};
+                        (number *)(x + MOST * (size + room)), apart, task / parts == latest};
+            latest = task / parts;
             find(&of, count, x, masks, to);
         }
         free(x);
