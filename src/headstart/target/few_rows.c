@@ -26,6 +26,7 @@
 #endif
 
 #define HIGHEST 32767 /* of numbers in 16 bits */
+#define AHEAD 4096    /* bytes from what is multiplied to what memory is asked for */
 #define STRETCH 128   /* inputs of a row with one scale, so that a large one takes nothing from those far from it */
 
 /* Weights lie as panels: PANEL outputs side by side, two inputs of each together, then their next two. */
@@ -67,6 +68,7 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
             for (int v = 0; v < VECTORS; v++) sums[m][v] = NOTHING;
         for (int64_t i = start; i < of->inputs && i < start + STRETCH; i += 2, weight += 2 * PANEL, x += rows) {
             wholes read[VECTORS];
+            __builtin_prefetch(weight + AHEAD);
             for (int v = 0; v < VECTORS; v++) read[v] = WIDENED(weight + v * 2 * LANES);
             for (int m = 0; m < rows; m++) {
                 wholes of_row = EVERYWHERE(x[m]);
