@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headstart.decode.budget import Budget, Costs
-from headstart.decode.learned import Experience
+from headstart.decode.learned import Experience, RoundTimes, size_of
 from headstart.tree.tree import Drawn, Tree, TreeShape
 
 FLAT = Costs((1, 64), (10.0, 10.0))
@@ -169,6 +169,13 @@ def test_modes() -> None:
     assert Budget(None, "auto", 1).threshold == 0.0
     assert Budget(None, "auto", 1, experience=Experience()).room(64) == 64, "without costs nothing is small"
     assert 0 < Budget(REAL, "auto", 1).threshold < Budget(REAL, "auto", 16).threshold < 1
+
+
+def test_noisy_rounds_do_not_make_nodes_free() -> None:
+    """Where small trees met slow moments and large ones did not, a node still has to be likely enough to be drafted."""
+    noisy = Experience(rounds=RoundTimes({0: (1.0, 1.0), size_of(4): (1.3, 1.3), size_of(16): (0.9, 0.9)}))
+    usual, now = (Budget(REAL, "auto", 1, experience=of).threshold for of in (None, noisy))
+    assert now == pytest.approx(usual), "nodes take longer, and so do the rounds that they are weighed against"
 
 
 def test_a_token_counts_for_the_time_that_it_saves() -> None:
