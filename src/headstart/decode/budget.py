@@ -218,13 +218,15 @@ class Budget:
         """What the acceptance probability of a node must be to pay for its verification, by the mean time of one more
         node in trees of 4 to 16; `prune` decides exactly, afterwards.
 
-        The time is as measured, and corrected as a whole: of two costs that each were corrected by a few rounds little
-        may be left between them, and then the heads draft all that there is room for."""
+        It is not below what was measured, corrected as a whole: of two costs that each were corrected by a few rounds
+        nothing may be left between them, and then the heads draft all that there is room for.
+        """
         if self._now is None or self._mode == "off" or self._costs_unknown:
             return 0.0
         few, many = 4 * self.rows, 16 * self.rows
         slower = self._now.verify(few) / self._now.measured(few)
-        node_ms = slower * (self._now.measured(many) - self._now.measured(few)) / (many - few)
+        measured_ms = slower * (self._now.measured(many) - self._now.measured(few))
+        node_ms = max(measured_ms, self._now.verify(many) - self._now.verify(few)) / (many - few)
         return min(0.9, self._rate(few) / self._calibration_factor * node_ms)
 
     @property
