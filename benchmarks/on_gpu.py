@@ -66,6 +66,8 @@ SPREAD = 5.0
 """Standard deviation of the logits of the small model: so large that some texts are likely, and ties are rare."""
 ROOM = 0.75
 """Share of the memory of a batch in which it must run out, and a half of it must not."""
+COUNTED = 32
+"""Tokens of the texts whose waits are counted: the profiler takes a second for every few of them."""
 GIGABYTE = 1e9
 PARTS = ("draft", "verify", "host")
 """Of a round."""
@@ -234,7 +236,7 @@ def waits(bench: Bench) -> None:
     if not bench.cuda:
         bench.note("waits and launches", counted="not counted: there is no CUDA device")
         return
-    target, tokens = bench.decoder.target, bench.sizes.new_tokens
+    target, tokens = bench.decoder.target, min(bench.sizes.new_tokens, COUNTED)
     for drafter, temperature, rows in product(("none", "heads"), (0.0, 1.0), bench.sizes.batches[:2]):
         loop, prompts = bench.decoder.loop(drafter), bench.prompts(target, rows)
         counts = []

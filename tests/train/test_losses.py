@@ -44,6 +44,7 @@ def _by_hand(name: str) -> float:
         "soft_ce": -sum(p * math.log(q) for p, q in pairs),
         "hard_ce": -math.log(0.5),
         "tv_ce": -0.1 * sum(p * math.log(q) for p, q in pairs) + 0.9 * sum(abs(p - q) for p, q in pairs),
+        "half_tv": -0.5 * sum(p * math.log(q) for p, q in pairs) + 0.5 * sum(abs(p - q) for p, q in pairs),
     }[name]
 
 

@@ -19,7 +19,7 @@ from headstart.servers.names import FormatName
 
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
 """`exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
-LossName = Literal["soft_ce", "hard_ce", "tv_ce"]
+LossName = Literal["soft_ce", "hard_ce", "tv_ce", "half_tv"]
 """Those of `headstart.train.losses`."""
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _FEWEST_TOKENS = 10  # that a loss is over: of fewer, one drawn token at most would stand for all others
