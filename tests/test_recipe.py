@@ -109,7 +109,7 @@ def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
         ("train.minutes=.inf", r"'train\.minutes' is inf: input should be a finite number"),
         ("train.max_grad_norm=.nan", r"'train\.max_grad_norm' is nan: input should be greater than 0"),
         ("train.betas=[0.9, 1.0]", r"'train\.betas\.1' is 1\.0: input should be less than 1"),
-        ("train.loss=softce", r"'train\.loss' is 'softce': input should be 'soft_ce', 'hard_ce', 'tv_ce' or 'half_tv'"),
+        ("train.loss=softce", r"'train\.loss' is 'softce': input should be 'soft_ce', 'hard_ce', 'tv_ce' or 'half_l1'"),
         ("train.mixed_precision=yes", r"'train\.mixed_precision' is True: input should be 'auto', 'no', 'bf16' or"),
         ("train.seed=-1", r"'train\.seed' is -1: input should be greater than or equal to 0"),
         ("tune.widths=[]", r"'tune\.widths' is \[\]: .* at least 1 item"),

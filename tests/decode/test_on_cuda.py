@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 import torch
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.drafters.heads import HeadDrafter
-from headstart.recipes.sections import TrainSection
+from headstart.recipes.sections import LossName, TrainSection
 from headstart.target.model import Target
 from tests.decode.test_on_device import SHAPE, TEXTS, loss_of, on_both, training_batch
 from tests.heads.test_contract import CASES, build, shake
@@ -63,9 +65,9 @@ def test_heads_draft_there_what_they_draft_here(name: str, host: Target, target:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_training_step(name: str, host: Target, target: Target) -> None:
+@pytest.mark.parametrize("loss", get_args(LossName))
+def test_a_training_step(loss: LossName, name: str, host: Target, target: Target) -> None:
     heads, moved = on_both(name, host, target)
-    expected = loss_of(heads, host, training_batch(host, heads, "cpu"), TrainSection())
-    assert loss_of(moved, target, training_batch(host, heads, "cuda"), TrainSection()) == pytest.approx(
-        expected, rel=1e-4
-    )
+    section = TrainSection(loss=loss)
+    expected = loss_of(heads, host, training_batch(host, heads, "cpu"), section)
+    assert loss_of(moved, target, training_batch(host, heads, "cuda"), section) == pytest.approx(expected, rel=1e-4)

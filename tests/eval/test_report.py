@@ -18,7 +18,7 @@ from headstart.eval.figures import Unit, compare_rows, per_prompt, summarise
 from headstart.eval.groups import categories, places, prompt_lengths
 from headstart.eval.labels import BASELINES, OTHER, label_of
 from headstart.eval.replay import pack, races
-from headstart.eval.report import divergence_sentence, show_results, verdicts, write_report
+from headstart.eval.report import divergence_sentence, show_results, slower_than_tuned, verdicts, write_report
 from tests.eval.test_figures import unit
 
 TUNED = {
@@ -310,6 +310,32 @@ def test_a_drafter_that_never_drafted_is_not_called_faster(results: dict[str, An
     for text in (html, markdown, console.file.getvalue()):
         rows = [line for line in text.splitlines() if "nothing drafted" in line]
         assert {name for name in ("dynamic", "n-gram") for row in rows if name in row} == {"dynamic", "n-gram"}
+
+
+@pytest.mark.parametrize(
+    ("plain_ms", "settings", "noticed"),
+    [
+        (13.1, {}, True),
+        (12.9, {}, False),
+        (20.0, {"batch_size": 4}, False),
+        (20.0, {"temperature": 1.0}, False),
+        (None, {}, False),
+    ],
+)
+def test_plain_steps_slower_than_at_tuning_are_noticed(
+    results: dict[str, Any], tmp_path: Path, plain_ms: float | None, settings: dict[str, Any], noticed: bool
+) -> None:
+    results = compared(results)
+    plain = next(row for row in results["compare"] if row["name"] == "plain")
+    plain["round_ms"] = None if plain_ms is None else {"draft": 0.0, "verify": plain_ms - 0.1, "host": 0.1}
+    plain["tokens_per_round"] = 1.0
+    results["settings"] |= settings
+    console = Console(file=io.StringIO(), width=80)
+    show_results(results, "compared", console)
+    assert isinstance(console.file, io.StringIO)
+    for text in (*pages(results, tmp_path), console.file.getvalue()):
+        assert ("when costs were" in text) is noticed
+    assert not slower_than_tuned(results | {"tuned": None}), "nothing to compare with"
 
 
 def test_the_table_of_a_terminal_cuts_nothing_short(results: dict[str, Any]) -> None:

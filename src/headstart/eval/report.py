@@ -36,6 +36,10 @@ DEFINITIONS = {
 }
 
 
+_SLOWER = 1.3
+"""From how many times the plain step of tuning on a report speaks of it: cores that share no cache make 1.25."""
+
+
 def write_report(results: Mapping[str, Any], out: Path) -> None:
     """Write results.json, report.md and report.html into the folder `out`, each in one step.
 
@@ -61,7 +65,7 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
     expected = [f"Tuning predicted {predicted:.2f}x over {LABELS[PLAIN].name}."] if predicted else []
     for sentence in (*verdicts(results), *expected, divergence_sentence(results)):
         tell(console, sentence)
-    for sentence in undrafted(results):
+    for sentence in (*undrafted(results), *slower_than_tuned(results)):
         tell(console, sentence)
     for name, error in failed(results):
         text = f"{name}: a drafter failed ({error}), and the figures are those of decoding without it."
@@ -112,7 +116,7 @@ def render(results: Mapping[str, Any], name: str) -> str:
         slowest=max((sum(row["round_ms"].values()) for row in compare if row["round_ms"]), default=0.0),
         target_remarks=target_remarks(results["settings"]),
         failed=failed(results),
-        undrafted=undrafted(results),
+        remarks=[*undrafted(results), *slower_than_tuned(results)],
         fewer=fewer(results),
         over_plain=partial(over_plain, results=results),
         nothing_drafted=partial(drafted_nothing, results=results),
@@ -271,6 +275,28 @@ def undrafted(results: Mapping[str, Any]) -> list[str]:
         "prompts, where plain decoding was expected to be faster."
         for row in results["compare"]
         if row.get("undrafted_prompts")
+    ]
+
+
+def slower_than_tuned(results: Mapping[str, Any]) -> list[str]:
+    """Whether plain steps, greedy and of one prompt, took longer than when costs were measured, a sentence then.
+
+    >>> plain = {"name": "plain", "round_ms": {"draft": 0.0, "verify": 62.1, "host": 0.1}}
+    >>> settings = {"batch_size": 1, "temperature": 0.0}
+    >>> slower_than_tuned({"compare": [plain], "settings": settings, "tuned": {"costs": {"verify_ms": [44.6]}}})[0][:77]
+    'Plain steps took 62.2 ms here, and 44.6 when costs were measured (other work,'
+    """
+    settings, tuned = results["settings"], results.get("tuned")
+    plain = next((row.get("round_ms") for row in results["compare"] if row["name"] == PLAIN), None)
+    alike = settings.get("batch_size", 1) == 1 and settings.get("temperature", 0) == 0
+    if not (plain and tuned and alike):
+        return []
+    plain_ms, tuned_ms = sum(plain.values()), tuned["costs"]["verify_ms"][0]
+    if plain_ms < _SLOWER * tuned_ms:
+        return []
+    return [
+        f"Plain steps took {plain_ms:.1f} ms here, and {tuned_ms:.1f} when costs were measured (other work, other "
+        "cores, or long texts): measured again in a quiet hour, the speed-ups may differ."
     ]
 
 

@@ -25,7 +25,7 @@ from headstart.support.files import existing
 from headstart.target.memory import forget_most_resident, most_resident
 from headstart.target.model import Target
 from headstart.train.batches import subsampled
-from headstart.train.losses import soft_ce
+from headstart.train.losses import LOSSES
 from headstart.train.machine import keep_freed_memory
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
@@ -121,7 +121,7 @@ def _training(
         drawn = section.position_weight == "subsampled"
         batch = subsampled(whole, section.step_weight, _SUBSAMPLE_SEED) if drawn else whole
         with torch.autocast(device.type, dtype=target.dtype, enabled=target.dtype != torch.float32):
-            loss = weighted(heads.unroll(batch), soft_ce, teacher.read(batch), 1.0)
+            loss = weighted(heads.unroll(batch), LOSSES[section.loss], teacher.read(batch), 1.0)
         torch.autograd.backward([loss])
         for optimizer in optimizers:
             optimizer.step()

@@ -19,7 +19,7 @@ from headstart.servers.names import FormatName
 
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
 """`exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
-LossName = Literal["soft_ce", "hard_ce", "tv_ce", "half_tv"]
+LossName = Literal["soft_ce", "hard_ce", "tv_ce", "half_l1"]
 """Those of `headstart.train.losses`."""
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _FEWEST_TOKENS = 10  # that a loss is over: of fewer, one drawn token at most would stand for all others
@@ -327,7 +327,11 @@ class TrainSection(Section):
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     betas: tuple[_Beta, _Beta] = Field((0.9, 0.95), description="AdamW betas.")
     max_grad_norm: float = Field(1.0, gt=0, allow_inf_nan=True, description="Gradient norm limit; .inf is none.")
-    loss: LossName = Field("soft_ce", description="Loss between draft and target distributions.")
+    loss: LossName = Field(
+        "soft_ce",
+        description="Loss between draft and target distributions: cross-entropy (soft_ce, and hard_ce against the "
+        "target's likeliest token), or with nine tenths (tv_ce) or half (half_l1) of it the L1 distance.",
+    )
     loss_tokens: int = Field(
         0,
         ge=0,
