@@ -112,6 +112,8 @@ class NativeSettings:
         with torch.device("meta"):
             kind = type(self.model().get_decoder().rotary_emb)
         rotary: nn.Module = kind(self.config())
+        if hasattr(rotary, "mrope_section"):  # reads a token's time, height and width; in a text they are the same
+            rotary.register_forward_pre_hook(lambda _, given: (given[0], given[1].expand(3, -1, -1)))
         return rotary
 
     def cache_shape(self) -> tuple[int, int]:
