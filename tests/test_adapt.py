@@ -228,6 +228,18 @@ def test_heads_that_cannot_be_read_leave_the_old_ones_serving(
     assert decoder.answers == good / "answers.bin"
 
 
+def test_heads_that_memory_has_no_room_for_leave_the_old_ones_serving(
+    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]],
+) -> None:
+    def newer() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    decoder = headstart.load(Service(adapted[0] / "run").heads(1), target=adapted[2].target)
+    before, decoder.newer = decoder.generate([5, 6, 7], max_new_tokens=8), newer
+    with pytest.warns(RuntimeWarning, match="New heads cannot be used: CUDA out of memory"):
+        assert decoder.generate([5, 6, 7], max_new_tokens=8).tokens == before.tokens
+
+
 def test_an_update_whose_answers_are_damaged_does_not_serve(
     adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path
 ) -> None:

@@ -586,8 +586,26 @@ def test_a_target_alone_takes_drafters_that_need_no_heads(tiny_target: Target) -
     assert answer.drafter_error is None and alone.costs is None
     with pytest.raises(UserError, match="was loaded without heads"):
         _ = alone.heads
+    with pytest.raises(UserError, match="was loaded without heads"):
+        alone.generate(PROMPTS[0], max_new_tokens=6, drafter="heads")
     with pytest.raises(UserError, match="Neither heads nor a target"):
         headstart.load()
+
+
+def test_a_draft_model_is_loaded_once(
+    tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = list[str]()
+
+    def load(spec: str, *arguments: Any, **options: Any) -> Target:
+        loaded.append(spec)
+        return load_target(spec, *arguments, **options)
+
+    monkeypatch.setattr("headstart.drafters.catalog.load_target", load)
+    alone, drafter = headstart.load(target=tiny_target), f"draft-model:{tiny_target_folder}"
+    kinds: list[dict[str, Any]] = [{}, {"draft": "off"}, {"deterministic": True}, {"tree": "chain"}]
+    texts = [alone.generate(PROMPTS[0], max_new_tokens=6, drafter=drafter, **kind).tokens for kind in kinds]
+    assert loaded == [str(tiny_target_folder)] and texts == texts[:1] * len(kinds)
 
 
 def test_load_refuses_arguments_of_other_kinds(tiny_target: Target, tiny_target_folder: Path) -> None:

@@ -74,6 +74,7 @@ class Decoder:
         self.answers = answers
         self.tuning = _tuning(self.calibration)
         self._loops: dict[tuple[str, TreeKind | None, bool, bool], DecodeLoop] = {}
+        self._models: dict[str, Drafter] = {}  # those that loaded one of their own
         self._conditions: Conditions | None = None
         self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
         self._there: Tuning | None = None  # the tuning as it is, once that was asked for
@@ -265,7 +266,7 @@ class Decoder:
             try:
                 if (newer := self.newer()) is not None:
                     self.swap(*newer)
-            except (UserError, OSError) as error:
+            except (UserError, OSError, RuntimeError) as error:  # no room for both is one of the last
                 warnings.warn(f"New heads cannot be used: {error} The old ones go on.", RuntimeWarning, stacklevel=5)
 
     def _tuned_here(self) -> Tuning | None:
@@ -288,10 +289,12 @@ class Decoder:
 
     def _drafters(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> tuple[Drafter, ...]:
         parts = parts_of(name)
+        if parts == ["heads"]:
+            _ = self.heads  # a UserError where there are none
         heads = self._heads(tree, tuning) if "heads" in parts and self._loaded is not None else None
         if "heads" in parts and heads is None:  # no tree pays: whatever else was asked for drafts alone
             name = "+".join(part for part in parts if part != "heads") or "none"
-        return make_drafters(name, self.target, heads, self.answers)
+        return make_drafters(name, self.target, heads, self.answers, self._models)
 
     def _heads(self, tree: TreeKind | None, tuning: Tuning | None) -> HeadDrafter | None:
         if tuning is not None:

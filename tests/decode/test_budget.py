@@ -163,6 +163,16 @@ def test_short_answers_are_drafted_as_soon_as_they_have_paid_for_a_try(
     assert min(later) > 0.5 and sum(later) > 0.8 * len(later), "all but rounds that measured pairs begin with"
 
 
+def test_rounds_that_could_not_draft_are_no_loss_of_drafting() -> None:
+    """A prompt that leaves no room, then another request: it drafts as if nothing had been."""
+    experience = Experience()
+    full = Budget(REAL, "auto", 1, 200, prompt=8000, experience=experience)
+    for _ in range(100):
+        full.note(roots(1), [1], (0.0, 20.0), could_draft=False)
+    assert full.drafts and experience.account == Experience().account and not experience.lost_tries
+    assert Budget(REAL, "auto", 1, 200, prompt=30, experience=experience).drafts
+
+
 def test_modes() -> None:
     assert Budget(None, "auto", 1).drafts
     assert not Budget(REAL, "off", 1).drafts

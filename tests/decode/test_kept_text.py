@@ -10,12 +10,14 @@ import torch
 from headstart.decode.kept_text import KeptText
 from headstart.decode.loop import DecodeLoop, Drafter, Generation
 from headstart.decode.options import DecodeOptions
+from headstart.decoder import Decoder
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.heads.base import family, make_config
 from headstart.target.model import Target
 from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
-from tests.tiny import tiny_model
+from tests.target.test_chains import hybrid
+from tests.tiny import tiny_model, tiny_tokenizer
 
 OPTIONS = DecodeOptions(14, draft="on", ignore_end=True)
 HEADS: dict[str, dict[str, Any]] = {
@@ -89,6 +91,17 @@ def test_drafts_and_text_are_those_of_reading_it_anew(kind: str, name: str, monk
         [done.nodes for done in answer.rounds] for answer, _ in anew
     ]
     assert read[0] == 8 and max(read[1:]) <= 7, "of later turns what is new alone"
+
+
+def test_streams_of_one_conversation_end_each_by_itself() -> None:
+    """With a target whose cache is copied: what may end one stream is not copied along."""
+    decoder, kept_text, prompt = Decoder(Target(hybrid(), tiny_tokenizer())), KeptText(), [3, 4, 5]
+    for turn in range(3):
+        stream = decoder.stream(prompt, kept_text, max_new_tokens=6, drafter="ngram")
+        list(stream)
+        assert stream.answer is not None
+        assert stream.answer.tokens == decoder.generate(prompt, max_new_tokens=6, drafter="none").tokens
+        prompt = [*prompt, *stream.answer.tokens[:-1], 7 + turn]
 
 
 def test_a_text_that_differs_is_read_from_there() -> None:

@@ -287,6 +287,24 @@ def test_a_disk_that_is_full_is_said_and_the_answer_is_there(
     assert len(answer.tokens) == 4
 
 
+def test_a_file_that_went_away_while_it_answered_is_said_and_the_answer_is_there(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest, asked = AnswerFile.new, list[int]()
+
+    def gone(file: AnswerFile) -> Any:
+        asked.append(1)
+        if len(asked) == 1:
+            return honest(file)
+        raise UserError("Something else is there now.", "Name another file.") if len(asked) == 2 else OSError(5, "I/O")
+
+    monkeypatch.setattr(AnswerFile, "new", gone)
+    decoder, drafter = Decoder(target), f"memory:{tmp_path / 'served'}"
+    with pytest.warns(RuntimeWarning, match="not added .*Something else is there"):
+        answer = decoder.generate(TEXTS[0], max_new_tokens=4, drafter=drafter)
+    assert len(answer.tokens) == 4
+
+
 def test_what_came_with_the_heads(tmp_path: Path, target: Target) -> None:
     heads, shape = make_heads(target), TreeShape.from_paths(TUNING["paths"])
     plain = Decoder(target).generate(TEXTS[1], max_new_tokens=30)

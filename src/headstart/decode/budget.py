@@ -268,14 +268,22 @@ class Budget:
                 tree.keep(order[:best])
         return trees
 
-    def note(self, trees: Sequence[Tree], emitted: Sequence[int], spent_ms: tuple[float, float] | None = None) -> None:
+    def note(
+        self,
+        trees: Sequence[Tree],
+        emitted: Sequence[int],
+        spent_ms: tuple[float, float] | None = None,
+        could_draft: bool = True,
+    ) -> None:
         """Learn from the outcome of a round: the trees as verified, the tokens that each row emitted, and the
-        milliseconds that draft and forward took, None where nothing could be drafted: no room, or no drafter that
-        works."""
+        milliseconds that draft and forward took. Where it could not draft (no room, or no drafter that works) it says
+        nothing of drafting."""
         if self._now is None:
             return
         rows, tokens = len(emitted), sum(weight * count for weight, count in zip(self.weights, emitted, strict=True))
         self._left = [max(1.0, left - count) for left, count in zip(self._left, emitted, strict=True)]
+        if self.drafts and not could_draft:
+            return
         drafted, depth = self.drafts, max(1, self._depth)
         width = max(tree.size for tree in trees)
         if self._learns and spent_ms is not None:

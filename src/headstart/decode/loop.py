@@ -342,9 +342,8 @@ class DecodeLoop:
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)
             paused = bool(self.drafters) and options.draft == "auto" and not budget.drafts
-            # Where there was no room, or no drafter that works, the time says nothing of drafting.
-            spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if drafting_now == budget.drafts else None
-            budget.note(batch.trees, list(map(len, emitted)), spent_ms)
+            spent_ms = 1e3 * (drafted - start), 1e3 * (ended - drafted)
+            budget.note(batch.trees, list(map(len, emitted)), spent_ms, could_draft=drafting_now)
             if not budget.will_draft:
                 sessions.clear()  # nothing more will be drafted: plain rounds cost what they do without drafters
             ms = (1e3 * (drafted - start), 1e3 * (verified - drafted), 1e3 * (perf_counter() - verified))

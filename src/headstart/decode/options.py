@@ -154,7 +154,8 @@ class DecodeOptions(SamplingOptions):
     deterministic: bool = option(
         False,
         "Choose drafts by the costs stored with the heads and by acceptance, never by the clock or by earlier answers: "
-        "equal calls give equal text in every process. Drafting pays less where the stored costs are wrong.",
+        "equal calls give equal text in every process, unless others that are not deterministic overlap with them in "
+        "one process. Drafting pays less where the stored costs are wrong.",
     )
     drafter: str = option(
         "heads+ngram",

@@ -28,10 +28,15 @@ DEFAULT = DecodeOptions.drafter
 
 
 def make_drafters(
-    name: str, target: Target, heads: Drafter | None = None, answers: Path | None = None
+    name: str,
+    target: Target,
+    heads: Drafter | None = None,
+    answers: Path | None = None,
+    models: dict[str, Drafter] | None = None,
 ) -> tuple[Drafter, ...]:
     """The drafters that a name joins, verified by `target`; none for plain decoding. "heads" stands for `heads`, and
     "memory" for the file of `answers` that came with them: without one it is left out where it is joined with others.
+    `models` are those of earlier calls that loaded a model of their own, by name: they are taken again, and added to.
 
     Raises:
         UserError: an unknown name or argument, no heads where they are asked for, a draft model that does not fit, or
@@ -43,7 +48,11 @@ def make_drafters(
         return ()
     if answers is None and len(names) > 1:
         names = [part for part in names if part != "memory"]
-    return tuple(_single(part, target, heads, answers) for part in names)
+    models = {} if models is None else models
+    for part in names:
+        if part not in models and part.partition(":")[0] in ("mtp", "draft-model"):
+            models[part] = _single(part, target, heads, answers)
+    return tuple(models.get(part) or _single(part, target, heads, answers) for part in names)
 
 
 def check_drafter(name: str) -> None:

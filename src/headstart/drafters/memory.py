@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.errors import UserError
 from headstart.support.answer_file import AnswerFile, read_answers
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
@@ -362,18 +363,18 @@ class MemoryDrafter:
         session.rows = [session.rows[row] for row in rows]
 
     def remember(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Add an answer to the file, where there is one; what the system refuses is a warning."""
+        """Add an answer to the file, where there is one; what keeps it from being added is a warning."""
         if self._served is None:
             return
         kept = [*prompt[-CONTEXT:], *answer]
         with self._lock:
-            self._look_for_more()
-            if self._index.holds(kept):
-                return
             try:
-                self._served.add([kept])
-            except OSError as error:
-                problem = f"An answer was not added to {self._served.path} ({error.strerror or error})."
+                self._look_for_more()
+                if not self._index.holds(kept):
+                    self._served.add([kept])
+            except (OSError, UserError) as error:
+                why = (error.strerror if isinstance(error, OSError) else None) or error
+                problem = f"An answer was not added to {self._served.path} ({why})."
                 warnings.warn(problem, RuntimeWarning, stacklevel=2)
 
     def _look_for_more(self) -> None:

@@ -117,7 +117,10 @@ class ChainCache:
         return alone
 
     def go_on_with(self, row: int, other: ChainCache) -> None:
-        self.rows_B[row], self.lengths[row] = copy.deepcopy(other.rows_B[0]), other.lengths[0]
+        kept = copy.copy(other.rows_B[0])
+        kept.check = None  # it belongs to the call that read the row, and to what that call is part of
+        self.rows_B[row], self.lengths[row] = copy.deepcopy(kept), other.lengths[0]
+        self.rows_B[row].check = self._check
 
 
 def read_chains(
