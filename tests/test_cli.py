@@ -175,6 +175,12 @@ def test_generate_answers_a_file_of_prompts(finished: Path, tmp_path: Path, monk
     assert "3 answers, 24 tokens" in result.stderr
     sampled = works("generate", finished, "--prompts", file, *how, "--temperature", 1, "--seed", 5).stdout
     assert [json.loads(line)["seed"] for line in sampled.splitlines()] == [5, 6, 7]
+    raw = works("generate", finished, "--prompts", file, "--raw", *how).stdout
+    alone = [works("generate", finished, "--prompt", text, "--raw", *how).stdout for text in asked]
+    assert [json.loads(line)["text"] + "\n" for line in raw.splitlines()] == alone
+    rows[2]["messages"].insert(0, {"role": "system", "content": "Be brief."})
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert "the prompt line 3 has 2 messages" in refused("generate", finished, "--prompts", file, "--raw")
     file.write_text('{"prompt": "hello"}\n{"prompt": 5}\n', encoding="utf-8")
     assert "line 2" in refused("generate", finished, "--prompts", file)
     assert "one of the two" in refused("generate", finished)
@@ -253,8 +259,11 @@ def test_tuning_again_writes_the_heads_anew(finished: Path, heads: Path, tmp_pat
     works("tune", heads, "--conversations", calibration)
     works("generate", heads, "--prompt", "hello", "--max-new-tokens", 4)
     shutil.copytree(finished.parent, tmp_path / "runs", symlinks=True)
-    out = works("tune", tmp_path / "runs" / "run").stdout
-    assert "asked for again" in out
+    run = tmp_path / "runs" / "run"
+    assert "asked for again" in works("tune", run).stdout
+    for option, value in (("--dtype", "float32"), ("--target", "elsewhere"), ("--conversations", calibration)):
+        assert f"{option} is not for a run, which is tuned as its recipe says. " in refused("tune", run, option, value)
+    assert f"headstart tune {run / 'heads'} --dtype" in refused("tune", run, "--dtype", "float32")
 
 
 def test_export_copies_heads_that_load_alone(finished: Path, tmp_path: Path, tiny_target_folder: Path) -> None:

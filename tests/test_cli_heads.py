@@ -194,8 +194,9 @@ def test_a_target_with_modules_of_its_own_needs_no_heads(questions: Path, heads:
     )
     (plain,) = DecodeLoop(target).generate([prompt], DecodeOptions(max_new_tokens=10))
     words = decode_text(target.tokenizer, [token for token in plain.tokens if token not in target.end_tokens])
-    for drafter in ("mtp", "mtp:1", "mtp+ngram"):
+    for drafter in ("mtp", "mtp:1", "mtp+ngram", "ngram", "lookahead+ngram", f"memory:{tmp_path / 'served'}", "none"):
         assert said(folder, "--drafter", drafter).stdout == words + "\n"
+    assert said(heads, "--drafter", "ngram").stdout, "heads stay heads"
     assert "tokens/s" in works("chat", folder, "--drafter", "mtp", "--max-new-tokens", 4, stdin="hi\n\n").stderr
     asked = ("--questions", questions, "--out", tmp_path / "out", "--max-new-tokens", 6, "--limit", 1)
     works("eval", folder, "--drafter", "mtp", "--compare", "ngram", "--dtype", "float32", *asked)
@@ -203,8 +204,11 @@ def test_a_target_with_modules_of_its_own_needs_no_heads(questions: Path, heads:
     assert found["settings"]["drafter"] == "mtp"
     assert found["summary"]["divergences"]["count"] == 0
     assert found["summary"]["drafter_error"] is None and found["summary"]["nodes_per_round"] > 1
+    again = ("--questions", questions, "--out", tmp_path / "again", "--limit", 1)
+    assert "was loaded without heads" in refused("eval", folder, "--drafter", "ngram", "--compare", "all", *again)
     for where, drafter, problem in (
         (folder, "heads+mtp", "was not written by headstart export"),
+        (folder, "memory", "was not written by headstart export"),
         (heads, "mtp", "has no multi-token-prediction modules"),
         (folder, "mtp:0", "Use 1 to 16"),
     ):

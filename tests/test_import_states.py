@@ -35,6 +35,12 @@ def test_the_states_of_a_run_come_from_vllm(recipe: Path, tmp_path: Path, tiny_t
     assert words[:3] == ["vllm", "serve", str(tiny_target_folder)]
     layers = json.loads(words[words.index("--speculative-config") + 1])["draft_model_config"]["hf_config"]
     assert layers == {"eagle_aux_hidden_state_layer_ids": [3]}
+    changed = "description=two words"
+    then = shlex.split(works("data", "import-states", recipe, changed, "--run-dir", run).stderr.splitlines()[-1])
+    assert then[then.index("import-states") :] == [
+        *("import-states", str(recipe), "http://localhost:8000"),
+        *(changed, "--run-dir", str(run)),
+    ]
 
     works("data", "build", recipe, "--run-dir", run)
     states = next((run.parent / "artifacts" / "states").iterdir())
@@ -47,6 +53,7 @@ def test_the_states_of_a_run_come_from_vllm(recipe: Path, tmp_path: Path, tiny_t
     (tmp_path / "files" / "other.safetensors").write_bytes(b"junk")
 
     said = works("data", "import-states", recipe, tmp_path / "files", "--run-dir", run).stdout
+    assert said.splitlines()[-1].endswith(shlex.join(["train", str(recipe), "--run-dir", str(run)]))
     assert "Left out 1 file: it is cut short or no safetensors file (other.safetensors)." in said
     assert f"Imported the states of {len(texts) - 1} conversations.\n1 have no states yet" in said
     taken = set(states.glob("shard-*"))

@@ -17,7 +17,7 @@ import headstart
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.io import load_heads
-from headstart.hub.engines.export import export_for
+from headstart.hub.engines.export import check_export, export_for, export_remarks
 from headstart.hub.engines.importing import import_heads
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
@@ -267,6 +267,19 @@ def test_settings_that_ask_for_huge_layers_are_refused(theirs: Path, target: Tar
         (theirs / "config.json").write_text(before)
     change(theirs, intermediate_size=1 << 20)
     assert "and its config asks for" in problem(theirs, target)
+
+
+def test_what_a_checkpoint_leaves_to_its_target_is_checked_with_it(
+    target: Target, tiny_target_folder: Path, tmp_path: Path
+) -> None:
+    folder = foreign("safeailab", target, tmp_path / "theirs")
+    (finding,) = check_export(folder, ["vllm"])
+    assert "Name the target with --target" in finding.remedy
+    for named in (target, str(tiny_target_folder)):
+        found = check_export(folder, ["vllm"], target=named)
+        assert "--target" not in " ".join(finding.remedy for finding in found)
+    assert check_export(folder, ["vllm"], target=target) == []
+    assert isinstance(export_remarks(folder, ["vllm"], target=target), list)
 
 
 def test_other_targets_and_variants_are_refused(theirs: Path, target: Target, tiny_target: Target) -> None:

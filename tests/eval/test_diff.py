@@ -221,6 +221,7 @@ def test_what_cannot_be_compared_is_refused(before: dict[str, Any]) -> None:
         (changed(before, target_fingerprint="0" * 32), r"targets are tiny \(00000000\) and tiny \(ffffffff\)"),
         (changed(before, temperature=1.0), r"temperature is 1.0 and 0.0\. .*--temperature 0.0"),
         (changed(before, max_new_tokens=8, batch_size=2), "--max-new-tokens 64 --batch-size 1"),
+        (changed(before, stop_token_ids=[5, 6]), r"again without --stop-token-ids\.$"),
         ({**before, "per_prompt": before["per_prompt"][:8]}, "needs 5 questions .* and there are 4"),
         ({**before, "per_prompt": [{**row, "asked": "x"} for row in before["per_prompt"]]}, "no prompt in common"),
         ({**before, "per_prompt": [{"id": "1"}]}, "does not say what each prompt took. Measure again"),
@@ -228,6 +229,13 @@ def test_what_cannot_be_compared_is_refused(before: dict[str, Any]) -> None:
     ):
         with pytest.raises(UserError, match=said):
             compared(before, other)
+    thinking = changed(before, chat_template_kwargs={"enable_thinking": False}, stop_token_ids=[5, 6])
+    with pytest.raises(UserError) as caught:
+        compared(thinking, before)
+    assert caught.value.remedy == (
+        "Measure it again with --stop-token-ids 5 --stop-token-ids 6 "
+        """--chat-template-kwargs '{"enable_thinking": false}'."""
+    )
     batched = changed(before, batch_size=4)
     with pytest.raises(UserError, match=r"Only 60 of 80 prompts .* batches"):
         compared(batched, {**batched, "per_prompt": batched["per_prompt"][:60]})

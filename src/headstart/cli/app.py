@@ -277,27 +277,33 @@ def tune(
 
     Example: headstart tune runs/quickstart --engine llama.cpp --engine-command ~/llama.cpp/build/bin/llama-server
     """
-    if options.engine and loading.dtype != "auto":
+    from headstart.pipeline.run import HEADS
+
+    folder = Path(path).expanduser()
+    in_run = not options.engine and (folder / "recipe.yaml").is_file()
+    if options.engine and (unused := _given(loading, but=("target",))):
         raise UserError(
-            "--dtype sets the dtype of headstart's decoder, not of an engine.",
-            f"Pass the engine its own: --engine-arguments='--dtype {loading.dtype}'",
+            f"{unused[0]} says how headstart's decoder loads the target, not how an engine does.",
+            "Pass the engine its own with --engine-arguments='...'.",
+        )
+    if in_run and (unused := [*_given(loading, but=("device",)), *["--conversations"] * bool(conversations)]):
+        raise UserError(
+            f"{unused[0]} is not for a run, which is tuned as its recipe says.",
+            f"Tune the heads alone, in place: {program()} tune {folder / HEADS} {unused[0]} ...",
         )
     if not options.engine and options != EngineOptions():
         raise UserError("An option for engines was given without an engine.", f"Name one with --engine: {ENGINES}.")
     if options.engine:
         from headstart.pipeline.in_engine import describe_engine_tuning, tune_in_engine
 
-        measured = tune_in_engine(
-            Path(path).expanduser(), conversations, Console(), target=loading.target, options=options
-        )
+        measured = tune_in_engine(folder, conversations, Console(), target=loading.target, options=options)
         Console().print(engine_table(measured))
         tell(Console(), describe_engine_tuning(measured))
         return
     from headstart.pipeline.actions import retune
     from headstart.pipeline.stages import stages_until
 
-    folder = Path(path).expanduser()
-    if (folder / "recipe.yaml").is_file():
+    if in_run:
         work = _run(str(folder / "recipe.yaml"), [], folder)
         work.device = None if loading.device == "auto" else loading.device  # for this once: the recipe keeps its own
         _execute(work, stages_until("export"), again={"tune"})
@@ -374,7 +380,7 @@ def recipes(ctx: typer.Context) -> None:
     table.add_column("what it is")
     for name in packaged_recipes():
         values = read_values(name)  # loads neither torch nor transformers
-        table.add_row(name, values["target"], values["description"])
+        table.add_row(name, values["target"]["spec"], values["description"])
     Console().print(table)
 
 
@@ -424,6 +430,13 @@ def root(
 
 
 # -- shared ----------------------------------------------------------------------------------------------------------
+
+
+def _given(loading: Loading, but: Collection[str]) -> list[str]:
+    """The options of loading that were given, but for these, as they are typed."""
+    usual = vars(Loading())
+    names = [name for name, value in vars(loading).items() if name not in but and value != usual[name]]
+    return [f"--{name.replace('_', '-')}" for name in names]
 
 
 def _run(recipe: str, overrides: list[str] | None, run_dir: Path | None) -> Run:

@@ -196,5 +196,5 @@ def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target:
         raise typer.Exit(1)
     if is_target:
         return
-    for remark in export_remarks(folder, engines):
+    for remark in export_remarks(folder, engines, against, target, trusted):
         tell(console, remark)

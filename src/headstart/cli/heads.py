@@ -237,9 +237,15 @@ def _answer_all(decoder: Decoder, prompts: Sequence[Prompt], options: DecodeOpti
     """Write the answer to each prompt's first request as a JSON line to stdout, some of them decoded together."""
     from headstart.decode.loop import check
 
+    for prompt in prompts:
+        if options.raw and len(prompt.opening) > 1:
+            raise UserError(
+                f"--raw takes one text as it is, and the prompt {prompt.id} has {len(prompt.opening)} messages.",
+                "Leave out --raw, or give one text.",
+            )
     tokens = [
         decoder.tokens(
-            prompt.turns[0] if prompt.plain else prompt.opening,
+            prompt.turns[0] if prompt.plain or options.raw else prompt.opening,
             prompt.plain or options.raw,
             prompt.tools or options.tools,
             options.chat_template_kwargs,
@@ -288,12 +294,12 @@ def _from_stdin(read: Callable[[], str]) -> str:
 def load_decoder(heads: str, loading: Loading, options: DecodeOptions = DecodeOptions()) -> Decoder:
     """Heads and their target, ready to generate with these options, which are checked first.
 
-    Where the target's own modules draft, it may be named as heads.
+    Where nothing of heads drafts, a target may be named in their place.
     """
     console, drafter = Console(stderr=True), options.drafter
     with console.status("loading"):
         from headstart.decode.loop import check_options
-        from headstart.drafters.catalog import check_drafter, kinds_of
+        from headstart.drafters.catalog import check_drafter
 
         check_options(options)
         check_drafter(drafter)
@@ -305,11 +311,24 @@ def load_decoder(heads: str, loading: Loading, options: DecodeOptions = DecodeOp
             verb = "has" if len(unused) == 1 else "have"
             tell(console, f"{names} {verb} no effect without --temperature.", style="yellow")
         from headstart.api import load
-        from headstart.hub.pull import has_heads
 
-        if {"mtp"} <= kinds_of(drafter) <= {"mtp", "ngram", "lookahead"} and not has_heads(heads):
+        if _is_target(heads, drafter, loading.revision):
             return load(**{**vars(loading), "target": loading.target or heads})
         return load(heads, **vars(loading))
+
+
+def _is_target(heads: str, drafter: str, revision: str | None) -> bool:
+    """Whether what was named as heads is a target, and the drafter needs no more."""
+    from headstart.drafters.catalog import parts_of
+    from headstart.hub.pull import has_heads, locate
+    from headstart.target.loading import PACKAGED
+
+    if {"heads", "memory"} & set(parts_of(drafter)) or has_heads(heads):
+        return False
+    path = Path(heads).expanduser()
+    if path.exists():
+        return path.is_file() or (path / "config.json").is_file()
+    return heads in PACKAGED or not has_heads(str(locate(heads, revision)))
 
 
 def _pour(stream: Stream, shows_drafts: bool = False) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -48,8 +49,8 @@ def import_states(
     try:
         if source is None:
             print(serve_command(run))
-            again = f"{program()} data import-states {recipe} http://localhost:8000"
-            say(Console(stderr=True), ("Then", " ".join([again, *changes])))
+            again = ["data", "import-states", recipe, "http://localhost:8000"]
+            say(Console(stderr=True), ("Then", _command(*again, *changes, run_dir=run_dir)))
             return
         stages = stages_until("conversations")
         check_inputs(run.recipe, stages)
@@ -68,4 +69,9 @@ def import_states(
     print(f"Imported the states of {done.taken} conversations{before}.")
     if lacking:
         print(f"{lacking} have no states yet: headstart computes them here when they are needed.")
-    say(run.console, ("Train", f"{program()} train {' '.join([recipe, *changes])}"))
+    say(run.console, ("Train", _command("train", recipe, *changes, run_dir=run_dir)))
+
+
+def _command(*words: str, run_dir: Path | None) -> str:
+    """A command of headstart, as a shell takes it."""
+    return f"{program()} {shlex.join([*words, *(['--run-dir', str(run_dir)] if run_dir else [])])}"

@@ -13,6 +13,8 @@ and is not judged: of many figures, one falls by chance.
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -194,8 +196,22 @@ def _check(base: Report, other: Report) -> None:
     differing = [name for name in _SETTINGS if ours.get(name) != theirs.get(name)]
     if differing:
         values = ", ".join(f"{name} is {theirs.get(name)} and {ours.get(name)}" for name in differing)
-        options = " ".join(f"--{name.replace('_', '-')} {ours.get(name)}" for name in differing)
-        raise UserError(f"{pair}: {values}.", f"Measure it again with {options}.")
+        raise UserError(
+            f"{pair}: {values}.", f"Measure it again {_with({name: ours.get(name) for name in differing})}."
+        )
+
+
+def _with(settings: Mapping[str, Any]) -> str:
+    """The options of `eval` that give these settings, as a shell takes them."""
+    given, without = list[str](), list[str]()
+    for name, value in settings.items():
+        option = f"--{name.replace('_', '-')}"
+        if value in (None, [], {}):
+            without.append(option)
+        for item in value if isinstance(value, list) else [] if value in (None, {}) else [value]:
+            given += [option, json.dumps(item) if isinstance(item, Mapping) else str(item)]
+    parts = [f"with {shlex.join(given)}"] * bool(given) + [f"without {', '.join(without)}"] * bool(without)
+    return " and ".join(parts)
 
 
 def _check_prompts(base: Report, shared: Sequence[Any], rows: Mapping[Any, Row], every: int) -> None:

@@ -16,7 +16,7 @@ from headstart.heads.io import WEIGHTS, build_heads, heads_folder
 from headstart.hub.card import ENGINE_FILES, is_engine_folder, is_hub_id, is_untuned, write_engine_card
 from headstart.hub.engine_tuning import EngineTuning, read_engine_tunings, tuned_drafts
 from headstart.hub.engines.base import Finding, Format, infinite, rounded
-from headstart.hub.engines.facts import facts_of_heads
+from headstart.hub.engines.facts import facts_of_heads, facts_of_spec, facts_of_target
 from headstart.hub.engines.folders import FolderFormat, Sglang, Speculators, Vllm
 from headstart.hub.engines.gguf import Gguf
 from headstart.hub.engines.known_engines import KNOWN_ENGINES, serve_commands
@@ -268,24 +268,43 @@ def check_export(
     and `target` is theirs, where it is not where they say.
     """
     readers = readers_of(folder, engines)
-    held, facts = (None, None) if against is None else publish(against, target, trust_remote_code)
+    held, facts = None, _facts(against, target, trust_remote_code)
+    if against is not None:
+        held, facts = publish(against, target, trust_remote_code)
     findings = [*_unread(folder, engines, readers)]
     findings += [finding for engine, format in readers.items() for finding in format.check(folder, engine, facts)]
     if held is not None and not findings:
         for format in dict.fromkeys(readers.values()):
-            findings += _differences(format, folder, format.as_held(held))
+            findings += _differences(format, folder, format.as_held(held), facts)
     return findings
 
 
-def export_remarks(folder: Path, engines: Sequence[str] = ()) -> list[str]:
+def export_remarks(
+    folder: Path,
+    engines: Sequence[str] = (),
+    against: Path | None = None,
+    target: FrozenModel | str | None = None,
+    trust_remote_code: bool = False,
+) -> list[str]:
     """What the user should know of a folder without faults; see `check_export` for the arguments."""
-    readers = readers_of(folder, engines).items()
-    return [remark for engine, format in readers for remark in KNOWN_ENGINES[engine].remarks(format.read(folder))]
+    facts, readers = _facts(against, target, trust_remote_code), readers_of(folder, engines).items()
+    return [
+        remark for engine, format in readers for remark in KNOWN_ENGINES[engine].remarks(format.read(folder, facts))
+    ]
 
 
-def _differences(format: Format, folder: Path, ours: Published) -> list[Finding]:
+def _facts(against: Path | None, target: FrozenModel | str | None, trust_remote_code: bool) -> TargetFacts | None:
+    """What is known of the target of heads to check."""
+    if isinstance(target, FrozenModel):
+        return facts_of_target(target)
+    if against is not None:
+        return facts_of_heads(heads_folder(against), target, trust_remote_code)
+    return None if target is None else facts_of_spec(target, trust_remote_code)
+
+
+def _differences(format: Format, folder: Path, ours: Published, facts: TargetFacts | None) -> list[Finding]:
     """In what a folder's heads are not those given, but for rounding."""
-    theirs = format.read(folder)
+    theirs = format.read(folder, facts)
     if digest(theirs) == digest(rounded(ours, "float32")):
         return []
     return [Finding(format.engines[0], problem, "Export these heads again.") for problem in _problems(theirs, ours)]

@@ -9,7 +9,7 @@ from headstart.errors import UserError
 from headstart.hub.format import heads_target, named
 from headstart.hub.target_facts import TargetFacts
 from headstart.target.frozen import FrozenModel
-from headstart.target.loading import gguf_file, load_config, loadable_folder
+from headstart.target.loading import gguf_file, load_config, load_target, loadable_folder
 
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -43,6 +43,23 @@ def facts_of_heads(folder: Path, spec: str | None = None, trust_remote_code: boo
         gguf=gguf_file(where) if where else None,
         trust_remote_code=trust_remote_code,
         **_config_facts(where, trust_remote_code),
+    )
+
+
+def facts_of_spec(spec: str, trust_remote_code: bool = False) -> TargetFacts:
+    """The target by what `load_target` takes; it is loaded only where it has no config that says what it is like."""
+    config = load_config(spec, trust_remote_code)
+    if config is None:
+        return facts_of_target(load_target(spec, device="cpu", trust_remote_code=trust_remote_code))
+    text = config.get_text_config()
+    return TargetFacts(
+        spec=spec,
+        name=spec,
+        fingerprint="",
+        model_type=text.model_type,
+        num_layers=text.num_hidden_layers,
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
     )
 
 
