@@ -29,11 +29,12 @@ from headstart.pipeline.run import NAMES, Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
 from headstart.recipes.recipe import Recipe, parse_heads, parse_recipe, recipe_text
 from headstart.support.answer_file import read_answers
-from headstart.support.artifacts import referred
+from headstart.support.artifacts import read_note, referred
 from headstart.support.lock import locked
 from headstart.target.fitting import FINAL
 from headstart.target.teacher import teacher_problem
 from headstart.train import trainer
+from tests.data.test_prompts import NEW, OLD, FakeHub
 from tests.forks import Forks
 from tests.test_stages import said
 
@@ -318,6 +319,25 @@ def test_more_conversations_are_added_to_those_that_are_there(copied: tuple[Reci
     # Fewer use a part of them, and those of before are what was trained on before.
     execute(quiet(folder, recipe), STAGES)
     assert (folder / "data" / "conversations" / "train.jsonl").read_text() == text
+
+
+def test_a_revision_that_is_no_longer_asked_for_is_left(
+    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was asked for once is pinned as long as it is asked for; a run whose data set moves on keeps its commit."""
+    hub, folder = FakeHub(monkeypatch), tmp_path / "run"
+
+    def commit(revision: str | None) -> str:
+        data = {"prompts": "someone/chats", "split": "train", "revision": revision}
+        execute(quiet(folder, tiny_recipe(tmp_path, tiny_target_folder, data=data)), stages_until("conversations"))
+        known = referred(folder, "conversations")
+        assert known is not None
+        return str(read_note(known)["revision"])
+
+    assert [commit("v1"), commit("v1"), commit(None)] == [OLD, OLD, NEW]
+    honest = hub.info
+    monkeypatch.setattr(hub, "info", lambda *args, **named: honest(*args, **named | {"revision": "v1"}))
+    assert commit(None) == NEW, "the newest is now another"
 
 
 def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:

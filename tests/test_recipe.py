@@ -56,6 +56,35 @@ def test_a_variant_extends_a_recipe(tmp_path: Path) -> None:
     assert recipe.heads == base.heads
 
 
+def test_a_variant_keeps_the_target_that_it_says_nothing_of(tmp_path: Path) -> None:
+    """However either of them writes it; what belongs to one target alone does not go on to another."""
+    base, mine = tmp_path / "base.yaml", tmp_path / "mine.yaml"
+    base.write_text("extends: quickstart\ntarget: some/model\n")
+    mine.write_text(f"extends: {base}\ntarget: {{dtype: float32, revision: v1}}\n")
+    target = load_recipe(str(mine)).target
+    assert (target.spec, target.dtype, target.revision) == ("some/model", "float32", "v1")
+    other = tmp_path / "other.yaml"
+    other.write_text(f"extends: {mine}\ntarget: another/model\n")
+    for recipe in (
+        load_recipe(str(other)),
+        load_recipe(str(mine), ["target=another/model"]),
+        load_recipe(str(mine), ["target.dtype=float32", "target=another/model"]),
+    ):
+        target = recipe.target
+        assert (target.spec, target.dtype, target.revision) == ("another/model", "float32", None)
+    assert load_recipe(str(mine), ["target=some/model"]).target.revision == "v1"
+
+
+def test_the_dial_turns_in_what_headstart_wrote_too(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(recipe_text(load_recipe("quickstart", ["train.minutes=7", "name=mine"])))
+    assert load_recipe(str(file)) == load_recipe("quickstart", ["train.minutes=7", "name=mine"])
+    longer = load_recipe("quickstart", ["minutes=60", "train.minutes=7", "name=mine"])
+    assert load_recipe(str(file), ["minutes=60"]) == longer
+    file.write_text(file.read_text().replace("minutes: 25.0", "minutes: 60"))
+    assert load_recipe(str(file)) == longer
+
+
 def test_another_family_leaves_the_settings_of_the_first_behind(tmp_path: Path) -> None:
     wanted = {
         "family": "eagle",

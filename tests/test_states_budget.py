@@ -73,6 +73,21 @@ def test_what_a_working_run_may_read_stays(tmp_path: Path) -> None:
     assert names(tmp_path, 0) == "dcba"
 
 
+def test_states_that_came_since_the_training_are_not_those_of_a_finished_one(tmp_path: Path) -> None:
+    """The records of a run that was extended: its training is whole, and read other states."""
+    path = states(tmp_path)
+    run(tmp_path, "one", "abcd")
+    stages = tmp_path / "one" / "stages"
+    (stages / "states.json").write_text(json.dumps({"whole": True, "identity": "new"}))
+    (stages / "train.json").write_text(json.dumps({"whole": True, "before": {"states": "old"}}))
+    assert names(tmp_path, 0) == ""
+    (stages / "conversations.json").write_text(json.dumps({"whole": False}))
+    (stages / "states.json").write_text(json.dumps({"whole": True, "before": {"conversations": "old"}}))
+    (path / "shard-e.safetensors").write_bytes(bytes(SIZE))
+    (path / "shard-f.safetensors.partial").write_bytes(bytes(SIZE))
+    assert unreferenced(tmp_path) == [], "writing goes on, and keeps what it computes"
+
+
 def test_nothing_goes_while_a_run_adds_to_them(tmp_path: Path) -> None:
     states(tmp_path)
     run(tmp_path, "one", "abcd")

@@ -400,6 +400,8 @@ class TestDatasets:
         write(tmp_path / "data" / "train.jsonl", {"messages": [user("a"), assistant("b")]}, {"messages": [user("c")]})
         found = load(str(tmp_path / "data"), "train")
         assert [prompt.messages for prompt in found.prompts] == [[user("a"), assistant("b")], [user("c")]]
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert load("~/data", "train").prompts == found.prompts
         origin = find_origin(str(tmp_path / "data"))
         assert origin.commit is None
         with pytest.raises(UserError, match=r"split 'nope': .*nope"):

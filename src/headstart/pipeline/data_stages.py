@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.depends_on import OF_SERVERS, begun_at, identity, pinned
+from headstart.data.conversations.depends_on import OF_SERVERS, begun_at, identity, pinned, revisions
 from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.prompts.chat import check_prompts
 from headstart.data.prompts.sources import find_origin, is_here
@@ -26,6 +26,7 @@ from headstart.pipeline.run import (
     STATES,
     TARGET,
     Outcome,
+    Record,
     Run,
     Stage,
     before,
@@ -156,13 +157,21 @@ def _prompts_content(source: str) -> str | None:
     return find_origin(source).content if is_here(source) else None
 
 
+def _of_data(record: Record) -> dict[str, Any]:
+    """The settings of the data that a record has, by their names there."""
+    settings = record.settings.items()
+    return {key.removeprefix("data."): value for key, value in settings if key.startswith("data.")}
+
+
 def _conversations(run: Run) -> Outcome:
     data, target = run.recipe.data, run.described
-    if data.regenerate and not data.server and cpu_attention.would_help(target.dtype, target.device):
+    if data.own_answers and not data.server and cpu_attention.would_help(target.dtype, target.device):
         tell(run.console, _NO_COMPILER)
     slug = "-".join([*["self"] * (data.self_share > 0), *(Path(source.source).stem for source in data.sources)][:3])
     settings = data.model_dump(mode="json")
-    if (known := referred(run.folder, "conversations")) is not None:
+    asked = settings if run.earlier is None else {**settings, **_of_data(run.earlier)}
+    same = revisions(asked["prompts"], asked["revision"]) == revisions(settings["prompts"], settings["revision"])
+    if same and (known := referred(run.folder, "conversations")) is not None:
         settings = begun_at(settings, read_note(known))
     made = artifact(run.folder, "conversations", slug, identity(target, settings))
     folder, maximum, capture = run.folder / CONVERSATIONS, math.inf, None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from headstart.errors import UserError
 from headstart.pipeline.run import NAMES, REPORT, STATES, TRAIN
 from headstart.recipes.recipe import read_values
 from headstart.support.artifacts import FOLDER, NOTE, references, referred
-from headstart.support.files import DAMAGED, PARTIAL, format_bytes, no_folder, read_json, remove
+from headstart.support.files import DAMAGED, PARTIAL, format_bytes, no_folder, read_json, remove, size
 from headstart.support.lock import Busy, locked
 
 
@@ -156,9 +155,9 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
             unused.append(Free(path, size(path), "half deleted"))
         elif path.resolve() not in used:
             unused.append(Free(path, size(path), _unused(path)))
+        elif path.parent.name == "states":
+            unused += _unused_shards(path, runs)
         else:
-            if path.parent.name == "states":
-                unused += _unused_shards(path, runs)
             unused += [Free(part, size(part), "half written") for part in sorted(path.rglob(f"*{PARTIAL}"))]
     return unused
 
@@ -181,6 +180,8 @@ def _unused_shards(path: Path, runs: Sequence[Path]) -> Iterator[Free]:
     for shard in sorted(path.glob("shard-*.safetensors")):
         if shard.name not in read:
             yield Free(shard, shard.stat().st_size, "hidden states that no run reads")
+    for part in sorted(path.rglob(f"*{PARTIAL}")):
+        yield Free(part, size(part), "half written")
 
 
 def _read_shards(path: Path, runs: Sequence[Path]) -> dict[str, bool] | None:
@@ -191,9 +192,10 @@ def _read_shards(path: Path, runs: Sequence[Path]) -> dict[str, bool] | None:
         if states is None or states.resolve() != path.resolve():
             continue
         records = _records(run)
-        if not records["states"].get("whole") or not _idle(run):
+        done = _up_to_date(records)
+        if "states" not in done or not _idle(run):
             return None
-        is_read = not records["train"].get("whole")  # by a training that is to come
+        is_read = "train" not in done  # by a training that is to come
         for manifest in (run / STATES).glob("*/manifest.json"):
             for file in _json(manifest).get("files", ()):
                 name = str(file["file"])
@@ -254,18 +256,6 @@ def free(folder: Path, listed: Sequence[Free], maximum: int | None = None) -> in
                     path = path.rename(path.with_name(path.name + PARTIAL))
                 remove(path)
     return freed
-
-
-def size(path: Path, second_names: bool = True) -> int:
-    """Bytes of all files under a folder, or of a file; links are not followed. Files that have a second name elsewhere
-    count only with `second_names`."""
-    files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
-    total = 0
-    for file in files:
-        with suppress(FileNotFoundError):  # moved into its place meanwhile
-            status = file.lstat()
-            total += status.st_size if second_names or status.st_nlink == 1 else 0
-    return total
 
 
 def _idle(path: Path) -> bool:

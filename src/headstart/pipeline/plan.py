@@ -22,7 +22,6 @@ from headstart.decode.costs import core_count
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.pipeline.data_stages import check_formats, conversations
-from headstart.pipeline.inventory import size
 from headstart.pipeline.lengths import Lengths, assumed_lengths, counted_lengths, prompts_of, written_lengths
 from headstart.pipeline.run import Run, left_to_do
 from headstart.pipeline.speeds import Speeds, disk_seconds, measure
@@ -37,7 +36,7 @@ from headstart.pipeline.stage_costs import (
 )
 from headstart.pipeline.stages import STAGES
 from headstart.support.artifacts import referred
-from headstart.support.files import format_bytes, free_disk
+from headstart.support.files import format_bytes, free_disk, size
 from headstart.support.terminal import format_seconds
 from headstart.target.fitting import FINAL
 from headstart.target.memory import free_bytes

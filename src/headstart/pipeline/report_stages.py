@@ -142,7 +142,7 @@ def _sources(data: DataSection) -> str:
 def _answers(run: Run) -> Iterator[list[int]]:
     """What the target wrote for the training, each answer after the last tokens of its prompt."""
     data = run.recipe.data
-    if data.regenerate or data.prompts == "self":
+    if data.own_answers:
         for conversation in each_conversation(conversation_files(run)["train"]):
             for start, stop in conversation.supervised_spans:
                 yield conversation.tokens[max(0, start - CONTEXT) : stop]
@@ -168,7 +168,7 @@ def _training_facts(run: Run) -> dict[str, str]:
 
 
 def _answers_are(data: DataSection) -> str:
-    if not data.regenerate and data.prompts != "self":
+    if not data.own_answers:
         return "as given"
     return "the target's own" + (", with products in 8 bits where the CPU has them" if data.in_int8 else "")
 

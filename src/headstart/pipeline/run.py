@@ -66,6 +66,7 @@ class Run:
     folder: Path
     console: Console
     again: Collection[str] = ()
+    earlier: Record | None = None
     device: str | None = None
 
     @cached_property
@@ -263,7 +264,7 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
                 continue
             if not worked:
                 note_provenance(run.folder)
-            worked = True
+            worked, run.earlier = True, record
             began = " (continuing)" if reason is None else f" ({escape(reason)})" if reason else ""
             run.console.print(f"{label}  {stage.title}{began}", highlight=False, soft_wrap=True)
             _work(run, stage, record if reason is None and record is not None else wanted)

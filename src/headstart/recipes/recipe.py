@@ -39,20 +39,23 @@ _LOADING, _A_PROMPT = 2.0, 0.06
 """Minutes that loading, tuning and what transformers answers take, and a prompt of the report, on two cores."""
 _PROMPTS = 0.8
 """Prompts of the report for each minute."""
+_OF_ONE_TARGET = ("revision", "adapter")
+"""Settings of the target that mean nothing for another one."""
 
 
-def _shares(minutes: float) -> dict[str, dict[str, float]]:
-    """What follows from the minutes of a recipe, by section and setting."""
+def _shares(minutes: float, writing: Any) -> dict[str, dict[str, float]]:
+    """What follows from the minutes of a recipe, and from those of `writing` where they are given, by section and
+    setting. More than two cores write in them, too."""
     prompts = min(64, max(10, int(_PROMPTS * minutes)))
     heads = max(_AT_LEAST * minutes, minutes - _LOADING - _A_PROMPT * prompts)
-    writing, training = (max(0.01, round(share * heads, 2)) for share in (_WRITING, 1 - _WRITING))
-    return {"data": {"minutes": writing}, "train": {"minutes": training}, "eval": {"limit": prompts}}
-
-
-def _written_in(minutes: float) -> dict[str, float]:
-    """Settings of the data that follow from the minutes of writing. More than two cores write in them, too."""
-    least = DataSection().cache_gigabytes
-    return {"conversations": max(1, round(900 * minutes)), "cache_gigabytes": max(least, round(0.6 * minutes, 2))}
+    share, training = (max(0.01, round(share * heads, 2)) for share in (_WRITING, 1 - _WRITING))
+    written = writing if _are_minutes(writing) else share
+    data = {
+        "minutes": share,
+        "conversations": max(1, round(900 * written)),
+        "cache_gigabytes": max(DataSection().cache_gigabytes, round(0.6 * written, 2)),
+    }
+    return {"data": data, "train": {"minutes": training}, "eval": {"limit": prompts}}
 
 
 class Recipe(Section):
@@ -81,13 +84,10 @@ class Recipe(Section):
         minutes = values.get("minutes") if isinstance(values, Mapping) else None
         if not _are_minutes(minutes):
             return values  # nothing to share, or the field says what is wrong
-        shared = dict(values)
-        for section, settings in _shares(minutes).items():
+        shared, data = dict(values), values.get("data")
+        for section, settings in _shares(minutes, data.get("minutes") if isinstance(data, Mapping) else None).items():
             given = shared.get(section, {})
             if isinstance(given, Mapping):
-                if section == "data":
-                    writing = given.get("minutes")
-                    settings |= _written_in(writing if _are_minutes(writing) else settings["minutes"])
                 shared[section] = {**settings, **given}
         return shared
 
@@ -114,8 +114,14 @@ class Recipe(Section):
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """A recipe with every setting filled in, as YAML that `load_recipe` reads back."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """A recipe with every setting filled in but those that follow from its minutes, as YAML that `load_recipe` reads
+    back."""
+    values = recipe.model_dump(mode="json")
+    if recipe.minutes is not None:
+        for section, settings in _shares(recipe.minutes, recipe.data.minutes).items():
+            follow = {name for name, value in settings.items() if values[section][name] == value}
+            values[section] = {name: value for name, value in values[section].items() if name not in follow}
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def head_settings() -> dict[str, type[HeadSettings]]:
@@ -192,6 +198,8 @@ def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no settings.", "Start from a packaged recipe: headstart recipes show quickstart")
     values.setdefault("name", path.stem)
+    if isinstance(target := values.get("target"), str):
+        values["target"] = {"spec": target}
     parent = values.pop("extends", None)
     return _merge(_read(str(parent), path.parent, [*seen, resolved]), values) if parent else values
 
@@ -200,6 +208,8 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     merged = _of_family(base, over["family"]) if "family" in over else dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        if both and key == "target" and value.get("spec", merged[key].get("spec")) != merged[key].get("spec"):
+            merged[key] = {name: kept for name, kept in merged[key].items() if name not in _OF_ONE_TARGET}
         merged[key] = _merge(merged[key], value) if both else value
     return merged
 
@@ -223,8 +233,6 @@ def _override(values: dict[str, Any], override: str) -> None:
     *folders, leaf = key.split(".")
     for depth, folder in enumerate(folders, start=1):
         inner = section.setdefault(folder, {})
-        if isinstance(inner, str) and folder == "target":
-            inner = section[folder] = {"spec": inner}
         if not isinstance(inner, dict):
             whole = ".".join(folders[:depth])
             raise UserError(f"{whole!r} in {override!r} has no settings inside.", f"Write {whole}=value.")
@@ -240,7 +248,10 @@ def _override(values: dict[str, Any], override: str) -> None:
         kept = _of_family(section, value)
         section.clear()
         section.update(kept)
-    section[leaf] = value
+    if (key, type(value)) == ("target", str):
+        values |= _merge(values, {"target": {"spec": value}})
+    else:
+        section[leaf] = value
 
 
 def section_fields(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None]]:

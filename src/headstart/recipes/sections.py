@@ -208,6 +208,11 @@ class DataSection(Section):
         return tuple(addresses) or None
 
     @property
+    def own_answers(self) -> bool:
+        """Whether the target writes the answers; otherwise they are those of the prompts' files."""
+        return self.regenerate or self.self_share == 1
+
+    @property
     def in_int8(self) -> bool:
         """Whether what is trained on is written with products in 8 bits, where there are any."""
         return self.writing_dtype == "int8" and not self.server

@@ -228,6 +228,18 @@ def existing(folder: Path) -> Path:
 _IN_A_RUN = "choose another --run-dir, or lower the byte or token budget in the recipe"
 
 
+def size(path: Path, second_names: bool = True) -> int:
+    """Bytes of all files under a folder, or of a file; links are not followed. Files that have a second name elsewhere
+    count only with `second_names`."""
+    files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
+    total = 0
+    for file in files:
+        with suppress(FileNotFoundError):  # moved into its place meanwhile
+            status = file.lstat()
+            total += status.st_size if second_names or status.st_nlink == 1 else 0
+    return total
+
+
 def free_disk(folder: Path) -> int:
     """Bytes that are free at a folder or its nearest existing parent."""
     return shutil.disk_usage(existing(folder)).free

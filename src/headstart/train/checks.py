@@ -32,6 +32,11 @@ def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
             "Set train.mixed_precision=bf16, or train.optimizer=adamw.",
         ),
         (
+            fp16 and joint,
+            "train.joint steps an optimiser of its own, and fp16 scales gradients for one.",
+            "Set train.mixed_precision=bf16, or train.joint.rank=0.",
+        ),
+        (
             fp16 and (of_target.device == "cpu" or not torch.cuda.is_available()),
             "fp16 training needs a GPU.",
             "Set train.mixed_precision=bf16 (or no).",

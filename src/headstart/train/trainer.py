@@ -31,7 +31,7 @@ from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.io import save_heads
 from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import FREE_TO_CHANGE
-from headstart.support.files import need_disk, read_jsonl, write_json, write_jsonl
+from headstart.support.files import need_disk, read_jsonl, size, write_json, write_jsonl
 from headstart.support.terminal import format_seconds, progress_bar
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
@@ -141,7 +141,8 @@ class _Trainer:
             self.heads = self._build_heads()
             self.coverage = draftable_share(self.valid_store, target.vocab_size, self.heads.draft_to_target_D)
             copies = 4 * (self.section.keep_checkpoints + 1)
-            need_disk(self.folder, 4 * copies * sum(p.numel() for p in self.heads.parameters()), "Training")
+            needed = 4 * copies * sum(p.numel() for p in self.heads.parameters())
+            need_disk(self.folder, max(0, needed - size(self.folder / "checkpoints")), "Training")
             self.settings = self._settings()
             # What the others see of a shared disk may be old: the main process chooses for all.
             newest = checkpoint.find(self.folder / "checkpoints", self.settings, log.say) if is_main() else None

@@ -111,6 +111,11 @@ def begun_at(settings: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str,
     return {**settings, "prompts": pinned_sources}
 
 
+def revisions(prompts: Any, revision: str | None) -> list[tuple[str, str | None]]:
+    """The revisions that settings ask for, by source; None stands for the newest."""
+    return [(prompts, revision)] if isinstance(prompts, str) else [(one["source"], one["revision"]) for one in prompts]
+
+
 def pinned(data: DataSection, identity: Mapping[str, Any]) -> DataSection:
     """The same settings at the commits that an identity names."""
     if isinstance(data.prompts, str):

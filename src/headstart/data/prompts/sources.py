@@ -143,6 +143,8 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
     import datasets  # slow to import, and few runs need it
 
     name, _, config = origin.source.partition(":")
+    if (folder := _local(origin.source)) is not None:
+        name, config = str(folder), "" if folder == Path(origin.source).expanduser() else config
     try:
         size = 0 if origin.commit is None else _bytes_of(name, config, origin.commit)
         streaming = size > 0 and not (whole and size <= _WHOLE_BYTES)
