@@ -197,6 +197,10 @@ def test_a_target_with_modules_of_its_own_needs_no_heads(questions: Path, heads:
     for drafter in ("mtp", "mtp:1", "mtp+ngram", "ngram", "lookahead+ngram", f"memory:{tmp_path / 'served'}", "none"):
         assert said(folder, "--drafter", drafter).stdout == words + "\n"
     assert said(heads, "--drafter", "ngram").stdout, "heads stay heads"
+    shutil.copytree(heads, tmp_path / "cut")
+    (tmp_path / "cut" / "heads.safetensors").unlink()
+    lacking = refused("generate", tmp_path / "cut", "--prompt", "hi", "--drafter", "ngram")
+    assert "heads.safetensors" in lacking, "and are not taken for a target"
     assert "tokens/s" in works("chat", folder, "--drafter", "mtp", "--max-new-tokens", 4, stdin="hi\n\n").stderr
     asked = ("--questions", questions, "--out", tmp_path / "out", "--max-new-tokens", 6, "--limit", 1)
     works("eval", folder, "--drafter", "mtp", "--compare", "ngram", "--dtype", "float32", *asked)

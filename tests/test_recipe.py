@@ -13,7 +13,7 @@ import yaml
 
 from headstart.errors import UserError
 from headstart.heads.base import make_config
-from headstart.recipes.recipe import load_recipe, packaged_recipes, parse_recipe, recipe_text
+from headstart.recipes.recipe import load_recipe, packaged_recipes, parse_recipe, recipe_text, text_to_edit
 from headstart.target.model import Target
 from tests.tiny import tiny_model
 
@@ -60,7 +60,7 @@ def test_a_variant_keeps_the_target_that_it_says_nothing_of(tmp_path: Path) -> N
     """However either of them writes it; what belongs to one target alone does not go on to another."""
     base, mine = tmp_path / "base.yaml", tmp_path / "mine.yaml"
     base.write_text("extends: quickstart\ntarget: some/model\n")
-    mine.write_text(f"extends: {base}\ntarget: {{dtype: float32, revision: v1}}\n")
+    mine.write_text(f"extends: {base}\ntarget: {{dtype: float32, revision: v1, trust_remote_code: true}}\n")
     target = load_recipe(str(mine)).target
     assert (target.spec, target.dtype, target.revision) == ("some/model", "float32", "v1")
     other = tmp_path / "other.yaml"
@@ -72,17 +72,22 @@ def test_a_variant_keeps_the_target_that_it_says_nothing_of(tmp_path: Path) -> N
     ):
         target = recipe.target
         assert (target.spec, target.dtype, target.revision) == ("another/model", "float32", None)
+        assert not target.trust_remote_code, "whose code may run is said for each"
     assert load_recipe(str(mine), ["target=some/model"]).target.revision == "v1"
 
 
 def test_the_dial_turns_in_what_headstart_wrote_too(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text(recipe_text(load_recipe("quickstart", ["train.minutes=7", "name=mine"])))
+    file.write_text(text_to_edit(load_recipe("quickstart", ["train.minutes=7", "name=mine"])))
     assert load_recipe(str(file)) == load_recipe("quickstart", ["train.minutes=7", "name=mine"])
     longer = load_recipe("quickstart", ["minutes=60", "train.minutes=7", "name=mine"])
     assert load_recipe(str(file), ["minutes=60"]) == longer
     file.write_text(file.read_text().replace("minutes: 25.0", "minutes: 60"))
     assert load_recipe(str(file)) == longer
+    file.write_text(recipe_text(load_recipe("quickstart", ["train.minutes=7", "name=mine"])))
+    assert "cache_gigabytes" in file.read_text(), "what a run was stands there in full"
+    assert load_recipe(str(file), ["minutes=60"]) == longer
+    assert load_recipe(str(file), ["data.minutes=12.64", "minutes=60"]).data.minutes == 12.64
 
 
 def test_another_family_leaves_the_settings_of_the_first_behind(tmp_path: Path) -> None:

@@ -392,11 +392,11 @@ def recipes_show(
         bool, typer.Option("--all", help="List every setting with its value, default and meaning.")
     ] = False,
 ) -> None:
-    """Print a recipe with every setting filled in, ready to save and edit.
+    """Print a recipe with every setting filled in but those that follow from its minutes, ready to save and edit.
 
     Example: headstart recipes show quickstart > mine.yaml
     """
-    from headstart.recipes.recipe import load_recipe, recipe_text
+    from headstart.recipes.recipe import load_recipe, text_to_edit
 
     loaded = load_recipe(recipe, overrides or [])
     if explained:
@@ -404,7 +404,7 @@ def recipes_show(
 
         show_settings(loaded, Console())
     else:
-        typer.echo(recipe_text(loaded), nl=False)
+        typer.echo(text_to_edit(loaded), nl=False)
 
 
 @recipes_app.command("docs")

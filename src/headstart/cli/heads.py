@@ -312,14 +312,16 @@ def load_decoder(heads: str, loading: Loading, options: DecodeOptions = DecodeOp
             tell(console, f"{names} {verb} no effect without --temperature.", style="yellow")
         from headstart.api import load
 
-        if _is_target(heads, drafter, loading.revision):
+        if _is_target(heads, drafter, loading):
             return load(**{**vars(loading), "target": loading.target or heads})
         return load(heads, **vars(loading))
 
 
-def _is_target(heads: str, drafter: str, revision: str | None) -> bool:
+def _is_target(heads: str, drafter: str, loading: Loading) -> bool:
     """Whether what was named as heads is a target, and the drafter needs no more."""
     from headstart.drafters.catalog import parts_of
+    from headstart.hub.engines.export import is_published
+    from headstart.hub.format import is_ours
     from headstart.hub.pull import has_heads, locate
     from headstart.target.loading import PACKAGED
 
@@ -327,8 +329,9 @@ def _is_target(heads: str, drafter: str, revision: str | None) -> bool:
         return False
     path = Path(heads).expanduser()
     if path.exists():
-        return path.is_file() or (path / "config.json").is_file()
-    return heads in PACKAGED or not has_heads(str(locate(heads, revision)))
+        heads_of_others = loading.target is not None and is_published(path)
+        return not heads_of_others and (path.is_file() or ((path / "config.json").is_file() and not is_ours(path)))
+    return heads in PACKAGED or not has_heads(str(locate(heads, loading.revision)))
 
 
 def _pour(stream: Stream, shows_drafts: bool = False) -> str:

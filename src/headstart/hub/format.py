@@ -210,6 +210,12 @@ def check_folder(folder: Path) -> None:
         check_answers(folder / ANSWERS)
 
 
+def is_ours(folder: Path) -> bool:
+    """Whether the config of a folder says that headstart wrote it, whatever became of the rest."""
+    config = read_json(folder / CONFIG, AGAIN)
+    return isinstance(config, dict) and config.get("format") == FORMAT
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of an exported folder; a UserError where it is not ours, or of a newer headstart."""
     if not folder.is_dir():

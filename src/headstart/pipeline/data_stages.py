@@ -171,7 +171,9 @@ def _conversations(run: Run) -> Outcome:
     settings = data.model_dump(mode="json")
     asked = settings if run.earlier is None else {**settings, **_of_data(run.earlier)}
     same = revisions(asked["prompts"], asked["revision"]) == revisions(settings["prompts"], settings["revision"])
-    if same and (known := referred(run.folder, "conversations")) is not None:
+    if not same:
+        forget(run.folder, "conversations")  # an attempt that fails now must not find its commits again
+    if (known := referred(run.folder, "conversations")) is not None:
         settings = begun_at(settings, read_note(known))
     made = artifact(run.folder, "conversations", slug, identity(target, settings))
     folder, maximum, capture = run.folder / CONVERSATIONS, math.inf, None

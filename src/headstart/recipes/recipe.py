@@ -39,7 +39,7 @@ _LOADING, _A_PROMPT = 2.0, 0.06
 """Minutes that loading, tuning and what transformers answers take, and a prompt of the report, on two cores."""
 _PROMPTS = 0.8
 """Prompts of the report for each minute."""
-_OF_ONE_TARGET = ("revision", "adapter")
+_OF_ONE_TARGET = ("revision", "adapter", "trust_remote_code")
 """Settings of the target that mean nothing for another one."""
 
 
@@ -114,14 +114,27 @@ class Recipe(Section):
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """A recipe with every setting filled in but those that follow from its minutes, as YAML that `load_recipe` reads
-    back."""
-    values = recipe.model_dump(mode="json")
-    if recipe.minutes is not None:
-        for section, settings in _shares(recipe.minutes, recipe.data.minutes).items():
-            follow = {name for name, value in settings.items() if values[section][name] == value}
-            values[section] = {name: value for name, value in values[section].items() if name not in follow}
+    """A recipe with every setting filled in, as YAML that `load_recipe` reads back."""
+    return _yaml(recipe.model_dump(mode="json"))
+
+
+def text_to_edit(recipe: Recipe) -> str:
+    """The same without what follows from its minutes, so that others can be written in their place."""
+    return _yaml(_without_shares(recipe.model_dump(mode="json")))
+
+
+def _yaml(values: dict[str, Any]) -> str:
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _without_shares(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a recipe but those that follow from its minutes."""
+    minutes, data, kept = values.get("minutes"), values.get("data"), dict(values)
+    if _are_minutes(minutes):
+        for section, settings in _shares(minutes, data.get("minutes") if isinstance(data, dict) else None).items():
+            if isinstance(given := values.get(section), dict):
+                kept[section] = {name: value for name, value in given.items() if settings.get(name, ...) != value}
+    return kept
 
 
 def head_settings() -> dict[str, type[HeadSettings]]:
@@ -146,7 +159,8 @@ def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
 def read_values(name: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
     """What a recipe says, with those that it extends and the overrides, not checked: loads no family of heads."""
     values = _read(name, Path(), [])
-    for override in sorted(overrides, key=lambda text: not text.startswith("heads.family=")):  # it drops the others
+    drop_others = ("heads.family=", "minutes=")
+    for override in sorted(overrides, key=lambda text: not text.startswith(drop_others)):
         _override(values, override)
     return values
 
@@ -250,8 +264,10 @@ def _override(values: dict[str, Any], override: str) -> None:
         section.update(kept)
     if (key, type(value)) == ("target", str):
         values |= _merge(values, {"target": {"spec": value}})
-    else:
-        section[leaf] = value
+        return
+    if key == "minutes":
+        values |= _without_shares(values)
+    section[leaf] = value
 
 
 def section_fields(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None]]:
