@@ -120,6 +120,8 @@ class Decoder:
     def drafters(self, name: str = "heads", tree: TreeKind | None = None) -> tuple[Drafter, ...]:
         """What a name stands for, see `DecodeOptions`; none decodes plainly. A UserError where it cannot draft here."""
         _check_drafting(name, tree)
+        if "heads" in parts_of(name):
+            _ = self.heads
         return self._drafters(name, tree, self.tuning if name == "none" else self._tuned_here())
 
     def loop(

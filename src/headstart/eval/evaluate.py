@@ -26,7 +26,6 @@ from headstart.data.prompts.chat import (
 )
 from headstart.data.prompts.questions import Question
 from headstart.decode.loop import Drafter, check
-from headstart.drafters.catalog import parts_of
 from headstart.errors import UserError
 from headstart.eval.divergence import Judge, Judgement
 from headstart.eval.environment import environment
@@ -43,7 +42,7 @@ from headstart.eval.figures import (
 )
 from headstart.eval.groups import categories, places, prompt_lengths
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
-from headstart.eval.methods import LOOKUP_TOKENS, TREES, Method, Ours, Source, Transformers, named, wanted
+from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted
 from headstart.eval.options import EvalOptions
 from headstart.eval.replay import pack, pieces_of, races
 from headstart.eval.tuned import tuned
@@ -92,8 +91,6 @@ def evaluate(
     if options.tree is not None and "heads" in tested.split("+"):
         tested = options.tree if tested == "heads" else f"{tested} ({options.tree})"
     options = replace(options, drafter=tested, compare=wanted(options.compare, tested))
-    if any(name in TREES or "heads" in parts_of(name) for name in options.compare):
-        _ = source.heads  # a UserError where there are none
     others = {name: named(source, name) for name in options.compare}
     methods = make_methods(source, drafters, others, options)
     units = _measure(tokenizer, questions, options, methods, console)
