@@ -36,7 +36,7 @@ HEADINGS = {
 """Headings of columns whose key is no good heading once its underscores are spaces."""
 
 FORMATS = (
-    (r"(speedup|over)_\w+", "{:.2f}x"),
+    (r"(speedup|over|\w+_over)_\w+", "{:.2f}x"),
     (r"\w*tokens_per_(cpu_)?second|nodes_per_round|\w*_ms|megaflop\w*", "{:.1f}"),
     (r"tokens_per_round|\w*tau|\w*acceptance_by_\w+|top1", "{:.2f}"),
     (r"epochs", "{:g}"),
