@@ -401,14 +401,14 @@ class DraftHead(nn.Module, ABC):
                 remedy,
             )
 
-    @torch.no_grad()
+    @torch.enable_grad()  # products whose gradients are wanted are torch's own, which it counts
     def flops_per_draft(self) -> int:
         """Floating-point operations of one drafted token, LM head included; a multiply-add is two. Counted over a chain
         of `draft_steps` drafts after a text of one token. Attention is left out: it depends on the text, and torch
         counts it on some devices only."""
         where = self.draft_to_target_D.device
         dtype = next((p.dtype for p in self.parameters()), torch.float32)
-        state_11E = torch.zeros(1, 1, self.config.hidden_size, dtype=dtype, device=where)
+        state_11E = torch.zeros(1, 1, self.config.hidden_size, dtype=dtype, device=where, requires_grad=True)
         root_11, parent_11 = torch.zeros(1, 1, dtype=torch.long, device=where), torch.zeros(1, 1, dtype=torch.long)
 
         def draft_chain() -> None:
