@@ -332,13 +332,14 @@ def test_siblings_are_distinct_and_inside_the_draft_vocabulary(name: str, target
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_operations_of_a_draft_are_counted(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operations_of_a_draft_are_counted(name: str, target: Target) -> None:
     """Those of weights that drafting reads as panels, too, whose products torch cannot see."""
-    monkeypatch.setattr("headstart.heads.int8_weights._MIN", 0)
     heads = build(name, target)
     lm_head = 2 * heads.config.draft_width * heads.config.hidden_size
     weights = 2 * sum(parameter.numel() for parameter in heads.parameters())
-    assert lm_head <= heads.flops_per_draft() <= weights + lm_head, "each weight is used once a draft at most"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headstart.heads.int8_weights._MIN", 0)
+        assert lm_head <= heads.flops_per_draft() <= weights + lm_head, "each weight is used once a draft at most"
 
 
 def test_unknown_families_and_settings_are_refused(target: Target) -> None:
