@@ -182,18 +182,20 @@ def is_linear(module: nn.Module) -> bool:
     return hasattr(module, "conv1d") and hasattr(module, "layer_idx")
 
 
-def read_in_turn(module: Any, hidden_states: Tensor, cache_params: Any = None, **more: Any) -> Tensor:
+def read_in_turn(module: Any, hidden_states: Tensor, **more: Any) -> Tensor:
     """Linear attention in a forward of ours: first what is pending, then, with a copy of the state made, the chain."""
     forward = running()
     row: Row | None = None if forward is None else forward.row
     forward_of_class = type(module).forward
-    if row is None or cache_params is None:
-        out: Tensor = forward_of_class(module, hidden_states, cache_params=cache_params, **more)
+    # What transformers called the cache before 5.24, and since.
+    cached = any(more.get(name) is not None for name in ("cache_params", "cache"))
+    if row is None or not cached:
+        out: Tensor = forward_of_class(module, hidden_states, **more)
         return out
     before = len(row.pending)
     parts = [part for part in (hidden_states[:, :before], hidden_states[:, before:]) if part.shape[1]]
     if before:
-        parts[0] = forward_of_class(module, parts[0], cache_params=cache_params, **more)
+        parts[0] = forward_of_class(module, parts[0], **more)
     row.keep(module.layer_idx)
-    parts[-1] = forward_of_class(module, parts[-1], cache_params=cache_params, **more)
+    parts[-1] = forward_of_class(module, parts[-1], **more)
     return torch.cat(parts, dim=1)
