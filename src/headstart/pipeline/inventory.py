@@ -158,7 +158,7 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
         elif path.parent.name == "states":
             unused += _unused_shards(path, runs)
         else:
-            unused += [Free(part, size(part), "half written") for part in sorted(path.rglob(f"*{PARTIAL}"))]
+            unused += _half_written(path)
     return unused
 
 
@@ -180,6 +180,10 @@ def _unused_shards(path: Path, runs: Sequence[Path]) -> Iterator[Free]:
     for shard in sorted(path.glob("shard-*.safetensors")):
         if shard.name not in read:
             yield Free(shard, shard.stat().st_size, "hidden states that no run reads")
+    yield from _half_written(path)
+
+
+def _half_written(path: Path) -> Iterator[Free]:
     for part in sorted(path.rglob(f"*{PARTIAL}")):
         yield Free(part, size(part), "half written")
 

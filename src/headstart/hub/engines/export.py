@@ -268,10 +268,8 @@ def check_export(
     and `target` is theirs, where it is not where they say.
     """
     readers = readers_of(folder, engines)
-    if against is None:
-        held, facts = None, _facts(against, target, trust_remote_code)
-    else:
-        held, facts = publish(against, target, trust_remote_code)
+    published = None if against is None else publish(against, target, trust_remote_code)
+    held, facts = published or (None, _facts(None, target, trust_remote_code))
     findings = [*_unread(folder, engines, readers)]
     findings += [finding for engine, format in readers.items() for finding in format.check(folder, engine, facts)]
     if held is not None and not findings:
