@@ -66,7 +66,7 @@ SPREAD = 5.0
 """Standard deviation of the logits of the small model: so large that some texts are likely, and ties are rare."""
 ROOM = 0.75
 """Share of the memory of a batch in which it must run out, and a half of it must not."""
-COUNTED = 32
+COUNTED = 16
 """Tokens of the texts whose waits are counted: the profiler takes a second for every few of them."""
 GIGABYTE = 1e9
 PARTS = ("draft", "verify", "host")
@@ -231,24 +231,6 @@ def correctness(bench: Bench) -> None:
     bench.check_forwards(bench.small.target)
 
 
-def waits(bench: Bench) -> None:
-    """How often a round makes the host wait, and what it launches: what a longer text takes beyond a shorter one."""
-    if not bench.cuda:
-        bench.note("waits and launches", counted="not counted: there is no CUDA device")
-        return
-    target, tokens = bench.decoder.target, min(bench.sizes.new_tokens, COUNTED)
-    for drafter, temperature, rows in product(("none", "heads"), (0.0, 1.0), bench.sizes.batches[:2]):
-        loop, prompts = bench.decoder.loop(drafter), bench.prompts(target, rows)
-        counts = []
-        for length in (tokens, tokens, tokens // 2):  # the first one captures graphs
-            asked = DecodeOptions(length, temperature=temperature, seed=0, ignore_end=True)
-            counts.append(counted(loop, prompts, asked))
-        _, longer, shorter = counts
-        rounds = longer["rounds"] - shorter["rounds"]
-        figures = {key: (longer[key] - shorter[key]) / rounds for key in longer if key != "rounds"}
-        bench.note(f"{drafter}, temperature {temperature:g}, batch {rows}", per_round=figures)
-
-
 def forwards(bench: Bench) -> None:
     """A forward of the target over a tree as a CUDA graph, replayed and through the modules, in turns."""
     target = bench.decoder.target
@@ -360,14 +342,32 @@ def splitting(bench: Bench) -> None:
         refuse(["The texts are others."] if texts != expected else [])
 
 
+def waits(bench: Bench) -> None:
+    """How often a round makes the host wait, and what it launches: what a longer text takes beyond a shorter one."""
+    if not bench.cuda:
+        bench.note("waits and launches", counted="not counted: there is no CUDA device")
+        return
+    target, tokens = bench.decoder.target, min(bench.sizes.new_tokens, COUNTED)
+    for drafter, temperature, rows in product(("none", "heads"), (0.0, 1.0), bench.sizes.batches[:2]):
+        loop, prompts = bench.decoder.loop(drafter), bench.prompts(target, rows)
+        counts = []
+        for length in (tokens, tokens, tokens // 2):  # the first one captures graphs
+            asked = DecodeOptions(length, temperature=temperature, seed=0, ignore_end=True)
+            counts.append(counted(loop, prompts, asked))
+        _, longer, shorter = counts
+        rounds = longer["rounds"] - shorter["rounds"]
+        figures = {key: (longer[key] - shorter[key]) / rounds for key in longer if key != "rounds"}
+        bench.note(f"{drafter}, temperature {temperature:g}, batch {rows}", per_round=figures)
+
+
 SECTIONS: dict[str, Callable[[Bench], None]] = {
     "correctness": correctness,
-    "waits": waits,
-    "forwards": forwards,
     "decoding": decoding,
+    "forwards": forwards,
     "training": training,
     "memory": memory,
     "splitting": splitting,
+    "waits": waits,
 }
 """In their order."""
 
@@ -398,7 +398,7 @@ def counted(loop: DecodeLoop, prompts: Sequence[Sequence[int]], asked: DecodeOpt
         finally:
             torch.cuda.set_sync_debug_mode("default")
     waits = sum("called a synchronizing" in str(warning.message) for warning in caught)
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:  # calls of CUDA's runtime among them
         generate(loop, prompts, asked)
     calls: Counter[str] = Counter()
     for event in profiled.key_averages():
