@@ -16,6 +16,7 @@ from headstart.target.model import Target
 from headstart.target.prepacked import can_pack
 from headstart.target.tape import record
 from headstart.tree.tree import TreeBatch
+from tests.standin import CUDA, StandIn
 from tests.target.test_captured import TEXTS, captured_by, check_replay, rounds, through_modules
 from tests.tiny import tiny_model
 
@@ -139,6 +140,18 @@ def test_attention_of_joined_queries_keys_and_values(normed: bool, masked: bool)
     found = few_tokens_attention(parts[0].transpose(1, 2), *wanted, slots, 0.1, **sight)
     got = joined_attention(joined, angles, heads, *kept, slots, 0.1, norms if normed else None, **sight)
     assert torch.equal(kept, wanted) and found is not None and got is not None and torch.equal(got, found)
+
+
+@pytest.mark.parametrize(("kind", "norms"), [("llama", 2), ("qwen3", 4)])
+def test_on_a_gpu_a_norm_is_one_operator(kind: str, norms: int) -> None:
+    with StandIn():
+        target = Target(tiny_model(kind).to(CUDA))
+        called = [function for function, _ in called_by(target)]
+        assert called.count(rewrites.rms_norm) == norms * target.num_layers + 1
+        assert not [function for function in called if getattr(function, "func", None) is rewrites.inverse_rms]
+        there = rounds(target, 2, 3)
+    for one, other in zip(there, rounds(Target(tiny_model(kind)), 2, 3), strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-5)
 
 
 @needs_compiler

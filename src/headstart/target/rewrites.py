@@ -3,6 +3,7 @@
 - Linear layers that read the same numbers become one product with prepacked weights (see `products`).
 - The scale of an RMS norm comes from three operators on the state as it is, instead of six on a copy in float32.
 - Rotary positions swap the halves of queries and keys in one operator; the sign of one half is in the table of sines.
+- On a GPU, where each operator of a few tokens takes about as long as any other, a norm is one operator.
 
 Where products are in C (GCC, and a processor with AVX2), so is what lies between them: a norm, the gate of an MLP, and
 norms, rotary positions, cache and attention of queries, keys and values that one product gave.
@@ -43,6 +44,8 @@ def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> l
     if packs:
         call_c(graph)
         join_products(graph)
+    elif device.type == "cuda":
+        _call_instead(graph, _norm_in_one)
     return products
 
 
@@ -276,9 +279,18 @@ def gated(both: Tensor) -> Tensor:
     return out
 
 
+def rms_norm(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+    """The same as torch computes it: in one kernel on a GPU, rounded once."""
+    return F.rms_norm(x, weight_I.shape, weight_I, eps)
+
+
 def call_c(graph: fx.Graph) -> None:
     """Norms, gates and attention in C, where the graph has them as `normed`, `gated` and `JoinedSite` compute them."""
-    for pattern in (_norm, _gate, _site):  # of what attention reads, norms are known by then
+    _call_instead(graph, _norm_in_c, _gate, _site)  # of what attention reads, norms are known by then
+
+
+def _call_instead(graph: fx.Graph, *patterns: Callable[[Any], _Call | None]) -> None:
+    for pattern in patterns:
         for node in list(graph.nodes):
             found = pattern(node)
             if found is not None:
@@ -329,8 +341,9 @@ def _alike(one: fx.Node, other: fx.Node) -> bool:
 _Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
-def _norm(node: Any) -> _Call | None:
-    """A weight times `x * inverse_rms(x)`, which has the dtype of x again."""
+def _norm(node: Any) -> tuple[Any, Any, float] | None:
+    """A weight times `x * inverse_rms(x)`, which has the dtype of x again: x, the weight, and what is added below the
+    root."""
     if not _is(node, _PRODUCTS) or len(node.args) != 2:
         return None
     weight, product = node.args
@@ -340,11 +353,22 @@ def _norm(node: Any) -> _Call | None:
     if weight_I is None or not _is(product, _PRODUCTS) or len(product.users) > 1 or not _is_scale(product.args[1]):
         return None
     x, scale = product.args
-    if scale.args[0] is not x or x.meta.get("dtype") is not dtype or not _serves(dtype):
+    if scale.args[0] is not x or x.meta.get("dtype") is not dtype or weight_I.ndim != 1 or weight_I.dtype is not dtype:
         return None
-    if weight_I.ndim != 1 or weight_I.dtype is not dtype or not (weight_I.is_cpu and weight_I.is_contiguous()):
+    return x, weight, float(scale.target.keywords["eps"])
+
+
+def _norm_in_c(node: Any) -> _Call | None:
+    if (found := _norm(node)) is None:
         return None
-    return normed, (x, weight, float(scale.target.keywords["eps"]))
+    weight_I: Tensor = found[1].meta["constant"]
+    serves = _serves(weight_I.dtype) and weight_I.is_cpu and weight_I.is_contiguous()
+    return (normed, found) if serves else None
+
+
+def _norm_in_one(node: Any) -> _Call | None:
+    found = _norm(node)
+    return None if found is None else (rms_norm, found)
 
 
 def _is_scale(node: Any) -> bool:
