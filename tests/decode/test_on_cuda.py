@@ -12,7 +12,9 @@ from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.drafters.heads import HeadDrafter
 from headstart.recipes.sections import LossName, TrainSection
 from headstart.target.model import Target
+from headstart.tree.tree import Request
 from tests.decode.test_on_device import SHAPE, TEXTS, loss_of, on_both, training_batch
+from tests.drafters.test_captured import probabilities, proposed
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 
@@ -51,6 +53,20 @@ def test_heads_change_no_text(name: str, tree: TreeKind, rows: int, target: Targ
     assert [output.tokens for output in outputs] == [
         DecodeLoop(target).generate([text], options)[0].tokens for text in texts
     ]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_captured_drafts_are_those_of_their_operators(name: str, rows: int, target: Target) -> None:
+    """Levels one by one, and all at once where the device goes ahead."""
+    heads = shake(build(name, target)).to("cuda")
+    heads.bind(target)
+    drafter = HeadDrafter(heads, SHAPE, "dynamic", max_nodes=8)
+    captured = proposed(target, drafter, rows, Request(8))
+    assert drafter.forwards == "CUDA graphs"
+    drafter._graphs = None
+    for tree, eager in zip(captured, proposed(target, drafter, rows, Request(8)), strict=True):
+        assert probabilities(tree) == pytest.approx(probabilities(eager), rel=1e-3)
 
 
 @pytest.mark.parametrize("name", CASES)

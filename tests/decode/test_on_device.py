@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from headstart.decode.costs import Costs
 from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.decode.verify import DRAWS
@@ -20,6 +21,7 @@ from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.io import load_heads, save_heads
 from headstart.recipes.sections import TrainSection
 from headstart.support.answer_file import write_answers
+from headstart.target.graphs import Captures
 from headstart.target.model import Target
 from headstart.train.batches import predictions, subsampled
 from headstart.train.losses import LOSSES
@@ -237,3 +239,32 @@ def test_a_training_step_of_every_kind(settings: dict[str, Any], host: Target, t
         batch = subsampled(batch, section.step_weight, [0])
     assert predictions(batch) > 5
     assert loss_of(heads, target, batch, section) > 0
+
+
+def test_what_is_captured_for_later_rounds_does_not_teach_what_rounds_take(
+    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A clock on which each round takes what was measured, and each capture a hundred times as much: drafting goes on.
+    Once it was taken to be as slow as its first rounds, and given up for good."""
+    now, capture = [0.0], Captures.capture
+
+    def slow(*args: Any) -> Any:
+        now[0] += 0.5
+        return capture(*args)
+
+    def clock() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    monkeypatch.setattr(Captures, "capture", slow)
+    monkeypatch.setattr("headstart.decode.loop.perf_counter", clock)
+    heads = shake(build("eagle3", host)).to(CUDA)
+    heads.bind(target)
+    costs = Costs((1, 64), (2.0, 2.0), draft_ms=1.0, levels=3)
+    loop = DecodeLoop(target, HeadDrafter(heads, SHAPE, "dynamic", max_nodes=8), costs=costs)
+    for _ in range(4):
+        loop.generate(TEXTS[:1], DecodeOptions(max_new_tokens=100, ignore_end=True))
+    (experience,) = loop._experience.values()
+    ratios = experience.rounds.ratios
+    assert len(ratios[0]) >= 2, "drafts were timed"
+    assert max(ratio for of_kind in ratios.values() for ratio in of_kind) < 10, ratios

@@ -19,7 +19,7 @@ from headstart.target import few_rows
 from headstart.target.graphs import Captures, Graph
 from headstart.target.memory import Memory
 from headstart.target.model import Target
-from headstart.tree.tree import Tree, TreeShape
+from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
 from tests.heads.test_contract import CASES, build, shake
 from tests.standin import CUDA, Counts, StandIn
 from tests.standin import Graph as StandInGraph
@@ -157,8 +157,27 @@ def test_memory_grows_with_a_text_and_stays_for_the_next(
     assert drafted(target, drafter, texts=texts)[0] == captured
 
 
-def test_levels_without_a_graph_go_before_levels_with_one(host: Target, target: Target, device: StandIn) -> None:
-    """A long prompt is read at the first level, and no graph is that wide."""
+@pytest.mark.parametrize("lengths", [(150,), (150, 2), (70, 200, 129)])
+def test_graphs_read_a_long_text_in_parts(
+    lengths: tuple[int, ...], host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [[(7 * index + 3 + row) % 60 for index in range(length)] for row, length in enumerate(lengths)]
+    drafter = drafter_of("eagle3", host, target)
+    steps = patch.object(drafter.heads, "draft_step", side_effect=AssertionError("no level is drafted without a graph"))
+    with steps:
+        captured, trees = drafted(target, drafter, texts=texts)
+    drafter._graphs = None
+    eager, eager_trees = drafted(target, drafter, texts=texts)
+    assert captured == eager
+    for tree, eager_tree in zip(trees, eager_trees, strict=True):
+        assert probabilities(tree) == pytest.approx(probabilities(eager_tree), rel=1e-3)
+
+
+def test_levels_without_a_graph_go_before_levels_with_one(
+    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A very long prompt is read at the first level, and no graph is that wide."""
+    monkeypatch.setattr("headstart.heads.parts.recurrent._MOST_READ", 64)
     drafter = drafter_of("eagle3", host, target)
     texts = [[(7 * index + 3) % 60 for index in range(90)], [5, 9]]
     before = device.launched["cudaGraphLaunch"]
@@ -229,3 +248,23 @@ def test_launches_of_a_draft(name: str, launches: int, host: Target, target: Tar
     assert max(count.launches for count in counts[1:]) <= launches
     assert all((count.waits, count.slow_uploads) == (levels, 0) for count in counts)
     assert max(count.uploads for count in counts[1:]) <= (0 if name == "medusa" else levels)
+
+
+def proposed(target: Target, drafter: HeadDrafter, rows: int, request: Request) -> list[Tree]:
+    """The first trees after some texts."""
+    states, width = target.hidden_states(TEXTS[:rows], drafter.aux_layers), max(map(len, TEXTS))
+    padded = {
+        layer: torch.stack([torch.nn.functional.pad(of[layer], (0, 0, 0, width - len(of[layer]))) for of in states])
+        for layer in drafter.aux_layers
+    }
+    roots = TreeBatch.roots([5 + row for row in range(rows)], target.device)
+    return drafter.propose(drafter.prefill(TEXTS[:rows], padded), roots, request)
+
+
+def probabilities(tree: Tree) -> dict[tuple[int, ...], float]:
+    """Of its paths, by their tokens, without the root."""
+    paths: list[tuple[int, ...]] = [()]
+    for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True):
+        paths.append((*paths[parent], token))
+    assert tree.accept_probs is not None
+    return dict(zip(paths, tree.accept_probs, strict=True))

@@ -37,7 +37,8 @@ So drafting can lose the stake, that share of plain rounds, and eight tokens of 
 
 Measuring (greedy "auto", not `deterministic`; `learned.py`): a drafted round and the plain ones before it make a pair,
 which says by how much costs are wrong, if it is among the first 4 after them; the draft itself only if it had no more
-to read than usual, which the first one has. A new loop starts with 2 plain rounds. Until 2 pairs of drafts are known,
+to read than usual, which the first one has. A round in which something was captured for all later ones says nothing
+of its time. A new loop starts with 2 plain rounds. Until 2 pairs of drafts are known,
 for 4 drafted rounds at most, costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no
 round enters the account; then all of them do, by the corrected costs. After that trees have at most twice the nodes of
 the largest size with 2 pairs. Two plain rounds are due after 100 drafted ones, and after 4 where one of them verified
@@ -276,8 +277,8 @@ class Budget:
         could_draft: bool = True,
     ) -> None:
         """Learn from the outcome of a round: the trees as verified, the tokens that each row emitted, and the
-        milliseconds that draft and forward took. Where it could not draft (no room, or no drafter that works) it says
-        nothing of drafting."""
+        milliseconds that draft and forward took, if that is what such rounds take. Where it could not draft (no room,
+        or no drafter that works) it says nothing of drafting."""
         if self._now is None:
             return
         rows, tokens = len(emitted), sum(weight * count for weight, count in zip(self.weights, emitted, strict=True))

@@ -28,6 +28,7 @@ from headstart.decode.sampling import check_processors, check_sampling, not_befo
 from headstart.decode.verify import DRAWS, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
 from headstart.target import few_rows
+from headstart.target.graphs import captured
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, union
 
@@ -307,7 +308,7 @@ class DecodeLoop:
                 for part in (cache, verifier, budget):
                     part.reorder(remaining)
                 tell("reorder", remaining)
-            start = perf_counter()
+            start, captured_before = perf_counter(), captured()
             batch = roots
             # The limit is part of the request: cutting a tree afterwards may depend on what was drawn, which sampling
             # must not.
@@ -342,7 +343,8 @@ class DecodeLoop:
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)
             paused = bool(self.drafters) and options.draft == "auto" and not budget.drafts
-            spent_ms = 1e3 * (drafted - start), 1e3 * (ended - drafted)
+            usual = captured() == captured_before
+            spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if usual else None
             budget.note(batch.trees, list(map(len, emitted)), spent_ms, could_draft=drafting_now)
             if not budget.will_draft:
                 sessions.clear()  # nothing more will be drafted: plain rounds cost what they do without drafters

@@ -16,12 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.heads.parts.graphed import GraphedHead
+from headstart.heads.parts.graphed import GraphedHead, Level
 from headstart.support.uploads import upload_into
 from headstart.target import few_rows
 from headstart.target.graphs import WIDTHS, Captures, power
 from headstart.target.memory import Memory
 
+Forward = Callable[[Tensor], tuple[Tensor, ...]]
+"""Over the numbers of a level."""
 _SPARE = 256
 """Slots beyond the prompt that a session starts with."""
 
@@ -48,6 +50,8 @@ class DraftGraphs(Captures[Memory]):
                 memory.lent.detach()  # it is too small for the next text, too
             self.until_gone(session, room)
             heads.move(session, room)
+        for level in heads.reading(session):
+            self._run(session.memory, level, None, upload_into, partial(_read, heads, session.memory, level))
         return True
 
     def level(
@@ -67,6 +71,20 @@ class DraftGraphs(Captures[Memory]):
         level = heads.level(session, root_B, tokens_BW, parents_BW, depths)
         if level is None:
             return None
+
+        def forward(numbers_BX: Tensor) -> tuple[Tensor, Tensor]:
+            logits_BWD = heads.draft_level(memory, numbers_BX, level.sizes).float()
+            return logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D)
+
+        logits_BWD, best = self._run(memory, level, ranks, put, forward)
+        count = len(level.numbers_BX)
+        return logits_BWD[:count, : level.width], best[:, :count, : level.width]
+
+    def _run(
+        self, memory: Any, level: Level, ranks: int | None, put: Callable[[Tensor, Tensor], None], forward: Forward
+    ) -> tuple[Tensor, ...]:
+        """What a forward over the numbers of a level gives, until the next one: from a graph where that can be. `ranks`
+        tells apart forwards of levels that are alike."""
         count = len(level.numbers_BX)
         rows = min(power(count), memory.rows)
         numbers_BX = np.pad(level.numbers_BX, ((0, rows - count), (0, 0)), mode="edge")
@@ -75,19 +93,19 @@ class DraftGraphs(Captures[Memory]):
         inputs = torch.empty(numbers_BX.shape, dtype=torch.long, device=self._device) if graph is None else graph.inputs
         if inputs.numel():
             put(inputs, torch.from_numpy(numbers_BX))
-
-        def forward() -> tuple[Tensor, Tensor]:
-            logits_BWD = heads.draft_level(memory, inputs, level.sizes).float()
-            return logits_BWD, best_drafts(logits_BWD, ranks, heads.draft_to_target_D)
-
         if graph is None and self.refused is None:
-            graph = self.capture(memory, bucket, inputs, forward)
+            graph = self.capture(memory, bucket, inputs, partial(forward, inputs))
         if graph is None:  # the session is in the middle of its round
-            logits_BWD, best = forward()
-        else:
-            graph.graph.replay()
-            logits_BWD, best = graph.outputs
-        return logits_BWD[:count, : level.width], best[:, :count, : level.width]
+            return forward(inputs)
+        graph.graph.replay()
+        outputs: tuple[Tensor, ...] = graph.outputs
+        return outputs
+
+
+def _read(heads: GraphedHead, memory: Any, level: Level, numbers_BX: Tensor) -> tuple[Tensor, ...]:
+    """Put into the memory what comes of a level, whose drafts nobody asks for."""
+    heads.draft_level(memory, numbers_BX, level.sizes)
+    return ()
 
 
 def best_drafts(logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> Tensor:

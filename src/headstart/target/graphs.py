@@ -79,6 +79,14 @@ Forward = Callable[[Inputs, TreeCache, int, frozenset[int]], Outputs]
 """Runs the operators over `Inputs`, with a cache, so many slots in sight, and these layers' states wanted."""
 
 
+_of_thread = threading.local()
+
+
+def captured() -> int:
+    """How many forwards this thread has captured: work that is done once, and no part of what a round takes."""
+    return getattr(_of_thread, "captured", 0)
+
+
 @dataclass
 class Graph(Generic[In, T]):
     """A captured forward, the buffers that it reads, and what a replay gives."""
@@ -152,6 +160,7 @@ class Captures(Generic[M]):
     def capture(self, memory: M, bucket: Any, inputs: In, forward: Callable[[], T]) -> Graph[In, T] | None:
         """The graph of a forward over these inputs, which is in the memory from then on; None where there can be none.
         The forward runs twice before, and must give the same again."""
+        _of_thread.captured = captured() + 1
         try:
             # Kernels and libraries set themselves up at their first calls, which no graph can hold.
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no types

@@ -162,15 +162,17 @@ def draft_ms(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing
         drafter.commit(session, Committed.of([roots.root_tokens], last, target.device))
         return 1e3 * (perf_counter() - start)
 
-    # A session's first draft reads the prompt; what follows read a token each.
-    sessions = [drafter.prefill([prompt], states) for drafter in [drafters[0]] * _ENOUGH + drafters]
-    reading = [timed(drafters[0], session) for session in sessions[:-1]]
-    timed(drafters[1], sessions[-1])
+    # A session's first draft reads the prompt; what follows read a token each. On a GPU each text takes over the graphs
+    # of the one before, which is gone by then.
+    reading = [timed(drafters[0], drafters[0].prefill([prompt], states)) for _ in range(_ENOUGH + 1)]
+    sessions = [drafter.prefill([prompt], states) for drafter in drafters]
+    for drafter, session in zip(drafters, sessions, strict=True):
+        timed(drafter, session)
     begun = perf_counter()
     for number in range(18):
         if _is_enough(number - 2, begun, timing.seconds):
             break
-        for drafter, session, spent in zip(drafters, sessions[-2:], times, strict=True):
+        for drafter, session, spent in zip(drafters, sessions, times, strict=True):
             spent.append(timed(drafter, session))
     first, whole = (_quartile(spent[2:]) for spent in times)
     level = max(0.0, whole - first) / max(1, shapes[1].depth - 1)

@@ -61,6 +61,11 @@ class GraphedHead(DraftHead):
     def move(self, session: Any, memory: Any) -> None:
         """Go on in this memory, between two rounds."""
 
+    def reading(self, session: Any) -> Iterator[Level]:
+        """What a session has to read before its first level can be captured, a level at a time: each is noted in the
+        session once it was run. By default there is nothing."""
+        return iter(())
+
     @abstractmethod
     def level(
         self, session: Any, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range

@@ -52,6 +52,12 @@ from headstart.target.frozen import FrozenModel
 from headstart.target.graphs import WIDTHS, power, slots_in_sight
 from headstart.tree.tree import Committed
 
+_FEW_PENDING = 8
+"""Pending entries of all rows up to which a graph reads as many: a round commits now one and now several tokens, and
+each number would have a graph of its own."""
+_MOST_READ = 1024
+"""Pending entries up to which graphs read them, as many at a time as the widest holds; of more, a forward without a
+graph is over before."""
 _WORTH_A_COPY = 0.9
 """Origins of a batch are copied together again when fewer than this share of them go on."""
 
@@ -105,6 +111,19 @@ class RecurrentSession:
             return torch.tensor(self.numbers_of_pending(roots_B1[:, 0].tolist(), width))
         texts = self.numbers_of_pending([0] * len(last), width)
         return upload(texts, device).scatter_(1, upload(last, device)[:, None], roots_B1)
+
+    def go_past(self, read: Sequence[int]) -> None:
+        """The next so many pending entries of each row are in the cache now."""
+        width, device = self.seen_BPX.shape[1], self.seen_BPX.device
+        if len(set(read)) == 1:
+            self.seen_BPX = self.seen_BPX[:, read[0] :]
+        else:
+            left_P, rows_B1 = torch.arange(width - min(read), device=device), torch.arange(len(read), device=device)
+            index_BP = (upload(read, device)[:, None] + left_P).clamp(max=width - 1)
+            self.seen_BPX = self.seen_BPX[rows_B1[:, None], index_BP]
+        self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, read, strict=True)]
+        self.counts = [pending - count for pending, count in zip(self.counts, read, strict=True)]
+        self.tokens = [tokens[count:] for tokens, count in zip(self.tokens, read, strict=True)]
 
     def numbers_of_pending(self, roots: Sequence[int], width: int) -> list[list[int]]:
         """The same on the host."""
@@ -441,6 +460,19 @@ class RecurrentHead(GraphedHead):
         session.cache.move(memory)
         session.memory = memory
 
+    def reading(self, session: RecurrentSession) -> Iterator[Level]:
+        memory, widest = session.memory, WIDTHS[-1]
+        assert memory is not None, "captured levels have memory"
+        while widest < max(session.counts) <= _MOST_READ:
+            read, lengths = [min(widest, count - 1) for count in session.counts], session.cache.lengths
+            memory.seen_BPX[: len(read)] = session.seen_BPX[:, :widest]
+            # What fills a row up lies where its next entries go.
+            texts = zip(session.tokens, read, strict=True)
+            tokens_BW = [tokens[:count] + [0] * (widest - count) for tokens, count in texts]
+            numbers_BX = np.concatenate([tokens_BW, np.stack([read, lengths], axis=1)], axis=1)
+            yield Level(numbers_BX, 1, (0, widest, slots_in_sight(max(lengths) + widest, memory)))
+            session.go_past(read)
+
     def level(
         self, session: RecurrentSession, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
     ) -> Level | None:
@@ -469,7 +501,7 @@ class RecurrentHead(GraphedHead):
         memory.seen_BPX[:rows, :pending] = session.seen_BPX[:, :pending]
         session.begin_round()
         session.feedback_BWE = memory.feedback_BWE[:rows, :1]
-        padded = power(pending)
+        padded = power(max(pending, _FEW_PENDING // memory.rows))
         tokens = session.numbers_of_pending(tokens_BW[:, 0].tolist(), padded)
         numbers_BX = np.concatenate([tokens, np.stack([counts, lengths], axis=1)], axis=1)
         return Level(numbers_BX, 1, (0, padded, slots_in_sight(max(lengths) + padded, memory)))
