@@ -506,6 +506,11 @@ def test_a_batch_larger_than_free_memory_is_not_even_tried(
     assert sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED) == expected
     assert max(tried) * CACHE_PEAK <= 100 / 2, "two workers write at once on a CPU"
 
+    tried.clear()
+    monkeypatch.setattr(Target, "spare_bytes", 1000 * free)  # what the batch before left to this one
+    assert sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED) == expected
+    assert max(tried) > 100, "all rows at once"
+
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "gpt2"])
 def test_what_rows_begin_with_alike_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

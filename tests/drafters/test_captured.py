@@ -19,7 +19,7 @@ from headstart.target import few_rows
 from headstart.target.graphs import Captures, Graph
 from headstart.target.memory import Memory
 from headstart.target.model import Target
-from headstart.tree.tree import Request, Tree, TreeBatch, TreeShape
+from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 from tests.heads.test_contract import CASES, build, shake
 from tests.standin import CUDA, Counts, StandIn
 from tests.standin import Graph as StandInGraph
@@ -159,7 +159,7 @@ def test_memory_grows_with_a_text_and_stays_for_the_next(
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 2), (70, 200, 129)])
 def test_graphs_read_a_long_text_in_parts(
-    lengths: tuple[int, ...], host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
+    lengths: tuple[int, ...], host: Target, target: Target, device: StandIn
 ) -> None:
     texts = [[(7 * index + 3 + row) % 60 for index in range(length)] for row, length in enumerate(lengths)]
     drafter = drafter_of("eagle3", host, target)
@@ -171,6 +171,31 @@ def test_graphs_read_a_long_text_in_parts(
     assert captured == eager
     for tree, eager_tree in zip(trees, eager_trees, strict=True):
         assert probabilities(tree) == pytest.approx(probabilities(eager_tree), rel=1e-3)
+
+
+def test_memory_has_room_for_what_is_read_in_parts_after_a_pause(
+    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fills up the last part lies beyond the text."""
+    monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
+    monkeypatch.setattr("headstart.target.graphs._ROOMY", 0.0)
+
+    @torch.inference_mode()
+    def after_a_pause(drafter: HeadDrafter) -> Tree:
+        text, roots, request = [5 + index % 40 for index in range(116)], TreeBatch.roots([5], target.device), Request(4)
+        (states,) = target.hidden_states([text], drafter.aux_layers)
+        session = drafter.prefill([text[:33]], {layer: state[None, :33] for layer, state in states.items()})
+        drafter.propose(session, roots, request)
+        for start, stop in ((33, 34), (34, 116)):
+            new = {layer: state[None, start:stop] for layer, state in states.items()}
+            drafter.commit(session, Committed.of([text[start:stop]], new, target.device))
+        (tree,) = drafter.propose(session, roots, request)
+        return tree
+
+    drafter = drafter_of("eagle3", host, target)
+    captured = after_a_pause(drafter)
+    drafter._graphs = None
+    assert probabilities(captured) == pytest.approx(probabilities(after_a_pause(drafter)), rel=1e-3)
 
 
 def test_levels_without_a_graph_go_before_levels_with_one(

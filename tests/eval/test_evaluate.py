@@ -18,11 +18,13 @@ from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
 from headstart.eval.evaluate import _texts, evaluate, make_methods
 from headstart.eval.labels import METHODS
-from headstart.eval.methods import _TokenTimes
+from headstart.eval.methods import Ours, _TokenTimes, warm_up
 from headstart.eval.options import EvalOptions
 from headstart.eval.report import write_report
+from headstart.target.graphs import captured
 from headstart.target.model import Target
 from tests.eval.sources import Drafts
+from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer
 
 SPEEDUPS = ("speedup_vs_plain", "speedup_vs_transformers", "speedup_vs_prompt_lookup")
@@ -258,3 +260,19 @@ def test_bad_questions_and_targets_are_refused(tiny_target: Target, drafter: Hea
     mute = Target(tiny_model("llama"), None, "mute")
     with pytest.raises(UserError, match="no chat template"):
         evaluate(Drafts(mute, drafter), QUESTIONS)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_what_is_captured_is_captured_before_anything_is_measured(there: bool) -> None:
+    """On a GPU the first answer is decoded whole, always drafting; the measured one then captures nothing."""
+    with StandIn():
+        target = Target(tiny_model("llama").to(CUDA) if there else tiny_model("llama"))
+        method, prompt = Ours(target, (NgramDrafter(),), DecodeOptions(ignore_end=True)), [5, 9, 14] * 4
+        asked: list[DecodeOptions] = []
+        generate = method._loop.generate
+        method._loop.generate = lambda prompts, options: (asked.append(options), generate(prompts, options))[1]  # type: ignore[method-assign]
+        warm_up(method, [prompt], 48, 0)
+        assert [(one.max_new_tokens, one.draft) for one in asked] == [(48, "on") if there else (32, "auto")]
+        before = captured()
+        method.run([prompt], 48, 0)
+        assert captured() == before and (before > 0 or not there)

@@ -37,12 +37,11 @@ So drafting can lose the stake, that share of plain rounds, and eight tokens of 
 
 Measuring (greedy "auto", not `deterministic`; `learned.py`): a drafted round and the plain ones before it make a pair,
 which says by how much costs are wrong, if it is among the first 4 after them; the draft itself only if it had no more
-to read than usual, which the first one has. A round in which something was captured for all later ones says nothing
-of its time. A new loop starts with 2 plain rounds. Until 2 pairs of drafts are known,
-for 4 drafted rounds at most, costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no
-round enters the account; then all of them do, by the corrected costs. After that trees have at most twice the nodes of
-the largest size with 2 pairs. Two plain rounds are due after 100 drafted ones, and after 4 where one of them verified
-a larger size.
+to read than usual, which the first one has. A round in which something was captured for all later ones is not timed. A
+new loop starts with 2 plain rounds. Until 2 pairs of drafts are known, for 4 timed drafted rounds at most and 32 of the
+others, costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no round enters the
+account; then all of them do, by the corrected costs. After that trees have at most twice the nodes of the largest size
+with 2 pairs. Two plain rounds are due after 100 drafted ones, and after 4 where one of them verified a larger size.
 
 A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
 that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
@@ -292,6 +291,8 @@ class Budget:
             ratio = spent_ms[0] / expected_ms if expected_ms > 0 else None
             self._experience.rounds.note(width, spent_ms[1] / self._now.measured(rows * width), ratio)
             self._now.refresh()
+        elif self._learns:
+            self._experience.rounds.unlike += drafted
         if not drafted:
             self._plain_left -= 1
             self._unread += 1

@@ -17,6 +17,8 @@ SHARE = 1 / 50
 """Of all rounds, what finding out may cost: lost tries while decoding is plain, plain rounds while it drafts."""
 LEAST_PAIRS = 2
 """Pairs that correct a cost, and plain rounds that others are compared with, at least: one alone may be disturbed."""
+_MOST_UNLIKE = 32
+"""Drafted rounds that were not like others before costs that are still unknown are taken to be as measured."""
 _NEAR = 4
 """Drafted rounds that are compared with the plain ones before them: later the machine may be busier, or less busy."""
 
@@ -32,12 +34,14 @@ class RoundTimes:
         plain: newest plain rounds in a row, as multiples of what the costs say.
         since_plain: drafted rounds since then.
         wider: whether one of them verified a tree of a size that is not known yet.
+        unlike: drafted rounds, in all, that were not what such rounds take.
     """
 
     ratios: dict[int, tuple[float, ...]] = field(default_factory=dict)
     plain: tuple[float, ...] = ()
     since_plain: int = 0
     wider: bool = False
+    unlike: int = 0
 
     def note(self, nodes: int, verify_ratio: float, draft_ratio: float | None) -> None:
         """Learn from a round: milliseconds of its forward, and of its draft, as multiples of what the costs say. The
@@ -58,7 +62,7 @@ class RoundTimes:
     @property
     def unknown(self) -> bool:
         """Whether the next round may still show what drafting costs, and too few have."""
-        return len(self.ratios.get(0, ())) < LEAST_PAIRS and self.since_plain < _NEAR
+        return len(self.ratios.get(0, ())) < LEAST_PAIRS and self.since_plain < _NEAR and self.unlike < _MOST_UNLIKE
 
     @property
     def wants_plain(self) -> int:

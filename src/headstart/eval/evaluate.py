@@ -42,7 +42,7 @@ from headstart.eval.figures import (
 )
 from headstart.eval.groups import categories, places, prompt_lengths
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
-from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted
+from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted, warm_up
 from headstart.eval.options import EvalOptions
 from headstart.eval.replay import pack, pieces_of, races
 from headstart.eval.tuned import tuned
@@ -67,8 +67,6 @@ _OF_A_BATCH = ("tokens_per_second", "speedup_vs_plain", "tokens_per_round", "nod
 """What is kept of a drafter with other batches."""
 _EVERY = 4
 """Of so many questions, or batches of them, transformers answers one; of fewer where it would have no interval."""
-WARM_UP_TOKENS = 32
-"""Most tokens of the unmeasured generation that each method starts with."""
 
 
 def evaluate(
@@ -180,7 +178,7 @@ def _measure(
                 seed = options.seed + len(units) * options.batch_size
                 if not units:
                     for method in methods.values():
-                        method.run(tokens, min(WARM_UP_TOKENS, options.max_new_tokens), seed)
+                        warm_up(method, tokens, options.max_new_tokens, seed)
                 asked = [name for name in methods if group % every == 0 or isinstance(methods[name], Ours)]
                 start = len(units) % len(asked)
                 runs = {}

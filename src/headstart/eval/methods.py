@@ -33,6 +33,8 @@ ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")
 """What `--compare all` takes."""
 LOOKUP_TOKENS = 4
 """Drafts a round of transformers' prompt lookup."""
+WARM_UP_TOKENS = 32
+"""Most tokens of the unmeasured generation that each method starts with, where nothing is captured."""
 
 
 class Source(Protocol):
@@ -117,8 +119,16 @@ class Ours:
         self._loop = DecodeLoop(target, *drafters, costs=costs if drafters else None)
         self._options = options or DecodeOptions()
 
-    def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
+    @property
+    def captures(self) -> bool:
+        """Whether its forwards are captured."""
+        return self._loop.target.device.type == "cuda"
+
+    def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int, *, always: bool = False) -> Run:
+        """See `Method`; `always` drafts in every round, also where it does not pay."""
         options = replace(self._options, max_new_tokens=max_new_tokens, seed=seed)
+        if always and options.draft == "auto":
+            options = replace(options, draft="on")
         start = perf_counter()
         outputs = self._loop.generate(prompts, options)
         seconds = perf_counter() - start
@@ -129,6 +139,15 @@ class Ours:
             [output.rounds for output in outputs],
             next((output.drafter_error for output in outputs if output.drafter_error), None),
         )
+
+
+def warm_up(method: Method, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> None:
+    """Decode a batch unmeasured. Where forwards are captured the whole of it, with drafts in every round: each size
+    that is met is captured once, and later answers hardly meet others."""
+    if isinstance(method, Ours) and method.captures:
+        method.run(prompts, max_new_tokens, seed, always=True)
+    else:
+        method.run(prompts, min(WARM_UP_TOKENS, max_new_tokens), seed)
 
 
 class Transformers:

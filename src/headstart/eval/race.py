@@ -16,9 +16,8 @@ from rich.text import Text
 
 from headstart.decode.options import DecodeOptions, random_seed
 from headstart.errors import UserError
-from headstart.eval.evaluate import WARM_UP_TOKENS
 from headstart.eval.labels import PLAIN, label_of
-from headstart.eval.methods import Ours, Source
+from headstart.eval.methods import Ours, Source, warm_up
 from headstart.eval.replay import (
     Race,
     Replay,
@@ -52,7 +51,7 @@ def run_race(source: Source, prompt: Sequence[int], question: str, options: Deco
     methods = {PLAIN: Ours(target, (), options), options.drafter: Ours(target, drafters, options, source.costs)}
     seed = random_seed() if options.seed is None else options.seed
     for method in methods.values():
-        method.run([prompt], min(WARM_UP_TOKENS, options.max_new_tokens), seed)
+        warm_up(method, [prompt], options.max_new_tokens, seed)
     runs = {name: method.run([prompt], options.max_new_tokens, seed) for name, method in methods.items()}
     if error := runs[options.drafter].drafter_error:
         raise UserError(f"The drafter failed ({error}).", "Ask headstart doctor what is wrong with the heads.")

@@ -33,6 +33,8 @@ _STEADY = 1.25
 """Factor between two measurements of the same, some seconds apart, from which a machine is too busy to be measured."""
 _FEW = 12
 """Times of which the least counts."""
+_FEWEST = 2
+"""Tokens of the shortest text that is read."""
 _READ_TOKENS = 64
 """Text that the heads read at once, to see how long that takes."""
 
@@ -147,7 +149,7 @@ def draft_ms(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing
     """
     paths = list(paths)[:15] or [(0,)]
     shapes = [TreeShape.from_paths([path for path in paths if len(path) == 1]), TreeShape.from_paths(paths)]
-    prompt = _prompt(target, max(2, min(timing.context, _READ_TOKENS)))
+    prompt = _prompt(target, max(_FEWEST, min(timing.context, _READ_TOKENS)))
     cache = target.new_cache(1, len(prompt) + 1)
     states = target.prefill(cache, [prompt], heads.aux_layers).aux_hidden_states
     roots = TreeBatch.roots([1], target.device)
@@ -162,9 +164,14 @@ def draft_ms(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing
         drafter.commit(session, Committed.of([roots.root_tokens], last, target.device))
         return 1e3 * (perf_counter() - start)
 
-    # A session's first draft reads the prompt; what follows read a token each. On a GPU each text takes over the graphs
-    # of the one before, which is gone by then.
-    reading = [timed(drafters[0], drafters[0].prefill([prompt], states)) for _ in range(_ENOUGH + 1)]
+    # A session's first draft reads the prompt; what follows read a token each. On a GPU each text takes over the memory
+    # and graphs of the one before, which is gone by then.
+    begin = {layer: state[:, :_FEWEST] for layer, state in states.items()}
+    texts = (prompt, states), (prompt[:_FEWEST], begin)
+    whole_ms, begin_ms = (
+        _quartile([timed(drafters[0], drafters[0].prefill([text], of_text)) for _ in range(_ENOUGH + 1)][1:])
+        for text, of_text in texts
+    )
     sessions = [drafter.prefill([prompt], states) for drafter in drafters]
     for drafter, session in zip(drafters, sessions, strict=True):
         timed(drafter, session)
@@ -176,7 +183,7 @@ def draft_ms(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing
             spent.append(timed(drafter, session))
     first, whole = (_quartile(spent[2:]) for spent in times)
     level = max(0.0, whole - first) / max(1, shapes[1].depth - 1)
-    read_ms = max(0.0, _quartile(reading[1:]) - first) / (len(prompt) - 1)
+    read_ms = max(0.0, whole_ms - begin_ms) / max(1, len(prompt) - _FEWEST)
     return Drafting(whole + level * (heads.draft_steps - shapes[1].depth), level, read_ms)
 
 

@@ -99,7 +99,9 @@ class InProcess:
     def _holds(self, rows: int, length: int) -> bool:
         """Whether the cache of so many rows of this length fits, as far as anyone can tell before trying."""
         target = self._target
-        free = (_CPU_SHARE if target.device.type == "cpu" else _GPU_SHARE) * free_bytes(target.device)
+        free = (_CPU_SHARE if target.device.type == "cpu" else _GPU_SHARE) * (
+            free_bytes(target.device) + target.spare_bytes  # what the last batch left, which this one goes on with
+        )
         needed = rows * length * target.kv_bytes_per_token * CACHE_PEAK
         return rows * length <= self._maximum and needed <= free
 

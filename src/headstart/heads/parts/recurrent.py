@@ -115,12 +115,13 @@ class RecurrentSession:
     def go_past(self, read: Sequence[int]) -> None:
         """The next so many pending entries of each row are in the cache now."""
         width, device = self.seen_BPX.shape[1], self.seen_BPX.device
+        left = max(pending - count for pending, count in zip(self.counts, read, strict=True))
         if len(set(read)) == 1:
             self.seen_BPX = self.seen_BPX[:, read[0] :]
         else:
-            left_P, rows_B1 = torch.arange(width - min(read), device=device), torch.arange(len(read), device=device)
-            index_BP = (upload(read, device)[:, None] + left_P).clamp(max=width - 1)
-            self.seen_BPX = self.seen_BPX[rows_B1[:, None], index_BP]
+            rows_B1 = torch.arange(len(read), device=device)[:, None]
+            index_BP = upload(read, device)[:, None] + torch.arange(left, device=device)
+            self.seen_BPX = self.seen_BPX[rows_B1, index_BP.clamp(max=width - 1)]
         self.cache.lengths = [length + count for length, count in zip(self.cache.lengths, read, strict=True)]
         self.counts = [pending - count for pending, count in zip(self.counts, read, strict=True)]
         self.tokens = [tokens[count:] for tokens, count in zip(self.tokens, read, strict=True)]
@@ -453,8 +454,8 @@ class RecurrentHead(GraphedHead):
         return RecurrentMemory(self, session.seen_BPX, rows, capacity)
 
     def slots(self, session: RecurrentSession) -> int:
-        counts = (max(count, WIDTHS[-1]) for count in session.counts)
-        return max(length + count for length, count in zip(session.cache.lengths, counts, strict=True))
+        pending = zip(session.cache.lengths, session.counts, strict=True)
+        return max(length + count for length, count in pending) + WIDTHS[-1] - 1  # which fill up the last one's
 
     def move(self, session: RecurrentSession, memory: RecurrentMemory) -> None:
         session.cache.move(memory)
