@@ -27,6 +27,7 @@ from types import SimpleNamespace
 from typing import Any, Self
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -34,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from headstart.target import captured
+from headstart.target.graphs import Captures
 from headstart.target.model import Target
 
 CUDA = torch.device("cuda", 0)
@@ -552,6 +554,24 @@ _MOVES: dict[Any, Callable[..., Any]] = {
     torch.Tensor.data_ptr: lambda own: own.held.data_ptr(),
     torch.Tensor.untyped_storage: lambda own: own.held.untyped_storage(),
 }
+
+
+def clock_of_captures(monkeypatch: pytest.MonkeyPatch, module: str) -> Callable[[], float]:
+    """Have a module's clock go on by a millisecond each time it is read, and by half a second with each capture.
+    Returns what says how many seconds have gone by."""
+    now, capture = [0.0], Captures.capture
+
+    def slow(*args: Any) -> Any:
+        now[0] += 0.5
+        return capture(*args)
+
+    def read() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    monkeypatch.setattr(Captures, "capture", slow)
+    monkeypatch.setattr(f"{module}.perf_counter", read)
+    return lambda: now[0]
 
 
 # -- decoding ----------------------------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from headstart.decode.costs import Conditions, core_count, cpu_model
-from headstart.target.graphs import Captures
 from headstart.target.model import Target
 from headstart.tuning.stopwatch import Timing, draft_ms
 from tests.heads.test_contract import build, shake
-from tests.standin import CUDA, StandIn
+from tests.standin import CUDA, StandIn, clock_of_captures
 from tests.tiny import tiny_model
 
 
@@ -61,23 +60,11 @@ def test_on_a_device_its_name_counts_and_threads_do_not(monkeypatch: pytest.Monk
 
 
 def test_what_is_captured_once_is_no_part_of_what_drafting_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock on which a draft takes a millisecond, and each capture half a second more."""
-    now, capture = [0.0], Captures.capture
-
-    def slow(*args: Any) -> Any:
-        now[0] += 0.5
-        return capture(*args)
-
-    def clock() -> float:
-        now[0] += 0.001
-        return now[0]
-
-    monkeypatch.setattr(Captures, "capture", slow)
-    monkeypatch.setattr("headstart.tuning.stopwatch.perf_counter", clock)
+    spent = clock_of_captures(monkeypatch, "headstart.tuning.stopwatch")
     with StandIn():
         target = Target(tiny_model("llama", vocab_size=61).to(CUDA))
         heads = shake(build("eagle3", Target(tiny_model("llama", vocab_size=61)))).to(CUDA)
         heads.bind(target)
         drafting = draft_ms(target, heads, [(0,), (1,), (0, 0)], Timing(context=64))
-    assert now[0] > 2, "something was captured"
+    assert spent() > 2, "something was captured"
     assert drafting.draft_ms == pytest.approx(1) and drafting.read_ms == pytest.approx(0, abs=1e-9)

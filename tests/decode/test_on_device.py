@@ -21,7 +21,6 @@ from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.io import load_heads, save_heads
 from headstart.recipes.sections import TrainSection
 from headstart.support.answer_file import write_answers
-from headstart.target.graphs import Captures
 from headstart.target.model import Target
 from headstart.train.batches import predictions, subsampled
 from headstart.train.losses import LOSSES
@@ -29,7 +28,7 @@ from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import CASES, batch_of, build, shake
-from tests.standin import CUDA, StandIn
+from tests.standin import CUDA, StandIn, clock_of_captures
 from tests.tiny import tiny_model
 
 TEXTS = [[3, 9, 14, 3, 9, 14, 3, 9], [8, 40, 12, 5, 51, 22]]
@@ -244,20 +243,8 @@ def test_a_training_step_of_every_kind(settings: dict[str, Any], host: Target, t
 def test_what_is_captured_for_later_rounds_does_not_teach_what_rounds_take(
     host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A clock on which each round takes what was measured, and each capture a hundred times as much: drafting goes on.
-    Once it was taken to be as slow as its first rounds, and given up for good."""
-    now, capture = [0.0], Captures.capture
-
-    def slow(*args: Any) -> Any:
-        now[0] += 0.5
-        return capture(*args)
-
-    def clock() -> float:
-        now[0] += 0.001
-        return now[0]
-
-    monkeypatch.setattr(Captures, "capture", slow)
-    monkeypatch.setattr("headstart.decode.loop.perf_counter", clock)
+    """Drafting was once taken to be as slow as its first rounds, and given up for good."""
+    clock_of_captures(monkeypatch, "headstart.decode.loop")
     heads = shake(build("eagle3", host)).to(CUDA)
     heads.bind(target)
     costs = Costs((1, 64), (2.0, 2.0), draft_ms=1.0, levels=3)

