@@ -36,12 +36,13 @@ still emit, of `max_new_tokens`.
 So drafting can lose the stake, that share of plain rounds, and eight tokens of what it won.
 
 Measuring (greedy "auto", not `deterministic`; `learned.py`): a drafted round and the plain ones before it make a pair,
-which says by how much costs are wrong, if it is among the first 4 after them; the draft itself only if it had no more
-to read than usual, which the first one has. A round in which something was captured for all later ones is not timed. A
-new loop starts with 2 plain rounds. Until 2 pairs of drafts are known, for 4 timed drafted rounds at most and 32 of the
-others, costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no round enters the
-account; then all of them do, by the corrected costs. After that trees have at most twice the nodes of the largest size
-with 2 pairs. Two plain rounds are due after 100 drafted ones, and after 4 where one of them verified a larger size.
+which says by how much costs are wrong, if it is among the first 4 after them or fewer than 2 pairs are known of trees
+of its size; the draft itself only if it had no more to read than usual, which the first one has. A round in which
+something was captured for all later ones is not timed. A new loop starts with 2 plain rounds. Until 2 pairs of drafts
+are known, for 4 timed drafted rounds at most and 32 of the others, costs are unknown: trees have 4 nodes at most,
+thresholds are 0, nothing is cut, and no round enters the account; then all of them do, by the corrected costs. After
+that trees have at most twice the nodes of the largest size with 2 pairs. Two plain rounds are due after 100 drafted
+ones, or after 400 where 12 pairs of drafts are known.
 
 A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
 that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
@@ -58,7 +59,7 @@ from itertools import accumulate
 from math import ceil, exp, sqrt
 
 from headstart.decode.costs import Costs as Costs
-from headstart.decode.learned import LEAST_PAIRS, SHARE, STAKE, Experience, RoundTimes, size_of
+from headstart.decode.learned import LEAST_PAIRS, SHARE, STAKE, Experience, RoundTimes
 from headstart.decode.options import Draft
 from headstart.tree.tree import Tree
 
@@ -92,7 +93,7 @@ class _Now:
         """Take in what was learned since."""
         if self._known is not self._rounds.ratios:
             self._known = self._rounds.ratios
-            self._verifying: dict[int, float] = {}  # by size
+            self._verifying: dict[int, float] = {}  # by nodes of a row
             self._drafting = self._rounds.drafting
 
     def measured(self, tokens: int) -> float:
@@ -106,10 +107,10 @@ class _Now:
         return self._rows * self._costs.draft(depth) if self._per_row else self._costs.draft(depth, self._rows)
 
     def verify(self, tokens: int) -> float:
-        size = size_of(max(1, tokens // self._rows))
-        if size not in self._verifying:
-            self._verifying[size] = self._rounds.verifying(size)
-        corrected = self.measured(tokens) * self._verifying[size]
+        nodes = max(1, tokens // self._rows)
+        if nodes not in self._verifying:
+            self._verifying[nodes] = self._rounds.verifying(nodes)
+        corrected = self.measured(tokens) * self._verifying[nodes]
         return max(corrected, self.measured(self._rows))  # more tokens never take less
 
     def draft(self, depth: int, unread: int = 0) -> float:

@@ -7,7 +7,9 @@ pairs correct the costs. Where drafting pays, plain rounds now and then start ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import copysign, log2, sqrt
 
 import numpy as np
 
@@ -20,7 +22,12 @@ LEAST_PAIRS = 2
 _MOST_UNLIKE = 32
 """Drafted rounds that were not like others before costs that are still unknown are taken to be as measured."""
 _NEAR = 4
-"""Drafted rounds that are compared with the plain ones before them: later the machine may be busier, or less busy."""
+"""Drafted rounds that are compared with the plain ones before them: later the machine may be busier, or less busy. A
+kind that is not known yet is compared however late: there may be few rounds of it."""
+_ENOUGH = 12
+"""Newest pairs of a kind that are kept; where there are so many of drafts, plain rounds are seldom due."""
+_SELDOM = 4
+"""How many times as seldom."""
 
 
 @dataclass
@@ -33,14 +40,12 @@ class RoundTimes:
             had no more to read than the round before. Replaced, not changed: threads read while another writes.
         plain: newest plain rounds in a row, as multiples of what the costs say.
         since_plain: drafted rounds since then.
-        wider: whether one of them verified a tree of a size that is not known yet.
         unlike: drafted rounds, in all, that were not what such rounds take.
     """
 
     ratios: dict[int, tuple[float, ...]] = field(default_factory=dict)
     plain: tuple[float, ...] = ()
     since_plain: int = 0
-    wider: bool = False
     unlike: int = 0
 
     def note(self, nodes: int, verify_ratio: float, draft_ratio: float | None) -> None:
@@ -48,16 +53,13 @@ class RoundTimes:
         latter is None when nothing was drafted, or the draft had more to read than usual."""
         if nodes == 1 and draft_ratio is None:
             self.plain = (*(self.plain if not self.since_plain else ()), verify_ratio)[-LEAST_PAIRS:]
-            self.since_plain, self.wider = 0, False
+            self.since_plain = 0
             return
         self.since_plain += 1
-        self.wider = self.wider or size_of(nodes) > self._largest
-        if not self.plain or self.since_plain > _NEAR:
-            return
         for kind, ratio in ((size_of(nodes), verify_ratio if nodes > 1 else None), (0, draft_ratio)):
-            if ratio is not None:
-                pairs = (*self.ratios.get(kind, ()), ratio / min(self.plain))
-                self.ratios = {**self.ratios, kind: pairs[-3 * _NEAR :]}
+            pairs = self.ratios.get(kind, ())
+            if ratio is not None and self.plain and (self.since_plain <= _NEAR or len(pairs) < LEAST_PAIRS):
+                self.ratios = {**self.ratios, kind: (*pairs, ratio / min(self.plain))[-_ENOUGH:]}
 
     @property
     def unknown(self) -> bool:
@@ -67,8 +69,8 @@ class RoundTimes:
     @property
     def wants_plain(self) -> int:
         """How many plain rounds are due."""
-        due = self.since_plain * SHARE >= LEAST_PAIRS or (self.wider and self.since_plain >= _NEAR)
-        return LEAST_PAIRS if due or not self.plain else 0
+        seldom = _SELDOM if len(self.ratios.get(0, ())) >= _ENOUGH else 1
+        return LEAST_PAIRS if self.since_plain * SHARE >= LEAST_PAIRS * seldom or not self.plain else 0
 
     @property
     def most_nodes(self) -> int:
@@ -83,17 +85,29 @@ class RoundTimes:
     @property
     def drafting(self) -> float:
         """How much slower drafts are than the costs say; 1 where nothing is known."""
-        return self._typical(0) or 1.0
+        pairs = self.ratios.get(0, ())
+        return _middle(pairs if len(pairs) >= LEAST_PAIRS else ())
 
-    def verifying(self, size: int) -> float:
-        """How much slower trees of a size are than the costs say: interpolated between known ones, 1 for size 0."""
-        known = {0: 1.0} | {other: ratio for other in sorted(self.ratios) if other and (ratio := self._typical(other))}
-        return float(np.interp(size, list(known), list(known.values())))
+    def verifying(self, nodes: int) -> float:
+        """How much slower trees of so many nodes are than the costs say, interpolated between sizes; 1 without drafts.
 
-    def _typical(self, kind: int) -> float | None:
-        """The median, the lower one of two; None as long as too little is known."""
-        ratios = sorted(self.ratios.get(kind, ()))
-        return ratios[(len(ratios) - 1) // 2] if len(ratios) >= LEAST_PAIRS else None
+        A size is believed to differ from all others by no more than chance leaves: medians of a few pairs differ, and
+        between two of them a node would cost much, or nothing.
+        """
+        known = {size: pairs for size, pairs in sorted(self.ratios.items()) if size and len(pairs) >= LEAST_PAIRS}
+        together = _middle([ratio for pairs in known.values() for ratio in pairs])
+        spread = _middle([abs(ratio - _middle(pairs)) for pairs in known.values() for ratio in pairs])
+        sizes, slower = [0], [1.0]
+        for size, pairs in known.items():
+            beside = _middle(pairs) - together
+            sizes.append(size)
+            slower.append(together + copysign(max(0.0, abs(beside) - spread / sqrt(len(pairs))), beside))
+        return float(np.interp(log2(nodes), sizes, slower))
+
+
+def _middle(numbers: Sequence[float]) -> float:
+    """The median, the lower one of two; 1 of none."""
+    return sorted(numbers)[(len(numbers) - 1) // 2] if numbers else 1.0
 
 
 def size_of(count: int) -> int:
