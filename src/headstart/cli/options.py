@@ -108,8 +108,9 @@ def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
         kind = str | None
     elif default == ():
         kind, default = list[get_args(kind)[0]] | None, None  # type: ignore[misc]  # known when it runs
+    name = item.name.replace("_", "-")
     shown = typer.Option(
-        f"--{item.name.replace('_', '-')}",
+        f"--{name}/--no-{name}" if default is True else f"--{name}",
         help=known.text,
         min=known.minimum,
         metavar=known.metavar,

@@ -34,7 +34,9 @@ class EvalOptions(DecodeOptions):
     multi_turn: bool = option(
         False, "Ask every turn, following plain decoding's answers to the earlier ones; by default only the first."
     )
-    baselines: bool = option(True, "Measure transformers, too, on some of the prompts.", typed=False)
+    baselines: bool = option(
+        True, "Measure transformers, too, on some of the prompts: on a CPU they take half of the time."
+    )
     heads_name: str = option("heads", "What the report calls the heads.", typed=False)
     questions_name: str | None = option(None, "What the report calls the questions.", typed=False)
 

@@ -80,7 +80,7 @@ static inline __attribute__((always_inline)) void score(const int queries, const
                                                         const number *panel, int64_t slot) {
     lanes sums[MOST][VECTORS];
     clear(queries, sums);
-    add_products(queries, x, panel, of->size, (ahead){(const char *)panel, 0}, sums);
+    add_products(queries, WHOLE, x, panel, of->size, (ahead){(const char *)panel, 0}, sums);
     for (int q = 0; q < queries; q++) memcpy(of->scores + q * of->room + slot, sums[q], sizeof sums[q]);
 }
 

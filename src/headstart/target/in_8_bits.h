@@ -37,7 +37,7 @@ static inline __m256i add_fours(__m256i sums, __m256i weights, __m256i x) {
 #endif
 
 /* A panel: the step of each output, then four inputs of each, then their next four. */
-static inline int64_t bytes_of_panel(int64_t inputs) { return PANEL * (sizeof(float) + inputs); }
+static inline int64_t bytes_of_panel(int64_t inputs, int kept) { return PANEL * (sizeof(float) + inputs); }
 
 /* A row has for each stretch its step, what its sums begin with, and its inputs; those of rows that are multiplied
    together lie side by side. */
@@ -94,8 +94,9 @@ static inline int32_t four(const float *x) {
     return bits;
 }
 
-static inline __attribute__((always_inline)) void add_up(const int rows, const float *x, const void *panel, int64_t inputs,
-                                                         ahead next, lanes totals[MOST][VECTORS]) {
+static inline __attribute__((always_inline)) void add_up(const int rows, const int kept, const float *x,
+                                                         const void *panel, int64_t inputs, ahead next,
+                                                         lanes totals[MOST][VECTORS]) {
     const char *weights = (const char *)panel + PANEL * sizeof(float);
     clear(rows, totals);
     for (int64_t i = 0; i < inputs; i += STRETCH) {
@@ -122,7 +123,7 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const f
     }
 }
 
-static void pack_panel(const number *weights, int64_t count, int64_t inputs, void *panel) {
+static void pack_panel(const number *weights, int64_t count, int64_t inputs, int kept, void *panel) {
     uint8_t *out = (uint8_t *)panel + PANEL * sizeof(float);
     for (int64_t l = 0; l < PANEL; l++) {
         float x[inputs], *step = (float *)panel + l;
@@ -137,8 +138,12 @@ static void pack_panel(const number *weights, int64_t count, int64_t inputs, voi
 
 int reads(int64_t inputs) { return 0; }
 static inline void read_rows(const number *const *rows, int64_t count, int64_t inputs, float *out) {}
-static inline void add_up(const int rows, const float *x, const void *panel, int64_t inputs, ahead next,
+static inline void add_up(const int rows, const int kept, const float *x, const void *panel, int64_t inputs, ahead next,
                           lanes totals[MOST][VECTORS]) {}
-static void pack_panel(const number *weights, int64_t count, int64_t inputs, void *panel) {}
+static void pack_panel(const number *weights, int64_t count, int64_t inputs, int kept, void *panel) {}
 
 #endif
+
+/* There is one way to keep them. */
+static int best_kept(const number *weights, int64_t count) { return WHOLE; }
+static void open_panel(const void *panel, int64_t inputs, number *out) {}

@@ -1,8 +1,10 @@
-/* Weights as they are, and rows too: one stretch of inputs after the other, as `panels.h` multiplies them. */
+/* Weights as they are, and rows too: one stretch of inputs after the other, as `panels.h` multiplies them. Floats that
+   bfloat16 holds exactly, as those of most models that are published, are kept as their upper halves: half of what memory
+   has to give, and the same numbers multiplied. */
 
 #define STRETCH 512 /* inputs that are added up before they join the total: rounding grows with the longest sum */
 
-static inline int64_t bytes_of_panel(int64_t inputs) { return PANEL * inputs * sizeof(number); }
+static inline int64_t bytes_of_panel(int64_t inputs, int kept) { return PANEL * inputs * size_of_weight(kept); }
 
 /* Floats that a row takes as `add_up` reads it. */
 static inline int64_t floats_of_row(int64_t inputs) { return inputs / STEP; }
@@ -11,15 +13,16 @@ static inline void read_rows(const number *const *rows, int64_t count, int64_t i
     side_by_side(rows, count, inputs, out);
 }
 
-static inline __attribute__((always_inline)) void add_up(const int rows, const float *x, const void *panel, int64_t inputs,
-                                                         ahead next, lanes totals[MOST][VECTORS]) {
-    const number *weights = panel;
+static inline __attribute__((always_inline)) void add_up(const int rows, const int kept, const float *x,
+                                                         const void *panel, int64_t inputs, ahead next,
+                                                         lanes totals[MOST][VECTORS]) {
+    const char *weights = panel;
     clear(rows, totals);
     for (int64_t i = 0; i < inputs; i += STRETCH) {
         lanes sums[MOST][VECTORS];
         clear(rows, sums);
         int64_t count = inputs - i < STRETCH ? inputs - i : STRETCH;
-        add_products(rows, x + i / STEP * rows, weights + i * PANEL, count, next, sums);
+        add_products(rows, kept, x + i / STEP * rows, weights + bytes_of_panel(i, kept), count, next, sums);
         next.from += count / STEP * next.each;
         for (int m = 0; m < rows; m++)
             for (int v = 0; v < VECTORS; v++) totals[m][v] += sums[m][v];
@@ -29,10 +32,39 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const f
 /* Whether there are products of so many inputs. */
 int reads(int64_t inputs) { return inputs % STEP == 0; }
 
+static inline uint16_t upper_half(number x, uint16_t *lower) {
+    float value = read_number(x);
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    *lower |= bits & 0xffff;
+    return bits >> 16;
+}
+
+/* How so many weights are kept. */
+static int best_kept(const number *weights, int64_t count) {
+    uint16_t lower = sizeof(number) == 2; /* bfloat16 is half as wide already */
+    for (int64_t i = 0; i < count && !lower; i++) upper_half(weights[i], &lower);
+    return lower ? WHOLE : HALVES;
+}
+
 /* A panel from weights [count, inputs]; outputs after the last one are zeros. */
-static void pack_panel(const number *weights, int64_t count, int64_t inputs, void *panel) {
-    number *out = panel;
+static void pack_panel(const number *weights, int64_t count, int64_t inputs, int kept, void *panel) {
+    uint16_t lower, *halves = panel;
+    number *whole = panel;
     for (int64_t l = 0; l < PANEL; l++)
-        for (int64_t i = 0; i < inputs; i++)
-            out[i / STEP * STEP * PANEL + l * STEP + i % STEP] = l < count ? weights[l * inputs + i] : 0;
+        for (int64_t i = 0; i < inputs; i++) {
+            int64_t at = i / STEP * STEP * PANEL + l * STEP + i % STEP;
+            number weight = l < count ? weights[l * inputs + i] : 0;
+            if (kept == HALVES) halves[at] = upper_half(weight, &lower);
+            else whole[at] = weight;
+        }
+}
+
+/* A panel of halves as it would be whole. */
+static void open_panel(const void *panel, int64_t inputs, number *out) {
+    const uint16_t *halves = panel;
+    for (int64_t i = 0; i < inputs * VECTORS; i++, halves += LANES, out += LANES) {
+        lanes x = of_halves(halves);
+        if (sizeof(number) == sizeof(float)) memcpy(out, &x, sizeof x);
+    }
 }

@@ -44,14 +44,19 @@ typedef __m256i wholes;
 #define AS_FLOATS(x) _mm256_cvtepi32_ps(x)
 #endif
 
-/* So many numbers as floats. */
-static inline lanes widened(const number *from) {
-#ifdef BFLOAT16
+/* Floats of which these are the upper halves: numbers in bfloat16. */
+static inline lanes of_halves(const uint16_t *from) {
     typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
     typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
     halves x;
     memcpy(&x, from, sizeof x);
     return (lanes)(__builtin_convertvector(x, bits) << 16);
+}
+
+/* So many numbers as floats. */
+static inline lanes widened(const number *from) {
+#ifdef BFLOAT16
+    return of_halves(from);
 #else
     lanes x;
     memcpy(&x, from, sizeof x);
@@ -59,10 +64,14 @@ static inline lanes widened(const number *from) {
 #endif
 }
 
+/* How a panel has its weights. */
+#define WHOLE 0  /* as they are */
+#define HALVES 1 /* the upper halves of floats, whose lower ones are zeros */
+
 #if STEP == 2
 typedef __m512i of_panel;
 
-static inline of_panel read_panel(const number *from) { return _mm512_loadu_si512(from); }
+static inline of_panel read_panel(const void *from, int kept) { return _mm512_loadu_si512(from); }
 
 static inline void add_product(lanes *sums, of_panel inputs, lanes x) {
     *sums = (lanes)_mm512_dpbf16_ps((__m512)*sums, (__m512bh)inputs, (__m512bh)x);
@@ -70,7 +79,7 @@ static inline void add_product(lanes *sums, of_panel inputs, lanes x) {
 #else
 typedef lanes of_panel;
 
-static inline of_panel read_panel(const number *from) { return widened(from); }
+static inline of_panel read_panel(const void *from, int kept) { return kept == HALVES ? of_halves(from) : widened(from); }
 
 static inline void add_product(lanes *sums, of_panel inputs, lanes x) { *sums += inputs * x; }
 #endif
@@ -106,15 +115,19 @@ typedef struct {
 #define STAYS 0
 #endif
 
+static inline int64_t size_of_weight(int kept) { return kept == HALVES ? 2 : sizeof(number); }
+
 /* Adds to the sums of some rows; x is what `side_by_side` gives. */
-static inline __attribute__((always_inline)) void add_products(const int rows, const float *x, const number *panel,
-                                                               int64_t inputs, ahead next, lanes sums[MOST][VECTORS]) {
-    for (int64_t i = 0; i < inputs / STEP; i++, panel += STEP * PANEL, next.from += next.each) {
+static inline __attribute__((always_inline)) void add_products(const int rows, const int kept, const float *x,
+                                                               const void *panel, int64_t inputs, ahead next,
+                                                               lanes sums[MOST][VECTORS]) {
+    const char *from = panel;
+    int64_t each = STEP * PANEL * size_of_weight(kept);
+    for (int64_t i = 0; i < inputs / STEP; i++, from += each, next.from += next.each) {
         of_panel read[VECTORS];
-        for (int line = 0; line < STEP * PANEL * (int)sizeof(number); line += LINE)
-            __builtin_prefetch(next.from + line, 0, STAYS);
+        for (int line = 0; line < each; line += LINE) __builtin_prefetch(next.from + line, 0, STAYS);
         for (int v = 0; v < VECTORS; v++) {
-            read[v] = read_panel(panel + v * STEP * LANES);
+            read[v] = read_panel(from + v * each / VECTORS, kept);
             IN_REGISTER(read[v]);
         }
         for (int m = 0; m < rows; m++) {

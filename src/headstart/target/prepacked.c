@@ -10,28 +10,34 @@
 #include "in_full.h"
 #endif
 
+#define HEADER LINE /* bytes before the first panel, of which the first says how weights are kept */
 #define AHEAD 1024 /* bytes from what is multiplied to what memory is asked for, where weights are read once */
 #define FEW 12     /* rows that every thread reads: that takes less than fetching what another core has just written */
 
 typedef struct {
-    const char *weights;
+    const char *panels;
     const number *bias;
-    int64_t inputs, outputs;
+    int64_t inputs, outputs, bytes; /* of a panel */
+    int kept;
 } matrix;
 
 /* What memory is asked for while one of so many groups of rows is multiplied with a panel. A panel that is read more than
    once is in the cache: each time a part of what comes after it is asked for. */
-static inline ahead asked(const char *panel, int64_t inputs, int64_t group, int64_t groups) {
-    int64_t bytes = bytes_of_panel(inputs), from = groups > 1 ? bytes + bytes * group / groups : AHEAD;
-    return (ahead){panel + from, bytes / (inputs / STEP) / groups};
+static inline ahead asked(const char *panel, const matrix *of, int64_t group, int64_t groups) {
+    int64_t from = groups > 1 ? of->bytes + of->bytes * group / groups : AHEAD;
+    return (ahead){panel + from, of->bytes / (of->inputs / STEP) / groups};
 }
 
-/* A panel of what some rows give, where they go; x is what `read_rows` gives. */
+/* A panel of what some rows give, where they go; x is what `read_rows` gives. `opened` is the panel as it would be whole,
+   or NULL. */
 static inline __attribute__((always_inline)) void multiply(const int rows, const matrix *of, const float *x, int64_t panel,
-                                                           int64_t group, int64_t groups, number *out, int64_t stride) {
-    const char *weights = of->weights + panel * bytes_of_panel(of->inputs);
+                                                           const number *opened, int64_t group, int64_t groups,
+                                                           number *out, int64_t stride) {
+    const char *weights = of->panels + panel * of->bytes;
+    ahead next = asked(weights, of, group, groups);
     lanes totals[MOST][VECTORS];
-    add_up(rows, x, weights, of->inputs, asked(weights, of->inputs, group, groups), totals);
+    if (of->kept == HALVES && !opened) add_up(rows, HALVES, x, weights, of->inputs, next, totals);
+    else add_up(rows, WHOLE, x, opened ? (const void *)opened : weights, of->inputs, next, totals);
     for (int m = 0; m < rows; m++)
         for (int v = 0; v < VECTORS; v++) {
             int64_t first = panel * PANEL + v * LANES, count = of->outputs - first;
@@ -61,8 +67,10 @@ static void enter(const number *x, const number *norm, float eps, int64_t rows, 
    [rows, outputs] is, where it is not NULL. Rounded where torch rounds. */
 void product(const number *x, const number *norm, float eps, const void *weights, const number *bias, int gates,
              const number *added, number *out, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
-    matrix of = {weights, bias, inputs, outputs};
+    int kept = *(const char *)weights;
+    matrix of = {(const char *)weights + HEADER, bias, inputs, outputs, bytes_of_panel(inputs, kept), kept};
     int64_t groups = (rows + MOST - 1) / MOST, width = gates ? outputs / 2 : outputs, step = floats_of_row(inputs);
+    int opens = kept == HALVES && groups > 1; /* once for all that read a panel */
     float *of_all = rows > FEW ? malloc(rows * step * sizeof *of_all) : NULL;
 #define START(group) (rows * (group) / groups)
 #define ENTER(group)                                                                                                   \
@@ -70,13 +78,16 @@ void product(const number *x, const number *norm, float eps, const void *weights
 #pragma omp parallel num_threads(threads)
     {
         float *read = of_all ? of_all : malloc(rows * step * sizeof *read);
+        number *opened = opens ? malloc((1 + gates) * PANEL * inputs * sizeof *opened) : NULL;
         if (of_all) {
 #pragma omp for schedule(static)
             for (int64_t group = 0; group < groups; group++) ENTER(group)
         } else
             for (int64_t group = 0; group < groups; group++) ENTER(group)
 #pragma omp for schedule(static) nowait
-        for (int64_t panel = 0; panel < (width + PANEL - 1) / PANEL; panel++)
+        for (int64_t panel = 0; panel < (width + PANEL - 1) / PANEL; panel++) {
+            for (int side = 0; side <= gates && opens; side++)
+                open_panel(of.panels + (panel + side * width / PANEL) * of.bytes, inputs, opened + side * PANEL * inputs);
             for (int64_t group = 0; group < groups; group++) {
                 int64_t row = START(group), count = START(group + 1) - row;
                 int64_t columns = width - panel * PANEL < PANEL ? width - panel * PANEL : PANEL;
@@ -85,7 +96,8 @@ void product(const number *x, const number *norm, float eps, const void *weights
                 for (int side = 0; side <= gates; side++) {
                     number *part = gates ? sides[side] : to;
                     int64_t stride = gates ? PANEL : width, at = panel + side * width / PANEL;
-#define MULTIPLY(count) multiply(count, &of, from, at, group, groups, part, stride)
+                    const number *whole = opens ? opened + side * PANEL * inputs : NULL;
+#define MULTIPLY(count) multiply(count, &of, from, at, whole, group, groups, part, stride)
                     OF_ROWS(count, MULTIPLY)
                 }
                 for (int64_t m = 0; m < count && gates; m++)
@@ -97,19 +109,27 @@ void product(const number *x, const number *norm, float eps, const void *weights
                         *sum = rounded(read_number(added[(row + m) * width + panel * PANEL + l]) + read_number(*sum));
                     }
             }
+        }
+        free(opened);
         if (!of_all) free(read);
     }
     free(of_all);
 }
 
-/* Bytes that weights of so many inputs and outputs take. */
-int64_t room(int64_t inputs, int64_t outputs) { return (outputs + PANEL - 1) / PANEL * bytes_of_panel(inputs); }
+/* Bytes that weights [outputs, inputs] take. */
+int64_t room(const number *weights, int64_t inputs, int64_t outputs) {
+    return HEADER + (outputs + PANEL - 1) / PANEL * bytes_of_panel(inputs, best_kept(weights, inputs * outputs));
+}
 
 /* Whether `product` gates so many outputs. */
 int can_gate(int64_t outputs) { return outputs % (2 * PANEL) == 0; }
 
 void pack(const number *weights, char *out, int64_t inputs, int64_t outputs, int threads) {
+    int kept = best_kept(weights, inputs * outputs);
+    int64_t bytes = bytes_of_panel(inputs, kept);
+    memset(out, 0, HEADER);
+    *out = (char)kept;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t panel = 0; panel < (outputs + PANEL - 1) / PANEL; panel++)
-        pack_panel(weights + panel * PANEL * inputs, outputs - panel * PANEL, inputs, out + panel * bytes_of_panel(inputs));
+        pack_panel(weights + panel * PANEL * inputs, outputs - panel * PANEL, inputs, kept, out + HEADER + panel * bytes);
 }

@@ -66,7 +66,7 @@ def prepack(weight_OI: Tensor, int8: bool = False) -> Panels | Tensor:
     if functions is None and int8:
         return prepack(weight_OI)
     if functions is not None:
-        kept = torch.empty(functions.room(inputs, outputs), dtype=torch.uint8)
+        kept = torch.empty(functions.room(weight_OI.data_ptr(), inputs, outputs), dtype=torch.uint8)
         functions.pack(weight_OI.data_ptr(), kept.data_ptr(), inputs, outputs, torch.get_num_threads())
         return Panels(kept, outputs, weight_OI.dtype, int8)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _LAID_OUT_FOR)
@@ -142,7 +142,8 @@ def _compiled(dtype: torch.dtype, int8: bool = False) -> Any:
     around = pointer, ctypes.c_float, pointer, pointer, ctypes.c_int, pointer
     functions.product.argtypes = [pointer, *around, pointer, *[whole] * 3, ctypes.c_int]
     functions.pack.argtypes = [*[pointer] * 2, *[whole] * 2, ctypes.c_int]
-    functions.room.argtypes, functions.reads.argtypes, functions.can_gate.argtypes = [whole] * 2, [whole], [whole]
+    functions.room.argtypes = [pointer, *[whole] * 2]
+    functions.reads.argtypes = functions.can_gate.argtypes = [whole]
     functions.product.restype = functions.pack.restype = None
     functions.room.restype = whole
     return functions
