@@ -218,7 +218,10 @@ def test_eval_writes_the_three_files(finished: Path, questions: Path, tmp_path: 
 
 
 def test_a_report_names_the_heads_and_their_training(finished: Path, questions: Path, tmp_path: Path) -> None:
-    works("eval", finished, "--questions", questions, "--out", tmp_path / "out", "--max-new-tokens", 4)
+    asked = "--questions", questions, "--out", tmp_path / "out", "--max-new-tokens", 4, "--no-baselines"
+    works("eval", finished, *asked)
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert set(results["settings"]["methods"]) == {"heads", "plain", "heads+ngram"}
     text = (tmp_path / "out" / "report.md").read_text()
     assert "| family | medusa |" in text and "| training conversations | 12 |" in text
 

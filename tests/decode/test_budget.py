@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from math import log2
 
+import numpy as np
 import pytest
 import torch
 
@@ -211,3 +213,25 @@ def test_a_batch_whose_slowest_row_gains_nothing_is_decoded_plainly() -> None:
     for _ in range(30):
         uneven.note(roots(4), [2, 2, 2, 1])
     assert sizes(uneven.prune(drafted)) == [1] * 4
+
+
+def verifying(pairs: dict[int, tuple[float, ...]], nodes: int) -> float:
+    return float(np.interp(log2(nodes), *RoundTimes(ratios=pairs).verifying))
+
+
+def test_sizes_of_trees_differ_by_what_chance_leaves() -> None:
+    assert verifying({}, 8) == verifying({0: (3.0, 3.0), 3: (2.0,)}, 8) == 1, "nothing is known of trees"
+    assert verifying({2: (1.5, 1.5, 1.5)}, 1) == 1 and verifying({2: (1.5, 1.5, 1.5)}, 32) == pytest.approx(1.5)
+    scattered = {2: (1.0, 1.3), 3: (0.9, 1.25)}
+    assert verifying(scattered, 4) == pytest.approx(verifying(scattered, 8), abs=0.02)
+    clear = {2: (1.0, 1.01, 1.02), 3: (1.49, 1.5, 1.51), 4: (1.0, 1.01)}
+    assert verifying(clear, 5) > 1.2 and verifying(clear, 7) > 1.4 and verifying(clear, 13) < 1.05
+
+
+def test_sizes_that_are_seldom_seen_are_compared_later_than_others() -> None:
+    rounds = RoundTimes()
+    for _ in range(2):
+        rounds.note(1, 1.0, None)
+    for number in range(40):
+        rounds.note(16 if number in (10, 20, 30) else 4, 1.1, 1.0)
+    assert {kind: len(pairs) for kind, pairs in rounds.ratios.items()} == {0: 4, 2: 4, 4: 2}

@@ -173,11 +173,17 @@ def test_times_that_scatter_take_little_of_what_drafts_bring() -> None:
 
 
 def test_a_text_that_turns_easy_is_drafted_again() -> None:
-    loop = SimulatedLoop(Machine(BF16), BF16, accepted=NONE)
-    calls(loop, "128")
-    loop.accepted, before = GOOD, replace(loop.came_to)
-    calls(loop, "128")
-    assert (loop.came_to.plain_ms - before.plain_ms) / (loop.came_to.ms - before.ms) >= 1.4
+    """After 6 to 17 hard answers: how long the pause then is depends on the moment."""
+    plain_ms = ms = 0.0
+    for hard in range(6, 18):
+        loop = SimulatedLoop(Machine(BF16), BF16, accepted=NONE)
+        loop.rng = random.Random(hard)
+        for _ in range(hard):
+            loop.call(128)
+        loop.accepted, before = GOOD, replace(loop.came_to)
+        calls(loop, "128")
+        plain_ms, ms = plain_ms + loop.came_to.plain_ms - before.plain_ms, ms + loop.came_to.ms - before.ms
+    assert plain_ms / ms >= 1.35
 
 
 def test_a_text_that_turns_hard_is_soon_decoded_plainly() -> None:

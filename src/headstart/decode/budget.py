@@ -36,13 +36,13 @@ still emit, of `max_new_tokens`.
 So drafting can lose the stake, that share of plain rounds, and eight tokens of what it won.
 
 Measuring (greedy "auto", not `deterministic`; `learned.py`): a drafted round and the plain ones before it make a pair,
-which says by how much costs are wrong, if it is among the first 4 after them or fewer than 2 pairs are known of trees
-of its size; the draft itself only if it had no more to read than usual, which the first one has. A round in which
-something was captured for all later ones is not timed. A new loop starts with 2 plain rounds. Until 2 pairs of drafts
-are known, for 4 timed drafted rounds at most and 32 of the others, costs are unknown: trees have 4 nodes at most,
-thresholds are 0, nothing is cut, and no round enters the account; then all of them do, by the corrected costs. After
-that trees have at most twice the nodes of the largest size with 2 pairs. Two plain rounds are due after 100 drafted
-ones, or after 400 where 12 pairs of drafts are known.
+which says by how much costs are wrong, if it is among the first 4 after them, or the first 24 where fewer than 2 pairs
+are known of its kind: of trees of its size, or of drafts. The draft counts only if it had no more to read than usual,
+which the first one has. A round in which something was captured for all later ones is not timed. A new loop starts with
+2 plain rounds. Until 2 pairs of drafts are known, for 4 timed drafted rounds at most and 32 of the others, costs are
+unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no round enters the account; then all of them
+do, by the corrected costs. After that trees have at most twice the nodes of the largest size with 2 pairs. Two plain
+rounds are due after 100 drafted ones, or after 400 where 12 pairs of drafts are known.
 
 A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
 that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
@@ -56,7 +56,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import ceil, exp, sqrt
+from math import ceil, exp, log2, sqrt
+
+import numpy as np
 
 from headstart.decode.costs import Costs as Costs
 from headstart.decode.learned import LEAST_PAIRS, SHARE, STAKE, Experience, RoundTimes
@@ -93,7 +95,7 @@ class _Now:
         """Take in what was learned since."""
         if self._known is not self._rounds.ratios:
             self._known = self._rounds.ratios
-            self._verifying: dict[int, float] = {}  # by nodes of a row
+            self._verifying, self._corrected = self._rounds.verifying, dict[int, float]()
             self._drafting = self._rounds.drafting
 
     def measured(self, tokens: int) -> float:
@@ -107,11 +109,11 @@ class _Now:
         return self._rows * self._costs.draft(depth) if self._per_row else self._costs.draft(depth, self._rows)
 
     def verify(self, tokens: int) -> float:
-        nodes = max(1, tokens // self._rows)
-        if nodes not in self._verifying:
-            self._verifying[nodes] = self._rounds.verifying(nodes)
-        corrected = self.measured(tokens) * self._verifying[nodes]
-        return max(corrected, self.measured(self._rows))  # more tokens never take less
+        if tokens not in self._corrected:
+            slower = float(np.interp(log2(max(1, tokens // self._rows)), *self._verifying))
+            # More tokens never take less.
+            self._corrected[tokens] = max(self.measured(tokens) * slower, self.measured(self._rows))
+        return self._corrected[tokens]
 
     def draft(self, depth: int, unread: int = 0) -> float:
         """Milliseconds of a draft that has so many tokens of each row to read first."""

@@ -89,7 +89,8 @@ class Conditions:
 
     The machine is what the GPU, or the processor, calls itself; threads are 0 where a GPU computes. Verifying a tree
     takes longer where the bits are kept (`Target.exact`), and less long where the linear layers have prepacked weights,
-    or the forward is replayed; products and drafts are faster where they are compiled (`few_rows`).
+    or the forward is replayed; products and drafts are faster where they are compiled (`few_rows`), a few rows most of
+    all where weights are halves of floats.
     """
 
     machine: str
@@ -102,6 +103,7 @@ class Conditions:
     quantization: str = "none"
     replayed: bool = False
     compiled: bool = False
+    halves: bool = False
 
     @classmethod
     def of(cls, target: Target) -> Conditions:
@@ -116,8 +118,9 @@ class Conditions:
             exact=target.exact,
             prepacked=target.prepacked,
             quantization=bits,
-            replayed=target.eager is None,
+            replayed=target.replays,
             compiled=device.type == "cpu" and few_rows.compiled(target.dtype) is not None,
+            halves=target.in_halves,
         )
 
     @classmethod

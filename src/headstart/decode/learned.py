@@ -1,8 +1,8 @@
 """What rounds really take, beside what was measured, and how drafting has fared so far.
 
 A neighbour on the machine slows everything alike, and says nothing about whether drafting pays: only ratios count. So a
-drafted round is compared with the plain rounds just before it, each as a multiple of what the costs say, and only such
-pairs correct the costs. Where drafting pays, plain rounds now and then start new pairs.
+drafted round is compared with the plain rounds before it, each as a multiple of what the costs say, and only such pairs
+correct the costs. Where drafting pays, plain rounds now and then start new pairs.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import copysign, log2, sqrt
-
-import numpy as np
 
 STAKE = 2.0
 """Tokens that drafting may lose before it has won any."""
@@ -22,12 +20,17 @@ LEAST_PAIRS = 2
 _MOST_UNLIKE = 32
 """Drafted rounds that were not like others before costs that are still unknown are taken to be as measured."""
 _NEAR = 4
-"""Drafted rounds that are compared with the plain ones before them: later the machine may be busier, or less busy. A
-kind that is not known yet is compared however late: there may be few rounds of it."""
+"""Drafted rounds that are compared with the plain ones before them: later the machine may be busier, or less busy."""
+_LATE = 24
+"""The same for a kind that is not known yet: there may be few rounds of it."""
 _ENOUGH = 12
 """Newest pairs of a kind that are kept; where there are so many of drafts, plain rounds are seldom due."""
 _SELDOM = 4
 """How many times as seldom."""
+
+
+Curve = tuple[list[float], list[float]]
+"""Points between which is interpolated."""
 
 
 @dataclass
@@ -58,7 +61,8 @@ class RoundTimes:
         self.since_plain += 1
         for kind, ratio in ((size_of(nodes), verify_ratio if nodes > 1 else None), (0, draft_ratio)):
             pairs = self.ratios.get(kind, ())
-            if ratio is not None and self.plain and (self.since_plain <= _NEAR or len(pairs) < LEAST_PAIRS):
+            late = self.since_plain > (_NEAR if len(pairs) >= LEAST_PAIRS else _LATE)
+            if ratio is not None and self.plain and not late:
                 self.ratios = {**self.ratios, kind: (*pairs, ratio / min(self.plain))[-_ENOUGH:]}
 
     @property
@@ -88,21 +92,26 @@ class RoundTimes:
         pairs = self.ratios.get(0, ())
         return _middle(pairs if len(pairs) >= LEAST_PAIRS else ())
 
-    def verifying(self, nodes: int) -> float:
-        """How much slower trees of so many nodes are than the costs say, interpolated between sizes; 1 without drafts.
+    @property
+    def verifying(self) -> Curve:
+        """How much slower trees are than the costs say, by the logarithm to base 2 of their nodes; nothing is known of
+        no trees.
 
         A size is believed to differ from all others by no more than chance leaves: medians of a few pairs differ, and
         between two of them a node would cost much, or nothing.
         """
         known = {size: pairs for size, pairs in sorted(self.ratios.items()) if size and len(pairs) >= LEAST_PAIRS}
+        middles = {size: _middle(pairs) for size, pairs in known.items()}
         together = _middle([ratio for pairs in known.values() for ratio in pairs])
-        spread = _middle([abs(ratio - _middle(pairs)) for pairs in known.values() for ratio in pairs])
-        sizes, slower = [0], [1.0]
+        # Each median is one of its pairs, which says nothing of how they spread.
+        beside = [sorted(abs(ratio - middles[size]) for ratio in pairs)[1:] for size, pairs in known.items()]
+        spread = _middle([far for of_size in beside for far in of_size])
+        logs, slower = [0.0], [1.0]
         for size, pairs in known.items():
-            beside = _middle(pairs) - together
-            sizes.append(size)
-            slower.append(together + copysign(max(0.0, abs(beside) - spread / sqrt(len(pairs))), beside))
-        return float(np.interp(log2(nodes), sizes, slower))
+            off = middles[size] - together
+            logs.append(log2((2 ** (size - 1) + 1 + 2**size) / 2))  # the middle of those that are taken together
+            slower.append(together + copysign(max(0.0, abs(off) - spread / sqrt(len(pairs))), off))
+        return logs, slower
 
 
 def _middle(numbers: Sequence[float]) -> float:

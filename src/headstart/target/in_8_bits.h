@@ -145,5 +145,5 @@ static void pack_panel(const number *weights, int64_t count, int64_t inputs, int
 #endif
 
 /* There is one way to keep them. */
-static int best_kept(const number *weights, int64_t count) { return WHOLE; }
+int best_kept(const number *weights, int64_t count, int threads) { return WHOLE; }
 static void open_panel(const void *panel, int64_t inputs, number *out) {}

@@ -32,30 +32,38 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
 /* Whether there are products of so many inputs. */
 int reads(int64_t inputs) { return inputs % STEP == 0; }
 
-static inline uint16_t upper_half(number x, uint16_t *lower) {
+static inline uint32_t bits_of(number x) {
     float value = read_number(x);
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
-    *lower |= bits & 0xffff;
-    return bits >> 16;
+    return bits;
 }
 
+#define BLOCK 4096 /* weights that are looked at without a branch */
+
 /* How so many weights are kept. */
-static int best_kept(const number *weights, int64_t count) {
-    uint16_t lower = sizeof(number) == 2; /* bfloat16 is half as wide already */
-    for (int64_t i = 0; i < count && !lower; i++) upper_half(weights[i], &lower);
+int best_kept(const number *weights, int64_t count, int threads) {
+    uint32_t lower = sizeof(number) == 2; /* bfloat16 is half as wide already */
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : lower)
+    for (int64_t start = 0; start < count; start += BLOCK)
+        if (!lower) {
+            int64_t stop = count - start < BLOCK ? count : start + BLOCK;
+            uint32_t of_block = 0;
+            for (int64_t i = start; i < stop; i++) of_block |= bits_of(weights[i]);
+            lower = of_block & 0xffff;
+        }
     return lower ? WHOLE : HALVES;
 }
 
 /* A panel from weights [count, inputs]; outputs after the last one are zeros. */
 static void pack_panel(const number *weights, int64_t count, int64_t inputs, int kept, void *panel) {
-    uint16_t lower, *halves = panel;
+    uint16_t *halves = panel;
     number *whole = panel;
     for (int64_t l = 0; l < PANEL; l++)
         for (int64_t i = 0; i < inputs; i++) {
             int64_t at = i / STEP * STEP * PANEL + l * STEP + i % STEP;
             number weight = l < count ? weights[l * inputs + i] : 0;
-            if (kept == HALVES) halves[at] = upper_half(weight, &lower);
+            if (kept == HALVES) halves[at] = bits_of(weight) >> 16;
             else whole[at] = weight;
         }
 }

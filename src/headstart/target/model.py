@@ -31,7 +31,7 @@ from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
 from headstart.target.graphs import Graphs, Inputs, Outputs
 from headstart.target.identity import Origin
-from headstart.target.prepacked import MAX_ROWS, drop, in_panels
+from headstart.target.prepacked import MAX_ROWS, drop, in_halves, in_panels
 from headstart.target.tape import NotRecordable
 from headstart.tree.tree import Tree, TreeBatch
 
@@ -131,6 +131,13 @@ class Target(FrozenModel):
         return self._recorded.refused
 
     @property
+    def replays(self) -> bool:
+        """Whether forwards of a few tokens are replayed, as far as the newest cache has shown: for who asks often."""
+        if self._recorded.captured is None and self._recorded.refused is None:
+            self.record()
+        return self._recorded.refused is None
+
+    @property
     def forwards(self) -> str:
         """How forwards over trees run, for reports."""
         if self.eager is not None:
@@ -152,6 +159,12 @@ class Target(FrozenModel):
     @property
     def prepacked(self) -> bool:
         return bool(self._fitting.prepacked)
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether its prepacked weights are kept as halves of floats, see `prepacked`."""
+        modules: list[Any] = self._fitting.prepacked[:1]
+        return any(in_halves(module.weight) for module in modules)
 
     @property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:

@@ -78,7 +78,7 @@ void product(const number *x, const number *norm, float eps, const void *weights
 #pragma omp parallel num_threads(threads)
     {
         float *read = of_all ? of_all : malloc(rows * step * sizeof *read);
-        number *opened = opens ? malloc((1 + gates) * PANEL * inputs * sizeof *opened) : NULL;
+        number *opened = opens ? aligned_alloc(LINE, (1 + gates) * PANEL * inputs * sizeof *opened) : NULL;
         if (of_all) {
 #pragma omp for schedule(static)
             for (int64_t group = 0; group < groups; group++) ENTER(group)
@@ -116,16 +116,16 @@ void product(const number *x, const number *norm, float eps, const void *weights
     free(of_all);
 }
 
-/* Bytes that weights [outputs, inputs] take. */
-int64_t room(const number *weights, int64_t inputs, int64_t outputs) {
-    return HEADER + (outputs + PANEL - 1) / PANEL * bytes_of_panel(inputs, best_kept(weights, inputs * outputs));
+/* Bytes that weights of so many inputs and outputs take. */
+int64_t room(int64_t inputs, int64_t outputs, int kept) {
+    return HEADER + (outputs + PANEL - 1) / PANEL * bytes_of_panel(inputs, kept);
 }
 
 /* Whether `product` gates so many outputs. */
 int can_gate(int64_t outputs) { return outputs % (2 * PANEL) == 0; }
 
-void pack(const number *weights, char *out, int64_t inputs, int64_t outputs, int threads) {
-    int kept = best_kept(weights, inputs * outputs);
+/* Panels of weights [outputs, inputs], kept as `best_kept` said. */
+void pack(const number *weights, char *out, int64_t inputs, int64_t outputs, int kept, int threads) {
     int64_t bytes = bytes_of_panel(inputs, kept);
     memset(out, 0, HEADER);
     *out = (char)kept;

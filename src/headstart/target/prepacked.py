@@ -3,7 +3,8 @@
 torch hands oneDNN the weights as they are stored, and for a handful of rows it spends as long reordering them as
 multiplying, in every call. Here they are reordered once, as `prepacked.c` reads them, as one stream: it multiplies as
 fast as memory gives them, a tree of 8 nodes in the time of a token. Where that cannot be compiled, or the processor has
-no AVX2, oneDNN's own order and kernels are used. It costs a second copy of the weights in memory.
+no AVX2, oneDNN's own order and kernels are used. It costs a second copy of the weights in memory; of floats that
+bfloat16 holds exactly half of one, which memory gives in half the time.
 
 For writing data they may be rounded to 8 bits, and what they are multiplied with, too: processors compute with twice as
 many of those numbers at a time.
@@ -38,8 +39,8 @@ _LAID_OUT_FOR = 32
 """Rows that oneDNN's order is chosen for; for 1 row it is a slower one for most other numbers."""
 _SHARE = 0.5
 """Of free memory, what the copies may take."""
-_SAMPLED = 64
-"""Numbers of a column that are looked at, to see whether weights are as they were."""
+_HALVES = 1
+"""As in `panels.h`: floats that bfloat16 holds exactly are kept as their upper halves."""
 _DTYPES = (torch.bfloat16, torch.float32)
 _COPIES = WeakTensorKeyDictionary()
 """By weight, its `PackedCopy` in 8 bits and not."""
@@ -66,8 +67,10 @@ def prepack(weight_OI: Tensor, int8: bool = False) -> Panels | Tensor:
     if functions is None and int8:
         return prepack(weight_OI)
     if functions is not None:
-        kept = torch.empty(functions.room(weight_OI.data_ptr(), inputs, outputs), dtype=torch.uint8)
-        functions.pack(weight_OI.data_ptr(), kept.data_ptr(), inputs, outputs, torch.get_num_threads())
+        start, threads = weight_OI.data_ptr(), torch.get_num_threads()
+        how = functions.best_kept(start, weight_OI.numel(), threads)
+        kept = torch.empty(functions.room(inputs, outputs, how), dtype=torch.uint8)
+        functions.pack(start, kept.data_ptr(), inputs, outputs, how, threads)
         return Panels(kept, outputs, weight_OI.dtype, int8)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, _LAID_OUT_FOR)
     return packed
@@ -82,6 +85,14 @@ def _reader(weight_OI: Tensor, int8: bool) -> Any:
     """The functions that read it as panels; None where there are none."""
     functions = _compiled(weight_OI.dtype, int8)
     return functions if functions is not None and functions.reads(weight_OI.shape[1]) else None
+
+
+def in_halves(weight_OI: Tensor) -> bool:
+    """Whether panels of it have halves of floats, as far as its first numbers tell."""
+    functions = _reader(weight_OI, False) if can_pack(weight_OI) else None
+    return (
+        functions is not None and functions.best_kept(weight_OI.data_ptr(), min(weight_OI.numel(), 4096), 1) == _HALVES
+    )
 
 
 def can_gate(weights: Sequence[Tensor]) -> bool:
@@ -141,8 +152,9 @@ def _compiled(dtype: torch.dtype, int8: bool = False) -> Any:
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
     around = pointer, ctypes.c_float, pointer, pointer, ctypes.c_int, pointer
     functions.product.argtypes = [pointer, *around, pointer, *[whole] * 3, ctypes.c_int]
-    functions.pack.argtypes = [*[pointer] * 2, *[whole] * 2, ctypes.c_int]
-    functions.room.argtypes = [pointer, *[whole] * 2]
+    functions.best_kept.argtypes = [pointer, whole, ctypes.c_int]
+    functions.pack.argtypes = [*[pointer] * 2, *[whole] * 2, *[ctypes.c_int] * 2]
+    functions.room.argtypes = [*[whole] * 2, ctypes.c_int]
     functions.reads.argtypes = functions.can_gate.argtypes = [whole]
     functions.product.restype = functions.pack.restype = None
     functions.room.restype = whole
@@ -158,11 +170,14 @@ def can_pack(weight: Tensor) -> bool:
 @cache
 def _works(dtype: torch.dtype) -> bool:
     """Whether there are the operations, for this dtype on this CPU, and they do what they say."""
-    rows_MI, weight_OI = torch.eye(4, 32, dtype=dtype), torch.arange(64 * 32).view(64, 32).remainder(7).to(dtype)
+    rows_MI, weight_OI = torch.eye(32, dtype=dtype), torch.arange(64 * 32).view(64, 32).remainder(7).to(dtype)
     try:
         with torch.inference_mode():
-            rows_MO = product(rows_MI, prepack(weight_OI), None)
-            return torch.equal(rows_MO, F.linear(rows_MI, weight_OI))
+            return all(
+                torch.equal(product(rows_MI[:rows], prepack(weight), None), F.linear(rows_MI[:rows], weight))
+                for weight in (weight_OI, weight_OI / 3)  # whole floats, too
+                for rows in (4, 32)
+            )
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return False
 
@@ -200,8 +215,8 @@ class PackedCopy:
 
     It is stale once PyTorch has counted a change in place, or a weight has other memory (as after `weight.data = ...`,
     or in another dtype): `of` sees that. Changes that PyTorch does not count, as those of merged adapters through
-    `weight.data`, are seen by `refresh`, which looks at a row and a part of a column: targets and heads ask for that
-    when a text begins. A stale copy is let go of where it is seen, and made anew when it is asked for.
+    `weight.data`, are seen by `refresh`, which looks at a row and a column: targets and heads ask for that when a text
+    begins. A stale copy is let go of where it is seen, and made anew when it is asked for.
 
     Threads may share it: each gets a whole copy, and two at once make the same one.
 
@@ -240,7 +255,7 @@ class PackedCopy:
         return self._packed is packed and packed.changes == [_changes(tensor) for tensor in tensors]
 
     def refresh(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
-        """Let go of the copy when a row, a part of a column or a bias of these weights is another by now."""
+        """Let go of the copy when a row, a column or a bias of these weights is another by now."""
         packed = self._packed
         if packed is not None and not all(map(_is_as_it_was, packed.samples, (*weights, *biases))):
             self._packed = None
@@ -291,13 +306,11 @@ def _changes(tensor: Tensor) -> tuple[int, int]:
 
 
 def _sample(tensor: Tensor) -> tuple[Tensor, ...]:
-    """A row of a matrix and some of a column; all of a bias. Each number of a column lies in a line of memory of its
-    own, and all of them took 8 ms of each answer."""
+    """A row and a column of a matrix; all of a bias."""
     tensor = tensor.detach()
     if tensor.ndim < 2:
         return (tensor,)
-    rows, inputs = tensor.shape[0], tensor.shape[1]
-    return tensor[rows // 2], tensor[:: max(1, rows // _SAMPLED), inputs // 2]
+    return tensor[tensor.shape[0] // 2], tensor[:, tensor.shape[1] // 2]
 
 
 def _is_as_it_was(sample: tuple[Tensor, ...], tensor: Tensor) -> bool:

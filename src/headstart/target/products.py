@@ -238,14 +238,15 @@ def _try(weight: Tensor, conv: bool, biased: bool, level: int, prepacked: bool) 
         weight = chosen_OI.T.contiguous() if conv else chosen_OI
     bias_O = weight.new_zeros(outputs) if biased else None
 
-    packed = prepack(weight) if prepacked else None
+    # Of floats that bfloat16 holds few rows are multiplied in another way than many.
+    packed = [prepack(part) for part in (weight, weight.bfloat16().to(weight.dtype))] if prepacked else []
 
     def multiply(rows: int) -> Tensor:
         if conv:
             assert bias_O is not None, "as in every Conv1D"
             return torch.addmm(bias_O, rows_MI[:rows], weight)
-        if packed is not None:
-            return product(rows_MI[None, :rows], packed, bias_O)[0]
+        if packed:
+            return torch.cat([product(rows_MI[None, :rows], part, bias_O)[0] for part in packed], dim=1)
         return F.linear(rows_MI[None, :rows], weight, bias_O)[0]
 
     return agreeing({rows: multiply(rows) for rows in tried})
