@@ -278,6 +278,8 @@ class Decoder:
         with self._lock:
             conditions = Conditions.of(self.target)
             if conditions != self._conditions:
+                self.target.record()  # measured is what forwards are now
+                conditions = Conditions.of(self.target)
                 self._here = tuned_here(self.tuning, self.heads, self.target, conditions)
                 self._conditions = conditions
                 self._loops.clear()

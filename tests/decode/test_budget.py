@@ -235,3 +235,13 @@ def test_sizes_that_are_seldom_seen_are_compared_later_than_others() -> None:
     for number in range(40):
         rounds.note(16 if number in (10, 20, 30) else 4, 1.1, 1.0)
     assert {kind: len(pairs) for kind, pairs in rounds.ratios.items()} == {0: 4, 2: 4, 4: 2}
+    rounds.ratios, rounds.fresh = {}, False  # the next call: its rounds may be an hour later
+    rounds.note(1, 1.0, None)
+    rounds.fresh = False
+    for nodes in (4, 4, 4, 4, 8, 8, 8):
+        rounds.note(nodes, 1.1, 1.0)
+    assert {kind: len(pairs) for kind, pairs in rounds.ratios.items()} == {0: 4, 2: 4}
+    assert not rounds.wants_plain
+    for _ in range(17):
+        rounds.note(4, 1.1, 1.0)
+    assert rounds.wants_plain, "a size is not known that one of 24 rounds verified"

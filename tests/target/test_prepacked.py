@@ -110,7 +110,7 @@ def test_floats_that_bfloat16_holds_take_half_the_memory_and_give_the_same_bits(
     x, added = torch.randn(30, 1100), torch.randn(30, outputs)
     other = weight.clone()
     other[0, 0] += 2**-20
-    assert module.in_halves(weight) and not module.in_halves(other)
+    assert module.in_halves(weight) and not module.in_halves(weight / 3)
     halves, whole = module.prepack(weight), module.prepack(other)
     assert isinstance(halves, module.Panels) and isinstance(whole, module.Panels)
     assert whole.kept.nbytes - 64 == 2 * (halves.kept.nbytes - 64), "but for what is before the first panel"

@@ -36,13 +36,14 @@ still emit, of `max_new_tokens`.
 So drafting can lose the stake, that share of plain rounds, and eight tokens of what it won.
 
 Measuring (greedy "auto", not `deterministic`; `learned.py`): a drafted round and the plain ones before it make a pair,
-which says by how much costs are wrong, if it is among the first 4 after them, or the first 24 where fewer than 2 pairs
-are known of its kind: of trees of its size, or of drafts. The draft counts only if it had no more to read than usual,
-which the first one has. A round in which something was captured for all later ones is not timed. A new loop starts with
-2 plain rounds. Until 2 pairs of drafts are known, for 4 timed drafted rounds at most and 32 of the others, costs are
-unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no round enters the account; then all of them
-do, by the corrected costs. After that trees have at most twice the nodes of the largest size with 2 pairs. Two plain
-rounds are due after 100 drafted ones, or after 400 where 12 pairs of drafts are known.
+which says by how much costs are wrong, if it is among the first 4 after them, or the first 24 of a call where fewer
+than 2 pairs are known of its kind: of trees of its size, or of drafts. The draft counts only if it had no more to read
+than usual, which the first one has. A round in which something was captured for all later ones is not timed. A new loop
+starts with 2 plain rounds. Until 2 pairs of drafts are known, for 4 timed drafted rounds at most and 32 of the others,
+costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no round enters the account; then
+all of them do, by the corrected costs. After that trees have at most twice the nodes of the largest size with 2 pairs.
+Two plain rounds are due after 100 drafted ones, or after 200 where 12 pairs of drafts are known; and after 24 where one
+of them verified a larger size.
 
 A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
 that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
@@ -56,7 +57,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import ceil, exp, log2, sqrt
+from math import ceil, exp, sqrt
 
 import numpy as np
 
@@ -78,6 +79,8 @@ _MOST_OF_TRY = 2 * STAKE
 """Tokens that a try is saved for at most, beside what the heads have to read first."""
 _MOST_OPTIMISM = 1.25
 """How far above what was promised the next drafts are believed to be accepted."""
+_LOGS = np.log2(np.arange(1, 1025))
+"""Of numbers of nodes, as many as a tree has at most."""
 _STAKE_SHARE = 1 / 12
 """The stake is at most this share of the answer's tokens, where nothing is known of earlier answers."""
 
@@ -95,7 +98,8 @@ class _Now:
         """Take in what was learned since."""
         if self._known is not self._rounds.ratios:
             self._known = self._rounds.ratios
-            self._verifying, self._corrected = self._rounds.verifying, dict[int, float]()
+            # By the nodes of a row, worked out outside of what is timed.
+            self._slower: list[float] = np.interp(_LOGS, *self._rounds.verifying).tolist()
             self._drafting = self._rounds.drafting
 
     def measured(self, tokens: int) -> float:
@@ -109,11 +113,8 @@ class _Now:
         return self._rows * self._costs.draft(depth) if self._per_row else self._costs.draft(depth, self._rows)
 
     def verify(self, tokens: int) -> float:
-        if tokens not in self._corrected:
-            slower = float(np.interp(log2(max(1, tokens // self._rows)), *self._verifying))
-            # More tokens never take less.
-            self._corrected[tokens] = max(self.measured(tokens) * slower, self.measured(self._rows))
-        return self._corrected[tokens]
+        slower = self._slower[min(max(1, tokens // self._rows), len(_LOGS)) - 1]
+        return max(self.measured(tokens) * slower, self.measured(self._rows))  # more tokens never take less
 
     def draft(self, depth: int, unread: int = 0) -> float:
         """Milliseconds of a draft that has so many tokens of each row to read first."""
@@ -158,6 +159,8 @@ class Budget:
         self._costs = costs
         self._mode = mode
         learned = experience if mode == "auto" else None
+        if learned is not None:
+            learned.rounds.fresh = False
         self._learns = learned is not None
         self._experience = learned or Experience(min(STAKE, _STAKE_SHARE * limit))
         self._left = [max(1.0, limit - 1.0)] * rows  # tokens that each row may still emit after its first one

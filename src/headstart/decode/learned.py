@@ -22,10 +22,10 @@ _MOST_UNLIKE = 32
 _NEAR = 4
 """Drafted rounds that are compared with the plain ones before them: later the machine may be busier, or less busy."""
 _LATE = 24
-"""The same for a kind that is not known yet: there may be few rounds of it."""
+"""The same for a kind that is not known yet, within a call: there may be few rounds of it."""
 _ENOUGH = 12
 """Newest pairs of a kind that are kept; where there are so many of drafts, plain rounds are seldom due."""
-_SELDOM = 4
+_SELDOM = 2
 """How many times as seldom."""
 
 
@@ -42,13 +42,17 @@ class RoundTimes:
             the newest pairs. Kinds are forwards over trees, by `size_of` the nodes of a row, and under 0 drafts that
             had no more to read than the round before. Replaced, not changed: threads read while another writes.
         plain: newest plain rounds in a row, as multiples of what the costs say.
+        fresh: whether these are of the call that runs.
         since_plain: drafted rounds since then.
+        wider: whether one of them verified a tree of a size that is not known yet.
         unlike: drafted rounds, in all, that were not what such rounds take.
     """
 
     ratios: dict[int, tuple[float, ...]] = field(default_factory=dict)
     plain: tuple[float, ...] = ()
+    fresh: bool = False
     since_plain: int = 0
+    wider: bool = False
     unlike: int = 0
 
     def note(self, nodes: int, verify_ratio: float, draft_ratio: float | None) -> None:
@@ -56,12 +60,13 @@ class RoundTimes:
         latter is None when nothing was drafted, or the draft had more to read than usual."""
         if nodes == 1 and draft_ratio is None:
             self.plain = (*(self.plain if not self.since_plain else ()), verify_ratio)[-LEAST_PAIRS:]
-            self.since_plain = 0
+            self.fresh, self.since_plain, self.wider = True, 0, False
             return
         self.since_plain += 1
+        self.wider = self.wider or size_of(nodes) > self._largest
         for kind, ratio in ((size_of(nodes), verify_ratio if nodes > 1 else None), (0, draft_ratio)):
             pairs = self.ratios.get(kind, ())
-            late = self.since_plain > (_NEAR if len(pairs) >= LEAST_PAIRS else _LATE)
+            late = self.since_plain > (_LATE if self.fresh and len(pairs) < LEAST_PAIRS else _NEAR)
             if ratio is not None and self.plain and not late:
                 self.ratios = {**self.ratios, kind: (*pairs, ratio / min(self.plain))[-_ENOUGH:]}
 
@@ -74,7 +79,8 @@ class RoundTimes:
     def wants_plain(self) -> int:
         """How many plain rounds are due."""
         seldom = _SELDOM if len(self.ratios.get(0, ())) >= _ENOUGH else 1
-        return LEAST_PAIRS if self.since_plain * SHARE >= LEAST_PAIRS * seldom or not self.plain else 0
+        due = self.since_plain * SHARE >= LEAST_PAIRS * seldom or (self.wider and self.since_plain >= _LATE)
+        return LEAST_PAIRS if due or not self.plain else 0
 
     @property
     def most_nodes(self) -> int:

@@ -43,7 +43,8 @@ static inline uint32_t bits_of(number x) {
 
 /* How so many weights are kept. */
 int best_kept(const number *weights, int64_t count, int threads) {
-    uint32_t lower = sizeof(number) == 2; /* bfloat16 is half as wide already */
+    if (sizeof(number) == 2) return WHOLE;
+    uint32_t lower = 0;
 #pragma omp parallel for schedule(static) num_threads(threads) reduction(| : lower)
     for (int64_t start = 0; start < count; start += BLOCK)
         if (!lower) {

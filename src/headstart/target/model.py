@@ -163,8 +163,8 @@ class Target(FrozenModel):
     @property
     def in_halves(self) -> bool:
         """Whether its prepacked weights are kept as halves of floats, see `prepacked`."""
-        modules: list[Any] = self._fitting.prepacked[:1]
-        return any(in_halves(module.weight) for module in modules)
+        modules: list[Any] = self._fitting.prepacked
+        return bool(modules) and all(in_halves(module.weight) for module in modules)
 
     @property
     def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -88,11 +87,12 @@ def _reader(weight_OI: Tensor, int8: bool) -> Any:
 
 
 def in_halves(weight_OI: Tensor) -> bool:
-    """Whether panels of it have halves of floats, as far as its first numbers tell."""
+    """Whether panels of it have halves of floats, as far as its middle row tells."""
     functions = _reader(weight_OI, False) if can_pack(weight_OI) else None
-    return (
-        functions is not None and functions.best_kept(weight_OI.data_ptr(), min(weight_OI.numel(), 4096), 1) == _HALVES
-    )
+    if functions is None:
+        return False
+    row_I = weight_OI.detach()[len(weight_OI) // 2]
+    return bool(functions.best_kept(row_I.data_ptr(), len(row_I), 1) == _HALVES)
 
 
 def can_gate(weights: Sequence[Tensor]) -> bool:
@@ -174,7 +174,7 @@ def _works(dtype: torch.dtype) -> bool:
     try:
         with torch.inference_mode():
             return all(
-                torch.equal(product(rows_MI[:rows], prepack(weight), None), F.linear(rows_MI[:rows], weight))
+                torch.equal(product(rows_MI[:rows], prepack(weight), None), weight.T[:rows])
                 for weight in (weight_OI, weight_OI / 3)  # whole floats, too
                 for rows in (4, 32)
             )

@@ -238,8 +238,10 @@ def _try(weight: Tensor, conv: bool, biased: bool, level: int, prepacked: bool) 
         weight = chosen_OI.T.contiguous() if conv else chosen_OI
     bias_O = weight.new_zeros(outputs) if biased else None
 
-    # Of floats that bfloat16 holds few rows are multiplied in another way than many.
-    packed = [prepack(part) for part in (weight, weight.bfloat16().to(weight.dtype))] if prepacked else []
+    packed = [prepack(weight)] if prepacked else []
+    if packed and weight.dtype == torch.float32 and weight.nbytes <= _COPIED:
+        # Of floats that bfloat16 holds few rows are multiplied in another way than many.
+        packed.append(prepack(weight.bfloat16().float()))
 
     def multiply(rows: int) -> Tensor:
         if conv:
