@@ -245,3 +245,14 @@ def test_sizes_that_are_seldom_seen_are_compared_later_than_others() -> None:
     for _ in range(17):
         rounds.note(4, 1.1, 1.0)
     assert rounds.wants_plain, "a size is not known that one of 24 rounds verified"
+
+
+def test_a_size_that_is_not_verified_any_more_is_forgotten() -> None:
+    rounds = RoundTimes()
+    for session in range(3):
+        for _ in range(2):
+            rounds.note(1, 1.0, None)
+        for number in range(10):
+            rounds.note(16 if not session and number < 2 else 4, 3.0 if number < 2 else 1.0, 1.0)
+    assert len(rounds.ratios[4]) < 2 <= len(rounds.ratios[2]), "both when a neighbour was busy"
+    assert len(rounds.ratios[0]) == 12

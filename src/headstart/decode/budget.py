@@ -43,7 +43,7 @@ starts with 2 plain rounds. Until 2 pairs of drafts are known, for 4 timed draft
 costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no round enters the account; then
 all of them do, by the corrected costs. After that trees have at most twice the nodes of the largest size with 2 pairs.
 Two plain rounds are due after 100 drafted ones, or after 200 where 12 pairs of drafts are known; and after 24 where one
-of them verified a larger size.
+of them verified a larger size. A size that none of the rounds before them verified then loses a pair.
 
 A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
 that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are

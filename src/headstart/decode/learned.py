@@ -45,6 +45,7 @@ class RoundTimes:
         fresh: whether these are of the call that runs.
         since_plain: drafted rounds since then.
         wider: whether one of them verified a tree of a size that is not known yet.
+        verified: sizes of trees that they verified.
         unlike: drafted rounds, in all, that were not what such rounds take.
     """
 
@@ -53,6 +54,7 @@ class RoundTimes:
     fresh: bool = False
     since_plain: int = 0
     wider: bool = False
+    verified: frozenset[int] = frozenset()
     unlike: int = 0
 
     def note(self, nodes: int, verify_ratio: float, draft_ratio: float | None) -> None:
@@ -60,15 +62,22 @@ class RoundTimes:
         latter is None when nothing was drafted, or the draft had more to read than usual."""
         if nodes == 1 and draft_ratio is None:
             self.plain = (*(self.plain if not self.since_plain else ()), verify_ratio)[-LEAST_PAIRS:]
-            self.fresh, self.since_plain, self.wider = True, 0, False
+            if self.since_plain:
+                self._forget()
+            self.fresh, self.since_plain, self.wider, self.verified = True, 0, False, frozenset()
             return
         self.since_plain += 1
+        self.verified |= {size_of(nodes)}
         self.wider = self.wider or size_of(nodes) > self._largest
         for kind, ratio in ((size_of(nodes), verify_ratio if nodes > 1 else None), (0, draft_ratio)):
             pairs = self.ratios.get(kind, ())
             late = self.since_plain > (_LATE if self.fresh and len(pairs) < LEAST_PAIRS else _NEAR)
             if ratio is not None and self.plain and not late:
                 self.ratios = {**self.ratios, kind: (*pairs, ratio / min(self.plain))[-_ENOUGH:]}
+
+    def _forget(self) -> None:
+        """A size that is taken to be dear is verified no more, and would never be seen to be cheap: it loses a pair."""
+        self.ratios = {kind: pairs if kind in {0, *self.verified} else pairs[1:] for kind, pairs in self.ratios.items()}
 
     @property
     def unknown(self) -> bool:
