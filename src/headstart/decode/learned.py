@@ -67,9 +67,10 @@ class RoundTimes:
             self.fresh, self.since_plain, self.wider, self.verified = True, 0, False, frozenset()
             return
         self.since_plain += 1
-        self.verified |= {size_of(nodes)}
-        self.wider = self.wider or size_of(nodes) > self._largest
-        for kind, ratio in ((size_of(nodes), verify_ratio if nodes > 1 else None), (0, draft_ratio)):
+        size = size_of(nodes)
+        self.verified |= {size}
+        self.wider = self.wider or size > self._largest
+        for kind, ratio in ((size, verify_ratio if nodes > 1 else None), (0, draft_ratio)):
             pairs = self.ratios.get(kind, ())
             late = self.since_plain > (_LATE if self.fresh and len(pairs) < LEAST_PAIRS else _NEAR)
             if ratio is not None and self.plain and not late:
@@ -77,7 +78,8 @@ class RoundTimes:
 
     def _forget(self) -> None:
         """A size that is taken to be dear is verified no more, and would never be seen to be cheap: it loses a pair."""
-        self.ratios = {kind: pairs if kind in {0, *self.verified} else pairs[1:] for kind, pairs in self.ratios.items()}
+        stay = {0, *self.verified}
+        self.ratios = {kind: pairs if kind in stay else pairs[1:] for kind, pairs in self.ratios.items()}
 
     @property
     def unknown(self) -> bool:
