@@ -6,7 +6,9 @@
 Each cell decodes the same prompts plainly, with the heads, with the default drafter and plainly once more, in turns,
 another one going first each time, and all of it --repeats times with loops that have learned nothing yet. What it
 says is tokens a second over those of all plain runs; the second plain runs over the first say how far the hour's noise
-reaches. Where no round drafted, the same was computed as plainly, and what differs from 1 is noise. The conditions:
+reaches. Where no round drafted, the same was computed as plainly, and what differs from 1 is noise. The default drafter
+runs once more with draft="on", which verifies every round: where drafts pay, what deciding keeps is "default" over
+"always". The conditions:
 
     as tuned           bfloat16, all threads
     float32            the same heads in float32
@@ -69,10 +71,13 @@ PROMPTS = (
 )
 WHAT = (
     "Heads in every condition, the methods in turns. Machine, dtype and threads are those of the first condition; "
-    '"plain again" is the second plain runs over the first: the noise of the hour.'
+    '"plain again" is the second plain runs over the first: the noise of the hour. "always" is the default, drafting '
+    "every round."
 )
 DRAFTERS = ("heads", DEFAULT)
 NOISE = "plain again"
+ALWAYS = "always"
+"""The default drafter, which drafts every round whatever that costs."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +236,7 @@ def prompts_of(target: Target, questions: Path | None, limit: int) -> list[list[
 
 def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int, repeats: int) -> dict[str, Any]:
     """One cell: all methods in turns over all prompts, so many at a time."""
-    names, options = ["plain", *DRAFTERS, NOISE], DecodeOptions(tokens)
+    names, options = ["plain", *DRAFTERS, ALWAYS, NOISE], DecodeOptions(tokens)
     seconds, emitted = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
     rounds, drafted, errors = dict.fromkeys(names, 0), dict.fromkeys(names, 0), set[str]()
     # Small batches come twice, so that what the first call learns is not all there is; large ones are filled up.
@@ -240,14 +245,14 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
         if number % count == 0:
             plain = DecodeLoop(decoder.target)
             drafting = {name: anew(decoder.loop(name)) for name in DRAFTERS}
-            loops = {"plain": plain, **drafting, NOISE: plain}
+            loops = {"plain": plain, **drafting, ALWAYS: anew(decoder.loop(DEFAULT)), NOISE: plain}
             for loop in loops.values():
                 loop.generate([prompts[0]] * batch, replace(options, max_new_tokens=2, draft="off"))
         asked = [prompts[(number * batch + row) % len(prompts)] for row in range(batch)]
         first = number % len(names)
         for name in names[first:] + names[:first]:
             start = perf_counter()
-            outputs = loops[name].generate(asked, options)
+            outputs = loops[name].generate(asked, replace(options, draft="on") if name == ALWAYS else options)
             seconds[name] += perf_counter() - start
             emitted[name] += sum(len(output.tokens) for output in outputs)
             rounds[name] += sum(len(output.rounds) for output in outputs)
@@ -259,7 +264,10 @@ def cell(decoder: Decoder, prompts: Sequence[list[int]], batch: int, tokens: int
         "tokens": tokens,
         "calls": count * repeats,
         "tokens_per_second": speeds,
-        "over_plain": {**{name: speeds[name] / plainly for name in DRAFTERS}, NOISE: speeds[NOISE] / speeds["plain"]},
+        "over_plain": {
+            **{name: speeds[name] / plainly for name in (*DRAFTERS, ALWAYS)},
+            NOISE: speeds[NOISE] / speeds["plain"],
+        },
         "rounds_drafted": {name: drafted[name] / max(1, rounds[name]) for name in DRAFTERS},
         "tokens_per_round": {name: emitted[name] / max(1, rounds[name]) for name in DRAFTERS},
         "drafter_errors": sorted(errors),
@@ -280,14 +288,14 @@ def line(row: Mapping[str, Any]) -> str:
 
 def report(rows: Sequence[Mapping[str, Any]]) -> str:
     """The table, and what fell below the bar."""
-    head = ["condition", "tokens", "batch", "plain tokens/s", *DRAFTERS, NOISE, "rounds drafted"]
+    head = ["condition", "tokens", "batch", "plain tokens/s", *DRAFTERS, ALWAYS, NOISE, "rounds drafted"]
     lines = [
         [
             row["condition"],
             row["tokens"],
             row["batch"],
             f"{row['tokens_per_second']['plain']:.1f}",
-            *(f"{row['over_plain'][name]:.2f}x" for name in (*DRAFTERS, NOISE)),
+            *(f"{row['over_plain'][name]:.2f}x" for name in (*DRAFTERS, ALWAYS, NOISE)),
             " / ".join(f"{row['rounds_drafted'][name]:.0%}" for name in DRAFTERS),
         ]
         for row in rows

@@ -165,9 +165,11 @@ def test_never_slower(path: Path, tiny_target: Target, monkeypatch: pytest.Monke
     rows = written_by("never_slower", path)["rows"]
     assert len(rows) == 2 * len(never_slower.CONDITIONS)
     assert {row["tokens"] for row in rows} == {8} and not any(row["drafter_errors"] for row in rows)
-    known = [dict(row, over_plain={"heads": 0.9, "heads+ngram": 1.2, "plain again": 1.01}) for row in rows[:1]]
+    over_plain = {"heads": 0.9, "heads+ngram": 1.2, "always": 0.8, "plain again": 1.01}
+    known = [dict(row, over_plain=over_plain) for row in rows[:1]]
     assert "1 of 2 cells are at 0.97 or above" in never_slower.report(known)
     assert "Below: as tuned, batch 1, heads: 0.900." in never_slower.report(known)
+    assert "Below: as tuned, batch 1, always" not in never_slower.report(known), "it is not asked to know better"
 
 
 RUN_OF_KILLS = """

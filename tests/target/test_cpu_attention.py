@@ -115,7 +115,11 @@ def test_any_sizes_or_none(sizes: tuple[int, int], dtype: torch.dtype) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("without", "dtype"), [("avx512bf16", torch.bfloat16), ("avx512f", torch.bfloat16), ("avx512f", torch.float32)]
+    ("without", "dtype"),
+    [
+        *(("amx-tile", torch.bfloat16), ("avx512bf16", torch.bfloat16)),
+        *(("avx512f", torch.bfloat16), ("avx512f", torch.float32)),
+    ],
 )
 def test_other_processors(
     without: str, dtype: torch.dtype, nothing_compiled: None, monkeypatch: pytest.MonkeyPatch

@@ -4,15 +4,28 @@
 #include <stdlib.h>
 
 #include "panels.h"
+#if defined(TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && STEP == 2 && !defined(EIGHT_BITS)
+#include "in_tiles.h"
+#else
+#define TOGETHER MOST /* rows that are multiplied together */
+#define OF_GROUP OF_ROWS
+#define AHEAD 1024    /* bytes from what is multiplied to what memory is asked for, where weights are read once */
+#define FEW 12        /* rows that every thread reads: that takes less than fetching what another core has just written */
+
+static inline void begin(int64_t rows) {}
+static inline void end(void) {}
+
+/* Whether rows are multiplied by tiles. */
+int in_tiles(void) { return 0; }
+
 #ifdef EIGHT_BITS
 #include "in_8_bits.h"
 #else
 #include "in_full.h"
 #endif
+#endif
 
 #define HEADER LINE /* bytes before the first panel, of which the first says how weights are kept */
-#define AHEAD 1024 /* bytes from what is multiplied to what memory is asked for, where weights are read once */
-#define FEW 12     /* rows that every thread reads: that takes less than fetching what another core has just written */
 
 typedef struct {
     const char *panels;
@@ -35,7 +48,7 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
                                                            number *out, int64_t stride) {
     const char *weights = of->panels + panel * of->bytes;
     ahead next = asked(weights, of, group, groups);
-    lanes totals[MOST][VECTORS];
+    lanes totals[TOGETHER][VECTORS];
     if (of->kept == HALVES && !opened) add_up(rows, HALVES, x, weights, of->inputs, next, totals);
     else add_up(rows, WHOLE, x, opened ? (const void *)opened : weights, of->inputs, next, totals);
     for (int m = 0; m < rows; m++)
@@ -52,7 +65,7 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
 
 /* Rows as `multiply` reads them, after their norm where there is one. */
 static void enter(const number *x, const number *norm, float eps, int64_t rows, int64_t inputs, float *out) {
-    const number *each[MOST];
+    const number *each[TOGETHER];
     number *normed = norm ? malloc(rows * inputs * sizeof *normed) : NULL;
     for (int64_t m = 0; m < rows; m++) {
         each[m] = norm ? normed + m * inputs : x + m * inputs;
@@ -69,7 +82,7 @@ void product(const number *x, const number *norm, float eps, const void *weights
              const number *added, number *out, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
     int kept = *(const char *)weights;
     matrix of = {(const char *)weights + HEADER, bias, inputs, outputs, bytes_of_panel(inputs, kept), kept};
-    int64_t groups = (rows + MOST - 1) / MOST, width = gates ? outputs / 2 : outputs, step = floats_of_row(inputs);
+    int64_t groups = (rows + TOGETHER - 1) / TOGETHER, width = gates ? outputs / 2 : outputs, step = floats_of_row(inputs);
     int opens = kept == HALVES && groups > 1; /* once for all that read a panel */
     float *of_all = rows > FEW ? malloc(rows * step * sizeof *of_all) : NULL;
 #define START(group) (rows * (group) / groups)
@@ -84,6 +97,7 @@ void product(const number *x, const number *norm, float eps, const void *weights
             for (int64_t group = 0; group < groups; group++) ENTER(group)
         } else
             for (int64_t group = 0; group < groups; group++) ENTER(group)
+        begin((rows + groups - 1) / groups);
 #pragma omp for schedule(static) nowait
         for (int64_t panel = 0; panel < (width + PANEL - 1) / PANEL; panel++) {
             for (int side = 0; side <= gates && opens; side++)
@@ -92,13 +106,13 @@ void product(const number *x, const number *norm, float eps, const void *weights
                 int64_t row = START(group), count = START(group + 1) - row;
                 int64_t columns = width - panel * PANEL < PANEL ? width - panel * PANEL : PANEL;
                 const float *from = read + row * step;
-                number *to = out + row * width + panel * PANEL, sides[2][MOST * PANEL];
+                number *to = out + row * width + panel * PANEL, sides[2][TOGETHER * PANEL];
                 for (int side = 0; side <= gates; side++) {
                     number *part = gates ? sides[side] : to;
                     int64_t stride = gates ? PANEL : width, at = panel + side * width / PANEL;
                     const number *whole = opens ? opened + side * PANEL * inputs : NULL;
 #define MULTIPLY(count) multiply(count, &of, from, at, whole, group, groups, part, stride)
-                    OF_ROWS(count, MULTIPLY)
+                    OF_GROUP(count, MULTIPLY)
                 }
                 for (int64_t m = 0; m < count && gates; m++)
                     for (int64_t l = 0; l < PANEL; l++)
@@ -110,6 +124,7 @@ void product(const number *x, const number *norm, float eps, const void *weights
                     }
             }
         }
+        end();
         free(opened);
         if (!of_all) free(read);
     }

@@ -83,6 +83,8 @@ def in_panels(weight_OI: Tensor, int8: bool = False) -> bool:
 def _reader(weight_OI: Tensor, int8: bool) -> Any:
     """The functions that read it as panels; None where there are none."""
     functions = _compiled(weight_OI.dtype, int8)
+    if int8 and functions is not None and _compiled(weight_OI.dtype).in_tiles():
+        return None  # these are multiplied faster whole
     return functions if functions is not None and functions.reads(weight_OI.shape[1]) else None
 
 

@@ -1,0 +1,98 @@
+/* Weights in bfloat16 as they are, multiplied by tiles: sixteen rows with sixteen outputs of two panels' vectors at once,
+   TILE inputs at a time, which takes hardly longer than for one row. Every number is added up in the same order however many
+   rows there are: first the even inputs of TILE and the odd ones, then both, then what came before. */
+
+#define TILE 32     /* inputs of a tile */
+#define OF_TILE 16  /* rows, or outputs, of a tile */
+#define TOGETHER 32 /* rows that are multiplied together: two tiles */
+#define AHEAD 8192  /* bytes from what is multiplied to what memory is asked for, where weights are read once */
+#define FEW TOGETHER /* rows that every thread reads */
+#define OF_GROUP(count, work) work((int)(count));
+
+static inline int64_t padded(int64_t inputs) { return (inputs + TILE - 1) / TILE * TILE; }
+
+static inline int64_t bytes_of_panel(int64_t inputs, int kept) { return PANEL * padded(inputs) * sizeof(number); }
+
+/* Rows stay as they are, one after the other, with zeros after the last input. */
+static inline int64_t floats_of_row(int64_t inputs) { return padded(inputs) / 2; }
+
+static inline void read_rows(const number *const *rows, int64_t count, int64_t inputs, float *out) {
+    number *to = (number *)out;
+    for (int64_t m = 0; m < count; m++, to += padded(inputs)) {
+        memcpy(to, rows[m], inputs * sizeof *to);
+        memset(to + inputs, 0, (padded(inputs) - inputs) * sizeof *to);
+    }
+}
+
+/* What a thread says before it multiplies so many rows at most, and after. */
+static inline void begin(int64_t rows) {
+    struct {
+        uint8_t palette, start, zeros[14];
+        uint16_t bytes[16];
+        uint8_t rows[16];
+    } shapes = {.palette = 1};
+    int64_t second = rows > OF_TILE ? rows - OF_TILE : 1;
+    for (int t = 0; t < 8; t++) {
+        shapes.bytes[t] = 64;
+        shapes.rows[t] = t > 5 ? TILE / 2 : t % 2 ? second : rows > OF_TILE ? OF_TILE : rows;
+    }
+    _tile_loadconfig(&shapes);
+}
+
+static inline void end(void) { _tile_release(); }
+
+int in_tiles(void) { return 1; }
+
+/* Tiles 0 and 2 are sums of the first rows, 1 and 3 of the others; 4 and 5 are their inputs, 6 and 7 weights. */
+static inline __attribute__((always_inline)) void add_up(const int rows, const int kept, const float *x,
+                                                         const void *panel, int64_t inputs, ahead next,
+                                                         lanes totals[TOGETHER][VECTORS]) {
+    const char *weights = panel, *first = (const char *)x, *second = first + OF_TILE * floats_of_row(inputs) * sizeof *x;
+    int64_t stride = floats_of_row(inputs) * sizeof *x, from_to = PANEL * STEP * sizeof(number);
+    __asm__ volatile("" ::: "memory"); /* rows are written by now */
+    _tile_zero(0);
+    _tile_zero(2);
+    if (rows > OF_TILE) {
+        _tile_zero(1);
+        _tile_zero(3);
+    }
+    for (int64_t i = 0; i < inputs; i += TILE, weights += TILE * PANEL * sizeof(number), first += TILE * 2, second += TILE * 2) {
+        for (int64_t byte = 0; byte < TILE / STEP * next.each; byte += LINE)
+            if (rows > OF_TILE) __builtin_prefetch(next.from + byte, 0, 2); /* what lies nearer is rows and sums */
+            else __builtin_prefetch(next.from + byte, 0, 3);
+        next.from += TILE / STEP * next.each;
+        _tile_loadd(6, weights, from_to);
+        _tile_loadd(7, weights + 64, from_to);
+        _tile_loadd(4, first, stride);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(2, 4, 7);
+        if (rows > OF_TILE) {
+            _tile_loadd(5, second, stride);
+            _tile_dpbf16ps(1, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    _tile_stored(0, totals, sizeof *totals);
+    _tile_stored(2, (char *)totals + 64, sizeof *totals);
+    if (rows > OF_TILE) {
+        _tile_stored(1, totals + OF_TILE, sizeof *totals);
+        _tile_stored(3, (char *)(totals + OF_TILE) + 64, sizeof *totals);
+    }
+}
+
+/* Whether there are products of so many inputs. */
+int reads(int64_t inputs) { return inputs % STEP == 0; }
+
+/* There is one way to keep them. */
+int best_kept(const number *weights, int64_t count, int threads) { return WHOLE; }
+
+/* A panel from weights [count, inputs]; outputs after the last one, and inputs, are zeros. */
+static void pack_panel(const number *weights, int64_t count, int64_t inputs, int kept, void *panel) {
+    number *to = panel;
+    memset(to, 0, bytes_of_panel(inputs, kept));
+    for (int64_t l = 0; l < PANEL && l < count; l++)
+        for (int64_t i = 0; i < inputs; i++)
+            to[i / STEP * STEP * PANEL + l * STEP + i % STEP] = weights[l * inputs + i];
+}
+
+static void open_panel(const void *panel, int64_t inputs, number *out) {}
