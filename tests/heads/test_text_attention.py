@@ -13,6 +13,7 @@ from headstart.heads.parts.text_attention import (
     Part,
     Sight,
     attend,
+    by_row,
     causal_attention,
     chain_attention,
     chain_attention_fused,
@@ -32,8 +33,8 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def sight_of(packed: bool) -> Sight:
-    """Queries of some positions; the second row has fewer, and is padded with 0 as `recurrent` pads it."""
-    index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 0, 0, 0])])
+    """Queries of some positions; the second row has fewer, and is padded with its last one, as `by_row` does."""
+    index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 29, 29, 29])])
     return Sight(index_BA, LENGTH, STARTS.gather(1, index_BA) if packed else None)
 
 
@@ -108,6 +109,22 @@ def test_parts_leave_out_what_none_of_their_queries_sees(in_parts: None) -> None
     ]
     packed = Sight(index_BA, LENGTH, torch.tensor([[20] * 5 + [25] * 9]))
     assert [part.seen for part in packed.parts(1)] == [slice(20, 27), slice(25, 34)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_in_bfloat16_on_a_cpu_shapes_are_few(packed: bool, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Float64 is as it is within autocast: it only says that there are shapes to be compiled."""
+    monkeypatch.setattr(text_attention, "_ALIKE", 16)
+    sights = [sight_of(packed) for _ in range(2)]
+    queries, keys, values, chain = read(sights[0], 1)
+    wanted = attend(queries, keys, values, sights[0], chain)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(attend(queries, keys, values, sights[1], chain), wanted, **SINGLE)
+        index_BA, real_BA = by_row(torch.arange(45, 65), torch.Size([2, LENGTH]))
+    ends = {end for part in sights[1].parts(KV_HEADS * GROUPS) for end in (part.seen.start, part.seen.stop)}
+    assert ends <= {0, 16, 32, 48, LENGTH} and ends & {16, 32, 48}
+    assert index_BA.shape[1] == 16 and index_BA[0].tolist() == [45, 46, 47, 48, *[49] * 12]
+    assert real_BA.sum(1).tolist() == [5, 15] and index_BA[1].tolist() == [*range(15), 14]
 
 
 @pytest.mark.usefixtures("in_parts")

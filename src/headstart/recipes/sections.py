@@ -167,7 +167,7 @@ class DataSection(Section):
     writing_dtype: Literal["auto", "int8"] = Field(
         "auto",
         description="How the target writes what is trained on, and computes its hidden states meanwhile: in its dtype "
-        "(auto), or with products in 8 bits (int8) where a CPU has instructions for them.",
+        "(auto), or with products in 8 bits (int8) where a CPU computes faster with them.",
     )
     regenerate: bool = Field(True, description="Replace the answers of a given file by the target's own.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of prompts and answers.")

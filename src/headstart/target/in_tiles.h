@@ -13,15 +13,23 @@ static inline int64_t padded(int64_t inputs) { return (inputs + TILE - 1) / TILE
 
 static inline int64_t bytes_of_panel(int64_t inputs, int kept) { return PANEL * padded(inputs) * sizeof(number); }
 
-/* Rows stay as they are, one after the other, with zeros after the last input. */
 static inline int64_t floats_of_row(int64_t inputs) { return padded(inputs) / 2; }
 
+static inline int64_t rows_of(int64_t count, int64_t tile) {
+    int64_t left = count - tile * OF_TILE;
+    return left < OF_TILE ? left : OF_TILE;
+}
+
+/* Tiles one after the other: TILE inputs of each of their rows, then the next ones; zeros after the last input. */
 static inline void read_rows(const number *const *rows, int64_t count, int64_t inputs, float *out) {
     number *to = (number *)out;
-    for (int64_t m = 0; m < count; m++, to += padded(inputs)) {
-        memcpy(to, rows[m], inputs * sizeof *to);
-        memset(to + inputs, 0, (padded(inputs) - inputs) * sizeof *to);
-    }
+    for (int64_t tile = 0; tile * OF_TILE < count; tile++)
+        for (int64_t i = 0; i < inputs; i += TILE)
+            for (int64_t m = 0; m < rows_of(count, tile); m++, to += TILE) {
+                int64_t whole = inputs - i < TILE ? inputs - i : TILE;
+                if (whole < TILE) memset(to, 0, TILE * sizeof *to);
+                memcpy(to, rows[tile * OF_TILE + m] + i, whole * sizeof *to);
+            }
 }
 
 /* What a thread says before it multiplies so many rows at most, and after. */
@@ -48,7 +56,8 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
                                                          const void *panel, int64_t inputs, ahead next,
                                                          lanes totals[TOGETHER][VECTORS]) {
     const char *weights = panel, *first = (const char *)x, *second = first + OF_TILE * floats_of_row(inputs) * sizeof *x;
-    int64_t stride = floats_of_row(inputs) * sizeof *x, from_to = PANEL * STEP * sizeof(number);
+    const int64_t of_row = TILE * sizeof(number), from_to = PANEL * STEP * sizeof(number);
+    const int64_t of_first = (rows > OF_TILE ? OF_TILE : rows) * of_row, of_second = (rows - OF_TILE) * of_row;
     __asm__ volatile("" ::: "memory"); /* rows are written by now */
     _tile_zero(0);
     _tile_zero(2);
@@ -56,18 +65,19 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
         _tile_zero(1);
         _tile_zero(3);
     }
-    for (int64_t i = 0; i < inputs; i += TILE, weights += TILE * PANEL * sizeof(number), first += TILE * 2, second += TILE * 2) {
+    for (int64_t i = 0; i < inputs; i += TILE, first += of_first, second += of_second) {
         for (int64_t byte = 0; byte < TILE / STEP * next.each; byte += LINE)
             if (rows > OF_TILE) __builtin_prefetch(next.from + byte, 0, 2); /* what lies nearer is rows and sums */
             else __builtin_prefetch(next.from + byte, 0, 3);
         next.from += TILE / STEP * next.each;
         _tile_loadd(6, weights, from_to);
         _tile_loadd(7, weights + 64, from_to);
-        _tile_loadd(4, first, stride);
+        weights += TILE * from_to / STEP;
+        _tile_loadd(4, first, of_row);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(2, 4, 7);
         if (rows > OF_TILE) {
-            _tile_loadd(5, second, stride);
+            _tile_loadd(5, second, of_row);
             _tile_dpbf16ps(1, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }

@@ -36,6 +36,9 @@ _PART_ELSEWHERE = 1 << 28
 _QUERIES, _FEWEST = 128, 32
 """Queries of a part, and how few of them there are before a part has more scores."""
 _QUERIES_ELSEWHERE = 512
+_ALIKE = 64
+"""Origins of a row and positions in sight are multiples of it where oneDNN multiplies: for each shape of products in
+bfloat16 it writes a program first, and every batch would bring shapes of its own."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,11 @@ class Sight:
             if self.window[0]:
                 first_BA = torch.maximum(first_BA, self.index_BA + 2 - self.window[0])
             starts = [first_BA[:, columns].min() for columns in queries]
-            bounds = torch.stack([*starts, *stops]).view(2, -1).T.tolist()
-            self._parts = [Part(columns, slice(*bound)) for columns, bound in zip(queries, bounds, strict=True)]
+            bounds, alike = torch.stack([*starts, *stops]).view(2, -1).T.tolist(), _alike(kind)
+            self._parts = [
+                Part(columns, slice(start // alike * alike, min(self.length, -(-stop // alike) * alike)))
+                for columns, (start, stop) in zip(queries, bounds, strict=True)
+            ]
         return self._parts
 
     def columns(self, row_B1: Tensor, column_BA: Tensor) -> Sight:
@@ -120,18 +126,24 @@ def positions_of(tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
 
 
 def by_row(origin_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Origins by row: positions [B, A], short rows padded with 0, and which of them are real.
+    """Origins by row: positions [B, A], short rows padded with their last one, and which of them are real.
 
     >>> [part.tolist() for part in by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]))]
-    [[[1, 2], [1, 0]], [[True, True], [True, False]]]
+    [[[1, 2], [1, 1]], [[True, True], [True, False]]]
     """
     valid_BT = torch.zeros(shape, dtype=torch.bool, device=origin_M.device)
     valid_BT.view(-1)[origin_M] = True
     counts_B = valid_BT.sum(1)
-    maximum = int(counts_B.max())
-    index_BA = (~valid_BT).long().argsort(dim=1, stable=True)[:, :maximum]
-    real_BA = torch.arange(maximum, device=origin_M.device) < counts_B[:, None]
-    return index_BA.masked_fill(~real_BA, 0), real_BA
+    alike = _alike(origin_M.device.type)
+    width = min(shape[1], -(-int(counts_B.max()) // alike) * alike)
+    index_BA = (~valid_BT).long().argsort(dim=1, stable=True)[:, :width]
+    real_BA = torch.arange(width, device=origin_M.device) < counts_B[:, None]
+    last_B1 = index_BA.gather(1, (counts_B[:, None] - 1).clamp(min=0))
+    return torch.where(real_BA, index_BA, last_B1), real_BA
+
+
+def _alike(kind: str) -> int:
+    return _ALIKE if kind == "cpu" and torch.is_autocast_enabled(kind) else 1
 
 
 def causal_attention(
