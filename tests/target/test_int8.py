@@ -20,6 +20,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True)
+def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where bfloat16 is multiplied by tiles, its weights would stay whole."""
+    monkeypatch.setattr(prepacked, "by_tiles", lambda _: False)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("rows", [1, 5, 8, 21])
@@ -140,3 +146,7 @@ def test_a_target_is_itself_where_8_bits_are_not_to_be_had(monkeypatch: pytest.M
     monkeypatch.setattr("headstart.target.model.in_panels", lambda *_, **__: False)
     target = Target(tiny_model("llama"))
     assert target.in_int8() is target, "a processor without products in 8 bits"
+    monkeypatch.undo()
+    monkeypatch.setattr(prepacked, "by_tiles", lambda _: True)
+    target = Target(tiny_model("llama"))
+    assert target.prepacked and target.in_int8() is target, "tiles are faster"

@@ -65,7 +65,7 @@ def test_only_forwards_of_ours_use_them(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("rows", [1, 5, 13, 30])
+@pytest.mark.parametrize("rows", [1, 5, 13, 40, 70])
 def test_what_is_computed_around_a_product(rows: int, threads: int, dtype: torch.dtype) -> None:
     """A norm, a gate and a sum, to the bit what they are one after the other; outputs that fill no panel."""
     if not in_panels(torch.zeros(32, 32, dtype=dtype)):
@@ -93,8 +93,28 @@ def test_rows_together_have_the_bits_of_rows_alone(dtype: torch.dtype) -> None:
     packed = module.prepack(torch.randn(70, 1100).to(dtype))
     x = torch.randn(70, 1100).to(dtype)
     alone = torch.cat([module.product(row[None], packed, None) for row in x])
-    for count in range(1, len(x) + 1):
+    for count in range(len(x) + 1):
         assert torch.equal(module.product(x[:count], packed, None), alone[:count]), f"{count} rows"
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_many_rows_have_the_bits_of_rows_alone(threads: int, dtype: torch.dtype) -> None:
+    """In groups of unequal size, beside rows that are no numbers, and with inputs that fill no tile."""
+    if not in_panels(torch.zeros(32, 32, dtype=dtype)):
+        pytest.skip("C for AVX2 and AVX-512")
+    torch.manual_seed(0)
+    torch.set_num_threads(threads)
+    for inputs in (2, 34, 64):
+        weight, x = torch.randn(70, inputs).to(dtype), torch.randn(256, inputs).to(dtype)
+        packed = module.prepack(weight)
+        alone = torch.cat([module.product(row[None], packed, None) for row in x])
+        x[20], x[40, 1] = float("nan"), float("inf")
+        for count in (50, 97, 129, 256):
+            found, numbers = module.product(x[:count], packed, None), torch.ones(count, dtype=torch.bool)
+            numbers[[20, 40]] = False
+            assert torch.equal(found[numbers], alone[:count][numbers]), f"{count} rows of {inputs}"
+            assert found[20].isnan().all() and not found[40].isfinite().any()
 
 
 @pytest.mark.parametrize("threads", [1, 2])

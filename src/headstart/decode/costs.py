@@ -19,6 +19,7 @@ import torch
 
 from headstart.target import few_rows
 from headstart.target.model import Target
+from headstart.target.prepacked import by_tiles
 
 _LEVEL_NODES = 4
 """Nodes of a row that a level of a draft usually reads; only ratios between batches follow from it."""
@@ -90,7 +91,7 @@ class Conditions:
     The machine is what the GPU, or the processor, calls itself; threads are 0 where a GPU computes. Verifying a tree
     takes longer where the bits are kept (`Target.exact`), and less long where the linear layers have prepacked weights,
     or the forward is replayed; products and drafts are faster where they are compiled (`few_rows`), a few rows most of
-    all where weights are halves of floats.
+    all where weights are halves of floats, or multiplied by tiles.
     """
 
     machine: str
@@ -104,6 +105,7 @@ class Conditions:
     replayed: bool = False
     compiled: bool = False
     halves: bool = False
+    tiles: bool = False
 
     @classmethod
     def of(cls, target: Target) -> Conditions:
@@ -121,6 +123,7 @@ class Conditions:
             replayed=target.replays,
             compiled=device.type == "cpu" and few_rows.compiled(target.dtype) is not None,
             halves=target.in_halves,
+            tiles=target.prepacked and device.type == "cpu" and by_tiles(target.dtype),
         )
 
     @classmethod

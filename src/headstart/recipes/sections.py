@@ -214,7 +214,7 @@ class DataSection(Section):
 
     @property
     def in_int8(self) -> bool:
-        """Whether what is trained on is written with products in 8 bits, where there are any."""
+        """Whether what is trained on is written with products in 8 bits, where these are faster."""
         return self.writing_dtype == "int8" and not self.server
 
     @property

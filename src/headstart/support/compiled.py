@@ -86,12 +86,11 @@ def vector_library(source: Path, dtype: torch.dtype, *names: str) -> Any:
     torch finds neither."""
     if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return None
-    of_dtype = ["BFLOAT16", *(["TILES"] if _tiles() else [])] if dtype == torch.bfloat16 else []
-    return library(source, [*names, *of_dtype], threads=True)
+    return library(source, [*names, *(["BFLOAT16"] if dtype == torch.bfloat16 else [])], threads=True)
 
 
 @cache
-def _tiles() -> bool:
+def may_use_tiles() -> bool:
     """Whether this process may use tiles of bfloat16 (AMX): Linux wants to be asked, once for all threads."""
     ask = getattr(torch.cpu, "_init_amx", None)
     return bool(torch.cpu.get_capabilities().get("amx_bf16") and ask and ask())

@@ -44,7 +44,7 @@ static inline void begin(int64_t rows) {
         shapes.bytes[t] = 64;
         shapes.rows[t] = t > 5 ? TILE / 2 : t % 2 ? second : rows > OF_TILE ? OF_TILE : rows;
     }
-    _tile_loadconfig(&shapes);
+    __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); /* GCC 12 takes the intrinsic to read eight bytes */
 }
 
 static inline void end(void) { _tile_release(); }

@@ -285,8 +285,8 @@ class Target(FrozenModel):
 
     def in_int8(self) -> Target:
         """This target with products in 8 bits, for writing data: weights are rounded, and what they are multiplied
-        with. Itself where that is not to be had: on a GPU, on processors without AVX2, and where weights are not
-        prepacked or forwards not replayed."""
+        with. Itself where that is not to be had: on a GPU, on processors without AVX2 or with tiles,
+        which are faster still, and where weights are not prepacked or forwards not replayed."""
         modules: list[Any] = self._fitting.prepacked
         if not modules or not all(in_panels(module.weight, int8=True) for module in modules) or self.eager is not None:
             return self

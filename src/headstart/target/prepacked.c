@@ -80,17 +80,19 @@ static void enter(const number *x, const number *norm, float eps, int64_t rows, 
    [rows, outputs] is, where it is not NULL. Rounded where torch rounds. */
 void product(const number *x, const number *norm, float eps, const void *weights, const number *bias, int gates,
              const number *added, number *out, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
+    if (!rows) return;
     int kept = *(const char *)weights;
     matrix of = {(const char *)weights + HEADER, bias, inputs, outputs, bytes_of_panel(inputs, kept), kept};
     int64_t groups = (rows + TOGETHER - 1) / TOGETHER, width = gates ? outputs / 2 : outputs, step = floats_of_row(inputs);
     int opens = kept == HALVES && groups > 1; /* once for all that read a panel */
-    float *of_all = rows > FEW ? malloc(rows * step * sizeof *of_all) : NULL;
+    int64_t room = (rows * step * sizeof(float) + LINE - 1) / LINE * LINE;
+    float *of_all = rows > FEW ? aligned_alloc(LINE, room) : NULL;
 #define START(group) (rows * (group) / groups)
 #define ENTER(group)                                                                                                   \
     enter(x + START(group) * inputs, norm, eps, START(group + 1) - START(group), inputs, read + START(group) * step);
 #pragma omp parallel num_threads(threads)
     {
-        float *read = of_all ? of_all : malloc(rows * step * sizeof *read);
+        float *read = of_all ? of_all : aligned_alloc(LINE, room);
         number *opened = opens ? aligned_alloc(LINE, (1 + gates) * PANEL * inputs * sizeof *opened) : NULL;
         if (of_all) {
 #pragma omp for schedule(static)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from headstart.support.compiled import vector_library
+from headstart.support.compiled import may_use_tiles, vector_library
 from headstart.target.memory import free_bytes
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -41,6 +41,7 @@ _SHARE = 0.5
 _HALVES = 1
 """As in `panels.h`: floats that bfloat16 holds exactly are kept as their upper halves."""
 _DTYPES = (torch.bfloat16, torch.float32)
+_OF_TILES = torch.bfloat16
 _COPIES = WeakTensorKeyDictionary()
 """By weight, its `PackedCopy` in 8 bits and not."""
 
@@ -60,7 +61,7 @@ class Panels:
 
 def prepack(weight_OI: Tensor, int8: bool = False) -> Panels | Tensor:
     """The same weights in another order, oneDNN's if it is a tensor; of use to `product` alone. In 8 bits, if asked,
-    where there are products with such."""
+    where there are products with such and none by tiles."""
     weight_OI, outputs, inputs = weight_OI.detach(), *weight_OI.shape
     functions = _reader(weight_OI, int8)
     if functions is None and int8:
@@ -82,10 +83,16 @@ def in_panels(weight_OI: Tensor, int8: bool = False) -> bool:
 
 def _reader(weight_OI: Tensor, int8: bool) -> Any:
     """The functions that read it as panels; None where there are none."""
-    functions = _compiled(weight_OI.dtype, int8)
-    if int8 and functions is not None and _compiled(weight_OI.dtype).in_tiles():
+    if int8 and by_tiles(weight_OI.dtype):
         return None
+    functions = _compiled(weight_OI.dtype, int8)
     return functions if functions is not None and functions.reads(weight_OI.shape[1]) else None
+
+
+def by_tiles(dtype: torch.dtype) -> bool:
+    """Whether panels of this dtype are multiplied by tiles."""
+    functions = _compiled(dtype)
+    return functions is not None and bool(functions.in_tiles())
 
 
 def in_halves(weight_OI: Tensor) -> bool:
@@ -148,7 +155,8 @@ def multiplier(dtype: torch.dtype, int8: bool) -> int:
 @cache
 def _compiled(dtype: torch.dtype, int8: bool = False) -> Any:
     """The functions for weights of a dtype, in 8 bits or not; None where there are none."""
-    functions = vector_library(SOURCE, dtype, *(["EIGHT_BITS"] if int8 else []))
+    functions = vector_library(SOURCE, dtype, "TILES") if not int8 and dtype == _OF_TILES and may_use_tiles() else None
+    functions = functions or vector_library(SOURCE, dtype, *(["EIGHT_BITS"] if int8 else []))
     if functions is None:
         return None
     pointer, whole = ctypes.c_void_p, ctypes.c_int64

@@ -326,7 +326,7 @@ class Blocks:
 
     def __init__(self, heads: BlockHead, batch: HeadBatch, origin_M: Tensor, like: Tensor) -> None:
         self.heads, tokens_BT, slots = heads, batch.tokens_BT, heads.config.block_size
-        self.index_BA, self.real_BA = by_row(origin_M, tokens_BT.shape)
+        self.index_BA, self.real_BA = by_row(origin_M, tokens_BT.shape, slots)
         starts_BA = None if batch.starts_BT is None else batch.starts_BT.gather(1, self.index_BA)
         self.sights = {
             layer.window: Sight(self.index_BA, tokens_BT.shape[1], starts_BA, (layer.window, slots))

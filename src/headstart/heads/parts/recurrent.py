@@ -44,7 +44,7 @@ from headstart.heads.int8_weights import in_panels, linear
 from headstart.heads.parts.cache import Entries, LayerCache, cached_attention, text_attention
 from headstart.heads.parts.graphed import GraphedHead, Level, Numbers
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles, normed, with_own
-from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of
+from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of, rounded_up
 from headstart.support.uploads import upload
 from headstart.target import few_rows
 from headstart.target.cache import KeyMemory
@@ -59,7 +59,7 @@ _MOST_READ = 1024
 """Pending entries up to which graphs read them, as many at a time as the widest holds; of more, a forward without a
 graph is over before."""
 _WORTH_A_COPY = 0.9
-"""Origins of a batch are copied together again when fewer than this share of them go on."""
+"""Origins of a batch are copied together again when fewer than this share of them go on, and take less room then."""
 
 
 class RecurrentConfig(LayerConfig):
@@ -570,7 +570,8 @@ class UnrolledText:
         wanted_X = torch.zeros(self.tokens_BT.numel(), dtype=torch.bool, device=origin_M.device)
         wanted_X[origin_M] = True
         wanted_BA = wanted_X[index_BA + self.tokens_BT.shape[1] * row_B1] & self.real_BA
-        if int(wanted_BA.sum(1).max()) > _WORTH_A_COPY * maximum:
+        count = int(wanted_BA.sum(1).max())
+        if count > _WORTH_A_COPY * maximum or rounded_up(count, origin_M.device.type) >= maximum:
             self.real_BA = wanted_BA
             return
         column_BA, self.real_BA = by_row(wanted_BA.flatten().nonzero()[:, 0], torch.Size([rows, maximum]))

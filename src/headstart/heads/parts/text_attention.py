@@ -37,8 +37,8 @@ _QUERIES, _FEWEST = 128, 32
 """Queries of a part, and how few of them there are before a part has more scores."""
 _QUERIES_ELSEWHERE = 512
 _ALIKE = 64
-"""Origins of a row and positions in sight are multiples of it where oneDNN multiplies: for each shape of products in
-bfloat16 it writes a program first, and every batch would bring shapes of its own."""
+"""Queries of a row and positions in sight are multiples of it, or all that there are, where oneDNN multiplies: for each
+shape of products in bfloat16 it writes a program first, and every batch would bring shapes of its own."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Sight:
             starts = [first_BA[:, columns].min() for columns in queries]
             bounds, alike = torch.stack([*starts, *stops]).view(2, -1).T.tolist(), _alike(kind)
             self._parts = [
-                Part(columns, slice(start // alike * alike, min(self.length, -(-stop // alike) * alike)))
+                Part(columns, slice(start // alike * alike, min(self.length, rounded_up(stop, kind))))
                 for columns, (start, stop) in zip(queries, bounds, strict=True)
             ]
         return self._parts
@@ -125,8 +125,9 @@ def positions_of(tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
     return index_BT if starts_BT is None else index_BT - starts_BT
 
 
-def by_row(origin_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """Origins by row: positions [B, A], short rows padded with their last one, and which of them are real.
+def by_row(origin_M: Tensor, shape: torch.Size, each: int = 1) -> tuple[Tensor, Tensor]:
+    """Origins by row: positions [B, A], short rows padded with their last one, and which of them are real; each has so
+    many queries.
 
     >>> [part.tolist() for part in by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]))]
     [[[1, 2], [1, 1]], [[True, True], [True, False]]]
@@ -134,12 +135,17 @@ def by_row(origin_M: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
     valid_BT = torch.zeros(shape, dtype=torch.bool, device=origin_M.device)
     valid_BT.view(-1)[origin_M] = True
     counts_B = valid_BT.sum(1)
-    alike = _alike(origin_M.device.type)
-    width = min(shape[1], -(-int(counts_B.max()) // alike) * alike)
+    width = min(shape[1], rounded_up(int(counts_B.max()), origin_M.device.type, each))
     index_BA = (~valid_BT).long().argsort(dim=1, stable=True)[:, :width]
     real_BA = torch.arange(width, device=origin_M.device) < counts_B[:, None]
     last_B1 = index_BA.gather(1, (counts_B[:, None] - 1).clamp(min=0))
     return torch.where(real_BA, index_BA, last_B1), real_BA
+
+
+def rounded_up(count: int, kind: str, each: int = 1) -> int:
+    """As many on a device of this kind, or so few more that shapes are few."""
+    alike = max(1, _alike(kind) // each)
+    return -(-count // alike) * alike
 
 
 def _alike(kind: str) -> int:
