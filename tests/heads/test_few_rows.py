@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.captured import best_drafts
-from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.heads import HeadDrafter, grow
 from headstart.heads import int8_weights
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.int8_weights import Linear, drop_int8, to_int8
@@ -23,7 +24,8 @@ from headstart.heads.parts.cache import Entries
 from headstart.heads.parts.layer import normed
 from headstart.target import few_rows
 from headstart.target.model import Target
-from headstart.tree.tree import Committed, TreeBatch, TreeShape
+from headstart.tree.calibration import Calibration
+from headstart.tree.tree import Committed, Request, TreeBatch, TreeShape
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 
@@ -241,6 +243,56 @@ def test_drafts_are_those_of_torch(
         # float32 sums in another order, and with 8 bits what is multiplied in 16, enlarged by random layers that feed
         # each other, up to twelve deep.
         torch.testing.assert_close(mine, wanted, rtol=0, atol=(2e-2 if packed else 5e-4) * float(wanted.abs().max()))
+
+
+CURVES = Calibration(
+    ((-6.0, -2.0, -0.5), (-5.0, -1.0), ()),
+    ((0.05, 0.3, 0.9), (0.1, 0.8), ()),
+    (0.9, 0.7),
+    off_best=Calibration(((-4.0, 0.0),), ((0.02, 0.6),), (0.8, 0.5, 0.4)),
+)
+REQUESTS = {
+    "all": Request(12),
+    "few": Request(4),
+    "one": Request(2),
+    "worth it": Request(12, threshold=0.1),
+    "a level must pay": Request(12, threshold=0.05, level_threshold=0.6),
+    "a chain": Request(9, chain=True),
+}
+
+
+@pytest.mark.parametrize("curves", [None, CURVES, replace(CURVES, off_best=None)], ids=["none", "off best", "one"])
+@pytest.mark.parametrize("asks", REQUESTS)
+@pytest.mark.parametrize("name", [name for name in RECURRENT if name.startswith("eagle3")])
+def test_trees_grown_in_one_call_are_those_of_levels(
+    name: str, asks: str, curves: Calibration | None, target: Target, heads_of: Callable[..., Any]
+) -> None:
+    """Of levels that C computes, too."""
+    heads = heads_of(name)
+    to_int8(heads)
+    text, texts = [5, 6, 9, 8, 7, 6, 5, 4, 3, 2], [5, 6]
+    (states,) = target.hidden_states([text], heads.aux_layers)
+    request = replace(REQUESTS[asks], calibration=curves)
+
+    def of(start: int, stop: int) -> dict[int, Tensor]:
+        return {layer: states[layer][None, start:stop] for layer in heads.aux_layers}
+
+    with torch.inference_mode():
+        one, other = (heads.prefill([texts], of(0, 2)) for _ in range(2))
+        length = 2
+        for count in (1, 3, 2):  # of tokens that the text gets on by
+            roots = TreeBatch.roots(text[length : length + 1])
+            whole = heads.draft_tree(one, text[length], request, 8)
+            (wanted,) = grow(heads, other, roots, request, 8)
+            assert (whole is None) == heads.config.aux_norms
+            if whole is not None:
+                assert (whole.tokens, whole.parents, whole.levels) == (wanted.tokens, wanted.parents, wanted.levels)
+                # C rounds once where numpy rounds a product and a sum.
+                assert whole.accept_probs == pytest.approx(wanted.accept_probs, rel=1e-12)
+            for session in (one, other):
+                new = Committed.of([text[length : length + count]], of(length, length + count))
+                heads.commit(session, new)
+            length += count
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["full", "int8"])

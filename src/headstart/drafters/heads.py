@@ -95,6 +95,10 @@ class HeadDrafter:
             shape = TreeShape.chain(min(shape.depth, nodes - 1))
         calibration = self._calibration_at(request.temperature)
         request = replace(request, max_nodes=nodes, calibration=calibration, shape=shape)
+        if shape is None and not request.draws and len(roots.trees) == 1:
+            tree = self.heads.draft_tree(session, roots.root_tokens[0], request, MAX_RANK)
+            if tree is not None:
+                return [tree]
         depth_logits = self.heads.depth_logits if isinstance(self.heads, OneForwardHead) else None
         graphs = self._graphs if self._graphs and self._graphs.ready(session, len(roots.trees), nodes) else None
         return grow(self.heads, session, roots, request, depth_logits=depth_logits, graphs=graphs)

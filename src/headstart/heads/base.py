@@ -33,7 +33,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.lm_head import Finish
 from headstart.target.model import Target
-from headstart.tree.tree import Committed, TreeShape
+from headstart.tree.tree import Committed, Request, Tree, TreeShape
 
 R = TypeVar("R")
 
@@ -376,6 +376,12 @@ class DraftHead(nn.Module, ABC):
             logits [B, W, D] over the draft vocabulary for their children; [B, 1, D] when all nodes of a level share
             them.
         """
+
+    def draft_tree(self, session: Any, root: int, request: Request, ranks: int) -> Tree | None:
+        """The tree of a single row that `grow` (see `headstart.drafters.heads`) makes of levels, in one call where a
+        family has that: without a static shape or drawn children, and with so many children of a node at most. None
+        where it is to be grown level by level."""
+        return None
 
     @abstractmethod
     def commit(self, session: Any, committed: Committed) -> None:

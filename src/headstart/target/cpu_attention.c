@@ -127,7 +127,9 @@ static void find(const sight *of, int64_t count, const float *x, const number *c
         for (int l = 0; l < LANES; l++) most_of[l] = most;
         for (int64_t s = 0; s < padded; s += LANES)
             for (int l = 0; l < LANES; l++) most_of[l] = score[s + l] > most_of[l] ? score[s + l] : most_of[l];
-        for (int l = 0; l < LANES; l++) most = most_of[l] > most ? most_of[l] : most;
+        for (int half = LANES / 2; half; half /= 2)
+            for (int l = 0; l < half; l++) most_of[l] = most_of[l + half] > most_of[l] ? most_of[l + half] : most_of[l];
+        most = most_of[0];
         for (int64_t s = 0; s < padded; s++) { /* what is hidden is worth nothing at all */
             float below = score[s] - most;
             sum += score[s] = below > -87 ? exponential(below) : 0;

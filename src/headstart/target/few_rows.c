@@ -404,6 +404,8 @@ void best(const number *logits, int64_t rows, int64_t size, int64_t ranks, const
     }
 }
 
+#include "growing.h"
+
 #ifdef BFLOAT16
 typedef int16_t ordered;
 #define MOST_ORDERED INT16_MAX

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 
 from headstart.support.compiled import vector_library
+from headstart.tree.calibration import Calibration
+from headstart.tree.tree import Request, Tree
 
 SOURCE = Path(__file__).with_suffix(".c")
 ROWS = 12
@@ -32,6 +34,7 @@ ROWS = 12
 FIELDS = 4
 """Numbers of an entry before its further slots."""
 
+_UNKNOWN = Calibration()
 _P, _N = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -63,6 +66,19 @@ class _Sight(ctypes.Structure):
         *((name, _P) for name in ("cos", "sin", "keys", "values", "entries", "last")),
         *((name, _N) for name in ("positions", "slots", "count", "further", "asks", "heads", "key_heads", "size")),
         *((name, _N) for name in ("row_stride", "head_stride")),
+    ]
+
+
+class _Curves(ctypes.Structure):
+    _fields_: ClassVar = [*((name, _P) for name in ("knots", "shares", "reached", "starts")), ("depths", _N)]
+
+
+class _Growth(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("of_path", _Curves * 2),
+        ("tokens", _P),
+        *((name, ctypes.c_double) for name in ("threshold", "level_threshold")),
+        *((name, _N) for name in ("max_nodes", "most_children", "levels", "ranks", "base")),
     ]
 
 
@@ -114,6 +130,7 @@ def _compiled(dtype: torch.dtype) -> Any:
         "norm": [*[_P] * 3, *[_N] * 3, ctypes.c_float],
         "attend": [*[_P] * 3, ctypes.c_int],
         "level": [*[_P] * 9, ctypes.c_int],
+        "grow": [*[_P] * 8, ctypes.c_int],
         "gather": [*[_P] * 3, *[_N] * 3],
         "best": [_P, *[_N] * 3, *[_P] * 2],
         "highest": [_P, _P, _N, _N, ctypes.c_int],
@@ -122,7 +139,7 @@ def _compiled(dtype: torch.dtype) -> Any:
         function = getattr(functions, name)
         function.argtypes, function.restype = arguments, None
     functions.gather.restype = functions.level.restype = ctypes.c_int
-    functions.outputs_of_a_panel.restype = ctypes.c_int64
+    functions.outputs_of_a_panel.restype = functions.grow.restype = ctypes.c_int64
     return functions
 
 
@@ -201,6 +218,37 @@ class Entering(NamedTuple):
     fusion: Int8Matrix | None = None
 
 
+@dataclass(frozen=True)
+class Growth:
+    """How one row's tree is grown without randomness.
+
+    Attributes:
+        request: with its calibration, and without a shape.
+        draft_to_target_D: int64, tokens of the draft vocabulary.
+        levels: at most.
+        ranks: children of a node at most.
+        base: slot of the root's entry.
+    """
+
+    request: Request
+    draft_to_target_D: Tensor
+    levels: int
+    ranks: int
+    base: int
+
+    def for_c(self) -> _Growth:
+        """As C reads it."""
+        request, calibration = self.request, self.request.calibration or _UNKNOWN
+        curves = [
+            _Curves(*(part.buffer_info()[0] for part in side.in_rows), len(side.log_probs))
+            for side in (calibration, calibration.after(True))
+        ]
+        most = 1 if request.chain else request.max_nodes - 1
+        sizes = request.max_nodes, most, self.levels, min(self.ranks, len(self.draft_to_target_D)), self.base
+        thresholds = request.threshold, request.level_threshold
+        return _Growth((_Curves * 2)(*curves), self.draft_to_target_D.data_ptr(), *thresholds, *sizes)
+
+
 class Recurrent:
     """Heads that feed their output back, with all weights in 8 bits.
 
@@ -256,6 +304,33 @@ class Recurrent:
         """
         tokens_BW, above_BWX = tokens_BW.contiguous(), above_BWX.contiguous()
         return self._level(functions, above_BWX, tokens_BW.shape, (None, None, tokens_BW, parents, above_BWX), sights)
+
+    @property
+    def grows(self) -> bool:
+        """Whether whole trees are grown from tokens and what is read of the target."""
+        return self.entering is not None and self.entering.fusion is not None
+
+    def grow(
+        self, functions: Any, pending: array[int], above_1PX: Tensor, sights: Sequence[Sight], how: Growth
+    ) -> Tree:
+        """A tree of one row after pending tokens, the last of which is its root, and what was read of the target before
+        each; `sights` are those of their entries.
+
+        Raises:
+            IndexError: the table has no such token.
+        """
+        above_1PX, most = above_1PX.contiguous(), how.request.max_nodes
+        at = (_Sight * len(sights))(*(sight.for_c(above_1PX.dtype) for sight in sights))
+        nodes, probs, drafted = array("q", bytes(8 * 4 * most)), array("d", bytes(8 * 2 * most)), ctypes.c_int64()
+        nodes[0] = pending[-1]
+        weights, rules = ctypes.byref(self._weights), ctypes.byref(how.for_c())
+        inputs = weights, rules, at, pending.buffer_info()[0], above_1PX.data_ptr()
+        outputs = nodes.buffer_info()[0], probs.buffer_info()[0], ctypes.byref(drafted), torch.get_num_threads()
+        size = functions.grow(*inputs, *outputs)
+        if size < 0:
+            raise IndexError(f"the table has {self._weights.vocabulary} rows")
+        tokens, parents = nodes[:size].tolist(), nodes[2 * most : 2 * most + size].tolist()
+        return Tree(tokens, parents, probs[:size].tolist(), levels=drafted.value)
 
     def _level(
         self,

@@ -26,9 +26,11 @@ static inline void read_rows(const number *const *rows, int64_t count, int64_t i
     for (int64_t tile = 0; tile * OF_TILE < count; tile++)
         for (int64_t i = 0; i < inputs; i += TILE)
             for (int64_t m = 0; m < rows_of(count, tile); m++, to += TILE) {
-                int64_t whole = inputs - i < TILE ? inputs - i : TILE;
-                if (whole < TILE) memset(to, 0, TILE * sizeof *to);
-                memcpy(to, rows[tile * OF_TILE + m] + i, whole * sizeof *to);
+                const number *from = rows[tile * OF_TILE + m] + i;
+                if (inputs - i < TILE) {
+                    memset(to, 0, TILE * sizeof *to);
+                    memcpy(to, from, (inputs - i) * sizeof *to);
+                } else memcpy(to, from, TILE * sizeof *to); /* of a size that is known: no call */
             }
 }
 

@@ -11,15 +11,19 @@ Shape suffixes: X nodes, in any dimensions, R ranks.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate, chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 """Knots and values, linear in between."""
+DEEPEST = 16
+"""Levels that heads draft at most."""
 _LEAST = 1e-4
 """What drafts leave of a distribution, below which differences say nothing."""
 
@@ -115,6 +119,18 @@ class Calibration:
         return [
             (np.array(knots), np.array(shares)) for knots, shares in zip(self.log_probs, self.accepted, strict=True)
         ]
+
+    @cached_property
+    def in_rows(self) -> tuple[array[float], array[float], array[float], array[int]]:
+        """As C reads it: knots and shares, one depth after the other, `best_child` of each depth, and where the knots
+        of each depth begin, with the end.
+
+        >>> Calibration(((-2.0, 0.0), (-1.0,)), ((0.0, 0.8), (0.5,)), (0.7,)).in_rows[3].tolist()
+        [0, 2, 3]
+        """
+        knots, shares = (array("d", chain.from_iterable(part)) for part in (self.log_probs, self.accepted))
+        reached = array("d", map(self.best_child, range(DEEPEST)))
+        return knots, shares, reached, array("q", accumulate(map(len, self.log_probs), initial=0))
 
     def drawn(self, depth: int, log_probs_XR: NDArray[np.float32]) -> NDArray[np.float64]:
         """Probability of acceptance of a child that is drawn in place of each draft of a node, the best draft first.

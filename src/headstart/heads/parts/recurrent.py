@@ -30,7 +30,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -50,7 +50,7 @@ from headstart.target import few_rows
 from headstart.target.cache import KeyMemory
 from headstart.target.frozen import FrozenModel
 from headstart.target.graphs import WIDTHS, power, slots_in_sight
-from headstart.tree.tree import Committed
+from headstart.tree.tree import Committed, Request, Tree
 
 _FEW_PENDING = 8
 """Pending entries of all rows up to which a graph reads as many: a round commits now one and now several tokens, and
@@ -325,6 +325,23 @@ class RecurrentHead(GraphedHead):
         stream_BWE = self._run(session, fed_BWE, tokens_BW, entries, last)
         hidden_BWE, session.feedback_BWE = self.layer_output(stream_BWE)
         return self.finished(linear(hidden_BWE, self.lm_head_DE, self.lm_bias_D))
+
+    def draft_tree(self, session: RecurrentSession, root: int, request: Request, ranks: int) -> Tree | None:
+        (pending, *others), levels = session.counts, min(self.draft_steps, request.max_nodes - 1)
+        above_1PX, heads = session.seen_BPX.narrow(1, 0, pending), session.in_8_bits
+        functions = few_rows.serves(above_1PX) if pending <= few_rows.ROWS else None
+        if others or levels < 1 or functions is None or heads is None or not heads.grows:
+            return None
+        if self.lm_bias_D is not None or self.finish is not None:
+            return None
+        session.begin_round()
+        (base,) = session.base
+        entries = Entries.of_text(session.cache.lengths, pending)
+        entries = replace(entries, stop=base + 1 + (levels - 1) * (request.max_nodes - 1))
+        session.cache.reserve(entries.stop)
+        sights = self._sights(session.cache, entries, [pending - 1], above_1PX)
+        how = few_rows.Growth(request, self.draft_to_target_D, levels, ranks, base)
+        return heads.grow(functions, array("q", [*session.tokens[0], root]), above_1PX, sights, how)
 
     def commit(self, session: RecurrentSession, committed: Committed) -> None:
         seen_BPX, tokens, counts = self.select_states(committed.states), committed.tokens, committed.counts
