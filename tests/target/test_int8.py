@@ -133,8 +133,9 @@ def test_it_is_judged_by_its_own_rounding(monkeypatch: pytest.MonkeyPatch) -> No
     target = Target(tiny_model("llama"))
     target.record()
     monkeypatch.setattr("headstart.target.checking._CLOSE", 0.0)
-    assert target.in_int8() is not target
     monkeypatch.setattr("headstart.target.checking._ROUNDED", 0.0)
+    assert target.in_int8() is not target
+    monkeypatch.setattr("headstart.target.checking._IN_8_BITS", 0.0)
     assert target.in_int8() is target, "its replay is refused"
 
 
