@@ -142,7 +142,7 @@ def draft_both_ms(
 
 @torch.inference_mode()
 def draft_ms(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing: Timing) -> Drafting:
-    """What drafts and commits take with a tree that grows as in decoding, to a node for each of the `paths`, 16 at most.
+    """What drafts and commits take with a tree that grows as in decoding, to a node for each of `paths`, 16 at most.
 
     Trees of the first level alone and complete ones take turns. The target runs in between, as it does in decoding: its
     weights push those of the heads out of the caches.
