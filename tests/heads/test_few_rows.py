@@ -252,7 +252,7 @@ CURVES = Calibration(
     off_best=Calibration(((-4.0, 0.0),), ((0.02, 0.6),), (0.8, 0.5, 0.4)),
 )
 REQUESTS = {
-    "all": Request(12),
+    "all": Request(32),
     "few": Request(4),
     "one": Request(2),
     "worth it": Request(12, threshold=0.1),
@@ -261,35 +261,47 @@ REQUESTS = {
 }
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("curves", [None, CURVES, replace(CURVES, off_best=None)], ids=["none", "off best", "one"])
 @pytest.mark.parametrize("asks", REQUESTS)
-@pytest.mark.parametrize("name", [name for name in RECURRENT if name.startswith("eagle3")])
+@pytest.mark.parametrize(
+    "name", ["eagle3", "eagle3-draft-vocabulary", "eagle3-deep-normed", "eagle3-transition", "deep"]
+)
 def test_trees_grown_in_one_call_are_those_of_levels(
-    name: str, asks: str, curves: Calibration | None, target: Target, heads_of: Callable[..., Any]
+    name: str,
+    asks: str,
+    curves: Calibration | None,
+    dtype: torch.dtype,
+    target: Target,
+    heads_of: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of levels that C computes, too."""
-    heads = heads_of(name)
+    monkeypatch.setitem(CASES, "deep", {**CASES["eagle3-deep-normed"], "aux_norms": False, "draft_steps": 5})
+    monkeypatch.setattr(few_rows, "ROWS", 40)  # wide levels as well
+    heads = heads_of(name).to(dtype)
+    heads._embedding_VE = heads.target_embeddings.to(dtype)
     to_int8(heads)
-    text, texts = [5, 6, 9, 8, 7, 6, 5, 4, 3, 2], [5, 6]
+    text = [5, 6, 9, 8, 7, 6, 5, 4, 3, 2]
     (states,) = target.hidden_states([text], heads.aux_layers)
     request = replace(REQUESTS[asks], calibration=curves)
 
     def of(start: int, stop: int) -> dict[int, Tensor]:
-        return {layer: states[layer][None, start:stop] for layer in heads.aux_layers}
+        return {layer: states[layer][None, start:stop].to(dtype) for layer in heads.aux_layers}
 
     with torch.inference_mode():
-        one, other = (heads.prefill([texts], of(0, 2)) for _ in range(2))
+        grown, levels = (heads.prefill([text[:2]], of(0, 2)) for _ in range(2))
         length = 2
         for count in (1, 3, 2):  # of tokens that the text gets on by
             roots = TreeBatch.roots(text[length : length + 1])
-            whole = heads.draft_tree(one, text[length], request, 8)
-            (wanted,) = grow(heads, other, roots, request, 8)
+            whole = heads.draft_tree(grown, text[length], request, 8)
+            (wanted,) = grow(heads, levels, roots, request, 8)
             assert (whole is None) == heads.config.aux_norms
             if whole is not None:
                 assert (whole.tokens, whole.parents, whole.levels) == (wanted.tokens, wanted.parents, wanted.levels)
                 # C rounds once where numpy rounds a product and a sum.
                 assert whole.accept_probs == pytest.approx(wanted.accept_probs, rel=1e-12)
-            for session in (one, other):
+            for session in (grown, levels):
                 new = Committed.of([text[length : length + count]], of(length, length + count))
                 heads.commit(session, new)
             length += count

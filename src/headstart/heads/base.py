@@ -129,8 +129,9 @@ class DraftHead(nn.Module, ABC):
     """A head family. Training (`unroll`) and drafting (`prefill`, `draft_step`, `commit`, `reorder`) are separate
     methods.
 
-    A family drafts in one of two ways: level by level (`draft_step`), when what it says after a node depends on the
-    tokens on the way there, or all depths in one forward (`OneForwardHead`).
+    A family drafts in one of two ways: level by level (`draft_step`, and `draft_tree` where all levels are one call),
+    when what it says after a node depends on the tokens on the way there, or all depths in one forward
+    (`OneForwardHead`).
 
     Attributes:
         version: what names these heads in answers and logs, see `headstart.heads.io.version_of`; empty for heads that

@@ -1,6 +1,6 @@
 /* What draft heads compute for a few rows on a CPU: products with weights in 8 bits, norms, attention over a cache,
-   whole levels, the best drafts; and the target's choice. Rows lie one after the other, with nothing between them unless
-   a stride is given. */
+   whole levels and trees, the best drafts; and the target's choice. Rows lie one after the other, with nothing between
+   them unless a stride is given. */
 
 #include <omp.h>
 #include <stdlib.h>

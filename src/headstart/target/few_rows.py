@@ -1,5 +1,5 @@
 """What draft heads compute for a few rows on a CPU, in C: products with 8-bit weights, norms, attention, whole levels
-where all weights are in 8 bits, best drafts; and the target's choice, of any number of rows.
+and trees where all weights are in 8 bits, best drafts; and the target's choice, of any number of rows.
 
 A level of a draft has one row, or a few. Torch takes longer to call its eighty operators, one after the other and with
 cold caches, than they compute; and its product with 8-bit weights takes three times as long. See `few_rows.c`.
@@ -30,7 +30,10 @@ from headstart.tree.tree import Request, Tree
 
 SOURCE = Path(__file__).with_suffix(".c")
 ROWS = 12
-"""Rows up to which it is used: with more, weights in 8 bits are not faster than full ones."""
+"""Rows up to which it is used: with more, weights in 8 bits are not faster than full ones. Levels of a tree that is
+grown in one call may have more."""
+MOST_NODES = 1024
+"""Of a tree that is grown in one call, which keeps them on the stack."""
 FIELDS = 4
 """Numbers of an entry before its further slots."""
 
@@ -239,14 +242,14 @@ class Growth:
     def for_c(self) -> _Growth:
         """As C reads it."""
         request, calibration = self.request, self.request.calibration or _UNKNOWN
-        curves = [
-            _Curves(*(part.buffer_info()[0] for part in side.in_rows), len(side.log_probs))
-            for side in (calibration, calibration.after(True))
-        ]
+        sides = [(side.flat, len(side.log_probs)) for side in (calibration, calibration.after(True))]
+        curves = [_Curves(*(part.buffer_info()[0] for part in parts), depths) for parts, depths in sides]
         most = 1 if request.chain else request.max_nodes - 1
         sizes = request.max_nodes, most, self.levels, min(self.ranks, len(self.draft_to_target_D)), self.base
         thresholds = request.threshold, request.level_threshold
-        return _Growth((_Curves * 2)(*curves), self.draft_to_target_D.data_ptr(), *thresholds, *sizes)
+        made = _Growth((_Curves * 2)(*curves), self.draft_to_target_D.data_ptr(), *thresholds, *sizes)
+        made.kept = sides  # for as long as C reads them
+        return made
 
 
 class Recurrent:

@@ -2,7 +2,7 @@
    drafters/heads.py does, in one call. Between two levels there are microseconds of work, for which Python takes as long
    as a level. */
 
-#define DEEPEST 16 /* levels */
+#define DEEPEST 16 /* levels, as in calibration.py */
 
 /* From a draft's log-probability to how likely it is accepted, by depth: knots from `starts` of it on, linear between
    them; and how likely a node of each level has a child that is accepted. */
@@ -31,15 +31,16 @@ typedef struct {
     int64_t index; /* of a node, or of a leaf and a rank together */
 } choice;
 
-static int better(const void *one, const void *other) {
-    const choice *a = one, *b = other;
+/* The likelier first, of equals the one that came first. */
+static int in_order_of_worth(const void *left, const void *right) {
+    const choice *a = left, *b = right;
     if (a->prob != b->prob) return a->prob > b->prob ? -1 : 1;
     return a->index < b->index ? -1 : 1;
 }
 
 static double accepted(const curves *of, int64_t depth, double log_prob) {
     int64_t at = depth < of->depths ? of->starts[depth] : 0, stop = depth < of->depths ? of->starts[depth + 1] : 0;
-    if (at == stop) return __builtin_exp(log_prob);
+    if (at == stop || log_prob != log_prob) return __builtin_exp(log_prob);
     if (log_prob <= of->knots[at]) return of->shares[at];
     if (log_prob >= of->knots[stop - 1]) return of->shares[stop - 1];
     while (of->knots[at + 1] <= log_prob) at++;
@@ -95,21 +96,22 @@ int64_t grow(const recurrent *heads, const growth *how, sight *at, const int64_t
                 if (!(prob >= how->threshold && prob > 0)) break;
                 choices[count++] = (choice){prob, m * ranks + rank};
             }
-        qsort(choices, count, sizeof *choices, better);
+        qsort(choices, count, sizeof *choices, in_order_of_worth);
         memset(wanted, 0, sizeof wanted);
         for (int64_t c = 0; c < count && c < how->most_children; c++) wanted[choices[c].index] = choices[c].prob;
-        count = 0;
+        int64_t children = 0;
         for (int64_t k = 0; k < width * ranks; k++)
             if (wanted[k]) {
+                leaf *child = next + children++;
+                *child = leaves[k / ranks];
+                child->node = nodes, child->above = k / ranks;
+                if (k % ranks) child->off_best = 1;
                 tokens[nodes] = table[2 * width * ranks + k], parents[nodes] = leaves[k / ranks].node;
-                next[count] = leaves[k / ranks];
-                next[count].node = nodes, next[count].above = k / ranks;
-                if (k % ranks) next[count].off_best = 1;
-                probs[nodes++] = wanted[k], count++;
+                probs[nodes++] = wanted[k];
             }
         if (nodes > most) { /* the best of them, parents before children */
             for (int64_t m = 1; m < nodes; m++) choices[m - 1] = (choice){probs[m], m}, renumbered[m] = 0;
-            qsort(choices, nodes - 1, sizeof *choices, better);
+            qsort(choices, nodes - 1, sizeof *choices, in_order_of_worth);
             for (int64_t m = 0; m < most - 1; m++) renumbered[choices[m].index] = 1;
             renumbered[0] = 0;
             for (int64_t m = 1, kept = 1; m < nodes; m++)
@@ -121,7 +123,7 @@ int64_t grow(const recurrent *heads, const growth *how, sight *at, const int64_t
         } else
             for (int64_t m = 0; m < nodes; m++) renumbered[m] = m;
         width = 0;
-        for (int64_t m = 0; m < count; m++)
+        for (int64_t m = 0; m < children; m++)
             if (renumbered[next[m].node]) leaves[width] = next[m], leaves[width++].node = renumbered[next[m].node];
     }
     free(feedback);

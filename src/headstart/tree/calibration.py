@@ -121,11 +121,11 @@ class Calibration:
         ]
 
     @cached_property
-    def in_rows(self) -> tuple[array[float], array[float], array[float], array[int]]:
+    def flat(self) -> tuple[array[float], array[float], array[float], array[int]]:
         """As C reads it: knots and shares, one depth after the other, `best_child` of each depth, and where the knots
         of each depth begin, with the end.
 
-        >>> Calibration(((-2.0, 0.0), (-1.0,)), ((0.0, 0.8), (0.5,)), (0.7,)).in_rows[3].tolist()
+        >>> Calibration(((-2.0, 0.0), (-1.0,)), ((0.0, 0.8), (0.5,)), (0.7,)).flat[3].tolist()
         [0, 2, 3]
         """
         knots, shares = (array("d", chain.from_iterable(part)) for part in (self.log_probs, self.accepted))

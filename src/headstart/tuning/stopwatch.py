@@ -142,53 +142,49 @@ def draft_both_ms(
 
 @torch.inference_mode()
 def draft_ms(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing: Timing) -> Drafting:
-    """What drafts and commits take with a tree that grows as in decoding, to a node for each of `paths`, 16 at most.
+    """What drafts and commits take with a tree of up to 16 of the best nodes.
 
-    Trees of the first level alone and complete ones take turns. The target runs in between, as it does in decoding: its
-    weights push those of the heads out of the caches.
+    Trees cut after their first level and complete ones take turns. The target runs in between, as it does in decoding:
+    its weights push those of the heads out of the caches.
     """
-    shape = TreeShape.from_paths(list(paths)[:15] or [(0,)])
+    paths = list(paths)[:15] or [(0,)]
+    shapes = [TreeShape.from_paths([path for path in paths if len(path) == 1]), TreeShape.from_paths(paths)]
     prompt = _prompt(target, max(_FEWEST, min(timing.context, _READ_TOKENS)))
     cache = target.new_cache(1, len(prompt) + 1)
     states = target.prefill(cache, [prompt], heads.aux_layers).aux_hidden_states
     roots = TreeBatch.roots([1], target.device)
     last = {layer: state[:, -1:] for layer, state in states.items()}
-    drafter = HeadDrafter(heads, shape, "dynamic", max_nodes=shape.size)
-    whole = Request(shape.size, chain=target.chains_only)
-    of_one_level = replace(whole, level_threshold=inf)
+    drafters = [HeadDrafter(heads, shape) for shape in shapes]
     times: list[list[float]] = [[], []]
-    levels: list[int] = []
 
-    def timed(session: Any, request: Request = of_one_level) -> float:
+    def timed(drafter: HeadDrafter, session: Any) -> float:
         target.forward_tree(cache, roots).logits_BTV.sum().item()  # waits for the device, too
         start = perf_counter()
-        (tree,) = drafter.propose(session, roots, request)
+        drafter.propose(session, roots, Request(drafter.max_nodes))
         drafter.commit(session, Committed.of([roots.root_tokens], last, target.device))
-        spent = 1e3 * (perf_counter() - start)
-        levels.append(tree.levels or 1)
-        return spent
+        return 1e3 * (perf_counter() - start)
 
     # A session's first draft reads the prompt; what follows read a token each. On a GPU each text takes over the memory
     # and graphs of the one before, which is gone by then.
     begin = {layer: state[:, :_FEWEST] for layer, state in states.items()}
     texts = (prompt, states), (prompt[:_FEWEST], begin)
     whole_ms, begin_ms = (
-        _quartile([timed(drafter.prefill([text], of_text)) for _ in range(_ENOUGH + 1)][1:]) for text, of_text in texts
+        _quartile([timed(drafters[0], drafters[0].prefill([text], of_text)) for _ in range(_ENOUGH + 1)][1:])
+        for text, of_text in texts
     )
-    session = drafter.prefill([prompt], states)
-    timed(session)
-    levels.clear()
+    sessions = [drafter.prefill([prompt], states) for drafter in drafters]
+    for drafter, session in zip(drafters, sessions, strict=True):
+        timed(drafter, session)
     begun = perf_counter()
     for number in range(18):
         if _is_enough(number - 2, begun, timing.seconds):
             break
-        for request, spent in zip((of_one_level, whole), times, strict=True):
-            spent.append(timed(session, request))
-    first_ms, all_ms = (_quartile(spent[2:]) for spent in times)
-    deepest = max(levels)
-    level = max(0.0, all_ms - first_ms) / max(1, deepest - 1)
+        for drafter, session, spent in zip(drafters, sessions, times, strict=True):
+            spent.append(timed(drafter, session))
+    first, whole = (_quartile(spent[2:]) for spent in times)
+    level = max(0.0, whole - first) / max(1, shapes[1].depth - 1)
     read_ms = max(0.0, whole_ms - begin_ms) / max(1, len(prompt) - _FEWEST)
-    return Drafting(all_ms + level * (heads.draft_steps - deepest), level, read_ms)
+    return Drafting(whole + level * (heads.draft_steps - shapes[1].depth), level, read_ms)
 
 
 def _prompt(target: Target, length: int) -> list[int]:

@@ -50,6 +50,7 @@ from headstart.target import few_rows
 from headstart.target.cache import KeyMemory
 from headstart.target.frozen import FrozenModel
 from headstart.target.graphs import WIDTHS, power, slots_in_sight
+from headstart.tree.calibration import DEEPEST
 from headstart.tree.tree import Committed, Request, Tree
 
 _FEW_PENDING = 8
@@ -65,7 +66,7 @@ _WORTH_A_COPY = 0.9
 class RecurrentConfig(LayerConfig):
     """Settings of heads that feed their own state back."""
 
-    draft_steps: int = Field(5, ge=1, le=16, description="Drafts in a row, in training and in decoding.")
+    draft_steps: int = Field(5, ge=1, le=DEEPEST, description="Drafts in a row, in training and in decoding.")
 
 
 @dataclass
@@ -78,7 +79,8 @@ class RecurrentSession:
         tokens: the token after each of them but a row's last one: that is the root, known when drafting begins.
         drafted: whether their entries were computed (with the root) in this round.
         base: cache slot of each row's entry with the root: (state before the root, root).
-        feedback_BWE: what the nodes of the last level feed back.
+        feedback_BWE: what the nodes of the last level feed back. Where a whole tree is grown in one call, this and what
+            follows of levels stays as it was.
         memory: what graphs know, where drafts are captured.
         paths: of each row and node of the last level, the cache slots that it sees after the root's.
         nodes: how many the levels after the first have had in this round.
@@ -330,7 +332,9 @@ class RecurrentHead(GraphedHead):
         (pending, *others), levels = session.counts, min(self.draft_steps, request.max_nodes - 1)
         above_1PX, heads = session.seen_BPX.narrow(1, 0, pending), session.in_8_bits
         functions = few_rows.serves(above_1PX) if pending <= few_rows.ROWS else None
-        if others or levels < 1 or functions is None or heads is None or not heads.grows:
+        if others or functions is None or heads is None or not heads.grows:
+            return None
+        if not 1 <= levels <= DEEPEST or request.max_nodes > few_rows.MOST_NODES:
             return None
         if self.lm_bias_D is not None or self.finish is not None:
             return None
