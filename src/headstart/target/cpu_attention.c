@@ -1,7 +1,5 @@
 /* Attention of a few new tokens of each row over the slots that this row has in sight. */
 
-#include <stdlib.h>
-
 #include "panels.h"
 
 #define WIDE (2 * VECTORS) /* vectors of a value that are added together for few queries */
@@ -175,7 +173,8 @@ void attend(const number *queries, const int64_t *query_strides, const number *k
     {
         /* Keys that several parts of the queries meet one after the other are turned once. */
         int64_t apart = parts > 1 ? PANEL * size : 0, latest = -1;
-        float *x = malloc((MOST * (size + room) + (apart ? room : PANEL) * size) * sizeof *x);
+        int64_t bytes = (MOST * (size + room) + (apart ? room : PANEL) * size) * sizeof(float);
+        float *x = own_memory(0, bytes);
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < pairs * parts; task++) {
             int64_t row = task / parts / heads, head = task / parts % heads, part = task % parts;
@@ -197,7 +196,7 @@ void attend(const number *queries, const int64_t *query_strides, const number *k
             latest = task / parts;
             find(&of, count, x, masks, to);
         }
-        free(x);
+        leave(x, bytes);
     }
 }
 

@@ -3,7 +3,6 @@
    them unless a stride is given. */
 
 #include <omp.h>
-#include <stdlib.h>
 
 #include "panels.h"
 
@@ -94,8 +93,9 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
 static void multiply_parts(const map *of, const number *x, number *out, int64_t rows, int parts, const int64_t *firsts,
                            const int64_t *counts, int threads) {
     int64_t inputs = of->inputs, panels = 0, width = 0, stretches = (inputs + STRETCH - 1) / STRETCH;
-    int32_t *pairs = malloc(rows * (inputs / 2) * sizeof *pairs); /* stacks of threads are small */
-    float *scales = malloc(rows * stretches * sizeof *scales);
+    int64_t of_pairs = rows * (inputs / 2) * sizeof(int32_t), of_scales = rows * stretches * sizeof(float);
+    int32_t *pairs = own_memory(0, of_pairs);
+    float *scales = own_memory(1, of_scales);
     for (int64_t row = 0, count; row < rows; row += count) {
         count = rows - row < MOST ? rows - row : MOST;
         for (int64_t m = 0; m < count; m++)
@@ -123,8 +123,8 @@ static void multiply_parts(const map *of, const number *x, number *out, int64_t 
             OF_ROWS(count, MULTIPLY)
         }
     }
-    free(scales);
-    free(pairs);
+    leave(scales, of_scales);
+    leave(pairs, of_pairs);
 }
 
 void product(const map *of, const number *x, number *out, int64_t rows, int threads) {
@@ -214,7 +214,8 @@ static void attend_beside(int64_t own, const number *qkv, const sight *of, numbe
     int64_t width = (heads + 2 * key_heads + own) * size, fields = FURTHER + further;
     int64_t most_queries = groups > QUERIES ? groups : QUERIES, room = of->slots + further;
     float turned[size], scaling = 1 / __builtin_sqrtf(size);
-    float *all_scores = malloc(threads * most_queries * room * sizeof *all_scores);
+    int64_t of_scores = threads * most_queries * room * sizeof(float);
+    float *all_scores = own_memory(2, of_scores);
     for (int64_t m = 0; m < of->count; m++) {
         const int64_t *entry = entries + m * fields;
         int64_t place = entry[ROW] * of->row_stride + entry[SLOT] * size, angle = angle_of(of, entry);
@@ -275,7 +276,7 @@ static void attend_beside(int64_t own, const number *qkv, const sight *of, numbe
             }
         }
     }
-    free(all_scores);
+    leave(all_scores, of_scores);
 }
 
 void attend(const number *qkv, const sight *of, number *out, int threads) { attend_beside(0, qkv, of, out, threads); }
@@ -300,7 +301,8 @@ static void layer(const layer_weights *of, const number *read, const number *str
     int64_t firsts[] = {(at->heads - heads) * at->size, (at->heads + of->own) * at->size};
     int64_t counts[] = {heads * at->size, (key_heads + at->key_heads) * at->size}, width = counts[0] + counts[1];
     int64_t entries = at->count, rows = at->asks;
-    number *normed_input = malloc((entries * (inputs + width) + rows * (found + 2 * size + 3 * inner)) * sizeof *out);
+    int64_t bytes = (entries * (inputs + width) + rows * (found + 2 * size + 3 * inner)) * sizeof *out;
+    number *normed_input = own_memory(3, bytes);
     number *qkv = normed_input + entries * inputs, *mixed = qkv + entries * width, *middle = mixed + rows * found;
     number *normed = middle + rows * size, *both = normed + rows * size, *inside = both + 2 * rows * inner;
     if (of->input_norm) norm(read, of->input_norm, normed_input, entries, inputs, inputs, of->eps), read = normed_input;
@@ -326,7 +328,7 @@ static void layer(const layer_weights *of, const number *read, const number *str
         }
     product(&of->down, inside, out, rows, threads);
     for (int64_t i = 0; i < rows * size; i++) out[i] = rounded(read_number(middle[i]) + read_number(out[i]));
-    free(normed_input);
+    leave(normed_input, bytes);
 }
 
 /* Heads that feed their output back: layers, and a norm (NULL for none) before the LM head, which is fed back, too, or
@@ -348,7 +350,8 @@ int level(const recurrent *of, const number *read, const number *stream, const i
     int64_t size = of->lm_head.inputs, entries = at->count, rows = at[of->depth - 1].asks;
     for (int64_t m = 0; m < entries && tokens; m++)
         if (tokens[m] < 0 || tokens[m] >= of->vocabulary) return 0;
-    number *both = malloc((5 * entries + 2 * rows) * size * sizeof *both), *first = both + 2 * entries * size;
+    int64_t bytes = (5 * entries + 2 * rows) * size * sizeof(number);
+    number *both = own_memory(4, bytes), *first = both + 2 * entries * size;
     number *between = first + entries * size, *last = between + entries * size, *hidden = last + rows * size;
     if (tokens) {
         number *fused = hidden + rows * size;
@@ -370,7 +373,7 @@ int level(const recurrent *of, const number *read, const number *stream, const i
     if (of->norm) norm(last, of->norm, hidden, rows, size, size, of->eps);
     memcpy(feedback, of->norm && of->feeds_normed ? hidden : last, rows * size * sizeof *feedback);
     product(&of->lm_head, of->norm ? hidden : last, logits, rows, threads);
-    free(both);
+    leave(both, bytes);
     return 1;
 }
 
@@ -462,7 +465,8 @@ static found largest(const number *x, int64_t start, int64_t end) {
    lets it write (see prepacked.c): they are in its cache. */
 void highest(const number *x, int64_t *out, int64_t rows, int64_t size, int threads) {
     int64_t parts = size < threads ? size : threads;
-    found *of_parts = malloc(parts * rows * sizeof *of_parts);
+    int64_t bytes = parts * rows * sizeof(found);
+    found *of_parts = own_memory(5, bytes);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t part = 0; part < parts; part++)
         for (int64_t m = 0; m < rows; m++)
@@ -473,5 +477,5 @@ void highest(const number *x, int64_t *out, int64_t rows, int64_t size, int thre
             if (of_parts[part * rows + m].most > best.most) best = of_parts[part * rows + m];
         out[m] = best.at;
     }
-    free(of_parts);
+    leave(of_parts, bytes);
 }

@@ -58,8 +58,10 @@ int64_t grow(const recurrent *heads, const growth *how, sight *at, const int64_t
     leaf leaves[most], next[most];
     choice choices[most * (ranks + 1)];
     double wanted[most * ranks];
-    int32_t *table = malloc(3 * most * ranks * sizeof *table);
-    number *feedback = malloc(most * (heads->lm_head.inputs + heads->lm_head.outputs) * sizeof *feedback);
+    int64_t of_table = 3 * most * ranks * sizeof(int32_t);
+    int64_t of_levels = most * (heads->lm_head.inputs + heads->lm_head.outputs) * sizeof(number);
+    int32_t *table = own_memory(6, of_table);
+    number *feedback = own_memory(7, of_levels);
     number *logits = feedback + most * heads->lm_head.inputs;
     leaves[0] = (leaf){0};
     probs[0] = 1, parents[0] = -1;
@@ -126,7 +128,7 @@ int64_t grow(const recurrent *heads, const growth *how, sight *at, const int64_t
         for (int64_t m = 0; m < children; m++)
             if (renumbered[next[m].node]) leaves[width] = next[m], leaves[width++].node = renumbered[next[m].node];
     }
-    free(feedback);
-    free(table);
+    leave(feedback, of_levels);
+    leave(table, of_table);
     return nodes;
 }

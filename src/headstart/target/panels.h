@@ -3,6 +3,8 @@
 
    A number of the result is added up in the same order however many rows there are, so its bits are those of one row. */
 
+#include <stdlib.h>
+
 #include "numbers.h"
 
 #if defined(BFLOAT16) && defined(__AVX512BF16__)
@@ -114,6 +116,28 @@ typedef struct {
 #else
 #define STAYS 0
 #endif
+
+#define LASTS (1 << 20) /* bytes of what a thread keeps */
+
+/* Memory of a thread's own that lasts from call to call, by what it is for; more than LASTS is found anew, and goes with
+   `leave`. In a heap that training has left in pieces, looking for some KB at every product takes a third of a forward. */
+static inline void *own_memory(int use, int64_t bytes) {
+    static _Thread_local struct {
+        void *at;
+        int64_t bytes;
+    } kept[8];
+    int64_t whole = (bytes + LINE - 1) / LINE * LINE;
+    if (bytes > LASTS) return aligned_alloc(LINE, whole);
+    if (kept[use].bytes < whole) {
+        free(kept[use].at);
+        kept[use].at = aligned_alloc(LINE, whole), kept[use].bytes = whole;
+    }
+    return kept[use].at;
+}
+
+static inline void leave(void *memory, int64_t bytes) {
+    if (bytes > LASTS) free(memory);
+}
 
 static inline int64_t size_of_weight(int kept) { return kept == HALVES ? 2 : sizeof(number); }
 

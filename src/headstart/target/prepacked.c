@@ -1,8 +1,6 @@
 /* Products of a few rows with weights that lie as panels (see panels.h), one after the other. The outputs that the last
    one has too much are zeros. */
 
-#include <stdlib.h>
-
 #include "panels.h"
 #if defined(TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && STEP == 2 && !defined(EIGHT_BITS)
 #include "in_tiles.h"
@@ -66,13 +64,14 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
 /* Rows as `multiply` reads them, after their norm where there is one. */
 static void enter(const number *x, const number *norm, float eps, int64_t rows, int64_t inputs, float *out) {
     const number *each[TOGETHER];
-    number *normed = norm ? malloc(rows * inputs * sizeof *normed) : NULL;
+    int64_t bytes = rows * inputs * sizeof(number);
+    number *normed = norm ? own_memory(0, bytes) : NULL;
     for (int64_t m = 0; m < rows; m++) {
         each[m] = norm ? normed + m * inputs : x + m * inputs;
         if (norm) norm_row(x + m * inputs, norm, normed + m * inputs, inputs, eps);
     }
     read_rows(each, rows, inputs, out);
-    free(normed);
+    if (norm) leave(normed, bytes);
 }
 
 /* out [rows, outputs] of x [rows, inputs]; bias [outputs] or NULL. Before, rows get their RMS norm, [inputs], where that
@@ -92,8 +91,9 @@ void product(const number *x, const number *norm, float eps, const void *weights
     enter(x + START(group) * inputs, norm, eps, START(group + 1) - START(group), inputs, read + START(group) * step);
 #pragma omp parallel num_threads(threads)
     {
-        float *read = of_all ? of_all : aligned_alloc(LINE, room);
-        number *opened = opens ? aligned_alloc(LINE, (1 + gates) * PANEL * inputs * sizeof *opened) : NULL;
+        float *read = of_all ? of_all : own_memory(1, room);
+        int64_t of_opened = (1 + gates) * PANEL * inputs * sizeof(number);
+        number *opened = opens ? own_memory(2, of_opened) : NULL;
         if (of_all) {
 #pragma omp for schedule(static)
             for (int64_t group = 0; group < groups; group++) ENTER(group)
@@ -127,8 +127,8 @@ void product(const number *x, const number *norm, float eps, const void *weights
             }
         }
         end();
-        free(opened);
-        if (!of_all) free(read);
+        if (opens) leave(opened, of_opened);
+        if (!of_all) leave(read, room);
     }
     free(of_all);
 }
