@@ -1,46 +1,64 @@
 /* Attention of a few new tokens of each row over the slots that this row has in sight. */
 
 #include "panels.h"
+#if defined(TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && STEP == 2
+#include "tiles.h"
+#define LONGEST 512 /* numbers of a key */
+#define BY_TILES(size) ((size) % TILE == 0 && (size) <= LONGEST)
+#else
+#define BY_TILES(size) 0
+#endif
 
 #define WIDE (2 * VECTORS) /* vectors of a value that are added together for few queries */
 #define WORTH_THREADS 30000 /* numbers that are turned and kept */
+#define SLOTS_AHEAD 16 /* from the value that is read to what memory is asked for */
 #define LEAST 4 /* queries that are worth their own pass over the keys, where threads would have nothing to do */
 
-/* Keys of `count` slots, at most PANEL, as a panel of their `size` inputs; slots that it has too much are zeros. */
-static void to_panel(const number *keys, int64_t count, int64_t size, number *panel) {
+#if LANES == 16
+/* Sixteen vectors of sixteen floats, or pairs, turned: from rows to columns. */
+static inline __attribute__((always_inline)) void turn_vectors(__m512i x[16]) {
+    __m512i y[16];
+    for (int k = 0; k < 16; k += 2) {
+        y[k] = _mm512_unpacklo_epi32(x[k], x[k + 1]);
+        y[k + 1] = _mm512_unpackhi_epi32(x[k], x[k + 1]);
+    }
+    for (int k = 0; k < 16; k += 4)
+        for (int j = 0; j < 2; j++) {
+            x[k + 2 * j] = _mm512_unpacklo_epi64(y[k + j], y[k + 2 + j]);
+            x[k + 2 * j + 1] = _mm512_unpackhi_epi64(y[k + j], y[k + 2 + j]);
+        }
+    for (int k = 0; k < 16; k += 8)
+        for (int j = 0; j < 4; j++) {
+            y[k + j] = _mm512_shuffle_i32x4(x[k + j], x[k + 4 + j], 0x88);
+            y[k + 4 + j] = _mm512_shuffle_i32x4(x[k + j], x[k + 4 + j], 0xdd);
+        }
+    for (int j = 0; j < 8; j++) {
+        x[j] = _mm512_shuffle_i32x4(y[j], y[8 + j], 0x88);
+        x[8 + j] = _mm512_shuffle_i32x4(y[j], y[8 + j], 0xdd);
+    }
+}
+#endif
+
+/* Keys of `count` slots, at most PANEL, as a panel of their `size` inputs; slots that it has too much are zeros. What
+   comes next is asked for meanwhile. */
+static void to_panel(const number *keys, int64_t count, int64_t size, const number *next, number *panel) {
     int64_t done = 0;
 #if LANES == 16 && (STEP == 2 || !defined(BFLOAT16)) /* sixteen slots of sixteen floats, or pairs, at a time */
     for (int v = 0; v < VECTORS; v++)
         for (done = 0; done + 16 * STEP <= size; done += 16 * STEP) {
-            __m512i x[16], y[16];
-            for (int s = 0; s < 16; s++) __builtin_prefetch(keys + (PANEL + v * 16 + s) * size + done);
+            __m512i x[16];
+            for (int s = 0; s < 16; s++) __builtin_prefetch(next + (v * 16 + s) * size + done);
             for (int s = 0; s < 16; s++)
                 x[s] = v * 16 + s < count ? _mm512_loadu_si512(keys + (v * 16 + s) * size + done) : _mm512_setzero_si512();
-            for (int k = 0; k < 16; k += 2) {
-                y[k] = _mm512_unpacklo_epi32(x[k], x[k + 1]);
-                y[k + 1] = _mm512_unpackhi_epi32(x[k], x[k + 1]);
-            }
-            for (int k = 0; k < 16; k += 4)
-                for (int j = 0; j < 2; j++) {
-                    x[k + 2 * j] = _mm512_unpacklo_epi64(y[k + j], y[k + 2 + j]);
-                    x[k + 2 * j + 1] = _mm512_unpackhi_epi64(y[k + j], y[k + 2 + j]);
-                }
-            for (int k = 0; k < 16; k += 8)
-                for (int j = 0; j < 4; j++) {
-                    y[k + j] = _mm512_shuffle_i32x4(x[k + j], x[k + 4 + j], 0x88);
-                    y[k + 4 + j] = _mm512_shuffle_i32x4(x[k + j], x[k + 4 + j], 0xdd);
-                }
+            turn_vectors(x);
             number *to = panel + done * PANEL + v * 16 * STEP;
-            for (int j = 0; j < 8; j++) {
-                _mm512_storeu_si512(to + j * STEP * PANEL, _mm512_shuffle_i32x4(y[j], y[8 + j], 0x88));
-                _mm512_storeu_si512(to + (8 + j) * STEP * PANEL, _mm512_shuffle_i32x4(y[j], y[8 + j], 0xdd));
-            }
+            for (int j = 0; j < 16; j++) _mm512_storeu_si512(to + j * STEP * PANEL, x[j]);
         }
 #elif LANES == 8 && defined(__AVX2__) && !defined(BFLOAT16) /* eight slots of eight floats */
     for (int v = 0; v < VECTORS; v++)
         for (done = 0; done + 8 <= size; done += 8) {
             __m256 x[8], y[8];
-            for (int s = 0; s < 8; s++) __builtin_prefetch(keys + (PANEL + v * 8 + s) * size + done);
+            for (int s = 0; s < 8; s++) __builtin_prefetch(next + (v * 8 + s) * size + done);
             for (int s = 0; s < 8; s++)
                 x[s] = v * 8 + s < count ? _mm256_loadu_ps(keys + (v * 8 + s) * size + done) : _mm256_setzero_ps();
             for (int k = 0; k < 8; k += 2) {
@@ -66,6 +84,7 @@ static void to_panel(const number *keys, int64_t count, int64_t size, number *pa
 
 typedef struct {
     const number *keys, *values; /* of a row and head, slot after slot from the first that is seen */
+    const number *then;          /* keys that are read next */
     int64_t seen, size, out_size;
     float scaling, *scores; /* [MOST, room] */
     int64_t room;
@@ -82,6 +101,34 @@ static inline __attribute__((always_inline)) void score(const int queries, const
     for (int q = 0; q < queries; q++) memcpy(of->scores + q * of->room + slot, sums[q], sizeof sums[q]);
 }
 
+#ifdef LONGEST
+/* All scores of at most MOST queries: slots are rows of tiles as they lie, queries are columns. */
+static void score_by_tiles(const sight *of, int64_t count, const float *x) {
+    number last[OF_TILE * LONGEST];
+    float found[OF_TILE * OF_TILE] __attribute__((aligned(LINE)));
+    for (int64_t s = 0; s < of->seen; s += OF_TILE) {
+        const number *keys = of->keys + s * of->size;
+        const number *next = s + 2 * OF_TILE < of->seen ? keys + 2 * OF_TILE * of->size : of->values;
+        for (int64_t byte = 0; byte < OF_TILE * of->size * (int64_t)sizeof *next; byte += LINE)
+            __builtin_prefetch((const char *)next + byte);
+        if (of->seen - s < OF_TILE) keys = memcpy(last, keys, (of->seen - s) * of->size * sizeof *keys);
+        __asm__ volatile("" ::: "memory"); /* all that tiles read is written by now */
+        _tile_zero(0);
+        for (int64_t i = 0; i < of->size; i += TILE) {
+            _tile_loadd(4, keys + i, of->size * sizeof *keys);
+            _tile_loadd(6, x + i / STEP * count, count * sizeof *x); /* columns after the last query are whatever */
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, found, OF_TILE * sizeof *found);
+        __m512i rows[16];
+        for (int k = 0; k < 16; k++) rows[k] = _mm512_load_si512(found + k * OF_TILE);
+        turn_vectors(rows);
+        for (int q = 0; q < MOST; q++)
+            if (q < count) _mm512_storeu_si512(of->scores + q * of->room + s, rows[q]);
+    }
+}
+#endif
+
 /* Numbers of what queries find, from the `at`-th on: so many vectors. */
 static inline __attribute__((always_inline)) void mix(const int queries, const int vectors, const sight *of, int64_t at,
                                                       const float *total, number *const *out) {
@@ -89,31 +136,33 @@ static inline __attribute__((always_inline)) void mix(const int queries, const i
     for (int q = 0; q < queries; q++)
         for (int v = 0; v < vectors; v++) sums[q][v] = (lanes){0};
     for (int64_t s = 0; s < of->seen; s++) {
+        int64_t after = s + SLOTS_AHEAD - of->seen;
+        const number *next = after < 0 ? of->values + (s + SLOTS_AHEAD) * of->out_size + at : of->then + after * of->size;
+        for (int v = 0; v < vectors; v += LINE / (int)sizeof(number) / LANES) __builtin_prefetch(next + v * LANES);
         lanes value[WIDE];
-        for (int v = 0; v < vectors; v++) {
-            value[v] = widened(of->values + s * of->out_size + at + v * LANES);
-            __builtin_prefetch(of->values + (s + 16) * of->out_size + at + v * LANES);
-        }
+        for (int v = 0; v < vectors; v++) value[v] = widened(of->values + s * of->out_size + at + v * LANES);
         for (int q = 0; q < queries; q++) {
             lanes share = everywhere(of->scores[q * of->room + s]);
             for (int v = 0; v < vectors; v++) sums[q][v] += value[v] * share;
         }
     }
     for (int q = 0; q < queries; q++)
-        for (int v = 0; v < vectors; v++) {
-            lanes found = sums[q][v] / total[q];
-            for (int l = 0; l < LANES; l++) out[q][at + v * LANES + l] = rounded(found[l]);
-        }
+        for (int v = 0; v < vectors; v++) write_rounded(sums[q][v] / total[q], out[q] + at + v * LANES);
 }
 
 /* What `count` queries find, each with its mask (NULL for none), and where that goes; x are the queries side by side. */
 static void find(const sight *of, int64_t count, const float *x, const number *const *masks, number *const *out) {
-    for (int64_t s = 0; s < of->seen; s += PANEL) {
-        number *panel = of->panels + s / PANEL * of->apart;
-        if (!of->turned) to_panel(of->keys + s * of->size, of->seen - s, of->size, panel);
+#ifdef LONGEST
+    if (BY_TILES(of->size)) score_by_tiles(of, count, x);
+    else
+#endif
+        for (int64_t s = 0; s < of->seen; s += PANEL) {
+            number *panel = of->panels + s / PANEL * of->apart;
+            const number *next = s + PANEL < of->seen ? of->keys + (s + PANEL) * of->size : of->values;
+            if (!of->turned) to_panel(of->keys + s * of->size, of->seen - s, of->size, next, panel);
 #define SCORE(count) score(count, of, x, panel, s)
-        OF_ROWS(count, SCORE)
-    }
+            OF_ROWS(count, SCORE)
+        }
     int64_t padded = (of->seen + PANEL - 1) / PANEL * PANEL; /* no loop ends in single numbers, with other roundings */
     float total[MOST];
     for (int64_t q = 0; q < count; q++) {
@@ -172,14 +221,17 @@ void attend(const number *queries, const int64_t *query_strides, const number *k
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         /* Keys that several parts of the queries meet one after the other are turned once. */
-        int64_t apart = parts > 1 ? PANEL * size : 0, latest = -1;
+        int64_t apart = parts > 1 && !BY_TILES(size) ? PANEL * size : 0, latest = -1;
         int64_t bytes = (MOST * (size + room) + (apart ? room : PANEL) * size) * sizeof(float);
         float *x = own_memory(0, bytes);
+#ifdef LONGEST
+        if (BY_TILES(size)) begin(OF_TILE);
+#endif
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < pairs * parts; task++) {
             int64_t row = task / parts / heads, head = task / parts % heads, part = task % parts;
             int64_t start = all * part / parts, count = all * (part + 1) / parts - start;
-            int64_t begin = window && slots[row] > window ? slots[row] - window : first;
+            int64_t unseen = window && slots[row] > window ? slots[row] - window : first, after = (task + 1) / parts;
             const number *from[MOST], *masks[MOST];
             number *to[MOST];
             for (int64_t q = 0; q < count; q++) {
@@ -189,13 +241,17 @@ void attend(const number *queries, const int64_t *query_strides, const number *k
                 to[q] = out + ((row * tokens + token) * heads * groups + of_head) * out_size;
             }
             side_by_side(from, count, size, x);
-            sight of = {keys + row * key_strides[0] + head * key_strides[1] + begin * size,
-                        values + row * value_strides[0] + head * value_strides[1] + begin * out_size,
-                        slots[row] - begin, size, out_size, scaling, x + MOST * size, room,
+            sight of = {keys + row * key_strides[0] + head * key_strides[1] + unseen * size,
+                        values + row * value_strides[0] + head * value_strides[1] + unseen * out_size,
+                        keys + after / heads * key_strides[0] + after % heads * key_strides[1] + unseen * size,
+                        slots[row] - unseen, size, out_size, scaling, x + MOST * size, room,
                         (number *)(x + MOST * (size + room)), apart, task / parts == latest};
             latest = task / parts;
             find(&of, count, x, masks, to);
         }
+#ifdef LONGEST
+        if (BY_TILES(size)) end();
+#endif
         leave(x, bytes);
     }
 }

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.support.compiled import compiler, library
+from headstart.support.compiled import compiler, library, may_use_tiles
 
 SOURCE = Path(__file__).with_suffix(".c")
 _TOKENS = 256
@@ -136,7 +136,7 @@ def _reads(dtype: torch.dtype, device: torch.device) -> bool:
 @cache
 def _compiled(dtype: torch.dtype) -> Any:
     """The functions for numbers of a dtype, which say whether they use threads; None where they cannot be had."""
-    names = ["BFLOAT16"] if dtype == torch.bfloat16 else []
+    names = ["BFLOAT16", *(["TILES"] if may_use_tiles() else [])] if dtype == torch.bfloat16 else []
     with_threads = library(SOURCE, names, threads=True)
     functions: Any = with_threads or (library(SOURCE, names) if torch.get_num_threads() == 1 else None)
     if functions is None:

@@ -1,9 +1,8 @@
-/* Weights in bfloat16 as they are, multiplied by tiles: sixteen rows with sixteen outputs of two panels' vectors at once,
-   TILE inputs at a time, which takes hardly longer than for one row. Every number is added up in the same order however many
-   rows there are: first the even inputs of TILE and the odd ones, then both, then what came before. */
+/* Weights in bfloat16 as they are, multiplied by tiles: sixteen rows with both vectors of a panel at once. Every number is
+   added up in the same order however many rows there are. */
 
-#define TILE 32     /* inputs of a tile */
-#define OF_TILE 16  /* rows, or outputs, of a tile */
+#include "tiles.h"
+
 #define TOGETHER 32 /* rows that are multiplied together: two tiles */
 #define AHEAD 8192  /* bytes from what is multiplied to what memory is asked for, where weights are read once */
 #define FEW TOGETHER /* rows that every thread reads */
@@ -34,26 +33,8 @@ static inline void read_rows(const number *const *rows, int64_t count, int64_t i
             }
 }
 
-/* What a thread says before it multiplies so many rows at most, and after. */
-static inline void begin(int64_t rows) {
-    struct {
-        uint8_t palette, start, zeros[14];
-        uint16_t bytes[16];
-        uint8_t rows[16];
-    } shapes = {.palette = 1};
-    int64_t second = rows > OF_TILE ? rows - OF_TILE : 1;
-    for (int t = 0; t < 8; t++) {
-        shapes.bytes[t] = 64;
-        shapes.rows[t] = t > 5 ? TILE / 2 : t % 2 ? second : rows > OF_TILE ? OF_TILE : rows;
-    }
-    __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); /* GCC 12 takes the intrinsic to read eight bytes */
-}
-
-static inline void end(void) { _tile_release(); }
-
 int in_tiles(void) { return 1; }
 
-/* Tiles 0 and 2 are sums of the first rows, 1 and 3 of the others; 4 and 5 are their inputs, 6 and 7 weights. */
 static inline __attribute__((always_inline)) void add_up(const int rows, const int kept, const float *x,
                                                          const void *panel, int64_t inputs, ahead next,
                                                          lanes totals[TOGETHER][VECTORS]) {
@@ -72,8 +53,13 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
             if (rows > OF_TILE) __builtin_prefetch(next.from + byte, 0, 2); /* what lies nearer is rows and sums */
             else __builtin_prefetch(next.from + byte, 0, 3);
         next.from += TILE / STEP * next.each;
-        _tile_loadd(6, weights, from_to);
-        _tile_loadd(7, weights + 64, from_to);
+        if (rows > OF_TILE && next.each) { /* read once, and rows are to stay */
+            _tile_stream_loadd(6, weights, from_to);
+            _tile_stream_loadd(7, weights + 64, from_to);
+        } else {
+            _tile_loadd(6, weights, from_to);
+            _tile_loadd(7, weights + 64, from_to);
+        }
         weights += TILE * from_to / STEP;
         _tile_loadd(4, first, of_row);
         _tile_dpbf16ps(0, 4, 6);

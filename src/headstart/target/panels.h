@@ -66,6 +66,19 @@ static inline lanes widened(const number *from) {
 #endif
 }
 
+/* Floats as numbers, where those go. */
+static inline void write_rounded(lanes x, number *to) {
+#ifdef BFLOAT16
+    typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+    typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
+    bits of = (bits)x;
+    halves upper = __builtin_convertvector((of + 0x7fff + ((of >> 16) & 1)) >> 16, halves); /* as `rounded` does */
+    memcpy(to, &upper, sizeof upper);
+#else
+    memcpy(to, &x, sizeof x);
+#endif
+}
+
 /* How a panel has its weights. */
 #define WHOLE 0  /* as they are */
 #define HALVES 1 /* the upper halves of floats, whose lower ones are zeros */

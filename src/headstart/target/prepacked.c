@@ -33,8 +33,10 @@ typedef struct {
 } matrix;
 
 /* What memory is asked for while one of so many groups of rows is multiplied with a panel. A panel that is read more than
-   once is in the cache: each time a part of what comes after it is asked for. */
+   once is in the cache: each time a part of what comes after it is asked for, but for tiles, which meanwhile read as much
+   from caches as these can give. */
 static inline ahead asked(const char *panel, const matrix *of, int64_t group, int64_t groups) {
+    if (groups > 1 && in_tiles()) return (ahead){panel, 0};
     int64_t from = groups > 1 ? of->bytes + of->bytes * group / groups : AHEAD;
     return (ahead){panel + from, of->bytes / (of->inputs / STEP) / groups};
 }
@@ -49,16 +51,18 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
     lanes totals[TOGETHER][VECTORS];
     if (of->kept == HALVES && !opened) add_up(rows, HALVES, x, weights, of->inputs, next, totals);
     else add_up(rows, WHOLE, x, opened ? (const void *)opened : weights, of->inputs, next, totals);
-    for (int m = 0; m < rows; m++)
-        for (int v = 0; v < VECTORS; v++) {
-            int64_t first = panel * PANEL + v * LANES, count = of->outputs - first;
+    for (int v = 0; v < VECTORS; v++) {
+        int64_t first = panel * PANEL + v * LANES, count = of->outputs - first;
+        lanes bias = {0};
+        for (int64_t l = 0; of->bias && l < LANES && l < count; l++) bias[l] = read_number(of->bias[first + l]);
+        for (int m = 0; m < rows; m++) {
             number *to = out + m * stride + v * LANES;
-#define STORE(count)                                                                                                   \
-    for (int64_t l = 0; l < (count); l++)                                                                              \
-        to[l] = rounded(totals[m][v][l] + (of->bias ? read_number(of->bias[first + l]) : 0));
-            if (count >= LANES) STORE(LANES)
-            else STORE(count)
+            lanes total = totals[m][v] + bias;
+            if (count >= LANES) write_rounded(total, to);
+            else
+                for (int64_t l = 0; l < count; l++) to[l] = rounded(total[l]);
         }
+    }
 }
 
 /* Rows as `multiply` reads them, after their norm where there is one. */
