@@ -26,9 +26,9 @@ from headstart.target.memory import forget_most_resident, most_resident
 from headstart.target.model import Target
 from headstart.train.batches import subsampled
 from headstart.train.losses import LOSSES
-from headstart.train.machine import keep_freed_memory
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
+from headstart.train.tensor_memory import keeping_memory
 from headstart.tree.tree import TreeBatch
 
 _SUBSAMPLE_SEED = [0, 0, 0]
@@ -128,12 +128,12 @@ def _training(
         heads.zero_grad(set_to_none=True)
 
     if device.type == "cpu":
-        keep_freed_memory()
         before = forget_most_resident()
     else:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-    seconds = _seconds(learn, target)
+    with keeping_memory(device):
+        seconds = _seconds(learn, target)
     grown = (most_resident() if device.type == "cpu" else torch.cuda.max_memory_allocated(device)) - before
     moments = [state for optimizer in optimizers for state in optimizer.state.values()]
     grown -= sum(value.nbytes for state in moments for value in state.values() if isinstance(value, Tensor))

@@ -1,4 +1,4 @@
-"""C of ours, compiled by the machine's own compiler when it is first needed, and kept for later processes.
+"""C and C++ of ours, compiled by the machine's own compiler when it is first needed, and kept for later processes.
 
 Libraries lie under `$XDG_CACHE_HOME/headstart/compiled` (`~/.cache` when that is not set), named after what they were
 made from, how, and for which processor.
@@ -47,7 +47,7 @@ def compiler() -> list[str]:
 
 def library(source: Path, names: Sequence[str] = (), threads: bool = False) -> ctypes.CDLL | None:
     """What a source gives with these names defined; `threads` are those that torch itself has, GNU's. None where there
-    is no compiler, or no such threads, which clang has not; a compiler that fails is warned about."""
+    is no compiler, or no such threads, which clang has not."""
     program, runtime = compiler(), torch_threads() if threads else None
     if not program or (threads and (runtime is None or "clang" in os.path.realpath(shutil.which(program[0]) or ""))):
         return None
@@ -55,8 +55,25 @@ def library(source: Path, names: Sequence[str] = (), threads: bool = False) -> c
     compiling = [*program, *flags, *(f"-D{name}" for name in names), "-c", str(source)]
     linking = [*program, "-shared", *(_THREADED.split() if threads else [])]
     libraries = [*([str(runtime)] if runtime else []), "-lm"]
+    return _loaded(source, program, compiling, linking, libraries)
+
+
+def torch_library(source: Path) -> ctypes.CDLL | None:
+    """What a source in C++ gives that uses torch's own classes of tensors' memory; None where there is no compiler for
+    it, or torch has no headers with it."""
+    folder, program = Path(torch.__file__).parent, compiler()
+    if not program or not (folder / "include" / "c10").is_dir():
+        return None
+    compiling = [*program, "-x", "c++", "-std=c++20", "-O2", "-fPIC", f"-I{folder / 'include'}", "-c", str(source)]
+    return _loaded(source, program, compiling, [*program, "-shared"], [str(folder / "lib" / "libc10.so")])
+
+
+def _loaded(
+    source: Path, program: Sequence[str], compiling: Sequence[str], linking: Sequence[str], libraries: Sequence[str]
+) -> ctypes.CDLL | None:
+    """What these commands make of a source, or made before; a compiler that fails is warned about."""
     texts = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
-    how = repr([compiling, linking, libraries, _processor()])
+    how = repr([compiling, linking, libraries, torch.__version__, _processor()])
     key = hashlib.sha256(b"\0".join([how.encode(), *texts])).hexdigest()[:16]
     kept = _kept()
     file = kept / f"{source.stem}-{key}.so" if kept else None
@@ -77,7 +94,7 @@ def library(source: Path, names: Sequence[str] = (), threads: bool = False) -> c
             wrong = error
     said = shorten(str(getattr(wrong, "stderr", None) or wrong).strip().rpartition("\n")[2], 200)
     why = f"{shlex.join(program)} cannot compile {source.name}: torch's is slower ({said})."
-    warnings.warn(why, stacklevel=2)
+    warnings.warn(why, stacklevel=3)
     return None
 
 

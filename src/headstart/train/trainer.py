@@ -53,7 +53,7 @@ from headstart.train.checkpoint import TrainerState
 from headstart.train.checks import check_training
 from headstart.train.joint import Drift, Joint
 from headstart.train.losses import LOSSES
-from headstart.train.machine import Interrupt, keep_freed_memory
+from headstart.train.machine import Interrupt
 from headstart.train.optimizers import learning_rate_now, make_optimizers
 from headstart.train.processes import (
     describe_processes,
@@ -65,6 +65,7 @@ from headstart.train.processes import (
 )
 from headstart.train.starting_heads import build_heads, check_store
 from headstart.train.summing import Teacher, weighted
+from headstart.train.tensor_memory import keeping_memory
 from headstart.train.tracking import finish_trackers, memory, start_tracker
 from headstart.train.training_log import Display, Log, not_finite
 from headstart.train.validation import Tally, Validation, chosen_tokens, draftable_share
@@ -106,9 +107,8 @@ def train(
         accelerator = make_accelerator(recipe, target, folder)
         log = Log(console, folder) if accelerator.is_main_process else Log(None, None)
         try:
-            if target.device.type == "cpu":
-                keep_freed_memory()
-            return _Trainer(recipe, target, (train_store, valid_store), log, accelerator, joint).train()
+            with keeping_memory(target.device):
+                return _Trainer(recipe, target, (train_store, valid_store), log, accelerator, joint).train()
         finally:
             if joint is not None:
                 joint.release()

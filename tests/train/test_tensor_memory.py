@@ -1,0 +1,90 @@
+"""Memory of tensors that waits for the next ones: used again, never twice at once, and let go of."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from headstart.support.compiled import compiler
+from headstart.train import tensor_memory
+from headstart.train.tensor_memory import keeping_memory
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(
+    not compiler() or tensor_memory._keeper() is None, reason="no compiler for C++, or another C library than glibc"
+)
+
+
+def test_a_tensor_gets_the_memory_of_one_of_its_size() -> None:
+    with keeping_memory(CPU):
+        for numbers in (1, 15, 16, 17, 250, 4097, 1_000_003):
+            freed = torch.empty(numbers)
+            place = freed.data_ptr()
+            assert place % 64 == 0
+            del freed
+            again = torch.empty(numbers)
+            assert again.data_ptr() == place
+            other = torch.empty(numbers)
+            assert other.data_ptr() != place, "that one is taken"
+
+
+def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_memory, "free_bytes", lambda device: 50_000 / tensor_memory._SHARE)
+    keeper = tensor_memory._keeper()
+    with keeping_memory(CPU):
+        assert keeper.keep(50_000) == 0
+        sizes = 10_000, 20_000, 30_000  # blocks of 10,240, 20,480 and 30,720
+        tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        for kept in (30_720, 30_720, 40_960):
+            del tensors[-1]  # the second finds no room
+            assert keeper.keep(50_000) == kept
+        large = torch.empty(30_000, dtype=torch.uint8)
+        assert keeper.keep(50_000) == 10_240
+        del large
+    assert keeper.keep(0) == 0
+
+
+def test_numbers_are_nobody_elses() -> None:
+    """Tensors of many sizes that come and go in several threads keep what was written to them."""
+
+    def work(seed: int) -> bool:
+        generator = torch.Generator().manual_seed(seed)
+        held: list[tuple[torch.Tensor, int]] = []
+        for step in range(600):
+            size = int(2 ** (16 * torch.rand((), generator=generator).item()))
+            held.append((torch.full((size,), seed * 1000 + step), seed * 1000 + step))
+            if len(held) > 40:
+                tensor, number = held.pop(int(torch.randint(len(held), (), generator=generator)))
+                if not bool((tensor == number).all()):
+                    return False
+        return all(bool((tensor == number).all()) for tensor, number in held)
+
+    with keeping_memory(CPU), ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+def test_tensors_live_across_its_borders() -> None:
+    older = torch.arange(1000)
+    with keeping_memory(CPU):
+        inside = torch.arange(1000) * 2
+        del older
+        empty = torch.empty(0)
+        grown = torch.empty(3).resize_(5000).fill_(7)
+    assert inside.sum() == 999_000 and empty.numel() == 0 and bool((grown == 7).all())
+    del inside, grown
+    after = torch.arange(1000)
+    with keeping_memory(CPU):
+        assert after.sum() == 499_500
+
+
+def test_a_tensor_that_is_too_large_is_torchs_own_error() -> None:
+    with keeping_memory(CPU), pytest.raises(RuntimeError, match="memory"):
+        torch.empty(1 << 60, dtype=torch.uint8)
+
+
+def test_elsewhere_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_memory, "_keeper", lambda: pytest.fail("not on a GPU"))
+    with keeping_memory(torch.device("cuda")):
+        assert torch.ones(3).sum() == 3
