@@ -37,12 +37,12 @@ def test_no_more_is_kept_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch)
         assert keeper.keep(50_000) == 0
         sizes = 10_000, 20_000, 30_000  # blocks of 10,240, 20,480 and 30,720
         tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
-        for kept in (30_720, 30_720, 40_960):
-            del tensors[-1]  # the second finds no room
+        for kept in (30_720, 20_480, 30_720):
+            del tensors[-1]  # there is no room for the second beside the first
             assert keeper.keep(50_000) == kept
-        large = torch.empty(30_000, dtype=torch.uint8)
-        assert keeper.keep(50_000) == 10_240
-        del large
+        large = torch.empty(60_000, dtype=torch.uint8)
+        del large  # nor for this one at all
+        assert keeper.keep(50_000) == 0
     assert keeper.keep(0) == 0
 
 
@@ -80,8 +80,9 @@ def test_tensors_live_across_its_borders() -> None:
 
 
 def test_a_tensor_that_is_too_large_is_torchs_own_error() -> None:
-    with keeping_memory(CPU), pytest.raises(RuntimeError, match="memory"):
-        torch.empty(1 << 60, dtype=torch.uint8)
+    for size in (1 << 60, -1, -100):
+        with keeping_memory(CPU), pytest.raises(RuntimeError, match=r"memory|negative|nbytes"):
+            torch.UntypedStorage(size)
 
 
 def test_elsewhere_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 
 #include "tiles.h"
 
+#define IN_TILES 1
 #define TOGETHER 32 /* rows that are multiplied together: two tiles */
 #define AHEAD 8192  /* bytes from what is multiplied to what memory is asked for, where weights are read once */
 #define FEW TOGETHER /* rows that every thread reads */
@@ -32,8 +33,6 @@ static inline void read_rows(const number *const *rows, int64_t count, int64_t i
                 } else memcpy(to, from, TILE * sizeof *to); /* of a size that is known: no call */
             }
 }
-
-int in_tiles(void) { return 1; }
 
 static inline __attribute__((always_inline)) void add_up(const int rows, const int kept, const float *x,
                                                          const void *panel, int64_t inputs, ahead next,

@@ -5,6 +5,7 @@
 #if defined(TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && STEP == 2 && !defined(EIGHT_BITS)
 #include "in_tiles.h"
 #else
+#define IN_TILES 0
 #define TOGETHER MOST /* rows that are multiplied together */
 #define OF_GROUP OF_ROWS
 #define AHEAD 1024    /* bytes from what is multiplied to what memory is asked for, where weights are read once */
@@ -13,15 +14,15 @@
 static inline void begin(int64_t rows) {}
 static inline void end(void) {}
 
-/* Whether rows are multiplied by tiles. */
-int in_tiles(void) { return 0; }
-
 #ifdef EIGHT_BITS
 #include "in_8_bits.h"
 #else
 #include "in_full.h"
 #endif
 #endif
+
+/* Whether rows are multiplied by tiles. */
+int in_tiles(void) { return IN_TILES; }
 
 #define HEADER LINE /* bytes before the first panel, of which the first says how weights are kept */
 
@@ -36,7 +37,7 @@ typedef struct {
    once is in the cache: each time a part of what comes after it is asked for, but for tiles, which meanwhile read as much
    from caches as these can give. */
 static inline ahead asked(const char *panel, const matrix *of, int64_t group, int64_t groups) {
-    if (groups > 1 && in_tiles()) return (ahead){panel, 0};
+    if (groups > 1 && IN_TILES) return (ahead){panel, 0};
     int64_t from = groups > 1 ? of->bytes + of->bytes * group / groups : AHEAD;
     return (ahead){panel + from, of->bytes / (of->inputs / STEP) / groups};
 }
@@ -57,7 +58,9 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
         for (int64_t l = 0; of->bias && l < LANES && l < count; l++) bias[l] = read_number(of->bias[first + l]);
         for (int m = 0; m < rows; m++) {
             number *to = out + m * stride + v * LANES;
-            lanes total = totals[m][v] + bias;
+            lanes total = totals[m][v];
+            IN_REGISTER(total); /* a product is rounded before the bias, always */
+            total += bias;
             if (count >= LANES) write_rounded(total, to);
             else
                 for (int64_t l = 0; l < count; l++) to[l] = rounded(total[l]);

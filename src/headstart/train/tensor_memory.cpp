@@ -1,21 +1,23 @@
 /* Memory of tensors on a CPU, kept for the next ones of about the same size. */
 
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/impl/alloc_cpu.h>
 
 #include <cstdint>
 #include <cstdlib>
 #include <mutex>
+
+#include <pthread.h>
 
 namespace {
 
 constexpr size_t LINE = 64;       /* bytes; as torch aligns tensors */
 constexpr size_t STEPS = 8;       /* sizes between a power of two and the next: blocks are an eighth too large at most */
 constexpr size_t SIZES = 64 * STEPS;
+constexpr size_t MOST = PTRDIFF_MAX / 2; /* bytes; torch has an error for more */
 
 /* Lies in the line before a tensor's numbers. */
 struct block {
-    uintptr_t mark; /* that it is one of ours */
+    volatile uintptr_t mark; /* that it is one of ours; also when nobody seems to read it any more */
     block *next;
     size_t size; /* which of the sizes */
 };
@@ -23,6 +25,7 @@ struct block {
 std::mutex lock;
 block *kept[SIZES];
 size_t kept_bytes, most_bytes; /* nothing is kept where that is 0 */
+c10::Allocator *before;        /* torch's own */
 
 size_t size_of(size_t bytes) {
     size_t lines = (bytes + LINE - 1) / LINE;
@@ -61,17 +64,20 @@ block *find(size_t size) {
         let_go();
         one = static_cast<block *>(std::aligned_alloc(LINE, bytes));
     }
-    if (one) *one = {mark_of(one), nullptr, size};
+    if (!one) return nullptr;
+    one->mark = mark_of(one);
+    one->size = size;
     return one;
 }
 
 void give_back(void *numbers) {
     if (!numbers) return;
     block *one = reinterpret_cast<block *>(static_cast<char *>(numbers) - LINE);
-    if (one->mark != mark_of(one)) return c10::free_cpu(numbers); /* older than this */
+    if (one->mark != mark_of(one)) return before->raw_deleter()(numbers); /* older than this */
     std::lock_guard<std::mutex> held(lock);
     size_t bytes = bytes_of(one->size);
-    if (kept_bytes + bytes > most_bytes) {
+    if (kept_bytes + bytes > most_bytes) let_go(); /* sizes that nobody asks for any more, too */
+    if (bytes > most_bytes) {
         one->mark = 0;
         std::free(one);
         return;
@@ -82,11 +88,9 @@ void give_back(void *numbers) {
 }
 
 struct Keeping final : c10::Allocator {
-    c10::Allocator *before = c10::GetCPUAllocator();
-
     c10::DataPtr allocate(size_t bytes) override {
         char *numbers = nullptr;
-        if (bytes) {
+        if (bytes && bytes <= MOST) {
             std::lock_guard<std::mutex> held(lock);
             if (block *one = find(size_of(bytes))) numbers = reinterpret_cast<char *>(one) + LINE;
         }
@@ -103,12 +107,12 @@ struct Keeping final : c10::Allocator {
 
 /* Keep so many bytes at most from now on; with 0 let go of all. Returns how many wait. */
 extern "C" size_t keep(size_t bytes) {
-    static bool ours;
-    if (!ours && bytes) {
-        c10::SetCPUAllocator(new Keeping, 0);
-        ours = true;
-    }
     std::lock_guard<std::mutex> held(lock);
+    if (!before && bytes) {
+        pthread_atfork([] { lock.lock(); }, [] { lock.unlock(); }, [] { lock.unlock(); });
+        before = c10::GetCPUAllocator();
+        c10::SetCPUAllocator(new Keeping, 0);
+    }
     most_bytes = bytes;
     if (!bytes) let_go();
     return kept_bytes;

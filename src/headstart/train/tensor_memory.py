@@ -20,17 +20,18 @@ import torch
 from headstart.support.compiled import torch_library
 from headstart.target.memory import free_bytes
 from headstart.train.machine import keep_freed_memory
+from headstart.train.processes import count_processes
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 _SHARE = 0.25
-"""Of free memory, what may wait for its next tensor."""
+"""Of free memory, what may wait for its next tensor, in all processes together."""
 
 
 @contextmanager
 def keeping_memory(device: torch.device) -> Iterator[None]:
     """A context in which memory of freed tensors on a CPU waits for the next ones; it is let go of afterwards. On
-    another device this does nothing, and with another C library than glibc, or without a compiler for C++, memory is
-    found as usual."""
+    another device this does nothing, and with another C library than glibc, or a compiler that makes nothing of
+    it, memory is found as usual. Not to be nested."""
     if device.type != "cpu":
         yield
         return
@@ -39,7 +40,7 @@ def keeping_memory(device: torch.device) -> Iterator[None]:
     if keeper is None:
         yield
         return
-    keeper.keep(int(_SHARE * free_bytes(device)))
+    keeper.keep(int(_SHARE * free_bytes(device) / count_processes()))
     try:
         yield
     finally:
