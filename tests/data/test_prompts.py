@@ -12,7 +12,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from headstart.data.prompts.loading import PLAIN, deduplicate
+from headstart.data.prompts.loading import PLAIN
 from headstart.data.prompts.questions import Question, read_questions
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.prompts.sources import Origin, find_origin
@@ -197,7 +197,7 @@ def test_a_record_that_makes_no_prompt_is_left_out_and_counted(
     path = write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "fine as well"})
     found = load(path, "train")
     assert [prompt.turns for prompt in found.prompts] == [["fine"], ["fine as well"]]
-    assert found.left_out.notice == f"Left out: {reason}."
+    assert found.left_out.notice.startswith(f"Left out: {reason}.")
     with pytest.raises(UserError, match=rf"No usable prompt in .*: 1 read, {re.escape(reason)} .the first: line 1."):
         load(write(tmp_path / "p.jsonl", row), "train")
 
@@ -206,7 +206,11 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path: Path) -> None:
     tool = {"messages": [user("a"), {"role": "tool", "content": "b"}]}
     path = write(tmp_path / "p.jsonl", tool, {"prompt": "a"}, tool, {"prompt": "A."}, {"prompt": "a" * 99}, tool)
     found = load(path, "train", tiny_tokenizer(), max_prompt_tokens=40)
-    assert found.left_out.notice == "Left out: 3 with a message of the role 'tool', 1 repeated, 1 over 40 tokens."
+    assert found.left_out.notice == (
+        "Left out: 3 with a message of the role 'tool', 1 repeated, 1 over 40 tokens. To keep them: name speakers "
+        "system, user, assistant or tool, or set data.regenerate=true; let them differ in system message, tools or "
+        "turns; raise data.max_prompt_tokens."
+    )
     assert len(found.prompts) == 1
 
 
@@ -216,7 +220,7 @@ def test_what_the_chat_template_refuses_is_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", system, {"prompt": "b"})
     found = load(path, "train", tiny_tokenizer(template), max_prompt_tokens=40)
     assert [prompt.turns for prompt in found.prompts] == [["b"]]
-    assert found.left_out.notice == "Left out: 1 that the chat template refuses."
+    assert found.left_out.notice.startswith("Left out: 1 that the chat template refuses. To keep them: start with")
 
 
 def test_prompts_are_drawn_from_the_whole_file_and_more_of_them_go_on_in_the_same_order(tmp_path: Path) -> None:
@@ -269,12 +273,19 @@ def test_duplicates_and_limit(tmp_path: Path) -> None:
     kept = ["What is 2 + 2?", "What is 2 - 2?", "!?", "??", "Hello", "Bye"]
     assert [prompt.turns[0] for prompt in load(path, "train").prompts] == kept
     assert [prompt.turns[0] for prompt in load(path, "train", limit=2).prompts] == kept[:2]
-    assert deduplicate([Prompt([user(text)]) for text in texts]) == [Prompt([user(text)]) for text in kept]
 
 
-def test_a_shared_system_message_makes_no_duplicates() -> None:
-    system = {"role": "system", "content": "s"}
-    assert len(deduplicate([Prompt([system, user("a")]), Prompt([system, user("b")])])) == 2
+def test_a_prompt_is_repeated_only_where_all_that_is_rendered_of_it_is(tmp_path: Path) -> None:
+    """System message, tools, every turn; answers only where they are kept."""
+    documents = [{"messages": [{"role": "system", "content": f"d{i}"}, user("Summarise.")]} for i in range(9)]
+    tools = [{"prompt": "Call.", "tools": [{"name": f"f{i}"}]} for i in range(9)]
+    later = [{"turns": ["Hello", f"then {i}"]} for i in range(9)]
+    answers = [{"messages": [user("Why?"), assistant(f"b{i}")]} for i in range(9)]
+    path = write(tmp_path / "p.jsonl", *documents, *tools, *later, *answers, *documents)
+    found = load(path, "train")
+    assert (len(found.prompts), found.left_out.counts) == (28, {"repeated": 17})
+    kept = load(path, "train", regenerate=False)
+    assert (len(kept.prompts), kept.left_out.counts) == (36, {"repeated": 9})
 
 
 def test_long_prompts_are_left_out(tmp_path: Path) -> None:

@@ -25,8 +25,7 @@ from headstart.data.conversations.building import _Writing, build_conversations
 from headstart.data.conversations.depends_on import identity
 from headstart.data.conversations.jobs import JOBS, Board
 from headstart.data.conversations.part_writer import PART, PartWriter
-from headstart.data.conversations.parts import Part
-from headstart.data.conversations.records import Conversation
+from headstart.data.conversations.parts import Written
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers
 from headstart.data.writing.writer import Continuation
@@ -39,6 +38,7 @@ from headstart.recipes.sections import DataSection
 from headstart.servers import client
 from headstart.servers.client import Stopped
 from headstart.target.model import Target
+from tests.data.loading import everything, of_part
 from tests.test_pipeline import tiny_recipe
 
 ENDS = frozenset({2})
@@ -586,7 +586,7 @@ class TestConversations:
         here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
         fakes = [serve(truth, kind=kind, faults=["drop", 503, "cut"]), serve(truth, kind=kind)]
         section = self.section(tmp_path, server=",".join(fake.url for fake in fakes), server_requests=3)
-        assert build_conversations(tiny_target, section, tmp_path / "there") == here
+        assert everything(build_conversations(tiny_target, section, tmp_path / "there")) == everything(here)
         assert sum(len(fake.bodies) for fake in fakes) >= 8
 
     def test_an_interrupted_run_does_not_ask_again_for_what_is_there(
@@ -606,20 +606,20 @@ class TestConversations:
         with pytest.raises(UserError, match="goes on from there"):
             build_conversations(tiny_target, section, tmp_path / "cut")
         parts = list((tmp_path / "cut" / "parts").glob("*.jsonl"))
-        answered = sum(any(item.supervised) for part in parts for item in Part.read(part).conversations)
+        answered = sum(any(item.supervised) for part in parts for item in of_part(part))
         assert 0 < answered < 8
         before = len(fake.bodies)
-        assert build_conversations(tiny_target, section, tmp_path / "cut") == splits
+        assert everything(build_conversations(tiny_target, section, tmp_path / "cut")) == everything(splits)
         prompts = [tuple(body["prompt"]) for body in fake.bodies]
         first, again = prompts[:before], prompts[before:]
         finished = {
             tuple(item.tokens[: item.supervised.index(True)])
             for part in parts
-            for item in Part.read(part).conversations
+            for item in of_part(part)
             if any(item.supervised)
         }
         assert finished <= set(first) and not finished & set(again)
-        assert build_conversations(tiny_target, section, tmp_path / "cut") == splits
+        assert everything(build_conversations(tiny_target, section, tmp_path / "cut")) == everything(splits)
         assert len(fake.bodies) == len(prompts), "all is there"
 
     def test_they_end_where_the_context_of_the_server_does(
@@ -654,7 +654,7 @@ class TestConversations:
         whole = build_conversations(tiny_target, section, tmp_path / "whole")
         short = next(item for item in whole.train if len(item.supervised_spans) == 1)
         long = next(item for item in whole.train if len(item.supervised_spans) == 2)
-        refused = [item.tokens[: item.supervised_spans[-1][0]] for item in (short, long)]
+        refused = [list(item.tokens[: item.supervised_spans[-1][0]]) for item in (short, long)]
         fake, told = serve(brief), StringIO()
         asked_for = fake.completion
 
@@ -675,7 +675,7 @@ class TestConversations:
         self, tiny_target: Target, serve: Callable[..., Fake], truth: Answer, tmp_path: Path
     ) -> None:
         here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
-        slow = here.train[0].tokens[: here.train[0].supervised_spans[0][0]]
+        slow = list(here.train[0].tokens[: here.train[0].supervised_spans[0][0]])
         others, in_time = threading.Event(), list[bool]()
 
         def answer(prompt: list[int], most: int) -> list[int]:
@@ -686,7 +686,8 @@ class TestConversations:
             return truth(prompt, most)
 
         fake = serve(answer)
-        assert build_conversations(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there") == here
+        there = build_conversations(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there")
+        assert everything(there) == everything(here)
         assert in_time == [True], "the next part is asked for meanwhile"
 
     def test_no_part_counts_again_what_is_kept(
@@ -694,10 +695,10 @@ class TestConversations:
     ) -> None:
         """With a million conversations there are thousands of parts."""
 
-        class Counted(list[Conversation]):
+        class Counted(list[Written]):
             looked_at = 0
 
-            def __iter__(self) -> Iterator[Conversation]:
+            def __iter__(self) -> Iterator[Written]:
                 self.looked_at += len(self)
                 return super().__iter__()
 
