@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import socket
 import subprocess
 import sys
@@ -56,6 +57,7 @@ class Fake:
         answer: tokens that continue a prompt.
         kind: of server.
         window: that it says it has, and keeps to.
+        slots: requests that llama-server says it decodes at once.
         key: without which it answers 401.
         faults: left to make; with `always`, the first for ever.
         extra: put into every completion.
@@ -67,6 +69,7 @@ class Fake:
     answer: Answer
     kind: str = "vllm"
     window: int | None = None
+    slots: int | None = None
     key: str = ""
     faults: list[Any] = field(default_factory=list)
     always: bool = False
@@ -90,7 +93,7 @@ class Fake:
         window = {"max_model_len": self.window} if self.kind == "vllm" else {}
         pages = {"/v1/models": {"data": [{"id": "fake", "owned_by": owner, **window}]}}
         if self.kind == "llama.cpp":
-            pages["/props"] = {"default_generation_settings": {"n_ctx": self.window}}
+            pages["/props"] = {"default_generation_settings": {"n_ctx": self.window}, "total_slots": self.slots}
         return pages.get(path)
 
     def completion(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -414,6 +417,28 @@ def test_requests_are_as_many_as_the_servers_ask_for() -> None:
     assert client.Pool([NOWHERE], None, "").requests == client.REQUESTS
     assert client.Pool([NOWHERE] * 8, None, "").requests == 8 * client.REQUESTS
     assert client.Pool([NOWHERE] * 8, 3, "").requests == 3
+
+
+def test_an_address_that_stands_for_many_gpus_keeps_them_busy(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    def requests(number: int | None = None, **fake: Any) -> int:
+        servers = Servers([serve(counting, **fake).url, NOWHERE], tiny_target, number)
+        assert servers.batches(64) == 1 + -(-2 * servers.requests // 64)
+        return servers.requests
+
+    assert requests() >= 2 * 8 * 64, "vLLM with --data-parallel-size 8"
+    assert requests(kind="llama.cpp", slots=3) == 2 * 2 * 3 and requests(kind="llama.cpp") == requests()
+    assert requests(5) == requests(5, kind="llama.cpp", slots=3) == 5
+
+
+def test_connections_raise_the_soft_limit_of_open_files(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        rows = [[5, 6, 7 + number] for number in range(20)]
+        assert len(asked(Servers([serve(counting).url], tiny_target, 400), rows)) == 20
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 512)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 PROCESS = """

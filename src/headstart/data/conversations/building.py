@@ -112,6 +112,8 @@ def build_conversations(
                     min(wanted, round(done + len(kept[split]) * (1 / writing.spent - 1))) if writing.spent else wanted
                 )
                 note = f"{rate:.0f} answer tokens/s" if rate else ""
+                if new and writer.requests:
+                    note = f"{note}, {writer.requests} requests at a time"
                 bar.update(done, max(done, total), note=note)
     asked = max(asked, writing.prompts.reached)
     if not kept["train"]:

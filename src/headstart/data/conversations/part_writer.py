@@ -46,6 +46,11 @@ class PartWriter:
         """Of what is trained on; made once there is anything to write."""
         return InProcess(self.target.in_int8()) if self.settings.in_int8 else self._writer
 
+    @property
+    def requests(self) -> int | None:
+        """Concurrent requests to servers; None where the target writes in this process."""
+        return self._writer.requests if isinstance(self._writer, Servers) else None
+
     def workers(self, count: int) -> Workers:
         size = self.settings.batch_size
         return Workers(self.target.device, -(-count // size), self._writer.batches(size))
