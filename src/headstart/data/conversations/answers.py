@@ -85,9 +85,11 @@ class Answers:
         longest, window, end = self._settings.max_prompt_tokens, self._target.max_length, 0
         tokens, supervised = encode(prompt.messages, with_tools(self._target.tokenizer, prompt.tools))
         spans = spans_of(supervised)
+        if rewritten := sum(message["role"] == "assistant" for message in prompt.messages) - len(spans):
+            left_out.add("earlier answers that the chat template rewrites", prompt.id, rewritten)
         for number, (start, stop) in enumerate(spans):
             cut = ""
-            if start - end > longest:
+            if start - end > longest and not rewritten:
                 cut = f"over {longest} tokens"
             elif start >= window:
                 cut = f"that a context of {window} tokens does not hold"
@@ -128,7 +130,7 @@ class Answers:
             if number in continuation.refused:
                 row.refuse(continuation.refused[number])
                 continue
-            row.answer(answer, target.end_tokens)
+            row.answer(answer, target)
             row.states = states.get(number, {})
         return True
 
@@ -197,23 +199,23 @@ class _Running:
         return False
 
     def _rendered(self, turn: list[Message]) -> list[int]:
-        """Tokens that these messages add; `Unfit` if the template refuses them or rewrites earlier turns."""
+        """Tokens that these messages add; `Unfit` if the template refuses them or rewrites earlier answers."""
         tokenizer = self._tokenizer
         if not self.tokens:
             return prompt_tokens(turn, tokenizer)
         before = render(self.messages, tokenizer, answer=False)
         after = render([*self.messages, *turn], tokenizer, answer=True)
-        if not after.startswith(before):
-            reason = "before which the chat template rewrites earlier ones"
-            raise Unfit("The chat template rewrites earlier turns.", "Give single turns.", reason)
-        return added_tokens(before, after, self.tokens[-1], tokenizer)
+        if after.startswith(before):
+            return added_tokens(before, after, self.tokens[-1], tokenizer)
+        reason = "at which the chat template rewrites the answers before them"
+        raise Unfit("The chat template rewrites earlier answers.", "Give single turns.", reason)
 
-    def answer(self, tokens: list[int], ends: frozenset[int]) -> None:
+    def answer(self, tokens: list[int], target: Target) -> None:
         """Append the target's answer; an answer without an end token ends the conversation."""
         self.tokens = [*self.tokens, *tokens]
         self.supervised = [*self.supervised, *[True] * len(tokens)]
-        self.messages.append({"role": "assistant", "content": self._tokenizer.decode(tokens, skip_special_tokens=True)})
-        if tokens[-1] not in ends:
+        self.messages.append({"role": "assistant", "content": target.text_of(tokens)})
+        if tokens[-1] not in target.end_tokens:
             self.is_clipped = True
             self._end(f"after an answer over {len(tokens)} tokens")
 
