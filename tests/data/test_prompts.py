@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -521,6 +523,10 @@ class TestQuestions:
     def test_read(self, tmp_path: Path) -> None:
         write(tmp_path / "q.jsonl", {"turns": ["a", "b"], "category": "c", "question_id": 81}, {"turns": ["d"]})
         assert read_questions(tmp_path / "q.jsonl") == [Question(81, "c", ["a", "b"]), Question(2, "", ["d"])]
+        tools = [{"name": "f"}]
+        write(tmp_path / "q.jsonl", {"turns": ["a", "b"], "system": "s", "tools": tools})
+        (question,) = read_questions(tmp_path / "q.jsonl")
+        assert question.messages(1) == [SYSTEM, user("a")] and question.tools == tools
 
     @pytest.mark.parametrize(
         ("row", "reason"),
@@ -530,7 +536,7 @@ class TestQuestions:
             ({"turns": "a"}, "'turns' is not a list of texts"),
             ({"turns": ["a", " "]}, "'turns' is not a list of texts"),
             ({"turns": ["a"], "question_id": True}, "'question_id' must be text or a whole number"),
-            ({"turns": ["a"], "category": 3}, "'category' text"),
+            ({"turns": ["a"], "category": 3}, "'category' and 'system' text"),
             ({"turns": ["nice \ud83d"]}, "a question with text that is not UTF-8"),
             ({"turns": ["a"], "question_id": "\ud83d"}, "a question with text that is not UTF-8"),
         ],
@@ -539,6 +545,12 @@ class TestQuestions:
         write(tmp_path / "q.jsonl", {"turns": ["a"]}, row)
         with pytest.raises(UserError, match=rf"q\.jsonl, line 2: .*{reason}"):
             read_questions(tmp_path / "q.jsonl")
+
+    def test_a_pipe_is_a_file(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "q.jsonl")
+        with ThreadPoolExecutor(1) as other:  # such as /dev/stdin, or <(a command)
+            written = other.submit((tmp_path / "q.jsonl").write_text, '{"turns": ["a"]}\n')
+            assert read_questions(tmp_path / "q.jsonl") == [Question(1, "", ["a"])] and written.result()
 
     def test_missing_and_empty(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"No file at .*q\.jsonl"):

@@ -82,17 +82,18 @@ class Answers:
 
     def _given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
         """Encode a prompt with its own answers, up to the last one that fits: nothing is learnt after it."""
-        longest, window, end = self._settings.max_prompt_tokens, self._target.max_length, 0
+        longest, window = self._settings.max_prompt_tokens, self._target.max_length
+        end = before = 0
         tokens, supervised = encode(prompt.messages, with_tools(self._target.tokenizer, prompt.tools))
         spans = spans_of(supervised)
         if rewritten := sum(message["role"] == "assistant" for message in prompt.messages) - len(spans):
             left_out.add("earlier answers that the chat template rewrites", prompt.id, rewritten)
         for number, (start, stop) in enumerate(spans):
             cut = ""
-            if start - end > longest and not rewritten:
-                cut = f"over {longest} tokens"
-            elif start >= window:
+            if start >= window:
                 cut = f"that a context of {window} tokens does not hold"
+            elif start - before > longest and not rewritten:
+                cut = f"over {longest} tokens"
             if cut and not number:
                 raise Unfit(f"A prompt {cut}.", "Shorten it.", cut)
             if cut:
@@ -100,7 +101,7 @@ class Answers:
                 break
             if stop > window:
                 left_out.add(f"ends of answers that a context of {window} tokens does not hold", prompt.id)
-            end = min(stop, window)
+            end, before = min(stop, window), stop
         tokens, supervised, how = tokens[:end], supervised[:end], {"source": "given"}
         return Conversation(
             prompt.id, tokens, supervised, prompt.messages, prompt.category, sampling=how, tools=prompt.tools

@@ -101,7 +101,7 @@ def parse_prompt(row: Mapping[str, Any], name: str, *, keeps_answers: bool = Fal
         if system.strip():
             messages = [{"role": "system", "content": system}, *messages]
     own_id = next((row[key] for key in ("id", "question_id", "prompt_id") if row.get(key) is not None), name)
-    category, tools = str(row.get("category") or ""), _tools(row.get("tools"))
+    category, tools = str(row.get("category") or ""), tools_of(row.get("tools"))
     if not is_utf8([messages, category, str(own_id), tools]):
         raise Unusable(NOT_UTF8)
     return Prompt(messages, category, str(own_id), plain=column == "text", tools=tools)
@@ -161,7 +161,7 @@ def _parsed_calls(text: str) -> list[Any]:
     return calls if isinstance(calls, list) else [calls]
 
 
-def _tools(value: Any) -> list[dict[str, Any]]:
+def tools_of(value: Any) -> list[dict[str, Any]]:
     """Definitions of tools: a list, or its JSON. What a column of this name holds else, such as names, is not for the
     template."""
     try:
