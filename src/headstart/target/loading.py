@@ -331,9 +331,19 @@ def _check_range(model: torch.nn.Module, spec: str) -> None:
             )
 
 
+_LOCAL_RANKS = (
+    *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "SLURM_LOCALID",
+)
+"""Variables with the local rank, by precedence: torchrun and accelerate, MPI, srun."""
+
+
 def pick_device(device: str) -> torch.device:
-    """The device a name stands for, the first of several; under a launcher "auto" and "cuda" are the GPU of this
-    process."""
+    """Resolve a device name; a launched process resolves "auto" and "cuda" to the GPU of its local rank.
+
+    `CUDA_VISIBLE_DEVICES` counts: torchrun and accelerate number the visible GPUs. A task of srun or mpirun that sees a
+    single GPU uses that one.
+    """
     try:
         where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device in ("auto", SPREAD) else device)
     except RuntimeError:
@@ -342,15 +352,15 @@ def pick_device(device: str) -> torch.device:
         ) from None
     if where.type != "cuda":
         return where
-    rank = os.environ.get("LOCAL_RANK", "")
     count = torch.cuda.device_count()
-    if where.index is None and rank.isdigit() and count:
-        if int(rank) >= count:
+    variable = next((name for name in _LOCAL_RANKS if os.environ.get(name, "").isdigit()), None)
+    if where.index is None and variable and count and (variable == _LOCAL_RANKS[0] or count > 1):
+        if (rank := int(os.environ[variable])) >= count:
             raise UserError(
-                f"The process {rank} on this machine has no GPU of its own: torch sees {count} CUDA devices.",
-                f"Start {count} processes at most, or set target.device=cpu.",
+                f"Process {rank} of this machine has no GPU: {variable}={rank}, and torch sees {count}.",
+                f"Start at most {count} processes on each machine, or set target.device=cpu.",
             )
-        return torch.device("cuda", int(rank))
+        return torch.device("cuda", rank)
     if (where.index or 0) >= count:
         raise UserError(
             f"There is no device {device!r}: torch sees {count} CUDA devices.",
