@@ -397,6 +397,7 @@ def test_an_interrupted_gc_leaves_nothing_that_counts_as_whole(
     assert "half deleted" in {one.what for one in unreferenced(folder.parent)}
     execute(quiet(folder, recipe), stages_until("train"))
     assert (folder / "train" / "best" / "heads.safetensors").is_file(), "trained again, not taken from the rest"
+    execute(quiet(folder, changed(recipe, train={"steps": 6})), stages_until("train"))  # unused again, beside the rest
     found = unreferenced(folder.parent)
     assert free(folder.parent, found) > 0 and unreferenced(folder.parent) == []
 

@@ -91,7 +91,7 @@ def _claim(mark: Path, folder: Path, remedy: str) -> None:
         except FileExistsError:
             holder = mark.read_text(encoding="utf-8").strip()
             process, _, machine = holder.partition(" on ")
-            if machine != socket.gethostname() or not process.isdecimal() or _runs(int(process)):
+            if machine != socket.gethostname() or not process.isdecimal() or runs(int(process)):
                 raise Busy(holder, folder, mark, remedy) from None
             mark.unlink(missing_ok=True)
     raise Busy("", folder, mark, remedy)
@@ -101,7 +101,8 @@ def _here() -> str:
     return f"{os.getpid()} on {socket.gethostname()}"
 
 
-def _runs(process: int) -> bool:
+def runs(process: int) -> bool:
+    """Whether a process of this machine is running."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
