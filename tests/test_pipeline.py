@@ -504,12 +504,10 @@ def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch
     monkeypatch.setattr(
         "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
     )
-    monkeypatch.setattr("headstart.target.cpu_attention.would_help", lambda *_: True)
     online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
     run = Run(online, folder, Console(file=io.StringIO(), width=200))
     execute(run, stages_until("export"))
     assert "nothing to store: training computes them" in said(run)
-    assert "no C compiler, with which answers are written 1.3 times as fast" in said(run)
     found = [one for one in unreferenced(folder.parent) if one.path.parent.name == "states"]
     assert len(found) == 1, "what was stored before is not referred to any more"
     free(folder.parent, found)
