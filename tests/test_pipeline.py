@@ -592,7 +592,7 @@ def test_a_plan_knows_a_target_that_is_the_same_in_other_files(
     shutil.copytree(tiny_target_folder, again, copy_function=shutil.copyfile)
     moved = recipe.model_copy(update={"target": recipe.target.model_copy(update={"spec": str(again)})})
     with monkeypatch.context() as patched:
-        patched.setattr("headstart.pipeline.plan.measure", lambda *_: pytest.fail("forwards were timed"))
+        patched.setattr("headstart.pipeline.plan.dry_run", lambda *_: pytest.fail("forwards were timed"))
         plan = make_plan(run := Run(moved, folder, Console(file=io.StringIO(), width=200)))
     assert list(plan.left) == ["target"] and plan.facts == []
     show_plan(run, plan)
