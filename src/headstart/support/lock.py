@@ -65,6 +65,21 @@ def locked(folder: Path, remedy: str = "Wait for it, or choose another --run-dir
             mark.unlink(missing_ok=True)
 
 
+@contextmanager
+def one_at_a_time(file: Path) -> Iterator[None]:
+    """Wait until no other process holds a file, made if need be, and hold it; no process waits on a file system without
+    locks. An OSError if it cannot be opened."""
+    with file.open("a") as handle:
+        for lock in (fcntl.flock, fcntl.lockf):
+            try:
+                lock(handle, fcntl.LOCK_EX)
+                break
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+        yield
+
+
 def _lock(handle: TextIO, folder: Path, remedy: str) -> bool:
     """Lock the file; False where the file system has no locks."""
     for lock in (fcntl.flock, fcntl.lockf):

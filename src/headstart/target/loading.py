@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from headstart.errors import UserError, nearest, out_of_memory
 from headstart.support.files import need_disk, write_atomic
 from headstart.support.hub_errors import absent
+from headstart.support.lock import one_at_a_time
 from headstart.target.adapter import apply_adapter, read_adapter
 from headstart.target.frozen import FrozenModel
 from headstart.target.identity import Origin
@@ -299,16 +299,15 @@ def _dequantised(folder: Path, gguf: str) -> Path:
     if not path.is_dir():
         elsewhere = "set XDG_CACHE_HOME to a folder of yours on another disk"
         need_disk(cache, 8 * file.stat().st_size, f"Converting {gguf}", f"or {elsewhere}")
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            handle = (cache / f"{path.name}.lock").open("w")
-        except OSError as error:
-            raise UserError(
-                f"{gguf} is converted once, and the result cannot be kept in {cache} ({error.strerror}).",
-                f"Make room for it there, or {elsewhere}.",
-            ) from None
-        with handle as lock:  # the processes of one training all come here at once
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with ExitStack() as stack:
+            try:
+                cache.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(one_at_a_time(cache / f"{path.name}.lock"))  # all ranks get here at once
+            except OSError as error:
+                raise UserError(
+                    f"{gguf} is converted once, and the result cannot be kept in {cache} ({error.strerror}).",
+                    f"Make room for it there, or {elsewhere}.",
+                ) from None
             if not path.is_dir():
                 write_atomic(path, convert)
     return path
