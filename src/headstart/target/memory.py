@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+_NO_MEMORY = -1
+"""`NO_MEMORY` of panels.h."""
+
 
 class Memory:
     """Tensors for one text after another, so many rows and slots of each, and what was captured with their addresses
@@ -39,6 +42,13 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(psutil.virtual_memory().available)
+
+
+def check_status(status: int, _function: Any, _arguments: Any) -> int:
+    """Raise MemoryError if a kernel could not allocate its scratch buffers; an `errcheck` of ctypes."""
+    if status == _NO_MEMORY:
+        raise MemoryError("A kernel cannot allocate its scratch buffers: shorten the prompt, or batch less.")
+    return status
 
 
 def most_resident() -> int:
