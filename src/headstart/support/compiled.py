@@ -65,7 +65,7 @@ def library(source: Path, names: Sequence[str] = (), threads: bool = False) -> c
     flags = [*_FLAGS.split(), *([_WIDE] if platform.machine() == "x86_64" else []), *(["-fopenmp"] if threads else [])]
     compiling = [*flags, *(f"-D{name}" for name in names), "-c", str(source)]
     linking = ["-shared", *(_THREADED.split() if threads else [])]
-    libraries = [*([str(runtime)] if runtime else []), "-lm"]
+    libraries = [*([str(runtime)] if runtime else []), "-lm", "-pthread"]
     return _loaded(source, program, compiling, linking, libraries)
 
 

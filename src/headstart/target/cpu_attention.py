@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from headstart.support.compiled import library, may_use_tiles
+from headstart.target.memory import check_status
 
 SOURCE = Path(__file__).with_suffix(".c")
 _TOKENS = 256
@@ -147,5 +148,5 @@ def _compiled(dtype: torch.dtype) -> Any:
         ctypes.c_float,
         ctypes.c_int,
     ]
-    functions.attend.restype = functions.attend_joined.restype = None
+    functions.attend.errcheck = functions.attend_joined.errcheck = check_status
     return functions

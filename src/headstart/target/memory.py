@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+_NO_MEMORY = -1
+"""`NO_MEMORY` of panels.h."""
+
 
 class Memory:
     """Tensors for one text after another, so many rows and slots of each, and what was captured with their addresses
@@ -68,6 +71,13 @@ def cgroup_free_bytes(root: Path = Path("/")) -> int:
                     cached = (stats.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
                     free = min(free, max(0, left + sum(map(int, cached))))
     return free
+
+
+def check_status(status: int, _function: Any, _arguments: Any) -> int:
+    """Raise MemoryError if a kernel could not allocate its scratch buffers; an `errcheck` of ctypes."""
+    if status == _NO_MEMORY:
+        raise MemoryError("A kernel cannot allocate its scratch buffers: shorten the prompt, or batch less.")
+    return status
 
 
 def most_resident() -> int:
