@@ -176,7 +176,7 @@ def test_kinds_of_trees(tiny_target: Target) -> None:
     assert untuned.costs is None
     (alone,) = untuned.drafters()
     assert isinstance(alone, HeadDrafter) and (alone.tree, alone.max_nodes) == ("static", shape.size)
-    with pytest.raises(UserError, match="calibration is not whole"):
+    with pytest.raises(UserError, match=r"Tuning.paths: Field required"):
         Decoder(tiny_target, heads, shape, {"widths": [1]})
 
 

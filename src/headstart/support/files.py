@@ -231,12 +231,12 @@ def no_folder(path: Path | str, remedy: str) -> UserError:
 
 
 def read_json(path: Path, again: str = "Delete it and run the command again.") -> Any:
-    """Read a JSON file; a UserError names one that is missing, or cut short: then `again` says what brings it back."""
+    """Read a JSON file; a UserError names a file that is missing or damaged, and then gives `again` as the remedy."""
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors mark UTF-8
     except FileNotFoundError:
         raise UserError(f"{path} does not exist.", "Check the path.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}).", again) from None
 
 
