@@ -6,7 +6,6 @@ import io
 import json
 import math
 import random
-import re
 from collections import Counter
 from copy import copy
 from pathlib import Path
@@ -292,7 +291,9 @@ def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:
     assert tiny_target.tokenizer.decode(said) == item.messages[1]["content"] + "<|im_end|>"
 
 
-def test_given_answers_that_the_template_rewrites_are_left_out_and_counted(tiny_target: Target, tmp_path: Path) -> None:
+def test_given_answers_that_the_template_rewrites_are_not_learned_and_counted(
+    tiny_target: Target, tmp_path: Path
+) -> None:
     target = Target(tiny_target.model, tiny_tokenizer(DROPS_THINKING), "thinking")
     path = tmp_path / "chat.jsonl"
 
@@ -303,15 +304,20 @@ def test_given_answers_that_the_template_rewrites_are_left_out_and_counted(tiny_
     rows = [chat(i, "<think>so</think>Yes" if i % 3 == 0 else "No") for i in range(27)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     said = io.StringIO()
-    sizes = {"conversations": 18, "heldout": 0, "validation": 1, "batch_size": 27, "regenerate": False}
+    sizes = {"conversations": 26, "heldout": 0, "validation": 1, "batch_size": 27, "regenerate": False}
     splits = build_conversations(target, section(str(path), **sizes), tmp_path / "data", Console(file=said, width=200))
-    answers = [item.messages[1]["content"] for item in splits.train + splits.validation]
-    assert set(answers) == {"No"}
-    assert re.search(r"Left out: \d+ in which the chat template rewrites an answer\.", said.getvalue())
+    learned = {
+        (item.messages[1]["content"], *(target.tokenizer.decode(item.tokens[a:b]) for a, b in item.supervised_spans))
+        for item in splits.train
+    }
+    assert learned == {("No", "No<|im_end|>", "Bye.<|im_end|>"), ("<think>so</think>Yes", "Bye.<|im_end|>")}
+    assert "Left out: 9 earlier answers that the chat template rewrites." in said.getvalue()
 
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows[::3]))
-    with pytest.raises(UserError, match=r"No training conversation .* Left out: 9 in which the chat template rewrites"):
-        build_conversations(target, section(str(path), **sizes), tmp_path / "none")
+    opens = Target(tiny_target.model, tiny_tokenizer(CHATML.replace("assistant\n'", "assistant\n<think>\n'")), "opens")
+    with pytest.raises(
+        UserError, match=r"No training conversation .* Left out: 27 in which the chat template rewrites"
+    ):
+        build_conversations(opens, section(str(path), **sizes), tmp_path / "none")
 
 
 @pytest.mark.usefixtures("says_fine")

@@ -127,7 +127,7 @@ def test_reasoning_that_the_template_drops_is_left_out_and_counted(tiny_target: 
         row["messages"] += [{"role": "user", "content": "And?"}, {"role": "assistant", "content": "No"}]
     (tmp_path / "earlier").mkdir()
     _, told = given(target, [*chats(12), *earlier], tmp_path / "earlier", heldout=0)
-    assert "Left out: 3 in which the chat template rewrites an answer." in told
+    assert "Left out: 3 earlier answers that the chat template rewrites." in told
 
 
 TOOLS = (
@@ -177,7 +177,7 @@ def test_given_calls_of_tools_are_learned_and_their_results_read(
         assert text.startswith('<|im_start|>system\n{"type": "function"') and "<result>dry</result>" in text
         learned = [target.tokenizer.decode(item.tokens[first:stop]) for first, stop in item.supervised_spans]
         call = '<|im_start|>{"name": "weather", "arguments": {"city": "Bonn"}}'
-        assert learned == [f"Hm{call}<|im_end|>", "<think></think>" * thinks + "No<|im_end|>"]
+        assert learned == [f"Hm{call}<|im_end|>", "No<|im_end|>"]
         assert item.tools == [WEATHER]
         assert Conversation.from_json(json.loads(json.dumps(item.to_json()))) == item
 

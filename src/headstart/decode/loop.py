@@ -27,6 +27,7 @@ from headstart.decode.options import DecodeOptions, Processor, check_kinds, rand
 from headstart.decode.sampling import check_processors, check_sampling, not_before, warp
 from headstart.decode.verify import DRAWS, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
+from headstart.support.detokenizer import IncrementalDetokenizer
 from headstart.target import few_rows
 from headstart.target.graphs import captured
 from headstart.target.model import Target, TargetOutput
@@ -97,9 +98,7 @@ class Generation:
             if token in target.end_tokens and not options.ignore_end:
                 self.finish_reason = "end"
             elif (
-                stopped
-                or token in options.stop_token_ids
-                or _at_stop_string(self.tokens, options.stop_strings, target.tokenizer)
+                stopped or token in options.stop_token_ids or _at_stop_string(self.tokens, options.stop_strings, target)
             ):
                 self.finish_reason = "stop"
             elif len(self.tokens) == options.max_new_tokens:
@@ -498,15 +497,21 @@ def keeping_on(options: DecodeOptions, prompts: Sequence[Sequence[int]], target:
     return [not_before(options.min_new_tokens, len(prompt), ends, target.device) for prompt in prompts]
 
 
-def _at_stop_string(text: list[int], stop_strings: Sequence[str], tokenizer: Any) -> bool:
+def _at_stop_string(text: list[int], stop_strings: Sequence[str], target: Target) -> bool:
     if not stop_strings:
         return False
     # A stop string is at most as many tokens long as it has bytes; the tail holds it whole.
-    tail = text[-max(len(stop.encode()) for stop in stop_strings) - 8 :]
+    tail, tokenizer = text[-max(len(stop.encode()) for stop in stop_strings) - 8 :], target.tokenizer
     shown, whole = (
         tokenizer.decode(tail, skip_special_tokens=skip, clean_up_tokenization_spaces=False) for skip in (True, False)
     )
-    return any(stop in shown or (stop in whole and _holds_special(stop, tokenizer)) for stop in stop_strings)
+    if any(stop in whole and _holds_special(stop, tokenizer) for stop in stop_strings):
+        return True
+    found = [stop for stop in stop_strings if stop in shown]
+    if found and target.markup.opening:  # other messages than the answer are no text
+        pieces = IncrementalDetokenizer(tokenizer, target.end_tokens, target.markup)
+        shown = pieces.push(text)[-len(shown) :]
+    return any(stop in shown for stop in found)
 
 
 def _holds_special(text: str, tokenizer: Any) -> bool:

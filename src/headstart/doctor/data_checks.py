@@ -76,7 +76,7 @@ def _rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[boo
     taken over as they are stored: they are not what its tokenizer makes of the same text."""
     tokenizer, ends = with_tools(subject.target.tokenizer, item.tools), subject.target.end_tokens
     if _written(item) == "given":
-        return encode(item.messages, tokenizer, strict=False, max_tokens=len(item.tokens))
+        return encode(item.messages, tokenizer, max_tokens=len(item.tokens))
     tokens: list[int] = []
     mask: list[bool] = []
     answered = 0

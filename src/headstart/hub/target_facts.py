@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headstart.heads.exchange.published import Layout, Published
 
@@ -39,6 +41,17 @@ class TargetFacts:
     tokens: Mapping[str, int] | None = None
     trust_remote_code: bool = False
     context: int = 0
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template that the heads were trained with."""
+
+    @property
+    def server_options(self) -> list[str]:
+        """Options that vLLM and SGLang serve the target with; both call them the same."""
+        trust = ["--trust-remote-code"] if self.trust_remote_code else []
+        return trust + self.template_option("--default-chat-template-kwargs")
+
+    def template_option(self, name: str) -> list[str]:
+        return [name, json.dumps(self.chat_template_kwargs)] if self.chat_template_kwargs else []
 
 
 def kind_of(published: Published) -> str:

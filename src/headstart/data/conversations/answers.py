@@ -63,16 +63,19 @@ class Answers:
         while any(row.remaining for row in running):
             turn += self._next_turn(running, seed * 31 + turn, turns)
         for row in running:
-            if not any(row.supervised):
-                left_out.add(row.cut or "that the chat template refuses, or too long", row.why or row.prompt.id)
-            elif row.cut:
-                left_out.add(f"later turns {row.cut}", row.why)
+            if row.cut:
+                left_out.add(f"later turns {row.cut}" if any(row.supervised) else row.cut, row.why or row.prompt.id)
         learnt = [row for row in running if any(row.supervised)]
         sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": CANDIDATES, "seed": seed}
         written = [row.conversation(sampling) for row in learnt]
         if self._capture is not None:
             self._capture.keep([(item, row.states) for item, row in zip(written, learnt, strict=True) if row.states])
-        return [*_fitting(given, lambda prompt: _given(prompt, target), left_out), *written]
+        fitting = _fitting(given, lambda prompt: _given(prompt, target), left_out)
+        for item in fitting:
+            answers = sum(message["role"] == "assistant" for message in item.messages)
+            if len(item.tokens) < target.max_length and (lost := answers - len(item.supervised_spans)):
+                left_out.add("earlier answers that the chat template rewrites", item.id, lost)
+        return [*fitting, *written]
 
     def openings(self, prompts: Sequence[Prompt], left_out: LeftOut) -> list[Conversation]:
         """The prompts without answers; those that the chat template refuses are counted."""
@@ -102,7 +105,7 @@ class Answers:
             if number in continuation.refused:
                 row.refuse(continuation.refused[number])
                 continue
-            row.answer(answer, target.end_tokens)
+            row.answer(answer, target)
             row.states = states.get(number, {})
         return True
 
@@ -124,8 +127,7 @@ class _Running:
     """A conversation that is being written: the exact tokens that the target read and wrote, and the messages that
     remain to be asked. Its states are those of all tokens so far, by layer; empty where they are not known.
 
-    Where it ends before a turn for want of room, or because a server refused it, `cut` says so in the words of
-    `LeftOut`, and `why` has the server's.
+    Where it ends before a turn that cannot be asked, `cut` gives the reason for `LeftOut`, and `why` a server's words.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: Any) -> None:
@@ -152,11 +154,12 @@ class _Running:
             if turn[-1]["role"] == "user":
                 break
         tokens = self._rendered(turn)
-        if tokens is None or len(tokens) > longest:
+        if tokens is not None and len(tokens) > longest:
+            self.cut = f"over {longest} tokens"
+        elif tokens is not None and len(self.tokens) + len(tokens) + answer > window:
+            self.cut = f"that a context of {window} tokens does not hold"
+        if tokens is None or self.cut:
             self.remaining = []
-            return False
-        if len(self.tokens) + len(tokens) + answer > window:
-            self.remaining, self.cut = [], f"that a context of {window} tokens does not hold"
             return False
         self.messages.extend(turn)
         self.tokens = [*self.tokens, *tokens]
@@ -164,23 +167,27 @@ class _Running:
         return True
 
     def _rendered(self, turn: list[Message]) -> list[int] | None:
-        """Tokens that these messages add; None when the template refuses them or rewrites what came before."""
+        """Tokens that these messages add; None, and `cut` says why, where the template refuses or rewrites messages."""
         tokenizer = self._tokenizer
         try:
             if not self.tokens:
                 return prompt_tokens(turn, tokenizer)
             before = render(self.messages, tokenizer, answer=False)
             after = render([*self.messages, *turn], tokenizer, answer=True)
-        except Unfit:
+        except Unfit as misfit:
+            self.cut = misfit.reason
             return None
-        return added_tokens(before, after, self.tokens[-1], tokenizer) if after.startswith(before) else None
+        if after.startswith(before):
+            return added_tokens(before, after, self.tokens[-1], tokenizer)
+        self.cut = "at which the chat template rewrites the answers before them"
+        return None
 
-    def answer(self, tokens: list[int], ends: frozenset[int]) -> None:
+    def answer(self, tokens: list[int], target: Target) -> None:
         """Append the target's answer; one that was cut ends the conversation."""
         self.tokens = [*self.tokens, *tokens]
         self.supervised = [*self.supervised, *[True] * len(tokens)]
-        self.messages.append({"role": "assistant", "content": self._tokenizer.decode(tokens, skip_special_tokens=True)})
-        if tokens[-1] not in ends:
+        self.messages.append({"role": "assistant", "content": target.text_of(tokens)})
+        if tokens[-1] not in target.end_tokens:
             self.remaining = []
 
     def refuse(self, why: str) -> None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headstart.data.prompts.chat import Unfit, check_offsets, has_template, prompt_tokens, with_tools
+from headstart.data.prompts.chat import Unfit, Unusable, check_offsets, has_template, prompt_tokens, with_tools
 from headstart.data.prompts.overlap import Excluded, normalise
-from headstart.data.prompts.shapes import SHAPES, Prompt, Unusable, parse_prompt
+from headstart.data.prompts.shapes import SHAPES, Prompt, parse_prompt
 from headstart.data.prompts.sources import READY_MADE, find_origin, read_records
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection, PromptSource

@@ -13,7 +13,8 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from headstart.data.prompts.shapes import Unusable, parse_prompt
+from headstart.data.prompts.chat import Unusable
+from headstart.data.prompts.shapes import parse_prompt
 from headstart.errors import UserError, close
 from headstart.support.files import read_jsonl
 

@@ -42,6 +42,7 @@ def facts_of_heads(folder: Path, spec: str | None = None, trust_remote_code: boo
         folder=loadable_folder(where) if where else "",
         gguf=gguf_file(where) if where else None,
         trust_remote_code=trust_remote_code,
+        chat_template_kwargs=target.chat_template_kwargs,
         **_config_facts(where, trust_remote_code),
     )
 

@@ -177,13 +177,12 @@ def _is_linked(file: Path) -> bool:
 
 def _commands(folder: Path, drafts: int, facts: TargetFacts) -> dict[str, str]:
     """What to type to serve the copy, by engine."""
-    trust = ["--trust-remote-code"] if facts.trust_remote_code else []
     config = json.dumps({"method": "mtp", "num_speculative_tokens": drafts})
     chain = ["--speculative-num-steps", drafts, "--speculative-eagle-topk", 1]
     words = {
-        "vllm": ["vllm", "serve", folder, *trust, "--speculative-config", config],
+        "vllm": ["vllm", "serve", folder, *facts.server_options, "--speculative-config", config],
         "sglang": [
-            *("python", "-m", "sglang.launch_server", "--model-path", folder, *trust),
+            *("python", "-m", "sglang.launch_server", "--model-path", folder, *facts.server_options),
             *("--speculative-algorithm", "EAGLE", *chain, "--speculative-num-draft-tokens", drafts + 1),
         ],
     }
