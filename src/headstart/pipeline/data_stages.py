@@ -199,12 +199,11 @@ def _conversations(run: Run) -> Outcome:
         for item in splits.heldout
     ]
     write_jsonl(run.folder / QUESTIONS, questions)
-    answers = sum(sum(item.supervised) for item in splits.train)
     held_out = content(folder / "heldout.jsonl")
     used = [content(folder / f"{split}.jsonl") for split in _SPLITS]
     return Outcome(
-        f"{len(splits.train)} conversations with {answers} answer tokens; {len(splits.validation)} for validation, "
-        f"{len(splits.heldout)} held out",
+        f"{splits.counts['train']} conversations with {splits.answer_tokens} answer tokens; "
+        f"{splits.counts['validation']} for validation, {splits.counts['heldout']} held out",
         identity=" ".join(map(str, [made.name, *used, held_out])),
     )
 

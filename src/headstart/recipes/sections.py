@@ -228,7 +228,10 @@ class DataSection(Section):
         "several with commas between them; null writes them in this process.",
     )
     server_requests: int | None = Field(
-        None, ge=1, description="Concurrent requests over all servers; null means 64 per address."
+        None,
+        ge=1,
+        description="Concurrent requests over all servers; null means 512 for each address, and twice the slots of a "
+        "llama-server.",
     )
 
     @field_validator("server", mode="before")

@@ -241,29 +241,29 @@ def read_json(path: Path, again: str = "Delete it and run the command again.") -
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number counted from 1, object) for each line that is not blank.
+    """Yield (line number counted from 1, object) for each line of a file or pipe that is not blank.
 
     Raises:
-        UserError: when the file is missing, or a line is not a JSON object; the message names file and line.
+        UserError: no such file, or a line is not a JSON object in UTF-8; the message names file and line.
     """
-    if not path.is_file():
+    if path.is_dir() or not path.exists():
         raise UserError(f"No file at {path}.", "Check the path; questions and prompts are JSONL, one object a line.")
-    with path.open(encoding="utf-8-sig") as handle:
-        remedy = "Write one JSON object a line."
-        try:
-            for number, line in enumerate(handle, start=1):
-                if not line.strip():
+    with path.open("rb") as handle:
+        for number, line in enumerate(handle, start=1):
+            where, remedy = f"{path}, line {number}", "Write one JSON object a line."
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # Windows' editors mark UTF-8
+                if not text.strip():
                     continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    problem = f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})."
-                    raise UserError(problem, remedy) from None
-                if not isinstance(row, dict):
-                    raise UserError(f"{path}, line {number}: a {type(row).__name__}, not an object.", remedy)
-                yield number, row
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text ({error.reason}).", "Convert it to UTF-8.") from None
+                row = json.loads(text)
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where}: not UTF-8 ({error.reason}).", "Convert the file to UTF-8.") from None
+            except json.JSONDecodeError as error:
+                problem = f"{where}: not valid JSON ({error.msg} at column {error.colno})."
+                raise UserError(problem, remedy) from None
+            if not isinstance(row, dict):
+                raise UserError(f"{where}: a {type(row).__name__}, not an object.", remedy)
+            yield number, row
 
 
 def existing(folder: Path) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ SHAPES = (
 )
 """Shapes of records that are understood; the first whose column is there and not null counts."""
 
+NOT_UTF8 = "with text that is not UTF-8"
 _COLUMNS = ("messages", "conversations", "turns", "instruction", "prompt", "conversation", "text")
 """The columns that tell a shape, in the order in which they are looked for."""
 _WITH_SYSTEM = ("conversations", "conversation", "instruction")
@@ -48,8 +49,7 @@ class Prompt:
     @property
     def opening(self) -> list[Message]:
         """The messages before the first answer: system message and first user message."""
-        first = next(i for i, message in enumerate(self.messages) if message["role"] == "user")
-        return self.messages[: first + 1]
+        return opening(self.messages)
 
     @property
     def asked(self) -> list[Message]:
@@ -60,6 +60,21 @@ class Prompt:
     @property
     def turns(self) -> list[str]:
         return [message["content"] for message in self.messages if message["role"] == "user"]
+
+
+def opening(messages: Sequence[Message]) -> list[Message]:
+    """The messages up to the first of the user."""
+    first = next(i for i, message in enumerate(messages) if message["role"] == "user")
+    return list(messages[: first + 1])
+
+
+def is_utf8(value: Any) -> bool:
+    """Whether every string in a JSON value can be encoded: a lone surrogate (half an emoji) cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
@@ -87,13 +102,10 @@ def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
         if system.strip():
             messages = [{"role": "system", "content": system}, *messages]
     own_id = next((row[key] for key in ("id", "question_id", "prompt_id") if row.get(key) is not None), name)
-    return Prompt(
-        messages,
-        str(row.get("category") or ""),
-        str(own_id),
-        plain=column == "text",
-        tools=_tools(row.get("tools")),
-    )
+    category, tools = str(row.get("category") or ""), _tools(row.get("tools"))
+    if not is_utf8([messages, category, str(own_id), tools]):
+        raise Unusable(NOT_UTF8)
+    return Prompt(messages, category, str(own_id), plain=column == "text", tools=tools)
 
 
 def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
