@@ -69,8 +69,8 @@ def write(path: Path, *rows: Any) -> str:
             [user("a b c")],
         ),
         (
-            {"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, user("b")]},
-            [user("a"), {**assistant(""), "tool_calls": [{"id": "1"}]}, user("b")],
+            {"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}, user("b")]},
+            [user("a"), {**assistant(""), "tool_calls": [{"function": {"name": "f"}}]}, user("b")],
         ),
         (
             {

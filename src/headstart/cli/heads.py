@@ -32,13 +32,12 @@ REPORT_FILES = ("results.json", "report.md", "report.html")
 AUDIT_FILES = ("audit.json", "audit.md")
 _TOGETHER = 32
 """Prompts of a file that are decoded together; their answers are written before the next are begun."""
-_OF_ONE_ANSWER = ("stop", "raw")
 _CHAT_HELP = (
     "/new starts over, /drafts colours the words that were drafted, /help shows this, an empty line or Ctrl-D quits."
 )
 
 
-@with_options(without=_OF_ONE_ANSWER)
+@with_options(without=("stop", "raw"))
 def evaluate(
     heads: Heads,
     questions: Annotated[

@@ -139,9 +139,9 @@ def _after_calls(answer: Message, rendered: str, text_stop: int) -> int:
     """Where the name of the last tool that an answer calls ends in the rendering; where its text does, without any."""
     stop = text_stop
     for call in answer.get("tool_calls", ()):
-        name = str(call["function"].get("name") or "")
+        name = call["function"]["name"]
         place = rendered.find(name, stop)
-        if not name or place < 0:
+        if place < 0:
             raise _not_rendered("calls of tools")
         stop = place + len(name)
     return stop

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,8 @@ _ROLES = {
     **dict.fromkeys(("tool", "function", "ipython", "observation"), "tool"),
 }
 """By role or speaker, in lower case."""
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts that hold text."""
 
 
 class Unusable(Exception):
@@ -86,24 +89,22 @@ def _rendered(messages: Sequence[Message], tokenizer: Any, answer: bool) -> str:
     def apply(given: Sequence[Message]) -> str:
         return str(tokenizer.apply_chat_template(list(given), tokenize=False, add_generation_prompt=answer))
 
-    arguments = [call["function"]["arguments"] for message in messages for call in _calls_with_arguments(message)]
-    if not arguments:
+    if not (called := _called(messages)):
         return apply(messages)
-    try:
+    with suppress(*TEMPLATE_ERRORS):  # such as a TypeError from a concatenation with an object
         text = apply(messages)
-    except TypeError:  # such as from a concatenation with an object
-        text = None
-    if text is not None and not any(value and str(value) in text for value in arguments):
-        return text
-    as_json = json.loads(json.dumps(messages))
-    for message in as_json:
-        for call in _calls_with_arguments(message):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        if not any(function["arguments"] and str(function["arguments"]) in text for function in called):
+            return text
+    as_json = deepcopy(list(messages))
+    for function in _called(as_json):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
     return apply(as_json)
 
 
-def _calls_with_arguments(message: Message) -> Iterator[dict[str, Any]]:
-    return (call for call in message.get("tool_calls") or () if call["function"].get("arguments") is not None)
+def _called(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The functions that messages call with arguments."""
+    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    return [function for function in functions if isinstance(function.get("arguments"), dict)]
 
 
 def read_messages(turns: Iterable[Mapping[str, Any]], any_answerer: bool = False) -> list[Message]:
@@ -137,43 +138,33 @@ def _calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
     called = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
     if not isinstance(called, list) or not all(isinstance(call, Mapping) for call in called):
         raise Unusable("with calls of tools that are no list")
-    calls = [call if "function" in call else {"function": call} for call in without_nulls(called)]
-    for call in calls:
-        if not isinstance(function := call["function"], dict):
+    calls = []
+    for call in called:
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Unusable("with a call of a tool that names no function")
-        if isinstance(function.get("arguments"), str):
+        if isinstance(arguments := function.get("arguments"), str):
             try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
+                function = {**function, "arguments": json.loads(arguments or "{}")}
             except ValueError:
                 raise Unusable("with a call of a tool whose arguments are no JSON") from None
+        calls.append({**call, "function": function} if "function" in call else {"function": function})
     return calls
-
-
-def without_nulls(value: Any) -> Any:
-    """Tables give every object the keys of all others, and null to those that it does not have."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def text_of(content: Any) -> str:
     """The text of a content, whose parts are joined; `Unusable` where one of them is not text."""
     if isinstance(content, list):
-        return "".join(_part(part) for part in content)
+        parts = [part if isinstance(part, Mapping) else {"text": part} for part in content]
+        if other := next((kind for part in parts if (kind := part.get("type", "text")) not in _TEXTS), None):
+            raise Unusable(f"with {other} content")
+        return "".join(text_of(part.get("text")) for part in parts)
     if content is None:
         raise Unusable("with a message without text")
     if not isinstance(content, str):
         kind = type(content).__name__
         raise Unusable(f"with {'an' if kind[0] in 'aeiou' else 'a'} {kind} where text is expected")
     return content
-
-
-def _part(part: Any) -> str:
-    if not isinstance(part, Mapping):
-        return text_of(part)
-    if part.get("type", "text") not in ("text", "input_text", "output_text"):
-        raise Unusable(f"with {part['type']} content")
-    return text_of(part.get("text"))
 
 
 def added_tokens(before: str, after: str, last_token: int, tokenizer: Any) -> list[int]:

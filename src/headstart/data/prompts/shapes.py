@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable, read_messages, text_of, without_nulls
+from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable, read_messages, text_of
 
 SHAPES = (
     '{"turns": [text, ...]}',
@@ -136,11 +136,11 @@ def _turns(value: Any, field: str, keeps_answers: bool) -> list[Message]:
         # Files with {"from", "value"} in `messages` and the other way round are common.
         keys = (("role", "content"), ("from", "value"))
         (role_key, text_key), (other_role, other_text) = reversed(keys) if field.startswith("conv") else keys
-        kept = {key: turn[key] for key in _OF_MESSAGES if turn.get(key)}
+        kept = {key: _without_nulls(turn[key]) for key in _OF_MESSAGES if turn.get(key)}
         if not isinstance(reasoning := kept.get("reasoning_content"), str) or not reasoning.strip():
             kept.pop("reasoning_content", None)
         role, content = turn.get(role_key, turn.get(other_role)), turn.get(text_key, turn.get(other_text))
-        if role == "function_call":  # of ShareGPT: the text is the call
+        if role == "function_call" and keeps_answers:  # of ShareGPT: the text is the call
             kept["tool_calls"], content = _parsed_calls(text_of(content)), None
         turns.append({**kept, "role": role, "content": content})
     messages = read_messages(turns, any_answerer=not keeps_answers)
@@ -172,4 +172,11 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
         isinstance(tool, Mapping) and ("function" in tool or "name" in tool) for tool in tools
     ):
         return []
-    return list(without_nulls(tools))
+    return list(_without_nulls(tools))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Tables give every object the keys of all others, and null to those that it does not have."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
