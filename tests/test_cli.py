@@ -190,6 +190,13 @@ def test_generate_answers_a_file_of_prompts(finished: Path, tmp_path: Path, monk
     assert "the prompt line 3 has 2 messages" in refused("generate", finished, "--prompts", file, "--raw")
     file.write_text('{"prompt": "hello"}\n{"prompt": 5}\n', encoding="utf-8")
     assert "line 2" in refused("generate", finished, "--prompts", file)
+    for row, reason in (
+        ('{"question": "q"}', "line 2: unknown shape with the keys question. Write"),
+        ('{"messages": "hello"}', "line 2: 'messages' is a str, not a list of messages. Write"),
+        ('{"prompt": "nice \\ud83d"}', "line 2: a prompt with text that is not UTF-8. Write"),
+    ):
+        file.write_text(f'{{"prompt": "hello"}}\n{row}\n', encoding="utf-8")
+        assert reason in " ".join(refused("generate", finished, "--prompts", file).split())
     assert "one of the two" in refused("generate", finished)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ def test_a_healthy_run_passes_every_check(healthy: Path) -> None:
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-def shifted(mask: list[bool], tokens: int) -> list[bool]:
+def shifted(given: Sequence[bool], tokens: int) -> list[bool]:
+    mask = list(given)
     return [False] * tokens + mask[:-tokens] if tokens > 0 else mask[-tokens:] + [False] * -tokens
 
 
@@ -197,7 +199,7 @@ def test_answers_that_were_drawn(run: Path, tiny_target: Target, own: bool) -> N
     writer = target if own else tiny_target
 
     def draw(item: Conversation) -> Conversation:
-        prompt = item.tokens[: item.supervised.index(True)]
+        prompt = list(item.tokens[: item.supervised.index(True)])
         (words,) = InProcess(writer).continue_rows([prompt], Continuation(60, [1.0], frozenset(), len(item.id)))
         mask = [False] * len(prompt) + [True] * len(words)
         return Conversation(item.id, prompt + words, mask, item.messages, sampling={"temperature": 1.0})

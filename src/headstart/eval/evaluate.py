@@ -23,6 +23,7 @@ from headstart.data.prompts.chat import (
     prompt_tokens,
     template_kwargs,
     with_template_kwargs,
+    with_tools,
 )
 from headstart.data.prompts.questions import Question
 from headstart.decode.loop import Drafter, check
@@ -215,14 +216,14 @@ def _batches(
 
 def _conversations(target: Target, questions: Sequence[Question], units: list[Unit]) -> Iterator[list[Prompt]]:
     """The prompts of a batch of questions, turn by turn; a later turn reads the plain answers of the unit before."""
-    messages: list[list[dict[str, str]]] = [[] for _ in questions]
+    messages = [question.messages(0) for question in questions]
     for turn in range(max(len(question.turns) for question in questions)):
         prompts, numbers = [], [number for number, question in enumerate(questions) if turn < len(question.turns)]
         for number in numbers:
             question = questions[number].turns[turn]
             messages[number].append({"role": "user", "content": question})
             name = str(questions[number].question_id) + (f"/{turn + 1}" if turn else "")
-            tokens = prompt_tokens(messages[number], target.tokenizer)
+            tokens = prompt_tokens(messages[number], with_tools(target.tokenizer, questions[number].tools))
             prompts.append(Prompt(name, questions[number].category, tokens, question))
         yield prompts
         for number, answer in zip(numbers, units[-1].runs[PLAIN].tokens, strict=True):
@@ -296,10 +297,13 @@ def _check_fits(target: Target, tokenizer: Any, question: Question, options: Eva
     """Refuse a question that passes the context, with every answer at its longest."""
     if not question.turns:
         raise UserError(f"Question {question.question_id} has no turns.", "Give each question at least one turn.")
-    messages: list[dict[str, str]] = []
+    messages = question.messages(0)
     for turn in question.turns:
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
-    length, new = len(prompt_tokens(messages[:-1], tokenizer)), len(question.turns) * options.max_new_tokens
+    length, new = (
+        len(prompt_tokens(messages[:-1], with_tools(tokenizer, question.tools))),
+        len(question.turns) * options.max_new_tokens,
+    )
     if length + new > target.max_length:
         raise UserError(
             f"Question {question.question_id} ({length} tokens) plus {new} new tokens exceeds {target.name}'s "

@@ -195,6 +195,8 @@ def _conversations(run: Run) -> Outcome:
             "question_id": item.id,
             "category": item.category,
             "turns": [turn["content"] for turn in item.messages if turn["role"] == "user"],
+            "system": next((turn["content"] for turn in item.messages[:1] if turn["role"] == "system"), ""),
+            "tools": item.tools,
         }
         for item in splits.heldout
     ]
