@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 """Errors that chat templates raise on messages they do not take."""
 MARK = "\u2603headstart\u2603"
-"""Stands for a text whose place in a rendering is wanted."""
+"""A text that no prompt holds, to find its place in a rendering."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,10 @@ class AnswerMarkup:
 
 
 class IncrementalDetokenizer:
-    """Token ids to text, a few at a time, without breaking a character; the tokens `ends` are not text.
+    """A decoder of a few tokens at a time that never breaks a character and skips the tokens `ends`.
 
-    Where templates open the text of an answer with a header (`AnswerMarkup.opening`), and the tokens begin with such a
-    header, those of other messages are not text either. An answer that ends before its text begins is given out at the
-    end as a whole, with its special tokens.
+    A template may open the text of an answer with a header (`AnswerMarkup.opening`). Messages under other headers are
+    then skipped, too. An answer that ends before its text begins is returned by `rest`, with its special tokens.
 
     Bytes of a character that is not complete yet decode to U+FFFD; text that ends with it is held back. Only the last
     piece and the new tokens are decoded again, so that the work does not grow with the text.
@@ -62,11 +61,12 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._ends = ends
         self._markup = markup
-        self._read: list[int] = []  # of an answer with headers, all tokens
+        self._read: list[int] = []  # tokens that are not text
+        self._header = 0  # where the newest header starts in them
         self._in_text = self._has_text = not markup.opening
         self._tokens: list[int] = []
         self._start = 0  # the context that decides on spaces starts here
-        self._shown = 0  # tokens whose text has been given out
+        self._shown = 0  # tokens with text that was returned
 
     def push(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete; may be empty."""
@@ -78,22 +78,24 @@ class IncrementalDetokenizer:
         return text
 
     def rest(self) -> str:
-        """What was held back, at the end of the text."""
-        text = (
-            self._pending() if self._has_text else decode_text(self._tokenizer, self._read, skip_special_tokens=False)
-        )
+        """Return the text that was held back."""
+        whole = "" if self._has_text else decode_text(self._tokenizer, self._read, skip_special_tokens=False)
+        text = self._pending() + whole
         self._start = self._shown = len(self._tokens)
         return text
 
     def _is_text(self, token: int) -> bool:
-        """Whether a token is text: it stands between a header of answers and the next special token."""
+        """Whether a token stands between a header of answers and the next special token."""
         opening = self._markup.opening
-        if not self._read and (token,) != opening[:1]:  # a text without headers
-            self._markup, self._in_text, self._has_text = AnswerMarkup(), True, True
-        if not self._markup.opening or (self._in_text and token not in self._markup.special):
+        if opening and not self._read and token != opening[0]:  # a text without headers
+            self._markup, self._has_text, opening = AnswerMarkup(), True, ()
+        if not opening or (self._in_text and token not in self._markup.special):
             return True
+        if token == opening[0]:
+            self._header = len(self._read)
         self._read.append(token)
-        self._in_text = tuple(self._read[-len(opening) :]) == opening
+        header = self._read[self._header : self._header + len(opening) - 1]  # which may say more, such as a format
+        self._in_text = token == opening[-1] and (*header, token) == opening
         self._has_text |= self._in_text
         return False
 
