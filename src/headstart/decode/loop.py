@@ -27,6 +27,7 @@ from headstart.decode.options import DecodeOptions, Processor, check_kinds, rand
 from headstart.decode.sampling import check_processors, check_sampling, not_before, warp
 from headstart.decode.verify import DRAWS, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
+from headstart.support.detokenizer import StopStrings
 from headstart.target import few_rows
 from headstart.target.graphs import captured
 from headstart.target.model import Target, TargetOutput
@@ -76,6 +77,7 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     drafter_error: str | None = None
     seed: int | None = None
+    _stop_strings: StopStrings | None = field(default=None, repr=False, compare=False)
 
     @property
     def tokens_per_round(self) -> float:
@@ -90,6 +92,8 @@ class Generation:
     def extend(self, tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> None:
         """Append tokens as far as the text goes, also in the middle of an accepted path; notes why it ends if it does.
         `row` is for the caller's own test."""
+        if options.stop_strings and self._stop_strings is None:
+            self._stop_strings = StopStrings(target.tokenizer, options.stop_strings)
         for token in tokens:
             self.tokens.append(token)
             # The caller's test sees every token of the text.
@@ -99,7 +103,7 @@ class Generation:
             elif (
                 stopped
                 or token in options.stop_token_ids
-                or _at_stop_string(self.tokens, options.stop_strings, target.tokenizer)
+                or (self._stop_strings is not None and self._stop_strings.seen_after(token))
             ):
                 self.finish_reason = "stop"
             elif len(self.tokens) == options.max_new_tokens:
@@ -496,19 +500,3 @@ def keeping_on(options: DecodeOptions, prompts: Sequence[Sequence[int]], target:
     if not options.min_new_tokens or not ends:
         return []
     return [not_before(options.min_new_tokens, len(prompt), ends, target.device) for prompt in prompts]
-
-
-def _at_stop_string(text: list[int], stop_strings: Sequence[str], tokenizer: Any) -> bool:
-    if not stop_strings:
-        return False
-    # A stop string is at most as many tokens long as it has bytes; the tail holds it whole.
-    tail = text[-max(len(stop.encode()) for stop in stop_strings) - 8 :]
-    shown, whole = (
-        tokenizer.decode(tail, skip_special_tokens=skip, clean_up_tokenization_spaces=False) for skip in (True, False)
-    )
-    return any(stop in shown or (stop in whole and _holds_special(stop, tokenizer)) for stop in stop_strings)
-
-
-def _holds_special(text: str, tokenizer: Any) -> bool:
-    """Whether a text contains a special token: as text is shown it would never be seen."""
-    return any(token.special and token.content in text for token in tokenizer.added_tokens_decoder.values())
