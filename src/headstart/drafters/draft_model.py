@@ -124,7 +124,7 @@ class DraftModelDrafter:
         texts = zip(session.texts, session.cache.lengths, roots, strict=True)
         rows = [[*text[length:], root] for text, length, root in texts]
         room = max(max(map(len, session.texts)) + self.max_nodes, max(session.cache.lengths) + max(map(len, rows)))
-        session.cache = session.cache.with_room(room)
+        session.cache = session.cache.with_room(room, self.draft.new_cache)
         session.read = [[] for _ in rows]
         if max(map(len, rows)) > 1:
             return self.draft.prefill(session.cache, rows).logits_BTV[:, 0]

@@ -223,5 +223,5 @@ class MtpDrafter:
 
     def _with_room(self, session: _Session, number: int, more: int) -> TreeCache:
         cache = session.caches[number]
-        session.caches[number] = cache = cache.with_room(max(cache.lengths) + more)
+        session.caches[number] = cache = cache.with_room(max(cache.lengths) + more, self.modules[number].new_cache)
         return cache
