@@ -5,9 +5,9 @@ fixed shapes, so there is one for each bucket: rows and slots in sight in powers
 layers whose states are wanted. Tokens, depths, visibility and lengths are filled into its buffers; positions, masks and
 slots are computed from them inside of it. What fills a bucket up is read like a node, and never looked at.
 
-Keys and values stay where a graph found them: a cache is lent memory, which comes back with its graphs, so that the next
-call captures nothing. Some memories are kept, for requests that run at once and for lengths that alternate. `Captures`
-is shared with graphs of other forwards, such as those of draft heads (see `drafters.captured`).
+Keys and values stay where a graph found them: a cache is lent memory, which comes back with its graphs, so that the
+next call captures nothing. Some memories are kept, for requests that run at once and for lengths that alternate.
+`Captures` is shared with graphs of other forwards, such as those of draft heads (see `drafters.captured`).
 
 Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
 """
