@@ -162,5 +162,5 @@ class _Decoding:
             raise _Stopped
 
 
-class _Stopped(Exception):
-    """The reader of a stream has gone."""
+class _Stopped(BaseException):
+    """The stream was closed."""

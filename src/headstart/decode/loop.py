@@ -115,7 +115,8 @@ class Generation:
 OnTokens = Callable[[int, list[int], int], None]
 """Called with (row, new tokens, how many of them, from the first on, were drafts) as soon as they are decided."""
 Check = Callable[[], None]
-"""Called before each forward, those that read a piece of a long prompt among them; what it raises ends the decoding."""
+"""Called before each forward, those that read a piece of a long prompt among them. It ends the decoding with an
+exception that is no `Exception`: those of drafters are caught."""
 
 
 # -- drafters --------------------------------------------------------------------------------------------------------
@@ -329,6 +330,7 @@ class DecodeLoop:
                     warp=partial(warp, options),
                     streams=verifier.draft_streams,
                     temperature=options.temperature,
+                    check=call.check,
                 )
                 trees = budget.prune(propose(request))
                 if any(tree.size > 1 for tree in trees):

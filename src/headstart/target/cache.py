@@ -103,8 +103,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def rows(self) -> int:
         return len(self.lengths)
 
-    def watch(self, check: Callable[[], None]) -> None:
-        """Have this called before each forward, which it ends where it raises."""
+    def watch(self, check: Callable[[], None] | None) -> None:
+        """Call this before each forward; an exception from it ends the forward."""
         self._check = check
 
     def begin(self, new_tokens: int) -> None:
