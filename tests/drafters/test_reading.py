@@ -51,14 +51,15 @@ def drafted(target: Target, drafter: HeadDrafter, prompts: list[list[int]], **op
     return trees
 
 
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "hydra"])
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
 @pytest.mark.parametrize("lengths", [(50,), (50, 33), (50, 1, 17)])
 def test_heads_draft_the_same_in_pieces(
     name: str, lengths: tuple[int, ...], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter, prompts = heads_of(target, name), [text(length, length) for length in lengths]
     at_once = drafted(target, drafter, prompts)
-    monkeypatch.setattr("headstart.heads.parts.recurrent.PIECE", PIECE)
+    for module in ("block", "recurrent"):
+        monkeypatch.setattr(f"headstart.heads.parts.{module}.PIECE", PIECE)
     in_pieces = drafted(target, drafter, prompts)
     assert len(at_once) == len(in_pieces)
     for tree, other in zip(at_once, in_pieces, strict=True):
