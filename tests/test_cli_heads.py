@@ -312,3 +312,27 @@ def test_bad_values_are_refused(heads: Path, questions: Path, tmp_path: Path) ->
     assert "Did you mean 'ngram'" in refused("audit", heads, "--drafters", "ngrm")
     assert "Did you mean 'greedy_draft'" in refused("audit", heads, "--verifier", "greedydraft")
     assert "missing.jsonl" in refused("audit", heads, "--questions", tmp_path / "missing.jsonl")
+
+
+def test_a_target_without_a_chat_template_continues_texts_with_raw(tiny_target: Target, tmp_path: Path) -> None:
+    """Every command that reads a prompt says so before it answers, and takes --raw."""
+    base, heads = tmp_path / "base", tmp_path / "heads"
+    tiny_target.model.save_pretrained(base)
+    tiny_tokenizer(None).save_pretrained(base)
+    export(heads, load_target(str(base), "float32"))
+    asked = ("--max-new-tokens", 4, "--dtype", "float32")
+    audited = ("--limit", 1, "--drafters", "static", "--temperature", 0)
+    commands = {
+        ("generate", heads, "--prompt", "the user", *asked): "",
+        ("race", heads, "--prompt", "the user", *asked): "",
+        ("chat", heads, *asked): "the user\n\n",
+        ("audit", heads, *asked, *audited): "",
+    }
+    answers = {}
+    for command, stdin in commands.items():
+        result = call(*command, stdin=stdin)
+        assert result.exit_code == 2 and not result.stdout
+        assert "has no chat template" in result.stderr and "--raw" in result.stderr and "/new" not in result.stderr
+        answers[command[0]] = works(*command, "--raw", stdin=stdin).stdout
+    assert answers["chat"] == answers["generate"], "no other prompt"
+    assert "without a system prompt" in refused("chat", heads, "--raw", "--system", "Be brief.")

@@ -9,7 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from headstart.support.detokenizer import IncrementalDetokenizer, StopStrings, decode_text
+from headstart.support.detokenizer import AnswerMarkup, IncrementalDetokenizer, StopStrings, answer_text
 from tests.tiny import tiny_tokenizer
 
 WORDS = ["▁", "a", "b", "▁a", "ab", "é", "▁é", "語", "?", "�"]
@@ -31,6 +31,10 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 KINDS = {"byte fallback": byte_fallback(), "byte level": tiny_tokenizer()}
+
+
+def text_of(tokenizer: Any, tokens: list[int]) -> str:
+    return answer_text(tokens, tokenizer, frozenset(), AnswerMarkup())
 
 
 def tokens_of(tokenizer: Any, text: str) -> list[int]:
@@ -61,17 +65,17 @@ def test_pieces_join_to_the_text(kind: str) -> None:
             pieces.append(detokenizer.push(tokens[start:stop]))
             start = stop
         pieces.append(detokenizer.rest())
-        assert "".join(pieces) == decode_text(tokenizer, tokens)
+        assert "".join(pieces) == text_of(tokenizer, tokens)
         whole = tokenizer.decode(tokens, skip_special_tokens=True)
         if kind == "byte level" or "\ufffd" not in whole:  # byte fallback drops whole characters beside a cut one
-            assert decode_text(tokenizer, tokens) == whole
+            assert text_of(tokenizer, tokens) == whole
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cut_character_takes_none_before_it(kind: str) -> None:
     tokenizer = KINDS[kind]
     tokens = tokens_of(tokenizer, "aé漢")[:-1]
-    assert decode_text(tokenizer, tokens) == ("aé\ufffd\ufffd" if kind == "byte fallback" else "aé\ufffd")
+    assert text_of(tokenizer, tokens) == ("aé\ufffd\ufffd" if kind == "byte fallback" else "aé\ufffd")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -84,7 +88,7 @@ def test_a_stop_string_is_seen_at_its_first_token(kind: str) -> None:
             stops = StopStrings(tokenizer, [stop, "@@@"])
             seen = next((count for count, token in enumerate(tokens, 1) if stops.seen_after(token)), None)
             prefixes = range(1, len(tokens) + 1)
-            assert seen == next((n for n in prefixes if stop in decode_text(tokenizer, tokens[:n])), None)
+            assert seen == next((n for n in prefixes if stop in text_of(tokenizer, tokens[:n])), None)
             found += seen is not None
     assert found > 30
 

@@ -10,10 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
-from pydantic import ValidationError
-
-from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
-from headstart.data.prompts.shapes import Unusable, parse_prompt
+from headstart.data.prompts.chat import Unusable, has_template, prompt_tokens, read_messages, with_template_kwargs
 from headstart.data.served.log import RequestLog, Served, template_version
 from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.decode.kept_text import KeptText
@@ -25,15 +22,13 @@ from headstart.drafters.memory import MemoryDrafter
 from headstart.errors import UserError, check_text, nearest
 from headstart.heads.base import DraftHead
 from headstart.streaming import Answer, Stream, warn_of_failures
-from headstart.support.detokenizer import IncrementalDetokenizer, decode_text
+from headstart.support.detokenizer import IncrementalDetokenizer
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning.here import tuned_here, tuned_there
 from headstart.tuning.tune import Tuning
 
 TREES = get_args(TreeKind)
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Of messages; "developer" is another word for "system"."""
 Loaded = tuple[DraftHead, TreeShape, dict[str, Any], Path | None]
 """Heads with their tree, calibration and file of answers, as `Decoder` takes them."""
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -72,7 +67,7 @@ class Decoder:
         self.shape = shape or TreeShape.chain(0)
         self.calibration = calibration or {}
         self.answers = answers
-        self.tuning = _tuning(self.calibration)
+        self.tuning = Tuning.from_json(calibration) if calibration else None
         self._loops: dict[tuple[str, TreeKind | None, bool, bool], DecodeLoop] = {}
         self._models: dict[str, Drafter] = {}  # those that loaded one of their own
         self._conditions: Conditions | None = None
@@ -98,7 +93,7 @@ class Decoder:
         Nothing that was learned with the old heads is kept, but what verifying and drafting cost here, where the new
         ones are of the same kind. Errors are those of making a decoder; the old heads then stay.
         """
-        tuning = _tuning(calibration)
+        tuning = Tuning.from_json(calibration) if calibration else None
         with self._lock:
             same, here = self._loaded is not None and self._loaded.config == heads.config, self._here
             self._here = None
@@ -189,7 +184,7 @@ class Decoder:
             raise UserError("Streaming text needs a tokenizer.", "Load the target with its tokenizer, or use generate.")
         asked = DecodeOptions.of(options)
         tokens, loop = self._prepared([prompt], asked)
-        pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens)
+        pieces = IncrementalDetokenizer(tokenizer, self.target.end_tokens, self.target.markup)
 
         def run(on_tokens: OnTokens, check: Check) -> Answer:
             generations = loop.generate(tokens, asked, on_tokens, check, kept_text)
@@ -227,13 +222,13 @@ class Decoder:
             raise unknown
         items: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         if items and all(isinstance(item, dict) for item in items):
-            if not getattr(tokenizer, "chat_template", None):
-                raise UserError(
-                    f"{self.target.name} has no chat template to render messages with.",
-                    "Pass token ids, or a text with raw=True to have it continued as it is.",
-                )
-            messages = [_readable(item) for item in items]
-            if messages[-1]["role"] == "user" and not messages[-1]["content"].strip():
+            self.check_template()
+            try:
+                messages = read_messages(items)
+            except Unusable as reason:
+                remedy = "Write {'role': 'user', 'content': text}; roles are system, user, assistant and tool."
+                raise UserError(f"A prompt {reason} cannot be answered.", remedy) from None
+            if not messages or (messages[-1]["role"] == "user" and not messages[-1]["content"].strip()):
                 raise empty
             variables = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
             return prompt_tokens(messages, with_template_kwargs(tokenizer, variables))
@@ -243,6 +238,14 @@ class Decoder:
             given, known = f"{min(items)} to {max(items)}", f"0 to {self.target.vocab_size - 1}"
             raise UserError(f"Token ids run from {given}, and the target knows {known}.", "Use its own tokenizer.")
         return items
+
+    def check_template(self) -> None:
+        """Refuse (UserError) a target without a chat template, which cannot answer messages."""
+        if not has_template(self.target.tokenizer):
+            raise UserError(
+                f"{self.target.name} has no chat template to render messages with.",
+                "Pass token ids, or a text with raw=True (--raw) to have it continued as it is.",
+            )
 
     def _answers(self, prompts: Iterable[Prompt], options: DecodeKeywords) -> list[Answer]:
         asked = DecodeOptions.of(options)
@@ -306,12 +309,11 @@ class Decoder:
         return HeadDrafter(self.heads, self.shape, tree or "static") if self.shape.size > 1 else None
 
     def _answer(self, prompt: Sequence[int], generation: Generation, asked: DecodeOptions, loop: DecodeLoop) -> Answer:
-        tokenizer, ends, rounds = self.target.tokenizer, self.target.end_tokens, len(generation.rounds)
+        rounds = len(generation.rounds)
         drafts = asked.drafter != "none" and asked.draft != "off"  # or tuning found no tree that pays
-        words = [token for token in generation.tokens if token not in ends]
         drafting = (drafter.heads.version for drafter in loop.drafters if isinstance(drafter, HeadDrafter))
         answer = Answer(
-            text=decode_text(tokenizer, words) if tokenizer is not None else "",
+            text="" if self.target.tokenizer is None else self.target.text_of(generation.tokens),
             tokens=generation.tokens,
             finish_reason=generation.finish_reason,
             tokens_per_round=generation.tokens_per_round,
@@ -351,40 +353,7 @@ class Decoder:
         )
 
 
-def _readable(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates read it, with a text for its content; `UserError` where it cannot be read so."""
-    if not {"role", "content"} <= message.keys():
-        raise UserError(f"A message lacks role or content: {message}.", "Write both.")
-    role, content = message["role"], message["content"]
-    if role not in ROLES:
-        raise UserError(f"Unknown role {role!r}.", nearest(role, ROLES))
-    if isinstance(content, list):
-        try:
-            (content,) = parse_prompt({"turns": [content]}, "").turns
-        except Unusable as reason:
-            remedy = "Give texts alone: {'type': 'text', 'text': ...}."
-            raise UserError(f"A prompt {reason} cannot be answered.", remedy) from None
-    if isinstance(content, str):
-        check_text(content, "The prompt")
-    elif content is not None or role != "assistant":  # which may have called a tool
-        raise UserError(f"The content of a message is of the type {type(content).__name__}.", "Give a text.")
-    return {**message, "role": "system" if role == "developer" else role, "content": content}
-
-
 def _check_drafting(drafter: str, tree: TreeKind | None) -> None:
     check_drafter(drafter)
     if tree not in (None, *TREES):
         raise UserError(f"Unknown tree {tree!r}.", nearest(tree, TREES))
-
-
-def _tuning(calibration: dict[str, Any]) -> Tuning | None:
-    if not calibration:
-        return None
-    try:
-        return Tuning.from_json(calibration)
-    except ValidationError as error:
-        field = ".".join(map(str, error.errors()[0]["loc"]))
-        raise UserError(
-            f"The heads' calibration is not whole: {field} is missing or damaged.",
-            "Export or fetch the heads again, or tune them again.",
-        ) from None

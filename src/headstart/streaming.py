@@ -18,8 +18,8 @@ class Answer:
     """What was generated for one prompt.
 
     Attributes:
-        text: as read by people: without the end-of-turn token and other special tokens; a stop string that ended the
-            text is part of it, but for special tokens. Empty when the target has no tokenizer.
+        text: without the end-of-turn token and other special tokens, and without messages of other channels than that
+            of answers; a stop string that ended the text is part of it. Empty when the target has no tokenizer.
         tokens: token ids, the end-of-turn token included.
         finish_reason: why it ended: "end" (the model ended its turn), "length" or "stop".
         tokens_per_round: τ, mean tokens per forward of the target after the prompt; 1 without drafts.

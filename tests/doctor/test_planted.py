@@ -106,7 +106,7 @@ def test_two_answers_in_one_conversation(tiny_target: Target, run: Path) -> None
         row = _Running(Prompt(turns, "", item.id), tokenizer)
         for words in ("the user is in", "a system of the"):
             row.ask(100, 16, 1000)
-            row.answer([*tokenizer.encode(words), 2], tiny_target.end_tokens)
+            row.answer([*tokenizer.encode(words), 2], tiny_target)
         return Conversation(item.id, row.tokens, row.supervised, row.messages, sampling={"temperature": 0.0})
 
     rewrite(run, tiny_target, talk)

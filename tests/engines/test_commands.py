@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import headstart
+from headstart.data.prompts.chat import with_template_kwargs
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.hub.engines.export import export_for
@@ -22,7 +23,7 @@ from headstart.hub.format import export_heads
 from headstart.target.model import Target
 from tests.engines.conftest import CASES, heads_for
 from tests.test_cli import call, refused, works
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
 Made = Callable[[str], tuple[DraftHead, Path]]
 
@@ -40,6 +41,23 @@ def test_the_printed_commands_are_those_of_the_engines(made: Made, target: Targe
     printed = works("export", heads, "--format", "gguf", "--out", tmp_path / "gguf", "--dtype", "q8_0").stdout
     assert "--spec-type draft-eagle3 --spec-draft-n-max 3" in " ".join(printed.split())
     assert "compare draft_n_accepted with --parallel 1" in " ".join(printed.split())
+
+
+def test_the_printed_commands_render_prompts_as_in_training(target: Target, tmp_path: Path) -> None:
+    heads, variables = heads_for(target, CASES["eagle3-reduced"]), {"enable_thinking": False}
+    quiet = tiny_tokenizer("{% if enable_thinking is defined %}{% endif %}" + CHATML)
+    bound = Target(target.model, with_template_kwargs(quiet, variables), target.spec)
+    export_heads(tmp_path / "heads", heads, bound, untuned(heads), {})
+    done = export_for(tmp_path / "heads", tmp_path / "served", ["vllm", "gguf"])
+    for engine, option in (
+        ("vllm", "--default-chat-template-kwargs"),
+        ("sglang", "--default-chat-template-kwargs"),
+        ("llama.cpp", "--chat-template-kwargs"),
+    ):
+        words = shlex.split(done.commands[engine])
+        assert json.loads(words[words.index(option) + 1]) == variables
+        assert shlex.join([option, json.dumps(variables)]) in (tmp_path / "served" / "README.md").read_text()
+    assert "takes them as `chat_template_kwargs` of each request" in (tmp_path / "served" / "README.md").read_text()
 
 
 def test_what_vllm_needs_on_a_cpu_is_said_where_there_is_no_gpu(

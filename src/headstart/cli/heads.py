@@ -32,13 +32,12 @@ REPORT_FILES = ("results.json", "report.md", "report.html")
 AUDIT_FILES = ("audit.json", "audit.md")
 _TOGETHER = 32
 """Prompts of a file that are decoded together; their answers are written before the next are begun."""
-_OF_ONE_ANSWER = ("stop", "raw")
 _CHAT_HELP = (
     "/new starts over, /drafts colours the words that were drafted, /help shows this, an empty line or Ctrl-D quits."
 )
 
 
-@with_options(without=_OF_ONE_ANSWER)
+@with_options(without=("stop", "raw"))
 def evaluate(
     heads: Heads,
     questions: Annotated[
@@ -118,7 +117,7 @@ def audit(
     from headstart.eval.audit_report import show_audit, write_audit
 
     console, decoder = Console(), load_decoder(heads, loading)
-    prompts = [decoder.tokens(text) for text in (asked or PROMPTS)[: options.limit]]
+    prompts = [decoder.tokens(text, options.raw) for text in (asked or PROMPTS)[: options.limit]]
     options = replace(options, drafters=listed(options.drafters), verifier=listed(options.verifier), heads_name=heads)
     results = run_audit(decoder, prompts, options, console)
     if out is not None:
@@ -159,7 +158,7 @@ def generate(
     _pour(decoder.stream(prompt, **_keywords(options)))
 
 
-@with_options(without=_OF_ONE_ANSWER, max_new_tokens=512)
+@with_options(without=("stop",), max_new_tokens=512)
 def chat(
     heads: Heads,
     options: DecodeOptions = DecodeOptions(),
@@ -174,10 +173,16 @@ def chat(
 ) -> None:
     """Chat with the target. Each answer is followed by its tokens/s and its tokens per round (τ).
 
+    With --raw each line is a text of its own, which the target continues.
+
     Example: headstart chat runs/quickstart
     """
     check_text(system or "", "The system prompt")
+    if system and options.raw:
+        raise UserError("--raw passes each line as it is, without a system prompt.", "Leave out --raw or --system.")
     decoder = load_decoder(heads, replace(loading, log=log, follow=follow), options)
+    if not options.raw:
+        decoder.check_template()
     console = Console(stderr=not sys.stdin.isatty())  # in a pipe, stdout holds the answers alone
     tell(console, f"{decoder.target.name}. {_CHAT_HELP}", style="dim")
     from headstart.decode.kept_text import KeptText
@@ -198,7 +203,9 @@ def chat(
             continue
         asked = [*messages, {"role": "user", "content": text}]
         try:
-            answer = _pour(decoder.stream(asked, kept_text, **_keywords(options)), shows_drafts)
+            answer = _pour(
+                decoder.stream(text if options.raw else asked, kept_text, **_keywords(options)), shows_drafts
+            )
         except UserError as error:
             complain(error.problem, f"{error.remedy} /new starts over.")
             continue
@@ -219,15 +226,17 @@ def read_prompt(prompt: str, raw: bool) -> str:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a JSONL file, in order; a UserError names the line that holds none."""
-    from headstart.data.prompts.shapes import SHAPES, Unusable, parse_prompt
+    """Read the prompts of a JSONL file in order; a UserError names the line of a record that makes none."""
+    from headstart.data.prompts.chat import Unusable
+    from headstart.data.prompts.shapes import SHAPES, parse_prompt
 
     prompts = []
     for number, row in read_jsonl(path):
         try:
             prompts.append(parse_prompt(row, f"line {number}"))
-        except Unusable as error:
-            raise UserError(f"{path}, line {number}: a prompt {error}.", f"Write {SHAPES[4]} or {SHAPES[0]}.") from None
+        except (Unusable, ValueError) as error:
+            problem = f"a prompt {error}" if isinstance(error, Unusable) else str(error)
+            raise UserError(f"{path}, line {number}: {problem}.", f"Write {SHAPES[4]} or {SHAPES[0]}.") from None
     if not prompts:
         raise UserError(f"{path} holds no prompt.", f"Write one {SHAPES[4]} a line.")
     return prompts

@@ -91,8 +91,9 @@ def evaluate(
     options = replace(options, drafter=tested, compare=wanted(options.compare, tested))
     others = {name: named(source, name) for name in options.compare}
     methods = make_methods(source, drafters, others, options)
-    units = _measure(tokenizer, questions, options, methods, console)
-    batches = _batches(tokenizer, questions, options, methods, console)
+    templated = target.with_tokenizer(tokenizer)
+    units = _measure(templated, questions, options, methods, console)
+    batches = _batches(templated, questions, options, methods, console)
     judged = _judge(target, units, options, list(methods), console)
     summary, rows = summarise(units, options.seed), per_prompt(units, tested)
     answers = [(unit.runs[PLAIN].tokens[row], unit.runs[HEADS].tokens[row]) for unit in units for row in _rows(unit)]
@@ -160,7 +161,7 @@ def make_methods(
 
 
 def _measure(
-    tokenizer: Any,
+    target: Target,
     questions: Sequence[Question],
     options: EvalOptions,
     methods: Mapping[str, Method],
@@ -173,7 +174,7 @@ def _measure(
         firsts = range(0, len(questions), options.batch_size)
         every = max(1, min(_EVERY, len(firsts) // LEAST_UNITS))
         for group, first in enumerate(firsts):
-            for prompts in _conversations(tokenizer, questions[first : first + options.batch_size], units):
+            for prompts in _conversations(target, questions[first : first + options.batch_size], units):
                 tokens = [prompt.tokens for prompt in prompts]
                 seed = options.seed + len(units) * options.batch_size
                 if not units:
@@ -191,7 +192,7 @@ def _measure(
 
 
 def _batches(
-    tokenizer: Any,
+    target: Target,
     questions: Sequence[Question],
     options: EvalOptions,
     methods: Mapping[str, Method],
@@ -201,7 +202,7 @@ def _batches(
     ours = {name: method for name, method in methods.items() if isinstance(method, Ours)}
     rows = []
     for size in options.sweep_batch:
-        units = _measure(tokenizer, questions, replace(options, batch_size=size), ours, console)
+        units = _measure(target, questions, replace(options, batch_size=size), ours, console)
         plain = rate(units, PLAIN, options.seed)
         for name in ours:
             if name != PLAIN:
@@ -212,7 +213,7 @@ def _batches(
     return rows
 
 
-def _conversations(tokenizer: Any, questions: Sequence[Question], units: list[Unit]) -> Iterator[list[Prompt]]:
+def _conversations(target: Target, questions: Sequence[Question], units: list[Unit]) -> Iterator[list[Prompt]]:
     """The prompts of a batch of questions, turn by turn; a later turn reads the plain answers of the unit before."""
     messages: list[list[dict[str, str]]] = [[] for _ in questions]
     for turn in range(max(len(question.turns) for question in questions)):
@@ -221,12 +222,11 @@ def _conversations(tokenizer: Any, questions: Sequence[Question], units: list[Un
             question = questions[number].turns[turn]
             messages[number].append({"role": "user", "content": question})
             name = str(questions[number].question_id) + (f"/{turn + 1}" if turn else "")
-            tokens = prompt_tokens(messages[number], tokenizer)
+            tokens = prompt_tokens(messages[number], target.tokenizer)
             prompts.append(Prompt(name, questions[number].category, tokens, question))
         yield prompts
         for number, answer in zip(numbers, units[-1].runs[PLAIN].tokens, strict=True):
-            text = tokenizer.decode(answer, skip_special_tokens=True)
-            messages[number].append({"role": "assistant", "content": text})
+            messages[number].append({"role": "assistant", "content": target.text_of(answer)})
 
 
 # -- judging ---------------------------------------------------------------------------------------------------------

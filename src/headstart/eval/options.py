@@ -63,5 +63,6 @@ class AuditOptions:
     texts: int = option(2, "Sample after so many prompts, those that test it most sharply.", typed=False)
     depth: int = option(3, "Tokens of a sample; all but the first are decided by verifying drafts.", typed=False)
     seed: int = option(0, meaning(DecodeOptions, "seed").text)
+    raw: bool = option(False, meaning(DecodeOptions, "raw").text)
     limit: int | None = option(None, "Ask at most this many questions.", minimum=1)
     heads_name: str = option("heads", "What the report calls the heads.", typed=False)

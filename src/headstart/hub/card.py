@@ -117,6 +117,7 @@ def write_engine_card(
         name=facts.name,
         kind=kind_of(published),
         hub_id=hub_id,
+        variables=facts.chat_template_kwargs,
         commands={engine: shlex.join(words) for engine, words in commands.items()},
         plain_is_faster=[name for name, tuning in measured.items() if name in commands and not tuning.drafts],
         rows=rows,

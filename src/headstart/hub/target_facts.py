@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headstart.heads.exchange.published import Layout, Published
 
@@ -21,9 +23,9 @@ _KINDS = {
 class TargetFacts:
     """What formats say of a target, or depend on.
 
-    `spec` is what `load_target` takes, `folder` what transformers loads, or a Hub id: empty where there is none here.
-    `tokens` are special tokens' ids by their name in a config; `trust_remote_code` says whether code that comes along
-    with the target may run.
+    `context` is the target's longest text in tokens, 0 if unknown. `spec` is what `load_target` takes, `folder` what
+    transformers loads, or a Hub id: empty where there is none here. `tokens` are special tokens' ids by their name in a
+    config; `trust_remote_code` says whether code that comes along with the target may run.
     """
 
     spec: str
@@ -38,6 +40,18 @@ class TargetFacts:
     architectures: tuple[str, ...] = ()
     tokens: Mapping[str, int] | None = None
     trust_remote_code: bool = False
+    context: int = 0
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Variables of the chat template that the heads were trained with."""
+
+    @property
+    def server_options(self) -> list[str]:
+        """Options that vLLM and SGLang serve the target with; both call them the same."""
+        trust = ["--trust-remote-code"] if self.trust_remote_code else []
+        return trust + self.template_option("--default-chat-template-kwargs")
+
+    def template_option(self, name: str) -> list[str]:
+        return [name, json.dumps(self.chat_template_kwargs)] if self.chat_template_kwargs else []
 
 
 def kind_of(published: Published) -> str:

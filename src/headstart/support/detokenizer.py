@@ -1,36 +1,86 @@
-"""Token ids to text, token by token, without breaking a character."""
+"""Token ids to text, without breaking a character."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-_BROKEN = "\ufffd"
-"""Decoded bytes that are no character, or not yet."""
+from jinja2 import TemplateError
+
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
+"""Errors that chat templates raise on messages they do not take."""
+MARK = "\u2603headstart\u2603"
+"""A text that no prompt holds, to find its place in a rendering."""
+
+
+@dataclass(frozen=True)
+class AnswerMarkup:
+    """Special tokens that a chat template puts around the text of an answer.
+
+    Attributes:
+        opening: tokens between generation prompt and text that begin and end with a special one, such as the header of
+            a channel; empty where the text comes first.
+        end: token that ends the newest answer; the tokenizer's EOS where the template has none.
+        special: all special tokens.
+    """
+
+    opening: tuple[int, ...] = ()
+    end: int | None = None
+    special: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> AnswerMarkup:
+        """Find the markup by rendering one answer."""
+        special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
+        try:
+            prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
+            lead, _, tail = tokenizer.apply_chat_template(messages, tokenize=False).partition(MARK)
+        except TEMPLATE_ERRORS:  # without a template, too
+            return cls(end=tokenizer.eos_token_id, special=special)
+        opening, after = (tokenizer.encode(text, add_special_tokens=False) for text in (lead[len(prompt) :], tail))
+        headed = lead.startswith(prompt) and opening and {opening[0], opening[-1]} <= special
+        end = next((token for token in after if token in special), tokenizer.eos_token_id)
+        return cls(tuple(opening) if headed else (), end, special)
 
 
 class IncrementalDetokenizer:
     """Text of a growing list of tokens, without breaking a character; the tokens `ends` are not text.
+
+    Where templates open the text of an answer with a header (`AnswerMarkup.opening`), and the tokens begin with such a
+    header, those of other messages are not text either. An answer that ends before its text begins is given out at the
+    end as a whole, with its special tokens.
 
     Text that ends with U+FFFD is held back, since the next token may complete its character. Only the newest piece and
     the tokens held back are decoded again, so the work does not grow with the text. The pieces do not depend on how
     many tokens each call adds.
     """
 
-    def __init__(self, tokenizer: Any, ends: frozenset[int] = frozenset(), skip_special: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        ends: frozenset[int] = frozenset(),
+        markup: AnswerMarkup = AnswerMarkup(),
+        skip_special_tokens: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
         self._ends = ends
-        self._skip_special = skip_special
+        self._markup = markup
+        self._skips = skip_special_tokens
+        self._read: list[int] = []  # of an answer with headers, all tokens
+        self._in_text = self._has_text = not markup.opening
         self._context: list[int] = []  # tokens of the newest piece: they decide on the space after them
         self._held: list[int] = []
 
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens; returns the text that they complete, which may be empty."""
-        return "".join(self._push(token) for token in tokens if token not in self._ends)
+        return "".join(self._push(token) for token in tokens if token not in self._ends and self._is_text(token))
 
     def rest(self) -> str:
         """Return the text held back, at the end of the text."""
-        text, self._context, self._held = self.held, self._held, []
+        text = self.held if self._has_text else decode_text(self._tokenizer, self._read, skip_special_tokens=False)
+        self._context, self._held = self._held, []
         return text
 
     @property
@@ -47,30 +97,40 @@ class IncrementalDetokenizer:
                 return text[len(known) :]
         return self._decode(self._held)
 
+    def _is_text(self, token: int) -> bool:
+        """Whether a token is text: it stands between a header of answers and the next special token."""
+        opening = self._markup.opening
+        if not self._read and (token,) != opening[:1]:  # a text without headers
+            self._markup, self._in_text, self._has_text = AnswerMarkup(), True, True
+        if not self._markup.opening or (self._in_text and token not in self._markup.special):
+            return True
+        self._read.append(token)
+        self._in_text = tuple(self._read[-len(opening) :]) == opening
+        self._has_text |= self._in_text
+        return False
+
     def _push(self, token: int) -> str:
         self._held.append(token)
         text = self.held
-        if not text or text.endswith(_BROKEN):
+        if not text or text.endswith("\ufffd"):
             return ""
         self._context, self._held = self._held, []
         return text
 
     def _decode(self, tokens: list[int]) -> str:
-        return _decode(self._tokenizer, tokens, self._skip_special)
+        return decode_text(self._tokenizer, tokens, self._skips)
 
 
 class StopStrings:
-    """Finds stop strings in a growing text. Special tokens are not text, except for stop strings that contain one."""
+    """Finds stop strings in a growing answer. Special tokens count only for stop strings that contain one."""
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str], markup: AnswerMarkup = AnswerMarkup()) -> None:
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         raw = [stop for stop in stops if any(content in stop for content in special)]
-        self._kinds = [
-            (IncrementalDetokenizer(tokenizer, skip_special=skips), wanted)
-            for skips, wanted in ((True, stops), (False, raw))
-            if wanted
-        ]
-        self._tails = [""] * len(self._kinds)
+        self._kinds = [(IncrementalDetokenizer(tokenizer, markup=markup), stops)]
+        if raw:
+            self._kinds.append((IncrementalDetokenizer(tokenizer, skip_special_tokens=False), raw))
+        self._tails = ["", ""]
         self._longest = max(map(len, stops))
 
     def seen_after(self, token: int) -> bool:
@@ -84,14 +144,12 @@ class StopStrings:
         return seen
 
 
-def decode_text(tokenizer: Any, tokens: list[int]) -> str:
-    """Decode a text, without special tokens: the pieces of an `IncrementalDetokenizer`, joined."""
-    text = _decode(tokenizer, tokens, True)
-    if _BROKEN not in text:
-        return text
-    pieces = IncrementalDetokenizer(tokenizer)
+def decode_text(tokenizer: Any, tokens: list[int], skip_special_tokens: bool = True) -> str:
+    options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    return str(tokenizer.decode(tokens, **options))
+
+
+def answer_text(tokens: Sequence[int], tokenizer: Any, ends: frozenset[int], markup: AnswerMarkup) -> str:
+    """Decode a whole answer as `IncrementalDetokenizer` does piece by piece."""
+    pieces = IncrementalDetokenizer(tokenizer, ends, markup)
     return pieces.push(tokens) + pieces.rest()
-
-
-def _decode(tokenizer: Any, tokens: list[int], skip_special: bool) -> str:
-    return str(tokenizer.decode(tokens, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.support.compiled import compiler, library, may_use_tiles
+from headstart.support.compiled import library, may_use_tiles
 from headstart.target.memory import check_status
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -123,11 +123,6 @@ def masked(mask_B1TC: Tensor | None) -> tuple[int | None, Any]:
 def attender(dtype: torch.dtype) -> int:
     """The address of `joined_attention` in C (see `steps`)."""
     return ctypes.cast(_compiled(dtype).attend_joined, ctypes.c_void_p).value or 0
-
-
-def would_help(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether two workers that write in this dtype, with half of the threads each, would use it had they a compiler."""
-    return _reads(dtype, device) and torch.get_num_threads() < 4 and not compiler()
 
 
 def _reads(dtype: torch.dtype, device: torch.device) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.errors import UserError
+from headstart.support.detokenizer import AnswerMarkup, answer_text
 from headstart.target.chains import LINEAR
 from headstart.target.identity import (
     Adapter,
@@ -81,6 +82,7 @@ class FrozenModel:
             return self
         other = copy(self)
         other.tokenizer = tokenizer
+        other.__dict__.pop("markup", None)
         other._lender = self  # its fitting is undone when it goes
         return other
 
@@ -127,6 +129,14 @@ class FrozenModel:
         ends = {*(configured if isinstance(configured, list) else [configured])}
         ends.add(getattr(self.tokenizer, "eos_token_id", None))
         return frozenset(end for end in ends if isinstance(end, int))
+
+    @cached_property
+    def markup(self) -> AnswerMarkup:
+        return AnswerMarkup() if self.tokenizer is None else AnswerMarkup.of(self.tokenizer)
+
+    def text_of(self, answer: Sequence[int]) -> str:
+        """Decode an answer, without special tokens and without messages of other channels than that of answers."""
+        return answer_text(answer, self.tokenizer, self.end_tokens, self.markup)
 
     @cached_property
     def spare_token(self) -> int | None:

@@ -7,8 +7,10 @@ Where the assistant's text lies is found by rendering the chat template, never b
     span                                                            Hello.<|im_end|>
 
 The prefix is the rendering of the messages before the answer with the generation prompt: what the target reads just
-before it writes. It has to be the beginning of the whole rendering. The span ends with the first special token after
-the answer's text: the one the target writes to end its turn. What the template adds after it is not supervised. An
+before it writes. It has to be the beginning of the whole rendering. Markup that the template puts between the prefix
+and a text without reasoning is not supervised, such as an empty thinking block. The span ends with the first special
+token after the answer's text: the one the target writes to end its turn. It is left out where the template ends the
+turn of the newest answer with another token. What the template adds after it is not supervised. An
 answer that calls tools ends with the last special token of its turn: some stand around the calls. Where it is not known
 where the turn ends, since a template renders the last answer in another way, it ends with the first after the calls.
 """
@@ -20,19 +22,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from headstart.data.prompts.chat import Message, Unfit, check_offsets, render
+from headstart.support.detokenizer import MARK
 
 
 def encode(
-    messages: Sequence[Message], tokenizer: Any, *, strict: bool = True, max_tokens: int | None = None
+    messages: Sequence[Message], tokenizer: Any, *, max_tokens: int | None = None
 ) -> tuple[list[int], list[bool]]:
     """Tokens of a rendered conversation, and for each of them whether the assistant wrote it.
 
-    An answer that the template rewrites (it drops reasoning once another turn follows, for example) is refused where
-    `strict`, else left unsupervised. At most `max_tokens` tokens are kept, from the beginning.
+    An answer that the template rewrites (it drops reasoning once another turn follows, for example) is not supervised.
+    At most `max_tokens` tokens are kept, from the beginning.
 
     Raises:
         UserError: no chat template, or a tokenizer that does not tell where its tokens lie in a text.
-        Unfit: a template that refuses the conversation or rewrites an answer, or nothing left to supervise.
+        Unfit: a template that refuses the conversation or rewrites each answer, or nothing left to supervise.
     """
     whole = render(messages, tokenizer, answer=False)
     check_offsets(tokenizer)
@@ -42,6 +45,7 @@ def encode(
     added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
     ends = {*tokenizer.all_special_ids, *added}
     supervised = [False] * len(tokens)
+    rewritten = False
     for index, message in enumerate(messages):
         if message["role"] == "tool":
             before, after = (render(messages[:stop], tokenizer, answer=False) for stop in (index, index + 1))
@@ -51,23 +55,25 @@ def encode(
             continue
         span = _answer_span(messages, index, whole, tokenizer)
         if span is None:
-            if strict:
-                raise Unfit(
-                    f"The chat template rewrites the answer in message {index + 1} of {len(messages)}: what the target "
-                    "reads before answering is not the beginning of the rendered conversation.",
-                    "Let the target write the answers (data.regenerate=true), or end the conversation with the answer "
-                    "that counts: reasoning is often dropped once another turn follows.",
-                    "in which the chat template rewrites an answer",
-                )
+            rewritten = True
             continue
-        start, text_stop, turn_stop = span
+        start, text_stop, turn_stop, ending = span
         first = bisect_left(starts, start)
         following = range(bisect_left(starts, text_stop, first), bisect_left(starts, turn_stop, first))
         special = [i for i in following if tokens[i] in ends]
+        if special and not ending.startswith(whole[text_stop : stops[special[0]]]):
+            special = []
         if message.get("tool_calls") and (turn_stop < len(whole) or message is messages[-1]):
             special, text_stop = special[-1:], len(whole[:turn_stop].rstrip())
         stop = special[0] + 1 if special else bisect_right(stops, text_stop, first)
         supervised[first:stop] = [True] * (stop - first)
+    if rewritten and not any(supervised):
+        raise Unfit(
+            "The chat template rewrites each answer: what the target reads before it is not the beginning of the "
+            "rendered conversation.",
+            "Let the target write the answers (data.regenerate=true).",
+            "in which the chat template rewrites each answer",
+        )
     if max_tokens is not None and any(supervised) and not any(supervised[:max_tokens]):
         raise Unfit(
             f"The first answer of a conversation begins after {max_tokens} tokens.",
@@ -84,10 +90,14 @@ def encode(
     return tokens, supervised
 
 
-def _answer_span(messages: Sequence[Message], index: int, whole: str, tokenizer: Any) -> tuple[int, int, int] | None:
-    """Where the answer in this message lies in the whole rendering; None when the template rewrote it.
+def _answer_span(
+    messages: Sequence[Message], index: int, whole: str, tokenizer: Any
+) -> tuple[int, int, int, str] | None:
+    """Find an answer in the whole rendering; None where the template rewrote it.
 
-    In characters: its text is [start, text_stop), and its turn ends before turn_stop.
+    Returns:
+        Characters at which the assistant's own text starts, the text (with the names of called tools) stops, and the
+        turn stops at the latest; and the rendering after the text while the answer is the newest.
     """
     if index == 0:
         raise Unfit(
@@ -95,43 +105,43 @@ def _answer_span(messages: Sequence[Message], index: int, whole: str, tokenizer:
             "Drop its turns before the first user message.",
             "that the assistant starts",
         )
-    prefix = render(messages[:index], tokenizer, answer=True)
+    before, answer = messages[:index], messages[index]
+    prefix = render(before, tokenizer, answer=True)
     if not whole.startswith(prefix):
         return None
-    start = len(prefix)
-    text = messages[index]["content"].strip()  # some templates strip what they are given
-    reasoning = messages[index].get("reasoning_content", "").strip()
-    closed = render(messages[: index + 1], tokenizer, answer=False)
-    if whole.startswith(closed):
-        # A template may write something of its own first, such as an empty thinking block.
-        reasoning_start = whole.find(reasoning, start, len(closed))
-        if reasoning_start < 0:
-            raise Unfit(
-                f"The chat template does not render the reasoning of the answer in message {index + 1}.",
-                "Let the target write the answers (data.regenerate=true), or remove reasoning_content.",
-                "with reasoning that the chat template does not render",
-            )
-        text_start = whole.find(text, reasoning_start + len(reasoning), len(closed))
-        turn_stop = len(closed)
-    elif reasoning:
+    text = answer["content"].strip()  # some templates strip what they are given
+    reasoning = answer.get("reasoning_content", "").strip()
+    closed = render([*before, answer], tokenizer, answer=False)
+    if reasoning not in closed[len(prefix) :]:
+        raise Unfit(
+            f"The chat template does not render the reasoning of the answer in message {index + 1}.",
+            "Let the target write the answers (data.regenerate=true), or remove reasoning_content.",
+            "with reasoning that the chat template does not render",
+        )
+    # A template may write something of its own first, such as an empty thinking block.
+    lead, found, _ = render([*before, {**answer, "content": MARK}], tokenizer, answer=False).partition(MARK)
+    newest = len(lead) if found and closed.startswith(lead) else len(prefix)
+    here = newest if whole.startswith(closed[:newest]) else len(prefix)
+    if reasoning and here != newest:
         return None
-    else:
-        lead = len(whole[start:]) - len(whole[start:].lstrip())
-        text_start = start + lead if whole.startswith(text, start + lead) else -1
-        turn_stop = len(whole)
-    if text_start < 0:
+    unchanged = whole.startswith(closed)
+    turn_stop = len(closed) if unchanged else len(whole)
+    text_start, newest_start = whole.find(text, here, turn_stop), closed.find(text, newest)
+    if text_start < 0 or newest_start < 0 or (not unchanged and whole[here:text_start].strip()):
         return None
-    return start, _after_calls(messages[index], whole[:turn_stop], text_start + len(text)), turn_stop
+    written = bool(reasoning) or not whole[len(prefix) : text_start].strip()
+    text_stop = _after_calls(answer, whole[:turn_stop], text_start + len(text))
+    ending = closed[_after_calls(answer, closed, newest_start + len(text)) :]
+    return len(prefix) if written else text_start, text_stop, turn_stop, ending
 
 
 def _after_calls(answer: Message, rendered: str, text_stop: int) -> int:
     """Where the name of the last tool that an answer calls ends in the rendering; where its text does, without any."""
     stop = text_stop
     for call in answer.get("tool_calls", ()):
-        function = call.get("function", call) if isinstance(call, dict) else {}
-        name = str(function.get("name") or "") if isinstance(function, dict) else ""
+        name = call["function"]["name"]
         place = rendered.find(name, stop)
-        if not name or place < 0:
+        if place < 0:
             raise _not_rendered("calls of tools")
         stop = place + len(name)
     return stop

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import copy, deepcopy
 from functools import partial
 from typing import Any
 
-from jinja2 import TemplateError
-
 from headstart.errors import UserError
+from headstart.support.detokenizer import TEMPLATE_ERRORS
 
 Message = dict[str, Any]
-"""{"role": "system" | "user" | "assistant" | "tool", "content": text}; of a given answer also "reasoning_content" and
-"tool_calls", which is a list of {"function": {"name", "arguments"}}."""
+"""{"role": "system" | "user" | "assistant" | "tool", "content": text}, as `read_messages` returns it; of an answer also
+"reasoning_content" and "tool_calls", a list of {"function": {"name", "arguments"}}."""
+
+NOT_UTF8 = "with text that is not UTF-8"
+"""The reason for which records with halves of characters are left out."""
+_ROLES = {
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
+    **dict.fromkeys(("tool", "function"), "tool"),
+}
+"""By role or speaker, in lower case."""
+_TEXTS = ("text", "input_text", "output_text")
+"""Types of parts that hold text."""
+
+
+class Unusable(Exception):
+    """A well-formed record that makes no prompt; the reason is worded for `LeftOut`."""
 
 
 class Unfit(UserError):
@@ -39,18 +56,112 @@ def prompt_tokens(messages: Sequence[Message], tokenizer: Any) -> list[int]:
 
 
 def render(messages: Sequence[Message], tokenizer: Any, *, answer: bool) -> str:
-    """The chat template's text for these messages, `Unfit` where it refuses them; `answer` appends the generation
-    prompt."""
+    """Render messages with the chat template; `answer` appends the generation prompt.
+
+    Raises:
+        Unfit: the template refuses the messages, or a text in them or in the template's variables is not UTF-8.
+    """
     check_template(tokenizer)
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=answer))
-    except (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
+        text = _rendered(messages, tokenizer, answer)
+        text.encode()
+    except UnicodeEncodeError as error:
+        found, fields = error.object[error.start], {"messages": list(messages), **template_kwargs(tokenizer)}
+        held = (name for name, value in fields.items() if found in json.dumps(value, ensure_ascii=False, default=str))
+        raise Unfit(
+            f"{next(held, 'The chat template')} holds text that is not UTF-8: {found!r}.",
+            "Leave out that character, or convert the text to UTF-8.",
+            NOT_UTF8,
+        ) from None
+    except TEMPLATE_ERRORS as error:
         roles = ", ".join(message.get("role", "?") for message in messages) or "none"
         raise Unfit(
             f"The target's chat template refuses a conversation with the roles {roles}: {error}.",
             "Start with the user (after at most one system message) and let user and assistant alternate.",
             "that the chat template refuses",
         ) from error
+    return text
+
+
+def _rendered(messages: Sequence[Message], tokenizer: Any, answer: bool) -> str:
+    """Render with the arguments of tool calls as objects, or as JSON for templates that write them out unconverted."""
+
+    def apply(given: Sequence[Message]) -> str:
+        return str(tokenizer.apply_chat_template(list(given), tokenize=False, add_generation_prompt=answer))
+
+    if not (called := _called(messages)):
+        return apply(messages)
+    with suppress(*TEMPLATE_ERRORS):  # such as a TypeError from a concatenation with an object
+        text = apply(messages)
+        if not any(function["arguments"] and str(function["arguments"]) in text for function in called):
+            return text
+    as_json = deepcopy(list(messages))
+    for function in _called(as_json):
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return apply(as_json)
+
+
+def _called(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The functions that messages call with arguments."""
+    functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    return [function for function in functions if isinstance(function.get("arguments"), dict)]
+
+
+def read_messages(turns: Iterable[Mapping[str, Any]]) -> list[Message]:
+    """Normalise messages for chat templates: a known role, one text, calls of tools with their arguments as objects.
+
+    Messages of the assistant with neither a text nor calls of tools are dropped: those answers were not given. Other
+    keys are kept unless they are null.
+
+    Raises:
+        Unusable: an unknown role, a content other than text, or calls of tools in another shape.
+    """
+    messages = list[Message]()
+    for turn in turns:
+        speaker, content = turn.get("role"), turn.get("content")
+        if (role := _ROLES.get(speaker.lower()) if isinstance(speaker, str) else None) is None:
+            raise Unusable(f"with a message of the role {speaker!r}")
+        calls = _calls(turn) if role == "assistant" else []
+        if content is None and role == "assistant" and not calls:
+            continue
+        others = {key: turn[key] for key in turn.keys() - {"tool_calls", "function_call"} if turn[key] is not None}
+        message = {**others, "role": role, "content": "" if content is None and calls else text_of(content)}
+        messages.append(message | ({"tool_calls": calls} if calls else {}))
+    return messages
+
+
+def _calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Calls of tools in an answer, with arguments as objects, which is how chat templates take them."""
+    called = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
+    if not isinstance(called, list) or not all(isinstance(call, Mapping) for call in called):
+        raise Unusable("with calls of tools that are no list")
+    calls = []
+    for call in called:
+        function = call.get("function", call)
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise Unusable("with a call of a tool that names no function")
+        if isinstance(arguments := function.get("arguments"), str):
+            try:
+                function = {**function, "arguments": json.loads(arguments or "{}")}
+            except ValueError:
+                raise Unusable("with a call of a tool whose arguments are no JSON") from None
+        calls.append({**call, "function": function} if "function" in call else {"function": function})
+    return calls
+
+
+def text_of(content: Any) -> str:
+    """The text of a content, whose parts are joined; `Unusable` where one of them is not text."""
+    if isinstance(content, list):
+        parts = [part if isinstance(part, Mapping) else {"text": part} for part in content]
+        if other := next((kind for part in parts if (kind := part.get("type", "text")) not in _TEXTS), None):
+            raise Unusable(f"with {other} content")
+        return "".join(text_of(part.get("text")) for part in parts)
+    if content is None:
+        raise Unusable("with a message without text")
+    if not isinstance(content, str):
+        kind = type(content).__name__
+        raise Unusable(f"with {'an' if kind[0] in 'aeiou' else 'a'} {kind} where text is expected")
+    return content
 
 
 def added_tokens(before: str, after: str, last_token: int, tokenizer: Any) -> list[int]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.data.prompts.chat import Message
+from headstart.data.prompts.chat import Message, Unusable, read_messages, text_of
 
 SHAPES = (
     '{"turns": [text, ...]}',
@@ -19,27 +19,13 @@ SHAPES = (
 )
 """Shapes of records that are understood; the first whose column is there and not null counts."""
 
-_ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
-"""By role or speaker, in small letters."""
-
+NOT_UTF8 = "with text that is not UTF-8"
 _COLUMNS = ("messages", "conversations", "turns", "instruction", "prompt", "conversation", "text")
 """The columns that tell a shape, in the order in which they are looked for."""
 _WITH_SYSTEM = ("conversations", "conversation", "instruction")
 """Those of formats in which a system message may stand in a column of its own, `system`."""
+_OF_MESSAGES = ("reasoning_content", "tool_calls", "function_call", "name", "tool_call_id")
+"""What messages keep beside role and content."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +49,7 @@ class Prompt:
     @property
     def opening(self) -> list[Message]:
         """The messages before the first answer: system message and first user message."""
-        first = next(i for i, message in enumerate(self.messages) if message["role"] == "user")
-        return self.messages[: first + 1]
+        return opening(self.messages)
 
     @property
     def asked(self) -> list[Message]:
@@ -77,8 +62,19 @@ class Prompt:
         return [message["content"] for message in self.messages if message["role"] == "user"]
 
 
-class Unusable(Exception):
-    """A well-formed record that makes no prompt; the reason is worded for `LeftOut`."""
+def opening(messages: Sequence[Message]) -> list[Message]:
+    """The messages up to the first of the user."""
+    first = next(i for i, message in enumerate(messages) if message["role"] == "user")
+    return list(messages[: first + 1])
+
+
+def is_utf8(value: Any) -> bool:
+    """Whether every string in a JSON value can be encoded: a lone surrogate (half an emoji) cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
@@ -102,17 +98,14 @@ def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
     if not all(text.strip() for text in user_texts) or not user_texts:
         raise Unusable("in which the user says nothing")
     if column in _WITH_SYSTEM and messages[0]["role"] != "system":
-        system = _text(row.get("system") or "")
+        system = text_of(row.get("system") or "")
         if system.strip():
             messages = [{"role": "system", "content": system}, *messages]
     own_id = next((row[key] for key in ("id", "question_id", "prompt_id") if row.get(key) is not None), name)
-    return Prompt(
-        messages,
-        str(row.get("category") or ""),
-        str(own_id),
-        plain=column == "text",
-        tools=_tools(row.get("tools")),
-    )
+    category, tools = str(row.get("category") or ""), _tools(row.get("tools"))
+    if not is_utf8([messages, category, str(own_id), tools]):
+        raise Unusable(NOT_UTF8)
+    return Prompt(messages, category, str(own_id), plain=column == "text", tools=tools)
 
 
 def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
@@ -122,13 +115,13 @@ def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
     if column == "turns":
         if not isinstance(value, list):
             raise ValueError(f"'turns' is a {type(value).__name__}, not a list of texts")
-        return [{"role": "user", "content": _text(turn)} for turn in value]
+        return [{"role": "user", "content": text_of(turn)} for turn in value]
     if column == "instruction":
-        parts = [_text(row.get(key) or "") for key in ("instruction", "input")]
+        parts = [text_of(row.get(key) or "") for key in ("instruction", "input")]
         request = {"role": "user", "content": "\n\n".join(part for part in parts if part.strip())}
-        output = _text(row.get("output") or "")
+        output = text_of(row.get("output") or "")
         return [request, {"role": "assistant", "content": output}] if output else [request]
-    text = _text(value)
+    text = text_of(value)
     if column == "text" and not text.strip():
         raise Unusable("without text")
     return [{"role": "user", "content": text}]
@@ -137,44 +130,23 @@ def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
 def _turns(value: Any, field: str) -> list[Message]:
     if not isinstance(value, list):
         raise ValueError(f"{field!r} is a {type(value).__name__}, not a list of messages")
-    messages: list[Message] = []
+    turns: list[dict[str, Any]] = []
     for number, turn in enumerate(value, start=1):
         if not isinstance(turn, Mapping):
             raise ValueError(f"message {number} of {field!r} is a {type(turn).__name__}, not an object")
         # Files with {"from", "value"} in `messages` and the other way round are common.
         keys = (("role", "content"), ("from", "value"))
         (role_key, text_key), (other_role, other_text) = reversed(keys) if field.startswith("conv") else keys
-        speaker = turn.get(role_key, turn.get(other_role))
-        text = turn.get(text_key, turn.get(other_text))
-        role = _ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
-        if role is None or (role == "tool" and not any("tool_calls" in message for message in messages)):
-            raise Unusable(f"with a message of the role {speaker!r}")
-        calls = _calls(turn) if role == "assistant" else []
-        if text is None and role == "assistant" and not calls:
-            continue
-        message: Message = {"role": role, "content": "" if text is None and calls else _text(text)}
-        message |= {"tool_calls": calls} if calls else {}
-        message |= {key: turn[key] for key in ("name", "tool_call_id") if role == "tool" and turn.get(key)}
-        if role == "assistant" and isinstance(reasoning := turn.get("reasoning_content"), str) and reasoning.strip():
-            message["reasoning_content"] = reasoning
-        messages.append(message)
+        kept = {key: _without_nulls(turn[key]) for key in _OF_MESSAGES if turn.get(key)}
+        if not isinstance(reasoning := kept.get("reasoning_content"), str) or not reasoning.strip():
+            kept.pop("reasoning_content", None)
+        role, content = turn.get(role_key, turn.get(other_role)), turn.get(text_key, turn.get(other_text))
+        turns.append({**kept, "role": role, "content": content})
+    messages = read_messages(turns)
+    first_call = next((i for i, message in enumerate(messages) if "tool_calls" in message), None)
+    if any(message["role"] == "tool" for message in messages[:first_call]):
+        raise Unusable("with a message of the role 'tool'")
     return messages
-
-
-def _calls(turn: Mapping[str, Any]) -> list[Any]:
-    """Calls of tools in an answer, with arguments as objects, which is how chat templates take them."""
-    called = turn.get("tool_calls") or ([{"function": turn["function_call"]}] if turn.get("function_call") else [])
-    if not isinstance(called, list):
-        raise Unusable("with calls of tools that are no list")
-    calls = _without_nulls(called)
-    for call in calls:
-        function = call.get("function") if isinstance(call, dict) else None
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"] or "{}")
-            except ValueError:
-                raise Unusable("with a call of a tool whose arguments are no JSON") from None
-    return list(calls)
 
 
 def _tools(value: Any) -> list[dict[str, Any]]:
@@ -196,22 +168,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, list):
-        return "".join(_part(part) for part in value)
-    if value is None:
-        raise Unusable("with a message without text")
-    if not isinstance(value, str):
-        kind = type(value).__name__
-        raise Unusable(f"with {'an' if kind[0] in 'aeiou' else 'a'} {kind} where text is expected")
-    return value
-
-
-def _part(part: Any) -> str:
-    if not isinstance(part, Mapping):
-        return _text(part)
-    if part.get("type", "text") not in ("text", "input_text", "output_text"):
-        raise Unusable(f"with {part['type']} content")
-    return _text(part.get("text"))

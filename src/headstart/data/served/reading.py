@@ -18,9 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from headstart.data.conversations.records import Conversation, tokens_key
-from headstart.data.prompts.chat import Unfit, prompt_tokens, with_template_kwargs, with_tools
+from headstart.data.prompts.chat import (
+    NOT_UTF8,
+    Unfit,
+    Unusable,
+    prompt_tokens,
+    read_messages,
+    with_template_kwargs,
+    with_tools,
+)
 from headstart.data.prompts.loading import LeftOut
-from headstart.data.prompts.shapes import Unusable
 from headstart.data.served.log import Served, template_version
 from headstart.errors import UserError
 from headstart.support.files import no_folder
@@ -103,8 +110,13 @@ def _rows(files: Iterable[Path], left_out: LeftOut) -> Iterator[tuple[str, Mappi
         with suppress(FileNotFoundError), file.open("rb") as handle:  # a segment that is over the bounds by now
             for number, line in enumerate(handle, start=1):
                 try:
-                    row = json.loads(line)
-                except ValueError:  # not UTF-8, too
+                    row = json.loads(line.decode("utf-8-sig"))
+                    if b"\\u" in line:
+                        json.dumps(row, ensure_ascii=False).encode()
+                except UnicodeEncodeError:
+                    left_out.add(NOT_UTF8, f"{file.name}, line {number}")
+                    continue
+                except ValueError:  # bytes that are not UTF-8, too
                     if line.strip():
                         reason = "damaged" if line.endswith(b"\n") else "half-written"
                         left_out.add(f"lines that are {reason}", f"{file.name}, line {number}")
@@ -173,7 +185,7 @@ def _prompt(
         return list(target.tokenizer.encode(ids))
     if ids is None:
         templated = with_template_kwargs(target.tokenizer, request.get("chat_template_kwargs") or {})
-        return prompt_tokens(request["messages"], with_tools(templated, request.get("tools") or []))
+        return prompt_tokens(read_messages(request["messages"]), with_tools(templated, request.get("tools") or []))
     return [int(token) for token in ids]
 
 
@@ -197,7 +209,7 @@ def _read_text(text: str, finish: str, target: FrozenModel) -> list[int]:
     """Token ids of an answer that came as text. The last of one that was cut may be a part of another token."""
     tokens = list(target.tokenizer.encode(text, add_special_tokens=False))
     if finish == "end":
-        end = target.tokenizer.eos_token_id
+        end = target.markup.end
         return [*tokens, end] if end in target.end_tokens else tokens
     return tokens[:-1]
 
@@ -205,5 +217,5 @@ def _read_text(text: str, finish: str, target: FrozenModel) -> list[int]:
 def _spells(tokens: Sequence[int], text: str, finish: str, target: FrozenModel) -> bool:
     if max(tokens) >= target.vocab_size:
         return True  # is said of these ids later
-    spelt, text = target.tokenizer.decode(tokens, skip_special_tokens=True).strip(), text.strip()
+    spelt, text = target.text_of(tokens).strip(), text.strip()
     return bool(spelt.startswith(text) if finish == "stop" else spelt == text)  # engines cut the text that stops

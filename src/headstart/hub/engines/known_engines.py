@@ -127,7 +127,14 @@ def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping
         config["num_speculative_tokens_per_batch_size"] = [
             [first, last, count] for (first, count), last in zip(drafts.items(), lasts, strict=True)
         ]
-    return ["vllm", "serve", facts.folder or "TARGET", *_trust(facts), "--speculative-config", json.dumps(config)]
+    return [
+        "vllm",
+        "serve",
+        facts.folder or "TARGET",
+        *facts.server_options,
+        "--speculative-config",
+        json.dumps(config),
+    ]
 
 
 def _vllm_remarks(published: Published) -> list[str]:
@@ -181,7 +188,7 @@ def _eagle3_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
 
 def _sglang(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
     algorithm = {Layout.EAGLE3: "EAGLE3", Layout.DFLASH: "DFLASH"}.get(published.layout, "EAGLE")
-    words = ["python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET", *_trust(facts)]
+    words = ["python", "-m", "sglang.launch_server", "--model-path", facts.folder or "TARGET", *facts.server_options]
     count = max(drafts.values())
     words += ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", folder]
     if published.layout is not Layout.DFLASH:
@@ -226,6 +233,7 @@ _SPECULATORS = EngineTraits(
 
 def _llama_cpp(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
     words = ["llama-server", "-m", str(facts.gguf or "TARGET.gguf"), "-md", f"{folder}/{HEADS_GGUF}"]
+    words += facts.template_option("--chat-template-kwargs")
     return [*words, "--spec-type", f"draft-{published.layout}", "--spec-draft-n-max", str(max(drafts.values()))]
 
 
@@ -246,11 +254,6 @@ LLAMA_CPP = EngineTraits(
     command=_llama_cpp,
     remarks=lambda _: [_MANY_SLOTS],
 )
-
-
-def _trust(facts: TargetFacts) -> list[str]:
-    """vLLM and SGLang call it the same."""
-    return ["--trust-remote-code"] if facts.trust_remote_code else []
 
 
 KNOWN_ENGINES = {engine.name: engine for engine in (_VLLM, _SGLANG, _SPECULATORS, LLAMA_CPP)}
