@@ -111,7 +111,7 @@ class Captures(Generic[M]):
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
         self._slot_bytes, self._device = slot_bytes, device
-        self._spares: list[M] = []  # lent to nobody, the least recently used one first
+        self._spares: list[M] = []  # not in use, least recently used first
         self._lock = threading.Lock()
         self.refused: str | None = None
 
@@ -130,8 +130,8 @@ class Captures(Generic[M]):
         return sum(memory.bytes for memory in list(self._spares))
 
     def lend(self, make: Callable[[int, int], M], rows: int, capacity: int, weights: Iterable[Tensor]) -> M:
-        """Memory for so many rows and slots at least, without what was in it; `make` makes what is not there. Its
-        graphs read these weights, and go once any of them lies elsewhere."""
+        """Return memory for at least these rows and slots, cleared; `make` allocates it if no kept one fits. Its graphs
+        are dropped once any of these weights has moved."""
         roomy = power(capacity)
         with self._lock:
             fitting = [
@@ -159,7 +159,7 @@ class Captures(Generic[M]):
         return memory
 
     def _crowds(self, needed: int) -> bool:
-        """Whether a text that needs so many bytes leaves no room for the memories that are kept."""
+        """Whether the kept memories take room from a text of this size in bytes."""
         kept = self.spare_bytes
         return needed + kept > _ROOMY * (free_bytes(self._device) + kept)
 
