@@ -316,10 +316,10 @@ def test_who_reads_states_alone_records_nothing(recordings: list[bool]) -> None:
 
 
 def test_the_first_decoding_records_once(recordings: list[bool]) -> None:
-    """Outside of inference mode, which decoding is in: the recording serves who is not."""
+    """Outside of inference mode, where it can be used too; other lengths and numbers of rows use it as well."""
     target = Target(tiny_model("llama"))
-    for _ in range(2):
-        DecodeLoop(target).generate([TEXTS[0]], DecodeOptions(4))
+    for texts in 2 * ([TEXTS[0]], TEXTS, [9 * TEXTS[0]]):
+        DecodeLoop(target).generate(texts, DecodeOptions(4))
     assert recordings == [False]
     assert target.eager is None and recordings == [False]
 

@@ -207,7 +207,7 @@ def test_caches_whose_rows_end_or_grow() -> None:
             elif step == "part":
                 cache = cache.part(1, 2)
             elif step == "more room":
-                cache = cache.with_room(64)
+                cache = cache.with_room(64, target.new_cache)
             batch = TreeBatch.of([Tree.chain_of([7, 8])] * cache.rows)
             seen.append(target.forward_tree(cache, batch).logits_BTV)
             cache.commit([[0]] * cache.rows)

@@ -89,6 +89,7 @@ class HeadDrafter:
         return self.heads.prefill(prompts, states)
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
+        self.heads.read_text(session, request.check)
         nodes, shape = min(request.max_nodes, self.max_nodes), self.shape
         if shape is not None and (nodes < shape.size or (request.chain and shape.width > 1)):
             # Memory is short, or the rule takes chains only.

@@ -142,6 +142,8 @@ class MtpDrafter:
     def propose(self, session: _Session, roots: TreeBatch, request: Request) -> list[Tree]:
         if min(session.lengths) < len(self.modules):  # a module in the middle would have nothing to read
             return roots.trees
+        for cache in session.caches:
+            cache.watch(request.check)
         return grow(self, session, roots, replace(request, chain=True))
 
     def draft_step(self, session: _Session, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
@@ -223,5 +225,5 @@ class MtpDrafter:
 
     def _with_room(self, session: _Session, number: int, more: int) -> TreeCache:
         cache = session.caches[number]
-        session.caches[number] = cache = cache.with_room(max(cache.lengths) + more)
+        session.caches[number] = cache = cache.with_room(max(cache.lengths) + more, self.modules[number].new_cache)
         return cache

@@ -366,6 +366,9 @@ class DraftHead(nn.Module, ABC):
         """Start drafting for a batch of prompts, with the states {layer: [B, T, E]} of their prefill, padded on the
         right; returns the session that `draft_step`, `commit` and `reorder` take."""
 
+    def read_text(self, session: Any, check: Callable[[], None] | None) -> None:
+        """Read a long text that is pending, a piece at a time, after `check`; by default `prefill` has read it."""
+
     @abstractmethod
     def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
         """Draft after the nodes of one level of a tree; the levels of a round come in order.

@@ -73,7 +73,7 @@ def cgroup_free_bytes(root: Path = Path("/")) -> int:
     return free
 
 
-def check_status(status: int, _function: Any, _arguments: Any) -> int:
+def check_status(status: Any, _function: Any, _arguments: Any) -> Any:
     """Raise MemoryError if a kernel could not allocate its scratch buffers; an `errcheck` of ctypes."""
     if status == _NO_MEMORY:
         raise MemoryError("A kernel cannot allocate its scratch buffers: shorten the prompt, or batch less.")

@@ -336,6 +336,7 @@ class Request:
             are filled in by the drafter of trained heads.
         shape: the static tree that they fill; None lets them choose.
         beside: the trees, a row each, that other drafters have proposed in this round; empty for the first one.
+        check: called before each forward that reads a piece of a long text; an exception from it ends the decoding.
     """
 
     max_nodes: int
@@ -349,6 +350,7 @@ class Request:
     calibration: Calibration | None = None
     shape: TreeShape | None = None
     beside: Sequence[Tree] = ()
+    check: Callable[[], None] | None = None
 
 
 @dataclass
