@@ -62,22 +62,21 @@ def dry_run(
     start, measured, longest = perf_counter(), list[str](), min(256, target.max_length)
     cache, root = target.new_cache(1, 2 * _TEXT), TreeBatch.roots([1], target.device)
 
-    def decode(steps: int) -> int:
-        for _ in range(steps):
-            target.forward_tree(cache, root, needed)
-            cache.commit([[]])
-        return steps
+    def decode() -> None:
+        target.forward_tree(cache, root, needed)
+        cache.commit([[]])
 
     def read(size: int) -> int:
         length = min(size, longest)
         target.hidden_states([_text(length, target)] * (size // length), needed)
         return size // length * length
 
-    def update(steps: int) -> int:
-        for _ in range(steps):
-            for optimizer in optimizers:
-                optimizer.step()
-        return steps
+    def update() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def times(work: Callable[[], object]) -> Callable[[int], int]:
+        return lambda count: len([work() for _ in range(count)])
 
     def timed(what: str, work: Callable[[int], int], size: int, most: int, share: float) -> float:
         """Return the seconds per unit of work. The size doubles until it takes a quarter of its share of what is left
@@ -96,14 +95,14 @@ def dry_run(
 
     report("a warm-up")
     target.prefill(cache, [_text(_TEXT, target)])
-    decode(1)
+    decode()
     trial, optimizers = _Trial(target, heads, needed, section, lengths), make_optimizers(heads, section)
     trial.learn(trial.shortest)
     left = max(0.0, limit - (perf_counter() - start))
-    step = timed("decoding steps", decode, 1, 1024, 0.2)
+    step = timed("decoding steps", times(decode), 1, 1024, 0.2)
     token = timed("tokens read", read, _TEXT, 4 * longest, 0.2)
     learning = timed("tokens learned", trial.learn, 2 * trial.shortest, section.batch_tokens, 0.4)
-    batch = learning * section.batch_tokens + timed("updates of the heads", update, 1, 16, 0.2)
+    batch = learning * section.batch_tokens + timed("updates of the heads", times(update), 1, 16, 0.2)
     return Speeds(step, token, batch, trial.saved_bytes(section.batch_tokens), ", ".join(measured))
 
 
