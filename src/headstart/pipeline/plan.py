@@ -160,14 +160,14 @@ def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
         work = replace(work, conversations=len(splits[0]), train_tokens=train, validation_tokens=validation)
     costs = {stage: cost(work) for stage, cost in COSTS.items() if stage in plan.left}
     timed = {stage: cost.seconds for stage, cost in costs.items()} if work.speeds.measured else {}
-    trains = "train" in plan.left
+    trains, processes = "train" in plan.left, work.processes
     plan = replace(
         plan,
         seconds={**plan.seconds, **timed},
         disk={**plan.disk, **{stage: cost.disk for stage, cost in costs.items()}},
         disk_bytes=sum(cost.disk for cost in costs.values()) + (work.checkpoint_bytes if trains else 0),
         memory={stage: cost.memory for stage, cost in costs.items()},
-        network=work.gradient_bytes,
+        network=int(8 * (processes - 1) / processes * work.learning),  # a ring all-reduce of float32 gradients
         steps=work.training()[0] if trains else None,
     )
     return replace(plan, facts=_facts(work, plan), problems=[*plan.problems, *_problems(work, plan)])
@@ -261,7 +261,9 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
             )
             facts.append((f"Memory {when}", about))
     if plan.steps is not None:
-        facts.append(("Training", f"about {plan.steps:.0f} steps of {work.step_tokens} tokens"))
+        section = work.recipe.train
+        tokens = section.batch_tokens * section.gradient_accumulation_steps * work.processes
+        facts.append(("Training", f"about {plan.steps:.0f} steps of {tokens} tokens"))
         if plan.network:
             facts.append(("Network", f"each process sends {format_bytes(plan.network)} per step (DDP)"))
     return facts

@@ -110,17 +110,6 @@ class Workload:
         return min(self.wanted_states, int(1e9 * self.recipe.data.cache_gigabytes))
 
     @property
-    def step_tokens(self) -> int:
-        """Tokens of an optimiser step over all processes, padding included."""
-        section = self.recipe.train
-        return section.batch_tokens * section.gradient_accumulation_steps * self.processes
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes that each process sends in a step: a ring all-reduce of float32 gradients."""
-        return int(2 * (self.processes - 1) / self.processes * 4 * self.learning)
-
-    @property
     def checkpoint_bytes(self) -> int:
         return 4 * self.weights + optimizer_bytes(self.heads, self.recipe.train)
 
