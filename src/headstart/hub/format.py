@@ -239,6 +239,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder} has no {CONFIG}.", "Give a folder that headstart export wrote.")
     config = read_json(path, AGAIN)
+    if isinstance(config, dict) and "format" not in config and "model_type" in config:
+        raise no_heads(folder)
     version = config.get("format_version") if isinstance(config, dict) and config.get("format") == FORMAT else None
     if not isinstance(version, int) or version < 1:
         raise _not_ours(path)
@@ -255,6 +257,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         where = ".".join(map(str, ("target", *first["loc"])))
         raise UserError(f"{path}: {where} is missing or damaged ({first['msg']}).", AGAIN) from None
     return {"heads": None, **config}
+
+
+def no_heads(place: Path | str) -> UserError:
+    """Say what to type for a model, or for heads in an engine's format, that stands in the place of heads."""
+    return UserError(
+        f"{place} holds no heads in headstart's own format.",
+        "A model without heads decodes with --drafter ngram (in Python load(target=...)). To heads that others have "
+        "published add their model with --target.",
+    )
 
 
 def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
