@@ -106,6 +106,7 @@ CONFIG = [
 TENSORS = [
     (with_tensor(IDS, lambda ids: ids[[0, 0, *range(2, 50)]]), IDS),
     (with_tensor(IDS, number(0, -1)), IDS),
+    (with_tensor(IDS, lambda ids: ids.flip(0)), IDS),
     (with_tensor(IDS, number(49, 1 << 40)), IDS),
     (with_tensor(IDS, lambda ids: ids.float()), IDS),
     (with_tensor(IDS, lambda ids: ids[:49]), IDS),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, Layout, Published, are_tokens
+from headstart.heads.exchange.published import BLOCKS, Layout, Published
 from headstart.hub.engines.base import AGAIN, HEADS_GGUF, NOTE, Faults, Format, Written, note_of
 from headstart.hub.engines.faults import engine_limits, short_context, unchanged
 from headstart.hub.engines.gguf_file import (
@@ -34,6 +34,7 @@ from headstart.hub.engines.gguf_file import (
     wrong_tensors,
 )
 from headstart.hub.engines.known_engines import LLAMA_CPP
+from headstart.hub.engines.parsing import are_tokens
 from headstart.hub.target_facts import TargetFacts, kind_of
 from headstart.target.loading import gguf_library, read_gguf
 

@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import (
-    BLOCKS,
-    EMBEDDINGS,
-    LM_HEAD,
-    LayerSizes,
-    Layout,
-    Published,
-    are_tokens,
-)
+from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
 from headstart.hub.engines.base import DFLASH, DSPARK
 from headstart.hub.engines.checkpoint import ANOTHER, AUX_IDS, CONFIG, FETCH, Checkpoint, absolute_ids, small, whole
 from headstart.hub.engines.traits import OURS, tensor_faults
@@ -403,6 +395,12 @@ def kind_of_map(given_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str |
         return next(iter(possible), None)
     rising = len(given_D) > 1 and bool((given_D.diff() >= 1).all())
     return "ids" if rising else "offsets"
+
+
+def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
+    """Whether these are distinct tokens of a vocabulary."""
+    inside = bool(((ids_D >= 0) & (ids_D < vocab_size)).all())
+    return inside and len(torch.unique(ids_D)) == len(ids_D)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
