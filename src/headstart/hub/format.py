@@ -33,6 +33,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of, version_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
+from headstart.hub.engine_tuning import read_engine_tunings
 from headstart.support.answer_file import check_answers, write_answers
 from headstart.support.files import no_folder, read_json, refuse_others, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
@@ -222,6 +223,7 @@ def check_folder(folder: Path) -> DraftHead:
             raise UserError(f"{folder} has no {name}.", AGAIN)
     if (folder / ANSWERS).is_file():
         check_answers(folder / ANSWERS)
+    read_engine_tunings(folder)
     return _read(folder, read_config(folder), None)[0]
 
 
