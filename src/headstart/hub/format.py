@@ -178,13 +178,13 @@ def _read(folder: Path, config: dict[str, Any], target: Target | None) -> tuple[
     if not isinstance(calibration, dict):
         raise _not_ours(folder / CALIBRATION)
     calibration = {**calibration, "paths": [list(path) for path in shape.paths]}
-    with naming(folder / CALIBRATION):
+    with _naming(folder / CALIBRATION):
         Tuning.from_json(calibration)
     return heads, shape, calibration
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Put a path before the problem of a UserError."""
     try:
         yield
@@ -276,7 +276,7 @@ def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
         shape = TreeShape.from_paths(_PATHS.validate_python(tree["paths"]))
     except (ValidationError, TypeError, KeyError):
         raise UserError(f"{folder / TREE} holds no rank paths.", AGAIN) from None
-    with naming(folder / TREE):
+    with _naming(folder / TREE):
         heads.check_tree(shape)
     return shape
 
