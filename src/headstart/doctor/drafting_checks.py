@@ -56,7 +56,6 @@ def vocabulary(subject: Subject) -> Finding:
     """Whether the heads can draft what the target says."""
     ids_D = subject.heads.draft_to_target_D.cpu()
     size = len(ids_D)
-    again = "Train again: the draft vocabulary is then picked from the data."
     try:
         answers = [item for split in SPLITS for item in subject.conversations[split]]
     except Absent:
@@ -70,7 +69,8 @@ def vocabulary(subject: Subject) -> Finding:
         return bad(
             f"The draft vocabulary is truncated: {1 - covered:.1%} of the answers' tokens are not among its {size} "
             "tokens and can never be drafted.",
-            f"{again} If it was already, raise heads.draft_vocab_size.",
+            "Train again: the draft vocabulary is then picked from the data. If it was already, raise "
+            "heads.draft_vocab_size.",
             **figures,
         )
     return good(f"The draft vocabulary of {size} tokens covers {covered:.1%} of the answers' tokens.", **figures)

@@ -152,7 +152,7 @@ def build_heads(
 
 
 def _check_tensors(heads: DraftHead, state: Mapping[str, Tensor], weights: Path) -> None:
-    """Compare names, shapes, dtypes and draft vocabulary of a file with those of the heads."""
+    """Check names, shapes, dtypes and draft vocabulary of a file against the heads."""
     expected, config = heads.state_dict(), heads.config
     for name in sorted(expected.keys() | state.keys()):
         given, wanted = (_described(part[name]) if name in part else "missing" for part in (state, expected))

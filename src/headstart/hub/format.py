@@ -262,7 +262,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def no_heads(place: Path | str) -> UserError:
-    """Say what to type for a model, or for heads in an engine's format, that stands in the place of heads."""
+    """Explain how a model, or heads in an engine's format, are given to commands that take heads."""
     return UserError(
         f"{place} holds no heads in headstart's own format.",
         "A model without heads decodes with --drafter ngram (in Python load(target=...)). To heads that others have "

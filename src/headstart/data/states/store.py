@@ -44,7 +44,7 @@ from headstart.support.files import TensorPlace, format_bytes, read_json, tensor
 
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
-FORMAT = 2
+FORMAT = 3
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -195,7 +195,7 @@ class StateStore(States):
 
     @property
     def notice(self) -> str:
-        """What is left out of the conversations, and why; empty if nothing is."""
+        """Name the conversations that were left out, with the reason; empty if there are none."""
         notices = []
         if self.dropped:
             notices.append(
@@ -212,7 +212,7 @@ class StateStore(States):
         return " ".join(notices)
 
     def number_of(self, index: int) -> int | None:
-        """The number of a conversation here, by its index among those that the store was built from."""
+        """Map an index of the given conversations to a sample number; None if the conversation was left out."""
         number = index - sum(left_out < index for left_out in self.not_finite)
         return number if index not in self.not_finite and number < len(self) else None
 

@@ -106,7 +106,7 @@ def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
         raise UserError(
             f"architectures is {sorted(names)}, and headstart has the block drafters "
             f"{', '.join(sorted(_DFLASH | _DSPARK))}.",
-            "Take a checkpoint of one of these.",
+            ANOTHER,
         )
     if (kind := str(config.get("model_type", ""))).startswith(_OTHER_LAYERS):
         raise UserError(f"The checkpoint's layers are those of {kind}, and headstart's are Llama's.", ANOTHER)
