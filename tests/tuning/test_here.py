@@ -126,7 +126,19 @@ def test_nothing_is_measured_where_costs_hold_or_nothing_drafts(
     assert len(measured) == 1 and capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", '{"version": 1}', '"verify_ms": ["a",', '"version": 0'])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 1}',
+        '"verify_ms": ["a",',
+        '"verify_ms": [NaN,',
+        '"verify_ms": [1.0, 1.0,',
+        '"version": 0',
+    ],
+)
 def test_a_damaged_cache_is_measured_anew(
     target: Target, measured: list[Measured], tmp_path: Path, damage: str
 ) -> None:
