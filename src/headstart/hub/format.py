@@ -33,7 +33,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of, version_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
-from headstart.support.answer_file import check_answers, write_answers
+from headstart.support.answer_file import read_answers, write_answers
 from headstart.support.files import no_folder, read_json, refuse_others, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
@@ -140,7 +140,7 @@ def export_heads(
             for name in ADAPTER_KEPT:
                 if (bundled / name).is_file():
                     copyfile(bundled / name, partial / BUNDLED / name)
-        write_answers(partial / ANSWERS, identity.fingerprint, answers, MOST_ANSWER_BYTES)
+        write_answers(partial / ANSWERS, answers, MOST_ANSWER_BYTES)
         write_card(partial, facts)
         copytree(_TEMPLATES / CUSTOM_GENERATE, partial / CUSTOM_GENERATE, ignore=ignore_patterns("__pycache__"))
 
@@ -207,7 +207,7 @@ def check_folder(folder: Path) -> None:
     except SafetensorError as error:
         raise UserError(f"{folder / WEIGHTS} is cut short or damaged ({error}).", AGAIN) from None
     if (folder / ANSWERS).is_file():
-        check_answers(folder / ANSWERS)
+        read_answers(folder / ANSWERS)
 
 
 def is_ours(folder: Path) -> bool:
