@@ -245,7 +245,10 @@ class _Row:
         """The most probable continuations after the root of a tree of other drafters, the best first; what is said of
         each next token is noted."""
         ahead, lengths = find(self.parts, self.tail)
-        others = _Others(beside)
+        others: dict[int, dict[int, tuple[int, float]]] = {}  # by node and token, the child and its probability or 0
+        probs = beside.accept_probs or [0.0] * beside.size
+        for child in range(1, beside.size):
+            others.setdefault(beside.parents[child], {})[beside.tokens[child]] = (child, probs[child])
         tree, numbers = Tree(beside.tokens[:1], accept_probs=[1.0]), count()
         self.seen, self.path = {}, ()
         # -probability, number, parent, token, places, node of the tree beside or -1, path
@@ -256,7 +259,7 @@ class _Row:
             if places and len(path) < AHEAD:
                 kind = _CLASS[min(LONGEST, lengths[places[0]] + len(path))]
                 said = _continuations(ahead, lengths, places, len(path))
-                known = others.after(other)
+                known = others.get(other, {})
                 trust = self.any.of(kind) if other < 0 else self.new.of(kind)
                 children = []
                 for share, token, agreeing in said:
@@ -274,20 +277,6 @@ class _Row:
             prob, _, parent, token, places, other, path = heappop(open_)
             prob = -prob
             node = tree.add(parent, token, prob)
-
-
-class _Others:
-    """The tree of other drafters, looked up node by node."""
-
-    def __init__(self, tree: Tree) -> None:
-        self._children: dict[int, dict[int, tuple[int, float]]] = {}
-        probs = tree.accept_probs or [0.0] * tree.size
-        for node in range(1, tree.size):
-            self._children.setdefault(tree.parents[node], {})[tree.tokens[node]] = (node, probs[node])
-
-    def after(self, node: int) -> dict[int, tuple[int, float]]:
-        """By token, its node after this one and that node's probability, 0 where it is not known."""
-        return self._children.get(node, {})
 
 
 def _continuations(
