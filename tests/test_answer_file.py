@@ -210,14 +210,14 @@ def test_what_is_shipped_keeps_to_its_size(tmp_path: Path) -> None:
     assert read_answers(tmp_path / "all") == texts
     write_answers(tmp_path / "part", iter(texts), 100_000)
     kept = read_answers(tmp_path / "part")
-    assert 90_000 < (tmp_path / "part").stat().st_size <= 100_000
-    assert kept == texts[: len(kept)]
+    assert 34_000 < (tmp_path / "part").stat().st_size <= 100_000
+    assert 0 < len(kept) < 3000 and kept == texts[: len(kept)]
     write_answers(tmp_path / "none", [], 100)
     assert not (tmp_path / "none").exists()
 
 
 def test_whatever_is_cut_off_of_what_is_shipped_is_noticed(tmp_path: Path) -> None:
-    write_answers(tmp_path / "f", answers(3), 1000)
+    write_answers(tmp_path / "f", answers(3), 100_000)
     data = (tmp_path / "f").read_bytes()
     for cut in range(len(data)):
         (tmp_path / "f").write_bytes(data[:cut])

@@ -22,7 +22,9 @@ MOST_BYTES = 8_000_000
 """Size at which the database drops the older half of its answers: about 4 million tokens."""
 _MARK = b"\x93answers\n"
 _APPLICATION = int.from_bytes(b"head")  # SQLite's application_id
-_END = -1  # follows each packed answer
+_END = -1  # follows each answer
+_PENDING = 66_000
+"""Bytes that zlib holds back before it writes a block, at most."""
 _CREATE = """
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS answers (id INTEGER PRIMARY KEY, target TEXT NOT NULL, packed BLOB NOT NULL);
@@ -55,7 +57,9 @@ class AnswerFile:
     def add(self, answers: Sequence[Sequence[int]]) -> None:
         """Add answers as one row, whole or not at all."""
         with self._opened() as database:
-            database.execute("INSERT INTO answers (target, packed) VALUES (?, ?)", (self._target, _packed(answers)))
+            database.execute(
+                "INSERT INTO answers (target, packed) VALUES (?, ?)", (self._target, zlib.compress(_tokens(answers), 9))
+            )
             if _number(database, "page_count") * _number(database, "page_size") > self._most_bytes:
                 database.execute("DELETE FROM answers WHERE id < (SELECT (min(id) + max(id) + 1) / 2 FROM answers)")
                 database.execute("VACUUM")
@@ -105,19 +109,16 @@ class AnswerFile:
 
 
 def write_answers(path: Path, answers: Iterable[Sequence[int]], most_bytes: int) -> None:
-    """Write the first answers to a file of at most `most_bytes` bytes and tokens; no file if there are none."""
-    kept, tokens = list[Sequence[int]](), 0
+    """Write the first answers to a file of at most `most_bytes`; no file if there are none."""
+    data, packer, kept = bytearray(_MARK), zlib.compressobj(9), 0
     for answer in answers:
-        tokens += len(answer)
-        if tokens > most_bytes:
+        tokens = _tokens([answer])
+        if len(data) + len(tokens) > most_bytes - _PENDING:
             break
-        kept.append(answer)
-    while kept:
-        data = _MARK + _packed(kept)
-        if len(data) <= most_bytes:
-            path.write_bytes(data)
-            return
-        kept = kept[: min(len(kept) - 1, len(kept) * most_bytes // len(data))]
+        data += packer.compress(tokens)
+        kept += 1
+    if kept:
+        path.write_bytes(data + packer.flush())
 
 
 def read_answers(path: Path) -> list[list[int]]:
@@ -138,9 +139,8 @@ def _no_answers(path: Path) -> UserError:
     return UserError(f"{path} holds something else than answers.", "Name another file, or one that does not exist.")
 
 
-def _packed(answers: Sequence[Sequence[int]]) -> bytes:
-    """Compress answers; zlib adds the checksum."""
-    return zlib.compress(np.array([token for each in answers for token in (*each, _END)], "<i4").tobytes(), 9)
+def _tokens(answers: Sequence[Sequence[int]]) -> bytes:
+    return np.array([token for answer in answers for token in (*answer, _END)], "<i4").tobytes()
 
 
 def _unpacked(packed: bytes) -> list[list[int]]:
