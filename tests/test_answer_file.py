@@ -204,6 +204,15 @@ def test_other_files_are_refused_and_left_alone(tmp_path: Path) -> None:
             AnswerFile(path, TARGET)
 
 
+def test_a_database_that_cannot_be_written_is_refused_at_once(tmp_path: Path) -> None:
+    AnswerFile(tmp_path / "f", TARGET)
+    data = bytearray((tmp_path / "f").read_bytes())
+    data[18] = 3  # a format that this SQLite reads and does not write
+    (tmp_path / "f").write_bytes(data)
+    with pytest.raises(UserError, match=r"Cannot keep answers.*readonly"):
+        AnswerFile(tmp_path / "f", TARGET)
+
+
 def test_what_is_shipped_keeps_to_its_size(tmp_path: Path) -> None:
     texts = answers(3000, length=60)
     write_answers(tmp_path / "all", texts, 10_000_000)

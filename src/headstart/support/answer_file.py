@@ -51,8 +51,8 @@ class AnswerFile:
         self._target = target
         self._most_bytes = most_bytes
         self._identity = self._read_to = 0  # the database that `new` read last, and its last row then
-        with self._opened():
-            pass
+        with self._opened() as database:
+            database.execute("DELETE FROM answers WHERE FALSE")  # fails where nothing can be written
 
     def add(self, answers: Sequence[Sequence[int]]) -> None:
         """Add answers as one row, whole or not at all."""
@@ -91,7 +91,8 @@ class AnswerFile:
     def _opened(self) -> Iterator[sqlite3.Connection]:
         """Connect to the database, for one operation: a connection survives neither a fork nor a deleted file."""
         try:
-            self.path.touch()  # SQLite would ignore the umask's group bits
+            if not self.path.exists():
+                self.path.touch()  # SQLite would leave out the group
             with closing(sqlite3.connect(self.path, isolation_level=None)) as database:
                 database.execute("PRAGMA synchronous = OFF")  # an answer does not wait for the disk
                 if not _number(database, "page_count"):
