@@ -24,7 +24,7 @@ from headstart.eval.audit import random_weights
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, family, make_config
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeShape
-from headstart.tuning.acceptance import Text, measure_drafts
+from headstart.tuning.acceptance import Drafts, Supervised, Text, measure_drafts
 from headstart.tuning.tune import by_kind, replay
 
 _COVERED = 0.85
@@ -140,7 +140,7 @@ def equality(subject: Subject) -> Finding:
                         difference=difference,
                     )
     if not compared:
-        raise Absent(f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead")
+        raise _too_short(heads)
     return good(
         f"Drafting equals the training unroll at {compared} positions, in all {heads.draft_steps} steps.",
         positions=compared,
@@ -289,11 +289,19 @@ def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
     accepted = [done.emitted - 1 for row in rows for done in row.rounds]
     mean = sum(accepted) / max(1, len(accepted))
     texts = [Text.of(prompt, row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
-    try:
-        ranks_OK = measure_drafts(target, heads, texts, max_rank=1).ranks_OK
-    except UserError:
-        raise Absent(f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead") from None
+    ranks_OK = _measured(target, heads, texts).ranks_OK
     return Decoded(mean, replay(ranks_OK, chain.paths) - 1, float((ranks_OK[:, 0] == 0).float().mean()))
+
+
+def _measured(target: Target, heads: DraftHead, texts: Sequence[Supervised]) -> Drafts:
+    try:
+        return measure_drafts(target, heads, texts, max_rank=1)
+    except UserError:
+        raise _too_short(heads) from None
+
+
+def _too_short(heads: DraftHead) -> Absent:
+    return Absent(f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead")
 
 
 def breadth(subject: Subject) -> Finding:
@@ -306,13 +314,7 @@ def breadth(subject: Subject) -> Finding:
         own = []
 
     def fares(texts: Sequence[Conversation]) -> list[dict[str, Any]]:
-        try:
-            drafts = measure_drafts(target, heads, texts, max_rank=1)
-        except UserError:
-            raise Absent(
-                f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead"
-            ) from None
-        return by_kind(drafts, [item.category for item in texts])
+        return by_kind(_measured(target, heads, texts), [item.category for item in texts])
 
     others = fares(subject.other_answers)[0]
     what = "the questions" if subject.question_prompts else "everyday requests that no data are made from"

@@ -34,7 +34,7 @@ from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of,
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
 from headstart.hub.engine_tuning import read_engine_tunings
-from headstart.support.answer_file import check_answers, write_answers
+from headstart.support.answer_file import read_answers, write_answers
 from headstart.support.files import no_folder, read_json, refuse_others, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
@@ -144,7 +144,7 @@ def export_heads(
             for name in ADAPTER_KEPT:
                 if (bundled / name).is_file():
                     copyfile(bundled / name, partial / BUNDLED / name)
-        write_answers(partial / ANSWERS, identity.fingerprint, answers, MOST_ANSWER_BYTES)
+        write_answers(partial / ANSWERS, answers, MOST_ANSWER_BYTES)
         write_card(partial, facts)
         copytree(_TEMPLATES / CUSTOM_GENERATE, partial / CUSTOM_GENERATE, ignore=ignore_patterns("__pycache__"))
 
@@ -222,7 +222,7 @@ def check_folder(folder: Path) -> DraftHead:
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}.", AGAIN)
     if (folder / ANSWERS).is_file():
-        check_answers(folder / ANSWERS)
+        read_answers(folder / ANSWERS)
     read_engine_tunings(folder)
     return _read(folder, read_config(folder), None)[0]
 
