@@ -23,7 +23,7 @@ from headstart.eval.environment import environment
 from headstart.target.captured import Captured, Recorded
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from headstart.target.prepacked import MAX_ROWS, can_pack
+from headstart.target.prepacked import MAX_ROWS
 from headstart.target.shipped import Inputs
 from headstart.target.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
@@ -91,26 +91,6 @@ def test_a_replay_gives_what_the_modules_give(kind: str, rows: int, width: int) 
     target = Target(tiny_model(kind))
     assert target.eager is None
     check_replay(target, rows, width)
-
-
-@pytest.mark.skipif(not can_pack(torch.zeros(32, 32)), reason="this build of torch has no oneDNN")
-def test_a_node_of_a_replayed_tree_has_the_bits_of_a_single_step() -> None:
-    """In float32, where products of several layers are merged; `test_bits` has the dtypes that decoding uses."""
-    target = Target(tiny_model("llama"), exact="bits")
-    captured = captured_by(target)
-    assert captured.serves(8, bits=True)
-    text = TEXTS[0]
-    single, drafted = target.new_cache(1, 40), target.new_cache(1, 40)
-    for cache in (single, drafted):
-        target.prefill(cache, [text])
-    path = [11, 12, 13]
-    steps = []
-    for token in path:
-        steps.append(target.forward_tree(single, TreeBatch.roots([token])).logits_BTV[0, 0])
-        single.commit([[0]])
-    wide = Tree([11, 40, 12, 41, 13, 42], [-1, 0, 0, 1, 2, 2])
-    nodes = target.forward_tree(drafted, TreeBatch.of([wide])).logits_BTV[0]
-    assert all(torch.equal(nodes[node], step) for node, step in zip([0, 2, 4], steps, strict=True))
 
 
 def test_modules_do_not_run() -> None:
