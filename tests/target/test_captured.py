@@ -24,7 +24,6 @@ from headstart.target.captured import Captured, Recorded
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.target.prepacked import MAX_ROWS
-from headstart.target.shipped import Inputs
 from headstart.target.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
 from tests.heads.test_frozen_lm_head import TARGETS as SCALED
@@ -231,9 +230,18 @@ def test_packed_weights() -> None:
 
 
 def test_embeddings_that_are_no_table_are_not_recorded() -> None:
-    """What they give may change from call to call, as for the modules that a checkpoint ships."""
+    """What they give may change from call to call."""
+
+    class Wrapped(nn.Module):
+        def __init__(self, table: nn.Embedding) -> None:
+            super().__init__()
+            self.table, self.weight = table, table.weight
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.table(tokens)  # type: ignore[no-any-return]
+
     target = Target(tiny_model("llama"))
-    target.model.set_input_embeddings(Inputs(target.embedding_weight.detach()))
+    target.model.set_input_embeddings(Wrapped(target.model.get_input_embeddings()))
     target.new_cache(1, 8)
     assert target.eager is not None and "embeddings" in target.eager
 
