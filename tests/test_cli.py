@@ -126,6 +126,13 @@ def test_threads_do_not_wait_for_long_unless_the_environment_says_so(
     assert os.environ.get("OMP_WAIT_POLICY") == {None: "active", "OMP_WAIT_POLICY": "active"}.get(asked)
 
 
+def test_another_system_is_named_and_not_a_missing_module() -> None:
+    code = "import sys; sys.modules['fcntl'] = None; from headstart.cli.app import main"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.endswith("ImportError: headstart needs Linux (macOS is untested); on Windows, run it in WSL.\n")
+    assert "fcntl" not in done.stderr.replace(code, "")
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "headstart", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip()[0].isdigit()

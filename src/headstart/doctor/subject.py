@@ -63,13 +63,6 @@ class Subject:
         return heads.to(self.target.dtype).eval().requires_grad_(False)
 
     @property
-    def finite_heads(self) -> DraftHead:
-        """The heads, for checks that NaN in their weights would mislead."""
-        if not all(weight.isfinite().all() for weight in self.heads.parameters()):
-            raise Absent("the heads' weights are not finite (see weights)")
-        return self.heads
-
-    @property
     def in_int8(self) -> bool:
         """Whether what was trained on may have been written with products in 8 bits."""
         return self.recipe is not None and self.recipe.data.in_int8

@@ -45,7 +45,7 @@ from headstart.eval.groups import categories, places, prompt_lengths
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
 from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted, warm_up
 from headstart.eval.options import EvalOptions
-from headstart.eval.replay import pack, pieces_of, races
+from headstart.eval.replay import pieces_of, races
 from headstart.eval.tuned import tuned
 from headstart.support.terminal import progress_bar
 from headstart.target.model import Target
@@ -97,7 +97,7 @@ def evaluate(
     batches = _batches(templated, questions, options, methods, console)
     judged = _judge(target, units, options, list(methods), console)
     summary, rows = summarise(units, options.seed), per_prompt(units, tested)
-    answers = [(unit.runs[PLAIN].tokens[row], unit.runs[HEADS].tokens[row]) for unit in units for row in _rows(unit)]
+    answers = [pair for unit in units for pair in zip(unit.runs[PLAIN].tokens, unit.runs[HEADS].tokens, strict=True)]
     for difference in judged[HEADS].differences:
         texts = _texts(target.tokenizer, *answers[difference.prompt], difference.position)
         rows[difference.prompt]["divergence"] = difference.to_json() | texts
@@ -130,7 +130,7 @@ def evaluate(
         "settings": settings,
         "environment": environment(target, drafters),
         "per_prompt": rows,
-        "replays": pack(races(units, target.tokenizer, tested)),
+        "replays": races(units, target.tokenizer, tested),
     }
 
 
@@ -241,17 +241,13 @@ def _judge(
         return dict.fromkeys(names, Judgement())
     judge = Judge(target, options)
     with console.status("comparing the words, in float32 where they differ") if console else nullcontext():
-        return {name: _of_method(judge, of_methods(units, name), name) for name in names}
-
-
-def _of_method(judge: Judge, units: Sequence[Unit], name: str) -> Judgement:
-    prompts = [tokens for unit in units for tokens in _tokens(unit)]
-    plain, other = ([tokens for unit in units for tokens in unit.runs[of].tokens] for of in (PLAIN, name))
-    return judge.judge(prompts, plain, other)
-
-
-def _rows(unit: Unit) -> range:
-    return range(len(unit.prompts))
+        judged = {}
+        for name in names:
+            within = of_methods(units, name)
+            prompts = [prompt.tokens for unit in within for prompt in unit.prompts]
+            plain, other = ([tokens for unit in within for tokens in unit.runs[of].tokens] for of in (PLAIN, name))
+            judged[name] = judge.judge(prompts, plain, other)
+        return judged
 
 
 def _texts(tokenizer: Any, plain: Sequence[int], drafted: Sequence[int], position: int) -> dict[str, str]:
@@ -261,10 +257,6 @@ def _texts(tokenizer: Any, plain: Sequence[int], drafted: Sequence[int], positio
     for name, answer in (("plain", plain), ("drafted", drafted)):
         texts[name] = pieces_of(tokenizer, before, answer[position : position + _AFTER])
     return {name: "".join(pieces) for name, pieces in texts.items()}
-
-
-def _tokens(unit: Unit) -> list[list[int]]:
-    return [prompt.tokens for prompt in unit.prompts]
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
