@@ -221,6 +221,8 @@ def final_norm(target: Target) -> nn.Module:
 # -- servers that write them -------------------------------------------------------------------------------------------
 
 
+_REQUESTS = 64
+"""Default number of concurrent requests to each address: files that wait to be taken over fill a disk."""
 _RESTART = "Start it as headstart data import-states RECIPE shows; then the same command goes on from there."
 
 
@@ -232,7 +234,7 @@ def take_from_servers(
 ) -> None:
     """Let servers read every conversation that is waiting and take what they write; their files are removed.
 
-    So many `requests` are under way over all of them. `advance` is called with (tokens done, tokens in all).
+    `requests` bounds the concurrent requests over all servers. `advance` is called with (tokens done, tokens in all).
     """
     waiting = work.waiting
     total, done, taken, refusals = sum(len(item.tokens) for item in waiting), 0, 0, list[Refused]()
@@ -241,7 +243,9 @@ def take_from_servers(
         return _written(endpoint, work.target.spec, waiting[number].tokens)
 
     try:
-        with closing(Pool(urls, requests, _RESTART).answers(len(waiting), or_refusal(ask))) as files:
+        with closing(
+            Pool(urls, requests or _REQUESTS * len(urls), _RESTART).answers(len(waiting), or_refusal(ask))
+        ) as files:
             for number, file in files:
                 done += len(waiting[number].tokens)
                 advance(done, total)
