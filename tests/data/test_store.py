@@ -292,14 +292,14 @@ class TestDamage:
             store.get(0)
 
 
-def poison(target: Target, monkeypatch: pytest.MonkeyPatch, *poisoned: list[int]) -> None:
+def poison(target: Target, monkeypatch: pytest.MonkeyPatch, *poisoned: Sequence[int]) -> None:
     """Have the target compute a NaN for these texts, as an overflow leaves it."""
     stock = target.hidden_states
 
     def hidden_states(rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> Any:
         states = stock(rows, aux_layers)
         for row, of_row in zip(rows, states, strict=True):
-            if list(row) in poisoned:
+            if list(row) in map(list, poisoned):
                 of_row[FINAL][3, 5] = torch.nan
         return states
 
@@ -320,7 +320,8 @@ def test_conversations_with_states_that_are_not_finite_are_named_and_left_out(
         for index, item in enumerate(taken):
             if (number := store.number_of(index)) is not None:
                 sample = store.get(number)
-                assert sample.tokens_T.tolist() == item.tokens and sample.supervised_T.tolist() == item.supervised
+                assert sample.tokens_T.tolist() == list(item.tokens)
+                assert sample.supervised_T.tolist() == list(item.supervised)
                 assert all(state_TE.isfinite().all() for state_TE in sample.states.values())
     with pytest.raises(UserError, match="not finite in any of 1 conversations"):
         build(tmp_path / "other", tiny_target, taken[2:3])
