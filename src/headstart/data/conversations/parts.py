@@ -75,8 +75,7 @@ class Part:
         """Write the conversations that a job of `PartWriter` returned."""
         part = cls(job["number"], job["split"], (job["start"], job["stop"]), seconds)
         assert not (folder / part.file).exists(), "parts are only ever added"
-        name = part.file
-        part.conversations = [Written.of(row, name, line) for line, row in enumerate(rows)]
+        part.conversations = [Written.of(row, part.file, line) for line, row in enumerate(rows)]
         lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         about = {
             "part": part.number,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,14 +27,7 @@ def tokens_key(tokens: Sequence[int]) -> str:
 
 def spans_of(supervised: Sequence[bool]) -> list[tuple[int, int]]:
     """[start, stop) of every run of supervised tokens."""
-    mask, spans = bytes(supervised), list[tuple[int, int]]()
-    start = mask.find(1)
-    while start >= 0:
-        stop = mask.find(0, start)
-        stop = stop if stop >= 0 else len(mask)
-        spans.append((start, stop))
-        start = mask.find(1, stop)
-    return spans
+    return [run.span() for run in re.finditer(b"\x01+", bytes(supervised))]
 
 
 @dataclass(frozen=True)

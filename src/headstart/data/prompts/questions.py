@@ -51,19 +51,13 @@ def read_questions(path: Path) -> list[Question]:
             )
         name = row.get("question_id", number)
         category, system, tools = row.get("category") or "", row.get("system") or "", tools_of(row.get("tools"))
-        if (
-            isinstance(name, bool)
-            or not isinstance(name, str | int)
-            or not all(isinstance(text, str) for text in (category, system))
-        ):
+        if type(name) not in (str, int) or not isinstance(category, str) or not isinstance(system, str):
             raise UserError(
                 f"{path}, line {number}: 'question_id' must be text or a whole number, 'category' and 'system' text.",
                 "Correct the line.",
             )
         if not is_utf8([name, category, turns, system, tools]):
-            raise UserError(
-                f"{path}, line {number}: a question {NOT_UTF8}.", "Replace lone surrogates (half an emoji)."
-            )
+            raise UserError(f"{path}, line {number}: a question {NOT_UTF8}.", "Replace lone surrogates.")
         questions.append(Question(name, category, list(turns), system, tools))
     if not questions:
         raise UserError(f"{path} holds no question.", 'Write one {"turns": ["..."]} a line.')

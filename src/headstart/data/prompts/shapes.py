@@ -144,10 +144,10 @@ def _turns(value: Any, field: str, keeps_answers: bool) -> list[Message]:
             kept["tool_calls"], content = _parsed_calls(text_of(content)), None
         turns.append({**kept, "role": role, "content": content})
     messages = read_messages(turns, any_answerer=not keeps_answers)
-    calling = (
-        "tool_calls" in message or (message["role"] == "assistant" and not keeps_answers) for message in messages
-    )
-    first_call = next((i for i, calls in enumerate(calling) if calls), None)
+    callers = [
+        i for i, m in enumerate(messages) if "tool_calls" in m or (m["role"] == "assistant" and not keeps_answers)
+    ]
+    first_call = min(callers, default=None)
     if any(message["role"] == "tool" for message in messages[:first_call]):
         raise Unusable("with a message of the role 'tool'")
     return messages
