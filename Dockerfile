@@ -8,7 +8,7 @@ FROM python:3.12-slim-bookworm
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 # hadolint ignore=DL3008
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends git make gcc libc6-dev \
+ && apt-get install --yes --no-install-recommends git make gcc g++ libc6-dev \
  && rm -rf /var/lib/apt/lists/* \
  && useradd --create-home --uid 1000 user \
  && install --directory --owner=user /headstart /headstart/runs /home/user/.cache

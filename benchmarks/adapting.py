@@ -278,7 +278,7 @@ def _seen(run: Run) -> dict[str, int]:
 def _served(text: Conversation, place: int, rate: float) -> Served:
     start = text.supervised.index(True)
     moment = 3600 * (place + 1) / rate
-    return Served(text.tokens[:start], text.tokens[start:], "end", moment, source=f"user {place % 24}")
+    return Served(list(text.tokens[:start]), list(text.tokens[start:]), "end", moment, source=f"user {place % 24}")
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ def hand_over(options: argparse.Namespace, target: Target, store: StateStore) ->
         with target.stock() as model:
             model.save_pretrained(options.out / "model")
         texts = read_conversations(options.run / CONVERSATIONS / "train.jsonl")[: len(store)]
-        rows = ({"tokens": text.tokens, "supervised": text.supervised} for text in texts)
+        rows = ({"tokens": list(text.tokens), "supervised": list(map(bool, text.supervised))} for text in texts)
         write_jsonl(options.out / "conversations.jsonl", rows)
         ends = sorted(end for end in target.end_tokens if end < target.vocab_size)
         vocabulary = pick_vocabulary(store.supervised_counts(target.vocab_size), options.vocabulary, ends)

@@ -166,7 +166,7 @@ def ours(target: Target, prompts: Sequence[Prompt], batch: int, tokens: int) -> 
         by_id = {item.id: item for item in written}
         for prompt in prompts[start : start + batch]:
             item = by_id[prompt.id]
-            answers.append([item.tokens[first:last] for first, last in item.supervised_spans])
+            answers.append([list(item.tokens[first:last]) for first, last in item.supervised_spans])
     return answers
 
 

@@ -161,7 +161,10 @@ def test_one_command_goes_back_and_another_swaps(adapted: tuple[Path, dict[str, 
         Service(folder / "run").back()
     assert CliRunner().invoke(app, ["adapt", "swap", run, "1"]).exit_code == 0
     assert decoder.generate("milk for wool 7?", max_new_tokens=16, draft="on").heads == judged["version"]
+    updates = folder / "run" / "adapt" / "updates"
+    shutil.copytree(updates / "0001", left := updates / "0002.node7.31-0.partial")  # another process writes it
     done = CliRunner().invoke(app, ["adapt", "report", run, "--log", log, "--json", "found.json"])
+    shutil.rmtree(left)
     assert done.exit_code == 0 and "Update 1" in done.output and "accepted" in done.output
     assert json.loads(Path("found.json").read_text())["serving"] == 1
     with pytest.raises(UserError, match="no update 7"):

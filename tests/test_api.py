@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import subprocess
 import sys
@@ -9,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import MinNewTokensLengthLogitsProcessor
@@ -173,7 +176,7 @@ def test_kinds_of_trees(tiny_target: Target) -> None:
     assert untuned.costs is None
     (alone,) = untuned.drafters()
     assert isinstance(alone, HeadDrafter) and (alone.tree, alone.max_nodes) == ("static", shape.size)
-    with pytest.raises(UserError, match="calibration is not whole"):
+    with pytest.raises(UserError, match=r"Tuning.paths: Field required"):
         Decoder(tiny_target, heads, shape, {"widths": [1]})
 
 
@@ -394,6 +397,27 @@ def test_leaving_a_stream_ends_its_decoding(decoder: Decoder) -> None:
     assert stream.answer is None
     assert not [thread for thread in threading.enumerate() if thread.name == "headstart-stream"]
     assert list(stream) == []
+
+
+def test_streams_leave_no_memory(tiny_target: Target) -> None:
+    """Read to their ends, closed and abandoned: each thread's scratch buffers go with it."""
+    decoder, streams = Decoder(tiny_target), itertools.count()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # of glibc
+
+    def resident_after(count: int) -> int:
+        for number in itertools.islice(streams, count):
+            stream = decoder.stream([5] * 240, max_new_tokens=4, min_new_tokens=4, drafter="none")
+            pieces = list(itertools.islice(stream, 1 if number % 4 else None))
+            assert pieces
+            if number % 4 == 1:
+                stream.close()
+            del stream
+        gc.collect()
+        trim(0)
+        return int(psutil.Process().memory_info().rss)
+
+    before = resident_after(20)
+    assert resident_after(100) - before < 2 << 20  # 35 KB of buffers for each would be 3.5 MB
 
 
 def reading(stream: Any, started: threading.Event) -> tuple[threading.Thread, list[str], list[BaseException]]:

@@ -58,12 +58,12 @@ def test_prompts_are_beginnings_and_everything_written_is_supervised(base: Targe
         assert any(text.startswith(prefix) for text in written)
         tokens = base.tokenizer.encode(prefix)
         assert len(tokens) == 16 == item.supervised.index(True)
-        assert item.tokens[:16] == tokens
+        assert list(item.tokens[:16]) == tokens
         assert all(item.supervised[16:])
         assert base.tokenizer.decode(item.tokens[16:], skip_special_tokens=True) == answer
     assert [len(splits.train), len(splits.validation), len(splits.heldout)] == [8, 4, 4]
     for item in splits.heldout:
-        assert item.tokens == prompt_tokens(item.messages, base.tokenizer) and not any(item.supervised)
+        assert list(item.tokens) == prompt_tokens(item.messages, base.tokenizer) and not any(item.supervised)
 
 
 def test_short_texts_are_prompts_as_they_are_and_alike_beginnings_repeat(base: Target, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_chats_are_left_out_and_counted_and_alone_refused(base: Target, tmp_path
     path.write_text('{"prompt": "a"}\n{"text": "the user is"}\n{"messages": [{"role": "user", "content": "b"}]}\n')
     found = load(str(path), "train", base.tokenizer, max_prompt_tokens=40)
     assert [prompt.turns for prompt in found.prompts] == [["the user is"]]
-    assert found.left_out.notice == f"Left out: 2 {CHAT}."
+    assert found.left_out.notice.startswith(f"Left out: 2 {CHAT}. To keep them: give rows of plain text")
     path.write_text('{"prompt": "a"}\n' * 1001)
     with pytest.raises(UserError, match=r"1000 read.*no chat template.*rows of plain text .{\"text\""):
         load(str(path), "train", base.tokenizer, max_prompt_tokens=40)

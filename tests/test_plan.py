@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,8 +23,9 @@ from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
 from headstart.heads.base import families, family, make_config
+from headstart.pipeline import dry_run as dry_running
 from headstart.pipeline import plan as planning
-from headstart.pipeline import stage_costs
+from headstart.pipeline.dry_run import Speeds, dry_run
 from headstart.pipeline.lengths import (
     PROMPT_TOKENS,
     Lengths,
@@ -35,8 +37,7 @@ from headstart.pipeline.lengths import (
 )
 from headstart.pipeline.plan import Plan, make_plan, show_plan
 from headstart.pipeline.run import Run
-from headstart.pipeline.speeds import Speeds, disk_seconds, measure
-from headstart.pipeline.stage_costs import COSTS, optimizer_bytes
+from headstart.pipeline.stage_costs import COSTS, Workload, optimizer_bytes
 from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
 from headstart.recipes.sections import DataSection, TrainSection
 from headstart.target.cache import TreeCache
@@ -141,7 +142,7 @@ def prompt_file(folder: Path, turns: int, count: int = 40) -> str:
 @pytest.fixture
 def measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """No forward is timed, and the process holds nothing but what is planned."""
-    monkeypatch.setattr(planning, "measure", lambda *_: Speeds(0.01, 1e-4, 0.1, 1000))
+    monkeypatch.setattr(planning, "dry_run", lambda *_: Speeds(0.01, 1e-4, 0.1, 1000, "a dry run"))
     monkeypatch.setattr(planning, "_resident", lambda: 0)
 
 
@@ -209,28 +210,6 @@ class TestMemory:
         teacher, complete = training(batch_tokens=512), training(batch_tokens=512, joint={"rank": 2})
         assert minimum <= teacher < complete < teacher + 4 * target.parameters
 
-    def test_states_that_memory_does_not_hold_are_read_as_fast_as_the_disk_can(
-        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def plan(disk: float, **changes: Any) -> Plan:
-            monkeypatch.setattr(planning, "disk_seconds", lambda _: disk)
-            return make_plan(quiet(recipe(tmp_path, tiny_target_folder, **changes), tmp_path / "run"))
-
-        train = {"steps": 1000, "epochs": 1000}
-        assert plan(1e-3, train=train).seconds["train"] == plan(1e-9, train=train).seconds["train"], "memory holds them"
-        monkeypatch.setattr(stage_costs, "free_bytes", lambda _: 0)
-        fast, slow = (plan(disk, train=train).seconds["train"] for disk in (1e-9, 1e-3))
-        assert slow > 10 * fast, "0.1 s of computing, and half a megabyte to read"
-        assert plan(2e-3, train=train).seconds["train"] == pytest.approx(2 * slow, rel=0.01)
-        online = {"train": train, "data": {"states": "online"}}
-        assert plan(1e-3, **online).seconds["train"] == plan(1e-9, **online).seconds["train"]
-        assert dict(plan(2e-9).facts)["That disk reads"] == "500.0 MB a second, measured now"
-
-    def test_the_disk_is_timed_without_a_trace(self, tmp_path: Path) -> None:
-        assert 0 < disk_seconds(tmp_path / "not" / "there") < 1e-3
-        assert not list(tmp_path.iterdir())
-        assert disk_seconds(Path("/proc/nowhere")) == 0
-
     def test_too_little_memory_is_a_problem(
         self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -242,6 +221,22 @@ class TestMemory:
         assert problem.startswith("Training takes") and "lower train.batch_tokens" in problem
         monkeypatch.setattr(planning, "free_bytes", lambda _device: 1000)
         assert "The report takes" in " ".join(make_plan(run).problems)
+
+    def test_processes_share_the_memory_of_a_cpu_and_have_a_gpu_each(
+        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = quiet(recipe(tmp_path, tiny_target_folder), tmp_path / "run")
+        needed = make_plan(run).memory
+        monkeypatch.setattr(planning, "free_bytes", lambda _device: 2 * needed["train"] - 2)
+        assert make_plan(run).problems == []
+        (problem,) = make_plan(run, 2).problems
+        assert problem.startswith("Training takes"), "one process makes the report, and has all memory"
+        shares = {}
+        for device in ("cpu", "cuda"):
+            target = cast(Target, SimpleNamespace(device=torch.device(device)))
+            work = Workload(run.recipe, target, cast(Any, None), [], cast(Any, None), Speeds(), 8, held=16, free=64)
+            shares[device] = [work.room(stage) for stage in ("train", "eval")]
+        assert shares == {"cpu": [10, 80], "cuda": [80, 80]}
 
     def test_states_that_the_budget_leaves_out_are_told(self, tmp_path: Path, tiny_target_folder: Path) -> None:
         def states(gigabytes: float) -> str:
@@ -282,18 +277,56 @@ class TestMemory:
         show_plan(run, make_plan(run))
 
 
+def tried(target: Target, batch_tokens: int, limit: float = 1.0) -> tuple[Speeds, list[str]]:
+    heads, reported = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target)), list[str]()
+    heads.warm_start(target)
+    lengths = assumed_lengths(DataSection(), target.max_length)
+    section = TrainSection(batch_tokens=batch_tokens)
+    return dry_run(target, heads, [-1], section, lengths, reported.append, limit), reported
+
+
 def test_what_training_keeps_for_its_backward_grows_with_the_batch(tiny_target: Target) -> None:
-    heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, tiny_target))
-    heads.warm_start(tiny_target)
     lengths = assumed_lengths(DataSection(), tiny_target.max_length)
-    small, large = (
-        measure(tiny_target, heads, [-1], TrainSection(batch_tokens=tokens), lengths).training_bytes
-        for tokens in (1024, 4096)
-    )
+    small, large = (tried(tiny_target, tokens)[0].batch_bytes for tokens in (1024, 4096))
     assert small > 0
     # A hidden state of each of two heads for each token of an answer, at the least.
     answers = 3072 * lengths.answer / lengths.tokens
     assert large >= 0.95 * answers * 2 * tiny_target.hidden_size * 4
+
+
+@pytest.mark.parametrize(("slow", "steps"), [(0.25, 15), (100.0, 1)])
+def test_a_dry_run_keeps_to_its_limit(
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch, slow: float, steps: int
+) -> None:
+    """A forward, or learning from a token, takes so many seconds of a clock of its own: where one takes longer than the
+    limit, nothing is done twice."""
+    now, learn, forwards = [0.0], dry_running._Trial.learn, list[int]()
+    forward_tree, hidden_states = Target.forward_tree, Target.hidden_states
+
+    def learning(self: Any, size: int) -> int:
+        now[0] += slow * size
+        return learn(self, size)
+
+    def forward(self: Target, cache: TreeCache, *rest: Any) -> Any:
+        now[0] += slow
+        forwards.append(1)
+        return forward_tree(self, cache, *rest)
+
+    def reading(self: Target, texts: list[list[int]], *rest: Any) -> Any:
+        now[0] += slow * sum(map(len, texts))
+        return hidden_states(self, texts, *rest)
+
+    monkeypatch.setattr(dry_running, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(dry_running._Trial, "learn", learning)
+    monkeypatch.setattr(Target, "forward_tree", forward)
+    monkeypatch.setattr(Target, "hidden_states", reading)
+    speeds, reported = tried(tiny_target, 512, 30.0)
+    assert len(forwards) == steps and (speeds.step, speeds.token) == (slow, slow)
+    assert speeds.batch == pytest.approx(512 * slow), "updates take no time here"
+    assert reported == ["decoding steps", "tokens read", "tokens learned", "updates of the heads"]
+    assert f"{(steps + 1) // 2} decoding steps in" in speeds.measured
+    least = slow * (1 + 16 + 16 + 16)  # one of each, and the states to learn from
+    assert now[0] <= max(30 + 16 * slow, least)
 
 
 PAPER = Path(__file__).parents[1] / "docs" / "plans"

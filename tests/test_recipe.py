@@ -160,6 +160,8 @@ def test_a_recipe_says_what_it_trains(tmp_path: Path) -> None:
         ("heads.hidden_size=7.5", r"Recipe key 'heads\.hidden_size'"),
         ("heads.num_heads=40", r"'heads\.num_heads' is 40: input should be less .*headstart recipes show medusa --all"),
         ("heads=medusa", "Recipe key 'heads' is 'medusa'"),
+        ("target=5", "Recipe key 'target' is 5"),
+        ("data=5", "Recipe key 'data' is 5"),
     ],
 )
 def test_mistakes_are_answered(override: str, said: str) -> None:
@@ -279,3 +281,58 @@ def test_very_few_minutes_leave_some_for_each(minutes: float) -> None:
 def test_minutes_that_are_none_are_refused(minutes: str) -> None:
     with pytest.raises(UserError, match="'minutes' is"):
         load_recipe("quickstart", [f"minutes={minutes}"])
+
+
+def test_another_target_leaves_the_settings_of_the_first_behind(tmp_path: Path) -> None:
+    """Unless the same level sets them."""
+    heads = load_recipe("dspark-1b", ["target=Qwen/Qwen3-1.7B"]).heads.to_recipe()
+    assert not {"mask_token_id", "aux_layers"} & heads.keys() and heads["markov_rank"] == 256
+    assert "aux_layers" not in load_recipe("dspark-8b", ["target.spec=Qwen/Qwen3-8B"]).heads.to_recipe()
+    assert "hidden_act" not in load_recipe("gemma-3-1b", ["target=Qwen/Qwen3-1.7B"]).heads.to_recipe()
+    assert load_recipe("qwen3-4b", ["target=google/gemma-3-1b-it"]).data.chat_template_kwargs == {}
+    for order in (1, -1):
+        said = ["target=Qwen/Qwen3-1.7B", "heads.mask_token_id=9", "target.revision=v1"][::order]
+        recipe = load_recipe("dspark-1b", said)
+        assert (recipe.heads.to_recipe()["mask_token_id"], recipe.target.revision) == (9, "v1")
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: dspark-1b\ntarget: Qwen/Qwen3-1.7B\nheads: {aux_layers: [1, 2]}\n")
+    mine = load_recipe(str(file)).heads.to_recipe()
+    assert mine["aux_layers"] == [1, 2] and "mask_token_id" not in mine
+    file.write_text(recipe_text(load_recipe("dspark-1b")))
+    assert "mask_token_id" not in load_recipe(str(file), ["target=x/y"]).heads.to_recipe(), "written in full, too"
+    assert load_recipe("dspark-70b").heads.to_recipe()["mask_token_id"] == 128002
+
+
+def test_other_prompts_leave_the_split_of_the_first_behind(tmp_path: Path) -> None:
+    base = load_recipe("eagle3-8b").data
+    assert base.split == "train_sft"
+    assert load_recipe("eagle3-8b", [f"data.prompts={base.prompts}"]).data.split == "train_sft"
+    assert load_recipe("eagle3-8b", ["data.prompts=tatsu-lab/alpaca"]).data.split == "train"
+    assert load_recipe("eagle3-8b", ["data.split=test", "data.prompts=tatsu-lab/alpaca"]).data.split == "test"
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: eagle3-8b\ndata: {prompts: a/b, revision: v1}\n")
+    assert (load_recipe(str(file)).data.split, load_recipe(str(file)).data.revision) == ("train", "v1")
+    file.write_text("extends: eagle3-8b\ndata: {prompts: [a/b, {source: self, weight: 2}]}\n")
+    assert load_recipe(str(file)).data.split == "train"
+
+
+def test_minutes_of_a_variant_are_shared_anew(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(recipe_text(load_recipe("quickstart")))
+    (tmp_path / "mine.yaml").write_text("extends: run.yaml\nname: quickstart\nminutes: 60\n")
+    assert load_recipe(str(tmp_path / "mine.yaml")) == load_recipe("quickstart", ["minutes=60"])
+
+
+def test_a_single_value_is_a_list_of_one(tmp_path: Path) -> None:
+    said = ["export.formats=vllm", "eval.compare=ngram", "tune.widths=4", "data.exclude=a.jsonl"]
+    recipe = load_recipe("eagle3", [*said, "heads.aux_layers=3", "data.prompts={source: a/b, split: c}"])
+    assert (recipe.export.formats, recipe.eval.compare, recipe.tune.widths) == (("vllm",), ("ngram",), (4,))
+    assert (recipe.data.exclude, recipe.heads.to_recipe()["aux_layers"]) == (("a.jsonl",), [3])
+    assert [(source.source, source.split) for source in recipe.data.sources] == [("a/b", "c")]
+    file = tmp_path / "mine.yaml"
+    file.write_text("extends: eagle3\nname: eagle3\nexport: {formats: vllm}\ntune: {widths: 4}\n")
+    assert load_recipe(str(file)) == load_recipe("eagle3", ["export.formats=[vllm]", "tune.widths=[4]"])
+    file.write_text("extends: eagle3\ndata: 5\nheads: x\n")
+    with pytest.raises(UserError, match="'data' is 5"):
+        load_recipe(str(file), ["target=x/y"])
+    with pytest.raises(UserError, match=r"'train\.betas' is 0\.9"):
+        load_recipe("eagle3", ["train.betas=0.9"])  # a pair

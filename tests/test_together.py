@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import time
 from pathlib import Path
 
@@ -12,12 +13,14 @@ import torch
 from rich.console import Console
 from safetensors import safe_open
 
+from headstart.cli.app import data_build
 from headstart.data.states.store import StateStore
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.pipeline.together import execute_together
 from headstart.recipes.recipe import recipe_text
 from headstart.support.lock import locked
+from headstart.target.loading import pick_device
 from tests.forks import Forks
 from tests.test_pipeline import quiet, tiny_recipe
 from tests.test_stages import said
@@ -84,16 +87,39 @@ def test_a_second_process_leaves_when_no_data_is_left_to_write(tmp_path: Path, t
     assert "no data left to write" in said(second)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({}, {}),
-        ({"LOCAL_RANK": "3"}, {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"}),
-        ({"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": ""}, {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": ""}),
-    ],
-)
-def test_a_launched_process_sees_a_gpu_of_its_own(before: dict[str, str], after: dict[str, str]) -> None:
-    from headstart.train.machine import take_device
+LAUNCHERS = {
+    "torchrun": {"LOCAL_RANK": "3"},
+    "torchrun on chosen GPUs": {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "2,3,4,5"},
+    "accelerate": {"LOCAL_RANK": "3", "ACCELERATE_MIXED_PRECISION": "no"},
+    "srun": {"SLURM_LOCALID": "3"},
+    "srun, a GPU per task": {"SLURM_LOCALID": "3", "CUDA_VISIBLE_DEVICES": "3"},
+    "mpirun": {"OMPI_COMM_WORLD_LOCAL_RANK": "3"},
+    "torchrun in a job": {"LOCAL_RANK": "3", "SLURM_LOCALID": "0"},
+    "no launcher": {},
+}
 
-    take_device(before)
-    assert before == after
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_each_process_of_a_launcher_builds_data_on_its_own_gpu(
+    launcher: str, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the environment a launcher leaves to the device that `headstart data build` loads the target on."""
+    environment, devices = LAUNCHERS[launcher], list[str]()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        "torch.cuda.device_count", lambda: len(os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7").split(","))
+    )
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+
+    def build(run: Run, _: object) -> None:
+        devices.append(str(pick_device(run.recipe.target.device)))
+
+    monkeypatch.setattr("headstart.pipeline.together.execute_together", build)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(recipe_text(tiny_recipe(tmp_path, tiny_target_folder)))
+    data_build(str(recipe), ["target.device=auto"], tmp_path / "run")
+    own = {"srun, a GPU per task": "cuda", "no launcher": "cuda"}
+    assert devices == [own.get(launcher, "cuda:3")]
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == environment.get("CUDA_VISIBLE_DEVICES")

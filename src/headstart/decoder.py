@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
-from pydantic import ValidationError
-
 from headstart.data.prompts.chat import (
     Unusable,
     has_template,
@@ -76,7 +74,7 @@ class Decoder:
         self.shape = shape or TreeShape.chain(0)
         self.calibration = calibration or {}
         self.answers = answers
-        self.tuning = _tuning(self.calibration)
+        self.tuning = Tuning.from_json(calibration) if calibration else None
         self._loops: dict[tuple[str, TreeKind | None, bool, bool], DecodeLoop] = {}
         self._models: dict[str, Drafter] = {}  # those that loaded one of their own
         self._conditions: Conditions | None = None
@@ -102,7 +100,7 @@ class Decoder:
         Nothing that was learned with the old heads is kept, but what verifying and drafting cost here, where the new
         ones are of the same kind. Errors are those of making a decoder; the old heads then stay.
         """
-        tuning = _tuning(calibration)
+        tuning = Tuning.from_json(calibration) if calibration else None
         with self._lock:
             same, here = self._loaded is not None and self._loaded.config == heads.config, self._here
             self._here = None
@@ -367,16 +365,3 @@ def _check_drafting(drafter: str, tree: TreeKind | None) -> None:
     check_drafter(drafter)
     if tree not in (None, *TREES):
         raise UserError(f"Unknown tree {tree!r}.", nearest(tree, TREES))
-
-
-def _tuning(calibration: dict[str, Any]) -> Tuning | None:
-    if not calibration:
-        return None
-    try:
-        return Tuning.from_json(calibration)
-    except ValidationError as error:
-        field = ".".join(map(str, error.errors()[0]["loc"]))
-        raise UserError(
-            f"The heads' calibration is not whole: {field} is missing or damaged.",
-            "Export or fetch the heads again, or tune them again.",
-        ) from None

@@ -1,16 +1,29 @@
-"""Prompts of one source, as tests read them."""
+"""Prompts of one source and conversations on disk, as tests read them."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
+from headstart.data.conversations.building import Splits
+from headstart.data.conversations.records import Conversation
 from headstart.data.prompts.loading import Prompts, load_prompts
 from headstart.recipes.sections import DataSection
 
 
 def load(source: str, split: str = "train", tokenizer: Any = None, **how: Any) -> Prompts:
     """The prompts of a source; `how` are settings of the data, and what `load_prompts` takes."""
-    names = ("max_prompt_tokens", "prefix_tokens", "exclude", "revision")
+    names = ("max_prompt_tokens", "prefix_tokens", "exclude", "revision", "regenerate")
     settings = {name: how.pop(name) for name in names if name in how}
     data = DataSection(prompts=source, split=split).model_copy(update=settings)
     return load_prompts(data, tokenizer, **how)
+
+
+def everything(splits: Splits) -> list[list[Conversation]]:
+    return [splits.train, splits.validation, splits.heldout]
+
+
+def of_part(file: Path) -> list[Conversation]:
+    """The conversations of a part, without the line that describes it."""
+    return [Conversation.from_json(json.loads(line)) for line in file.read_text().splitlines()[1:]]

@@ -60,7 +60,7 @@ def test_states_of_writing_are_those_of_reading(tiny_target: Target, tmp_path: P
     assert len({len(item.tokens) for item in splits.train}) > 5
     for index, item in enumerate(splits.train):
         sample = built.get(index)
-        assert sample.tokens_T.tolist() == item.tokens
+        assert sample.tokens_T.tolist() == list(item.tokens)
         (read,) = tiny_target.hidden_states([item.tokens], AUX_LAYERS)
         for layer in AUX_LAYERS:
             torch.testing.assert_close(sample.states[layer], read[layer], atol=CLOSE, rtol=CLOSE)

@@ -100,7 +100,7 @@ def test_a_store_of_imported_states_is_that_of_computed_ones(
     assert not computed
     for index, item in enumerate(given):
         sample = built.get(index)
-        assert sample.tokens_T.tolist() == item.tokens
+        assert sample.tokens_T.tolist() == list(item.tokens)
         (expected,) = tiny_target.hidden_states([item.tokens], AUX_LAYERS)
         for layer in AUX_LAYERS:
             torch.testing.assert_close(sample.states[layer], expected[layer], rtol=1e-5, atol=1e-6)
@@ -339,7 +339,7 @@ def test_servers_are_asked_for_every_conversation_once(
     work = imported(tmp_path, tiny_target, given)
     take_from_servers([f"{fakes[0].url}/v1", fakes[1].url], work, requests)
     assert (work.taken, work.waiting) == (5, [])
-    assert sorted(fakes[0].asked + fakes[1].asked) == sorted(item.tokens for item in given)
+    assert sorted(fakes[0].asked + fakes[1].asked) == sorted(list(item.tokens) for item in given)
     assert fakes[0].asked and fakes[1].asked
     assert not list((tmp_path / "files").rglob("*.*")), "what was taken over is not kept twice"
     assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0

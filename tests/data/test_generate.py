@@ -31,6 +31,7 @@ from headstart.recipes.sections import DataSection
 from headstart.support.terminal import Bar
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target, TargetOutput
+from tests.data.loading import everything
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
 DROPS_THINKING = (
@@ -79,8 +80,8 @@ def test_answers_are_the_targets_own_greedy_tokens(tiny_target: Target, tmp_path
     assert len(splits.train) == 10
     for item in splits.train[:4]:
         first = item.supervised.index(True)
-        answer = item.tokens[first:]
-        assert item.supervised[first:] == [True] * len(answer), "everything after the prompt is the target's"
+        answer = list(item.tokens[first:])
+        assert all(item.supervised[first:]), "everything after the prompt is the target's"
         plain = DecodeLoop(tiny_target).generate([item.tokens[:first]], DecodeOptions(max_new_tokens=12))[0].tokens
         assert answer == plain
         asked = [{"role": "user", "content": item.messages[0]["content"]}]
@@ -96,7 +97,7 @@ def test_a_share_of_the_training_answers_is_sampled_and_no_other(tiny_target: Ta
     for item in splits.train + splits.validation:
         first = item.supervised.index(True)
         plain = DecodeLoop(tiny_target).generate([item.tokens[:first]], DecodeOptions(max_new_tokens=12))[0].tokens
-        assert (item.tokens[first:] == plain) is (item.sampling["temperature"] == 0)
+        assert (list(item.tokens[first:]) == plain) is (item.sampling["temperature"] == 0)
 
 
 def test_splits_do_not_overlap(tiny_target: Target, tmp_path: Path) -> None:
@@ -116,12 +117,12 @@ def test_an_interrupted_run_continues_and_gives_the_same(
     calls = 0
     real = Part.write
 
-    def dies(part: Part, folder: Path) -> None:
+    def dies(*arguments: Any) -> Part:
         nonlocal calls
         calls += 1
         if calls == 4:
             raise KeyboardInterrupt
-        real(part, folder)
+        return real(*arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Part, "write", dies)
@@ -129,7 +130,7 @@ def test_an_interrupted_run_continues_and_gives_the_same(
             build_conversations(tiny_target, section(prompts), tmp_path / "cut")
     written = {path: path.stat().st_mtime_ns for path in (tmp_path / "cut" / "parts").glob("*.jsonl")}
     assert len(written) == 3
-    assert build_conversations(tiny_target, section(prompts), tmp_path / "cut") == whole
+    assert everything(build_conversations(tiny_target, section(prompts), tmp_path / "cut")) == everything(whole)
     assert all(path.stat().st_mtime_ns == time for path, time in written.items()), "whole parts are not written again"
 
 
@@ -223,20 +224,43 @@ def test_every_user_turn_is_answered_with_exact_tokens(tiny_target: Target, tmp_
         assert [turn["content"] for turn in item.messages[1::2]] == ["Fine.", "Fine."]
         tokens, supervised = encode(item.messages, tiny_target.tokenizer)
         # The template's line break after the last answer comes with the turn after it, and there is none.
-        assert (item.tokens, item.supervised) == (tokens[:-1], supervised[:-1])
+        assert (list(item.tokens), list(item.supervised)) == (tokens[:-1], supervised[:-1])
 
 
 @pytest.mark.usefixtures("says_fine")
-def test_prompts_with_the_same_first_turn_are_repeated_and_not_answered(tiny_target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", [1, 5])
+def test_prompts_that_begin_alike_stay_in_one_split_and_are_all_answered_there(
+    tiny_target: Target, tmp_path: Path, rows: int
+) -> None:
+    """Also where later parts are written after a restart."""
     path = tmp_path / "turns.jsonl"
-    path.write_text("".join(json.dumps({"turns": [f"First {i % 18}", f"Second {i}"]}) + "\n" for i in range(24)))
-    said = io.StringIO()
-    splits = build_conversations(tiny_target, section(str(path)), tmp_path / "data", Console(file=said, width=200))
-    assert [len(part) for part in (splits.heldout, splits.validation, splits.train)] == [4, 3, 10]
-    parts = [Part.read(file) for file in (tmp_path / "data" / "parts").glob("*.jsonl")]
-    asked = [item.messages[0]["content"] for part in parts for item in part.conversations]
-    assert len(asked) == len(set(asked))
-    assert "Left out: 6 repeated." in said.getvalue()
+    path.write_text("".join(json.dumps({"turns": [f"First {i % 18}", f"Second {i}"]}) + "\n" for i in range(72)))
+    for conversations, folder in ((10, "data"), (60, "data"), (60, "at once")):
+        said = io.StringIO()
+        data = section(str(path), conversations=conversations, batch_size=rows)
+        splits = build_conversations(tiny_target, data, tmp_path / folder, Console(file=said, width=300))
+        begun = [{item.messages[0]["content"] for item in part} for part in (splits.heldout, splits.validation)]
+        begun.append({item.messages[0]["content"] for item in splits.train})
+        assert sum(map(len, begun)) == len(set().union(*begun))
+    assert len(splits.train) == 4 * len(begun[2]), "all of a beginning"
+    assert len(begun[0]) <= 4 and len(begun[1]) <= 3 and len(begun[2]) >= 11
+    skipped = 72 - len(splits.train) - 4 - 3
+    assert f"{skipped} that begin like a prompt of another split" in said.getvalue()
+    assert "lower data.heldout or data.validation" in said.getvalue()
+    assert "conversations asked for: there are no more prompts in" in said.getvalue()
+
+
+@pytest.mark.usefixtures("says_fine")
+def test_documents_in_system_messages_are_beginnings_of_their_own(tiny_target: Target, tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    rows = [
+        {"messages": [{"role": "system", "content": f"Text {i}"}, {"role": "user", "content": "Summarise."}]}
+        for i in range(17)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    splits = build_conversations(tiny_target, section(str(path)), tmp_path / "data")
+    asked = [item.messages[0]["content"] for part in (splits.heldout, splits.validation, splits.train) for item in part]
+    assert sorted(asked) == sorted(row["messages"][0]["content"] for row in rows)
 
 
 @pytest.mark.usefixtures("says_fine")

@@ -12,7 +12,7 @@ import datasets
 import huggingface_hub
 import pytest
 
-from headstart.data.prompts.loading import PLAIN, deduplicate
+from headstart.data.prompts.loading import PLAIN
 from headstart.data.prompts.questions import Question, read_questions
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.prompts.sources import Origin, find_origin
@@ -136,6 +136,7 @@ def test_id_category_and_parts(tmp_path: Path) -> None:
         ({"turns": "a"}, "'turns' is a str, not a list"),
         ({"messages": "a"}, "'messages' is a str"),
         ({"messages": ["a"]}, "message 1 of 'messages' is a str"),
+        ({"\ud83d": "a"}, r"unknown shape with the keys \\ud83d"),
     ],
 )
 def test_a_record_of_another_shape_is_counted_and_named(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
@@ -177,6 +178,17 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"prompt": 3}, "1 with an int where text is expected"),
     ({"turns": ["a", 1]}, "1 with an int where text is expected"),
     ({"prompt": " "}, "1 in which the user says nothing"),
+    *(
+        ({"messages": [user("a"), assistant("b")], **row}, "1 with text that is not UTF-8")
+        for row in (
+            {"messages": [user("nice \ud83d")]},
+            {"messages": [{"role": "system", "content": "\ud83d"}, user("a")]},
+            {"messages": [user("a"), assistant("\udc00")]},
+            {"tools": [{"name": "f", "description": "\ud83d"}]},
+            {"id": "\ud83d"},
+            {"category": "\ud83d"},
+        )
+    ),
     ({"turns": []}, "1 in which the user says nothing"),
     ({"messages": [assistant("a")]}, "1 in which the user says nothing"),
 ]
@@ -197,7 +209,7 @@ def test_a_record_that_makes_no_prompt_is_left_out_and_counted(
     path = write(tmp_path / "p.jsonl", {"prompt": "fine"}, row, {"prompt": "fine as well"})
     found = load(path, "train")
     assert [prompt.turns for prompt in found.prompts] == [["fine"], ["fine as well"]]
-    assert found.left_out.notice == f"Left out: {reason}."
+    assert found.left_out.notice.startswith(f"Left out: {reason}.")
     with pytest.raises(UserError, match=rf"No usable prompt in .*: 1 read, {re.escape(reason)} .the first: line 1."):
         load(write(tmp_path / "p.jsonl", row), "train")
 
@@ -206,7 +218,11 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path: Path) -> None:
     tool = {"messages": [user("a"), {"role": "tool", "content": "b"}]}
     path = write(tmp_path / "p.jsonl", tool, {"prompt": "a"}, tool, {"prompt": "A."}, {"prompt": "a" * 99}, tool)
     found = load(path, "train", tiny_tokenizer(), max_prompt_tokens=40)
-    assert found.left_out.notice == "Left out: 3 with a message of the role 'tool', 1 repeated, 1 over 40 tokens."
+    assert found.left_out.notice == (
+        "Left out: 3 with a message of the role 'tool', 1 repeated, 1 over 40 tokens. To keep them: name speakers "
+        "system, user, assistant or tool, or set data.regenerate=true; let them differ in system message, tools or "
+        "turns; raise data.max_prompt_tokens."
+    )
     assert len(found.prompts) == 1
 
 
@@ -216,7 +232,7 @@ def test_what_the_chat_template_refuses_is_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", system, {"prompt": "b"})
     found = load(path, "train", tiny_tokenizer(template), max_prompt_tokens=40)
     assert [prompt.turns for prompt in found.prompts] == [["b"]]
-    assert found.left_out.notice == "Left out: 1 that the chat template refuses."
+    assert found.left_out.notice.startswith("Left out: 1 that the chat template refuses. To keep them: start with")
 
 
 def test_prompts_are_drawn_from_the_whole_file_and_more_of_them_go_on_in_the_same_order(tmp_path: Path) -> None:
@@ -251,11 +267,16 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         ("a.jsonl", '{"prompt": "x"}\n{"prompt', r"a\.jsonl, line 2: not valid JSON"),
         ("b.jsonl", "[1]\n", r"b\.jsonl, line 1: a list, not an object"),
         ("c.jsonl", "\n", "No usable prompt .*there is none"),
+        (
+            "g.jsonl",
+            b'\xef\xbb\xbf{"prompt": "x"}\n\n{"prompt": "\xff"}',
+            r"g\.jsonl, line 3: not UTF-8 .invalid start",
+        ),
         ("d.json", '{"prompt": "x"}', "holds a dict, not a list"),
         ("e.json", "[3]", r"e\.json, record 1: a int, not an object"),
         ("f.txt", "hello", r"neither .jsonl nor .json"),
     ]:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(UserError, match=match):
             load(str(tmp_path / name), "train")
     for missing in ("no.jsonl", "no.json"):
@@ -269,12 +290,19 @@ def test_duplicates_and_limit(tmp_path: Path) -> None:
     kept = ["What is 2 + 2?", "What is 2 - 2?", "!?", "??", "Hello", "Bye"]
     assert [prompt.turns[0] for prompt in load(path, "train").prompts] == kept
     assert [prompt.turns[0] for prompt in load(path, "train", limit=2).prompts] == kept[:2]
-    assert deduplicate([Prompt([user(text)]) for text in texts]) == [Prompt([user(text)]) for text in kept]
 
 
-def test_a_shared_system_message_makes_no_duplicates() -> None:
-    system = {"role": "system", "content": "s"}
-    assert len(deduplicate([Prompt([system, user("a")]), Prompt([system, user("b")])])) == 2
+def test_a_prompt_is_repeated_only_where_all_that_is_rendered_of_it_is(tmp_path: Path) -> None:
+    """System message, tools, every turn; answers only where they are kept."""
+    documents = [{"messages": [{"role": "system", "content": f"d{i}"}, user("Summarise.")]} for i in range(9)]
+    tools = [{"prompt": "Call.", "tools": [{"name": f"f{i}"}]} for i in range(9)]
+    later = [{"turns": ["Hello", f"then {i}"]} for i in range(9)]
+    answers = [{"messages": [user("Why?"), assistant(f"b{i}")]} for i in range(9)]
+    path = write(tmp_path / "p.jsonl", *documents, *tools, *later, *answers, *documents)
+    found = load(path, "train")
+    assert (len(found.prompts), found.left_out.counts) == (28, {"repeated": 17})
+    kept = load(path, "train", regenerate=False)
+    assert (len(kept.prompts), kept.left_out.counts) == (36, {"repeated": 9})
 
 
 def test_long_prompts_are_left_out(tmp_path: Path) -> None:
@@ -333,8 +361,8 @@ class TestDatasets:
             {"name": "someone/chats", "config": "small", "split": "test", "streaming": False, "revision": NEW}
         ]
         assert [(prompt.id, prompt.turns) for prompt in found.prompts] == [
-            ("test-0", ["row 0"]),
-            ("test-1", ["row 1"]),
+            ("test-1", ["row 0"]),
+            ("test-2", ["row 1"]),
         ]
         load("someone/chats", "test", revision="v1")
         older = find_origin("someone/chats", "v1")
@@ -409,9 +437,28 @@ class TestDatasets:
         write(tmp_path / "data" / "train.jsonl", {"messages": [user("d")]})
         assert origin.identity != find_origin(str(tmp_path / "data")).identity
 
+    def test_files_of_a_folder_may_have_other_columns(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        folder = tmp_path / "data"
+        folder.mkdir()
+        write(folder / "train-0.jsonl", *({"prompt": f"a{i}"} for i in range(3)))
+        write(folder / "train-1.jsonl", *({"prompt": f"b{i}", "score": i} for i in range(3)))
+        found = load(str(folder), "train").prompts
+        assert [prompt.turns[0] for prompt in found] == ["a0", "a1", "a2", "b0", "b1", "b2"]
+        assert len({prompt.id for prompt in found}) == 6
+        drawn = load(str(folder), "train", seed=1).prompts
+        assert [prompt.id for prompt in drawn] != [prompt.id for prompt in found]
+        (folder / "train-1.jsonl").write_text('{"prompt": "x", "score": 1}\n{"prompt')
+        with pytest.raises(UserError, match=r"train-1\.jsonl, line 2: not valid JSON"):
+            load(str(folder), "train")
+        (folder / "train-1.jsonl").unlink()
+        (folder / "train-1.json").write_text('[{"prompt": "x", "score": 1}]')
+        with pytest.raises(UserError, match="column names don't match"):
+            load(str(folder), "train")
+
     def test_unknown_shape(self, hub: FakeHub) -> None:
         hub.rows = [{"body": "a"}] * 3000
-        with pytest.raises(UserError, match=r"'wiki', split 'train': 1000 read, .*row 0: unknown shape.*Accepted"):
+        with pytest.raises(UserError, match=r"'wiki', split 'train': 1000 read, .*row 1: unknown shape.*Accepted"):
             load("wiki", "train")
 
     def test_unreachable(self, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,6 +484,8 @@ class TestQuestions:
             ({"turns": ["a", " "]}, "'turns' is not a list of texts"),
             ({"turns": ["a"], "question_id": True}, "'question_id' must be text or a whole number"),
             ({"turns": ["a"], "category": 3}, "'category' text"),
+            ({"turns": ["nice \ud83d"]}, "a question with text that is not UTF-8"),
+            ({"turns": ["a"], "question_id": "\ud83d"}, "a question with text that is not UTF-8"),
         ],
     )
     def test_malformed(self, tmp_path: Path, row: dict[str, Any], reason: str) -> None:

@@ -255,7 +255,11 @@ def test_no_prompt_and_no_source_counts_for_many() -> None:
 
 def test_a_served_request_becomes_a_conversation() -> None:
     made = as_conversation(replace(ONE, source="anna"))
-    assert made.tokens == [5, 6, 7, 8, 9, 10, 11, 2] and made.supervised_spans == [(3, 8)] and made.category == "anna"
+    assert (
+        list(made.tokens) == [5, 6, 7, 8, 9, 10, 11, 2]
+        and made.supervised_spans == [(3, 8)]
+        and made.category == "anna"
+    )
 
 
 def test_no_log(tiny_target: Target, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import resource
 import socket
 import subprocess
 import sys
@@ -25,8 +26,7 @@ from headstart.data.conversations.building import _Writing, build_conversations
 from headstart.data.conversations.depends_on import identity
 from headstart.data.conversations.jobs import JOBS, Board
 from headstart.data.conversations.part_writer import PART, PartWriter
-from headstart.data.conversations.parts import Part
-from headstart.data.conversations.records import Conversation
+from headstart.data.conversations.parts import Written
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers
 from headstart.data.writing.writer import Continuation
@@ -39,6 +39,7 @@ from headstart.recipes.sections import DataSection
 from headstart.servers import client
 from headstart.servers.client import Stopped
 from headstart.target.model import Target
+from tests.data.loading import everything, of_part
 from tests.test_pipeline import tiny_recipe
 
 ENDS = frozenset({2})
@@ -56,6 +57,7 @@ class Fake:
         answer: tokens that continue a prompt.
         kind: of server.
         window: that it says it has, and keeps to.
+        slots: requests that llama-server says it decodes at once.
         key: without which it answers 401.
         faults: left to make; with `always`, the first for ever.
         extra: put into every completion.
@@ -67,6 +69,7 @@ class Fake:
     answer: Answer
     kind: str = "vllm"
     window: int | None = None
+    slots: int | None = None
     key: str = ""
     faults: list[Any] = field(default_factory=list)
     always: bool = False
@@ -90,7 +93,7 @@ class Fake:
         window = {"max_model_len": self.window} if self.kind == "vllm" else {}
         pages = {"/v1/models": {"data": [{"id": "fake", "owned_by": owner, **window}]}}
         if self.kind == "llama.cpp":
-            pages["/props"] = {"default_generation_settings": {"n_ctx": self.window}}
+            pages["/props"] = {"default_generation_settings": {"n_ctx": self.window}, "total_slots": self.slots}
         return pages.get(path)
 
     def completion(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -416,6 +419,28 @@ def test_requests_are_as_many_as_the_servers_ask_for() -> None:
     assert client.Pool([NOWHERE] * 8, 3, "").requests == 3
 
 
+def test_an_address_that_stands_for_many_gpus_keeps_them_busy(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    def requests(number: int | None = None, **fake: Any) -> int:
+        servers = Servers([serve(counting, **fake).url, NOWHERE], tiny_target, number)
+        assert servers.batches(64) == 1 + -(-2 * servers.requests // 64)
+        return servers.requests
+
+    assert requests() >= 2 * 8 * 64, "vLLM with --data-parallel-size 8"
+    assert requests(kind="llama.cpp", slots=3) == 2 * 2 * 3 and requests(kind="llama.cpp") == requests()
+    assert requests(5) == requests(5, kind="llama.cpp", slots=3) == 5
+
+
+def test_connections_raise_the_soft_limit_of_open_files(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        rows = [[5, 6, 7 + number] for number in range(20)]
+        assert len(asked(Servers([serve(counting).url], tiny_target, 400), rows)) == 20
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 512)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
 PROCESS = """
 import os, signal, sys
 sys.path.append(sys.argv[1])  # last: its links are called train, data, eval ...
@@ -586,7 +611,7 @@ class TestConversations:
         here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
         fakes = [serve(truth, kind=kind, faults=["drop", 503, "cut"]), serve(truth, kind=kind)]
         section = self.section(tmp_path, server=",".join(fake.url for fake in fakes), server_requests=3)
-        assert build_conversations(tiny_target, section, tmp_path / "there") == here
+        assert everything(build_conversations(tiny_target, section, tmp_path / "there")) == everything(here)
         assert sum(len(fake.bodies) for fake in fakes) >= 8
 
     def test_an_interrupted_run_does_not_ask_again_for_what_is_there(
@@ -606,20 +631,20 @@ class TestConversations:
         with pytest.raises(UserError, match="goes on from there"):
             build_conversations(tiny_target, section, tmp_path / "cut")
         parts = list((tmp_path / "cut" / "parts").glob("*.jsonl"))
-        answered = sum(any(item.supervised) for part in parts for item in Part.read(part).conversations)
+        answered = sum(any(item.supervised) for part in parts for item in of_part(part))
         assert 0 < answered < 8
         before = len(fake.bodies)
-        assert build_conversations(tiny_target, section, tmp_path / "cut") == splits
+        assert everything(build_conversations(tiny_target, section, tmp_path / "cut")) == everything(splits)
         prompts = [tuple(body["prompt"]) for body in fake.bodies]
         first, again = prompts[:before], prompts[before:]
         finished = {
             tuple(item.tokens[: item.supervised.index(True)])
             for part in parts
-            for item in Part.read(part).conversations
+            for item in of_part(part)
             if any(item.supervised)
         }
         assert finished <= set(first) and not finished & set(again)
-        assert build_conversations(tiny_target, section, tmp_path / "cut") == splits
+        assert everything(build_conversations(tiny_target, section, tmp_path / "cut")) == everything(splits)
         assert len(fake.bodies) == len(prompts), "all is there"
 
     def test_they_end_where_the_context_of_the_server_does(
@@ -654,7 +679,7 @@ class TestConversations:
         whole = build_conversations(tiny_target, section, tmp_path / "whole")
         short = next(item for item in whole.train if len(item.supervised_spans) == 1)
         long = next(item for item in whole.train if len(item.supervised_spans) == 2)
-        refused = [item.tokens[: item.supervised_spans[-1][0]] for item in (short, long)]
+        refused = [list(item.tokens[: item.supervised_spans[-1][0]]) for item in (short, long)]
         fake, told = serve(brief), StringIO()
         asked_for = fake.completion
 
@@ -675,7 +700,7 @@ class TestConversations:
         self, tiny_target: Target, serve: Callable[..., Fake], truth: Answer, tmp_path: Path
     ) -> None:
         here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
-        slow = here.train[0].tokens[: here.train[0].supervised_spans[0][0]]
+        slow = list(here.train[0].tokens[: here.train[0].supervised_spans[0][0]])
         others, in_time = threading.Event(), list[bool]()
 
         def answer(prompt: list[int], most: int) -> list[int]:
@@ -686,7 +711,8 @@ class TestConversations:
             return truth(prompt, most)
 
         fake = serve(answer)
-        assert build_conversations(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there") == here
+        there = build_conversations(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there")
+        assert everything(there) == everything(here)
         assert in_time == [True], "the next part is asked for meanwhile"
 
     def test_no_part_counts_again_what_is_kept(
@@ -694,10 +720,10 @@ class TestConversations:
     ) -> None:
         """With a million conversations there are thousands of parts."""
 
-        class Counted(list[Conversation]):
+        class Counted(list[Written]):
             looked_at = 0
 
-            def __iter__(self) -> Iterator[Conversation]:
+            def __iter__(self) -> Iterator[Written]:
                 self.looked_at += len(self)
                 return super().__iter__()
 

@@ -171,7 +171,7 @@ def test_given_calls_of_tools_are_learned_and_their_results_read(
     assert (template != TOOLS) == thinks
     target = Target(tiny_target.model, tiny_tokenizer(template), "calls")
     found, told = given(target, agents(9), tmp_path, heldout=0)
-    assert len(found) == 9 and "Left out" not in told
+    assert len(found) == 9 and "the chat template" not in told
     for item in found:
         text = target.tokenizer.decode(item.tokens)
         assert text.startswith('<|im_start|>system\n{"type": "function"') and "<result>dry</result>" in text
@@ -186,7 +186,7 @@ def test_the_target_answers_with_tools_up_to_its_first_call(tiny_target: Target,
     """A given result belongs to a given call."""
     target = Target(tiny_target.model, tiny_tokenizer(TOOLS), "calls")
     found, told = given(target, agents(9), tmp_path, heldout=0, regenerate=True)
-    assert len(found) == 9 and "Left out" not in told
+    assert len(found) == 9 and "the chat template" not in told
     for item in found:
         assert target.tokenizer.decode(item.tokens).startswith('<|im_start|>system\n{"type": "function"')
         assert len(item.supervised_spans) == 1 and "dry" not in target.tokenizer.decode(item.tokens)
@@ -210,4 +210,4 @@ def test_calls_that_the_template_does_not_render_are_left_out_and_counted(tiny_t
     assert "Left out: 3 with calls of tools that the chat template does not render." in told
     (tmp_path / "own").mkdir()
     found, told = given(tiny_target, rows, tmp_path / "own", heldout=0, regenerate=True)
-    assert len(found) == 15 and "Left out" not in told, "the target's own answers call none"
+    assert len(found) == 15 and "the chat template" not in told, "the target's own answers call none"

@@ -93,7 +93,7 @@ def test_states_of_later_turns_are_whole(tiny_target: Target, tmp_path: Path) ->
     for item in written:
         (read,) = tiny_target.hidden_states([item.tokens], [1, FINAL])
         stop = start + len(item.tokens)
-        assert held["tokens"][start:stop].tolist() == item.tokens
+        assert held["tokens"][start:stop].tolist() == list(item.tokens)
         for layer in (1, FINAL):
             torch.testing.assert_close(held[f"states.{layer}"][start:stop], read[layer], atol=CLOSE, rtol=CLOSE)
         start = stop

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from headstart.decode.loop import DecodeLoop
-from headstart.decode.options import DecodeOptions
+from headstart.decode.options import DecodeOptions, meaning
 from headstart.decode.verify import DRAWS
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
@@ -43,6 +44,29 @@ def test_a_stop_token_ends_the_text_and_is_kept(plain: DecodeLoop, drafted: Deco
     for loop in (plain, drafted):
         (text,) = loop.generate(PROMPTS[:1], replace(OPTIONS, stop_token_ids=[token, 3]))
         assert (text.tokens[-1], len(text.tokens), text.finish_reason) == (token, place + 1, "stop")
+
+
+def test_a_stop_text_may_end_before_the_shortest_text(
+    plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target
+) -> None:
+    """As in transformers."""
+    token, place = ends_early(plain)
+    options = replace(OPTIONS, stop=tiny_target.tokenizer.decode([token]), min_new_tokens=place + 4)
+    for loop in (plain, drafted):
+        (text,) = loop.generate(PROMPTS[:1], options)
+        assert (len(text.tokens), text.finish_reason) == (place + 1, "stop")
+    assert "a stop text may" in meaning(DecodeOptions, "min_new_tokens").text
+
+
+def test_numbers_of_numpy_are_numbers(drafted: DecodeLoop) -> None:
+    given = {"max_new_tokens": 12, "min_new_tokens": 9, "seed": 1, "top_k": 5}
+    loud = {name: np.int64(value) for name, value in given.items()}
+    ours, theirs = (
+        drafted.generate(PROMPTS, DecodeOptions(**numbers, temperature=temperature, top_p=top_p))
+        for numbers, temperature, top_p in ((given, 0.5, 0.75), (loud, np.float32(0.5), np.float32(0.75)))
+    )
+    assert [text.tokens for text in ours] == [text.tokens for text in theirs]
+    assert type(theirs[1].seed) is int, "records of answers are JSON"
 
 
 def test_no_end_comes_before_the_shortest_text(plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target) -> None:

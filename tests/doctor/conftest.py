@@ -96,7 +96,7 @@ def read_again(target: Target, tensors: dict[str, torch.Tensor], run: Path, laye
     every = [item for split in SPLITS for item in read_conversations(run / CONVERSATIONS / f"{split}.jsonl")]
     tokens, rows = tensors["tokens"].tolist(), []
     while tokens:
-        item = next(item for item in every if tokens[: len(item.tokens)] == item.tokens)
+        item = next(item for item in every if tokens[: len(item.tokens)] == list(item.tokens))
         rows.append(target.hidden_states([item.tokens], [layer])[0][layer])
         tokens = tokens[len(item.tokens) :]
     return torch.cat(rows)

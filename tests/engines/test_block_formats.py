@@ -320,6 +320,10 @@ def set_key(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]],
     return put
 
 
+def new_key(name: str, value: Any, kind: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda fields, _: fields.update({name: [value, [kind]]})
+
+
 GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], str]] = {
     "ids one deeper": (set_key("dflash.target_layers", [3, 5, 8]), "7 is the deepest"),
     "ids one higher": (set_key("dflash.target_layers", [1, 3, 6]), "headstart wrote"),
@@ -328,7 +332,12 @@ GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], s
     "another block size": (set_key("dflash.block_size", 9), "headstart wrote"),
     "no mask": (lambda fields, _: fields.pop("tokenizer.ggml.mask_token_id"), "does not say tokenizer.ggml.mask"),
     "mask outside": (set_key("tokenizer.ggml.mask_token_id", 5000), "no token of a vocabulary"),
-    "in place": (set_key("dflash.sample_from_anchor", False), "drafts each slot's own place"),
+    "in place": (set_key("dflash.sample_from_anchor", False), "dflash.sample_from_anchor = False"),
+    "a selector": (new_key("dflash.selector_rank", 256, gguf.GGUFValueType.UINT32), "selector_rank = 256"),
+    "convolutions": (new_key("dflash.conv_taps", 2, gguf.GGUFValueType.UINT32), "dflash.conv_taps = 2"),
+    "scaled logits": (new_key("dflash.logit_scale", 0.5, gguf.GGUFValueType.FLOAT32), "dflash.logit_scale = 0.5"),
+    "yarn": (new_key("dflash.rope.scaling.type", "yarn", gguf.GGUFValueType.STRING), "scaling.type = 'yarn'"),
+    "half of a head": (set_key("dflash.rope.dimension_count", 8), "rope.dimension_count = 8"),
     "a window": (set_key("dflash.attention.sliding_window", 7), "headstart wrote"),
     "all causal": (
         lambda fields, _: fields.update({"dflash.attention.causal": [True, [gguf.GGUFValueType.BOOL]]}),

@@ -223,6 +223,11 @@ def test_variants_that_headstart_does_not_have_are_refused(theirs: Path, target:
         ({"draft_vocab_size": 40}, "an LM head of its own"),
         ({"rope_theta": None, "rope_parameters": None}, "says no rope_theta"),
         ({"hidden_size": 32}, "its config asks for"),
+        ({"architectures": ["DFlash2DraftModel"]}, "architectures is ['DFlash2DraftModel']"),
+        ({"dflash_config": {**nested, "conv_taps": 2}}, "dflash_config.conv_taps = 2, which headstart does not know"),
+        ({"dflash_config": {**nested, "selector_rank": 256}}, "dflash_config.selector_rank = 256"),
+        ({"selector_rank": 256}, "selector_rank = 256"),
+        ({"model_type": "gemma3_text"}, "layers are those of gemma3_text"),
     ):
         change(theirs, **settings)
         assert said in problem(theirs, target), settings

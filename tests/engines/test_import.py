@@ -17,6 +17,7 @@ import headstart
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.io import load_heads
+from headstart.heads.parts.layer import LayerConfig, Rotary
 from headstart.hub.engines.export import check_export, export_for, export_remarks
 from headstart.hub.engines.importing import import_heads
 from headstart.target.fitting import FINAL
@@ -302,7 +303,7 @@ def test_layers_that_compute_otherwise_are_refused(theirs: Path, target: Target)
     change(theirs, layer_types=["sliding_attention"], sliding_window=16)
     assert "sliding window" in problem(theirs, target)
     change(theirs, layer_types=["full_attention"], sliding_window=None, rope_is_neox_style=False)
-    assert "rotates neighbouring numbers" in problem(theirs, target)
+    assert "rope_is_neox_style = False" in problem(theirs, target)
 
 
 def test_a_speculators_config_that_leaves_the_residual_open_is_refused(target: Target, tmp_path: Path) -> None:
@@ -322,3 +323,88 @@ def test_a_map_of_ids_is_told_from_one_of_offsets(theirs: Path, target: Target, 
             save_file({**kept, "d2t": d2t}, theirs / "model.safetensors")
             heads = import_heads(theirs, target, tmp_path / f"{without_t2d}{int(d2t[-1])}")
             assert torch.equal(heads.draft_to_target_D, ids)
+
+
+# -- rotary positions and context --------------------------------------------------------------------------------------
+
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # what the config says, and what that means beside the base 5000
+    "in rope_scaling alone": ({"rope_scaling": {**LINEAR, "rope_theta": 5000.0}}, LINEAR),
+    "old words": ({"rope_theta": 5000, "rope_scaling": {"type": "linear", "factor": 4.0}}, LINEAR),
+    "nested by kind of layer": ({"rope_parameters": {"full_attention": {"rope_theta": 5000.0}}}, {}),
+    "nested and scaled": ({"rope_parameters": {"full_attention": {**LINEAR, "rope_theta": 5000.0}}}, LINEAR),
+    "nested beside layers that are not there": (
+        {"rope_parameters": {"full_attention": {"rope_theta": 5000.0}, "sliding_attention": {"rope_theta": 9.0}}}, {},
+    ),
+    "base and scaling apart": ({"rope_parameters": {"rope_theta": 5000.0}, "rope_scaling": LINEAR}, LINEAR),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_rotary_positions_are_read_wherever_they_stand(name: str, theirs: Path, target: Target) -> None:
+    said, means = PLACES[name]
+    change(theirs, **{"rope_theta": None, **said})
+    assert import_heads(theirs, target, theirs.parent / "ours").config.rope_parameters == {
+        "rope_type": "default", "rope_theta": 5000.0, **means,
+    }  # fmt: skip
+    assert "rope_theta" not in " ".join(finding.problem for finding in check_export(theirs, ["sglang"]))
+
+
+def test_a_rotary_base_is_never_guessed(theirs: Path, target: Target) -> None:
+    for said, problem_is in (
+        ({"rope_theta": None}, "says no rope_theta"),
+        ({"rope_theta": None, "rope_parameters": {"sliding_attention": {"rope_theta": 9.0}}}, "says no rope_theta"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 9.0}}}, "5000.0 at the top and 9.0 in rope_parameters."),
+        ({"rope_scaling": LINEAR, "rope_parameters": {**LINEAR, "factor": 2.0}}, "factor 2.0 in rope_parameters and 4"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor can only be 1"),
+        ({"rope_parameters": 7}, "rope_parameters is 7"),
+    ):
+        before = (theirs / "config.json").read_text()
+        change(theirs, **said)
+        assert problem_is in problem(theirs, target), said
+        (theirs / "config.json").write_text(before)
+
+
+@pytest.mark.parametrize("scaling", [{}, {"rope_type": "yarn", "factor": 2.0}], ids=["plain", "yarn"])
+def test_a_shorter_context_is_told_and_goes_on_to_the_end(
+    scaling: dict[str, Any], theirs: Path, target: Target, tmp_path: Path
+) -> None:
+    context = target.max_length
+    change(theirs, max_position_embeddings=128, **({"rope_scaling": scaling} if scaling else {}))
+    found = check_export(theirs, ["sglang"], target=target)
+    assert any("context is 128 tokens" in one.problem and f" is {context}: " in one.problem for one in found), found
+    with pytest.warns(UserWarning, match=f"128 tokens is raised to the {context}"):
+        heads = import_heads(theirs, target, tmp_path / "ours")
+    assert heads.config.max_position_embeddings == context
+    # The angles of the positions that the heads were trained on are what they were.
+    before = LayerConfig(**{**heads.config.model_dump(include=set(LayerConfig.model_fields)), "family": "",
+        "max_position_embeddings": 128, "rope_parameters": {**scaling, "rope_theta": 5000.0}})  # fmt: skip
+    for kept, angles in zip(*(Rotary(config).table(128, torch.device("cpu"), torch.float32)
+                              for config in (heads.config, before)), strict=True):  # fmt: skip
+        assert torch.equal(kept[:128], angles[:128])
+    export_for(tmp_path / "ours", tmp_path / "again", "vllm", dtype="float32")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["max_position_embeddings"] == context
+    assert check_export(tmp_path / "again", ["vllm"], target=target) == []
+
+
+def test_settings_that_headstart_does_not_have_are_named(theirs: Path, target: Target, tmp_path: Path) -> None:
+    eagle = json.loads((theirs / "config.json").read_text())["eagle_config"]
+    for settings, said in (
+        ({"model_type": "gemma3_text"}, "layers are those of gemma3_text"),
+        ({"hidden_activation": "gelu_pytorch_tanh"}, "hidden_activation = 'gelu_pytorch_tanh'"),
+        ({"logit_scale": 0.5}, "logit_scale = 0.5"),
+        ({"residual_multiplier": 0.2}, "residual_multiplier = 0.2"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
+        ({"rope_interleave": True}, "rope_interleave = True"),
+        ({"parallel_drafting": True}, "parallel_drafting = True"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "sliding window of the text"),
+        ({"eagle_config": {**eagle, "use_aux_hidden_state": False}}, "eagle_config.use_aux_hidden_state = False"),
+        ({"eagle_config": {**eagle, "use_last_layernorm": False}}, "eagle_config.use_last_layernorm = False"),
+        ({"eagle_config": {**eagle, "new_gate": "on"}}, "eagle_config.new_gate = 'on', which headstart does not know"),
+    ):
+        before = (theirs / "config.json").read_text()
+        change(theirs, **settings)
+        assert said in problem(theirs, target), settings
+        assert any(said in finding.problem for finding in check_export(theirs, ["vllm"]))
+        (theirs / "config.json").write_text(before)

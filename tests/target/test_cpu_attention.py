@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from headstart.support import compiled
+from headstart.support.compiled import compiler
 from headstart.target import attention, cpu_attention, prepacked
 from headstart.target.cpu_attention import few_tokens_attention, joined_attention
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
 from tests.tiny import tiny_model
 
-needs_compiler = pytest.mark.skipif(not cpu_attention.compiler(), reason="this machine has no C compiler")
+needs_compiler = pytest.mark.skipif(not compiler(), reason="this machine has no C compiler")
 
 
 @pytest.fixture
-def nothing_compiled() -> Iterator[None]:
+def nothing_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiled, "_WARNED", set())
     cpu_attention._compiled.cache_clear()
     yield
     cpu_attention._compiled.cache_clear()
@@ -127,7 +132,7 @@ def test_other_processors(
     """What is compiled without some instructions; products have the bits of single rows there, too."""
     if platform.machine() != "x86_64":
         pytest.skip("x86 alone has these instructions")
-    monkeypatch.setenv("CC", f"{cpu_attention.compiler()[0]} -mno-{without}")
+    monkeypatch.setenv("CC", f"{compiler()[0]} -mno-{without}")
     monkeypatch.setattr(prepacked, "_compiled", prepacked._compiled.__wrapped__)
     torch.manual_seed(0)
     queries, (keys, values) = torch.randn(1, 4, 5, 32).to(dtype), torch.randn(2, 1, 2, 50, 32).to(dtype)
@@ -211,17 +216,6 @@ def test_a_compiler_that_fails_is_named_and_is_no_compiler(
     monkeypatch.delenv("CC")
     assert few_tokens_attention(*given, 1.0) is not None
     assert few_tokens_attention(*(part.half() for part in given[:3]), given[3], 1.0) is None, "no float16"
-
-
-def test_who_would_be_helped_by_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    monkeypatch.setenv("CC", "no-such-compiler")
-    torch.set_num_threads(1)
-    assert cpu_attention.would_help(torch.bfloat16, cpu)
-    assert not cpu_attention.would_help(torch.float16, cpu)
-    assert not cpu_attention.would_help(torch.bfloat16, torch.device("meta"))
-    torch.set_num_threads(4)
-    assert not cpu_attention.would_help(torch.bfloat16, cpu), "two workers of two threads"
 
 
 @needs_compiler

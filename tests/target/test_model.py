@@ -358,33 +358,21 @@ def test_unknown_devices(tiny_target_folder: Path, device: str, message: str) ->
         load_target(str(tiny_target_folder), device=device)
 
 
-@pytest.mark.parametrize(
-    ("device", "rank", "chosen"),
-    [
-        ("auto", None, "cuda"),
-        ("cuda", None, "cuda"),
-        ("auto", "1", "cuda:1"),
-        ("cuda", "3", "cuda:3"),
-        ("cuda:0", "1", "cuda:0"),
-        ("cpu", "1", "cpu"),
-    ],
-)
-def test_every_rank_of_a_launcher_has_its_own_gpu(
-    monkeypatch: pytest.MonkeyPatch, device: str, rank: str | None, chosen: str
+@pytest.mark.parametrize(("device", "chosen"), [("cuda", "cuda:1"), ("cuda:0", "cuda:0"), ("cpu", "cpu")])
+def test_a_device_with_a_number_holds_under_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, device: str, chosen: str
 ) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    monkeypatch.delenv("LOCAL_RANK", raising=False)
-    if rank is not None:
-        monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert str(pick_device(device)) == chosen
 
 
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("variable", "count"), [("LOCAL_RANK", 1), ("LOCAL_RANK", 2), ("SLURM_LOCALID", 2)])
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str, count: int) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    monkeypatch.setenv("LOCAL_RANK", "2")
-    with pytest.raises(UserError, match=r"process 2 .* has no GPU of its own: torch sees 2"):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    monkeypatch.setenv(variable, "2")
+    with pytest.raises(UserError, match=rf"Process 2 .* has no GPU: {variable}=2, and torch sees {count}"):
         pick_device("auto")
     assert pick_device("cpu").type == "cpu"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError, out_of_memory
 from headstart.target.loading import PACKAGED, load_target, pick_dtype
-from headstart.target.memory import free_bytes
+from headstart.target.memory import cgroup_free_bytes, free_bytes
 from headstart.target.model import Target
 from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer
@@ -147,3 +148,42 @@ def test_bits_on_a_gpu_are_refused() -> None:
         with pytest.raises(UserError, match="kernels are chosen by the size"):
             target.exact = "bits"
     assert target.exact == "tokens"
+
+
+@pytest.mark.parametrize(
+    ("line", "names", "prefix"),
+    [
+        ("0::/job/step\n", ("sys/fs/cgroup", "memory.max", "memory.current"), ""),
+        (
+            "0::/\n4:cpu,memory:/job/step\n",
+            ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+            "total_",
+        ),
+    ],
+)
+def test_free_memory_ends_where_a_cgroup_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, names: tuple[str, str, str], prefix: str
+) -> None:
+    """The step has no limit, its job has; a container sees the limit at the mount point, under the host's path."""
+
+    def write(folder: str, limit: object, used: int) -> None:
+        place = tmp_path / names[0] / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / names[1]).write_text(f"{limit}\n")
+        (place / names[2]).write_text(f"{used}\n")
+        (place / "memory.stat").write_text(f"anon 7\n{prefix}active_file 20\n{prefix}inactive_file 10\n")
+
+    unlimited = free_bytes(torch.device("cpu"))
+    assert cgroup_free_bytes(tmp_path) == sys.maxsize, "no cgroups at all"
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"1:name=systemd:/\n{line}")
+    write("job/step", "max" if not prefix else sys.maxsize, 400)
+    assert cgroup_free_bytes(tmp_path) > unlimited
+    write("job", 1000, 600)
+    assert cgroup_free_bytes(tmp_path) == 430, "the page cache can be had"
+    write("", 300, 290)
+    assert cgroup_free_bytes(tmp_path) == 40
+    write("", 300, 400)
+    assert cgroup_free_bytes(tmp_path) == 0
+    monkeypatch.setattr("headstart.target.memory.cgroup_free_bytes", lambda: 430)
+    assert free_bytes(torch.device("cpu")) == 430

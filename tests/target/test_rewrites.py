@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from headstart.support.compiled import compiler
 from headstart.target import products, rewrites, tape
-from headstart.target.cpu_attention import compiler, few_tokens_attention, joined_attention
+from headstart.target.cpu_attention import few_tokens_attention, joined_attention
 from headstart.target.model import Target
 from headstart.target.prepacked import can_pack
 from headstart.target.tape import record

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from headstart.support.compiled import compiler
 from headstart.target import prepacked
-from headstart.target.cpu_attention import compiler
 from headstart.target.model import Exact, Target
 from headstart.target.steps import Steps
 from headstart.tree.tree import Tree, TreeBatch

@@ -73,7 +73,7 @@ def test_conversations_are_not_kept(tiny_target: Target, states: Path) -> None:
     assert len(online) == 24 and not any(item() for item in alive)
     wanted = conversations(24, 0, tiny_target.vocab_size)
     for item, sample in zip(wanted, online.samples(range(24)), strict=True):
-        assert sample.tokens_T.tolist() == item.tokens and sample.supervised_T.tolist() == item.supervised
+        assert sample.tokens_T.tolist() == list(item.tokens) and sample.supervised_T.tolist() == list(item.supervised)
     assert len(OnlineStates(states, [], tiny_target, [FINAL])) == 0
 
 

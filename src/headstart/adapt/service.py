@@ -94,7 +94,7 @@ class Service:
 
     def updates(self) -> list[dict[str, Any]]:
         """The figures of all updates that were judged, in order, each with its `number`."""
-        files = sorted((self.folder / "updates").glob(f"[0-9]*/{_FIGURES}"))
+        files = sorted((self.folder / "updates").glob(f"[0-9]*[0-9]/{_FIGURES}"))
         return [{"number": int(file.parent.name), **read_json(file)} for file in files]
 
     def add(self, number: int, heads: Path, figures: dict[str, Any]) -> None:

@@ -197,9 +197,6 @@ def data_build(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir 
 
     Example: headstart data build quickstart data.conversations=200
     """
-    from headstart.train.machine import take_device
-
-    take_device(os.environ)
     from headstart.pipeline.run import CONVERSATIONS
     from headstart.pipeline.stages import check_inputs, stages_until
     from headstart.pipeline.together import execute_together

@@ -226,7 +226,7 @@ def read_prompt(prompt: str, raw: bool) -> str:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a JSONL file, in order; a UserError names the line that holds none."""
+    """Read the prompts of a JSONL file in order; a UserError names the line of a record that makes none."""
     from headstart.data.prompts.chat import Unusable
     from headstart.data.prompts.shapes import SHAPES, parse_prompt
 
@@ -234,8 +234,9 @@ def read_prompts(path: Path) -> list[Prompt]:
     for number, row in read_jsonl(path):
         try:
             prompts.append(parse_prompt(row, f"line {number}"))
-        except Unusable as error:
-            raise UserError(f"{path}, line {number}: a prompt {error}.", f"Write {SHAPES[4]} or {SHAPES[0]}.") from None
+        except (Unusable, ValueError) as error:
+            problem = f"a prompt {error}" if isinstance(error, Unusable) else str(error)
+            raise UserError(f"{path}, line {number}: {problem}.", f"Write {SHAPES[4]} or {SHAPES[0]}.") from None
     if not prompts:
         raise UserError(f"{path} holds no prompt.", f"Write one {SHAPES[4]} a line.")
     return prompts

@@ -134,7 +134,7 @@ class Budget:
 
     Args:
         costs: as measured on this machine; None when nothing was measured.
-        mode: "on" drafts always, "off" never, "auto" as long as it pays.
+        mode: "on" never pauses, "off" never drafts, "auto" pauses while drafting does not pay.
         rows: of the batch.
         limit: tokens that a row emits at most.
         draft_ms: milliseconds of a draft for one row, for drafters that cost the same however deep they draft; None

@@ -11,11 +11,14 @@ import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 
 from headstart.target import few_rows
 from headstart.target.model import Target
@@ -44,6 +47,17 @@ class Costs:
     level_ms: float = 0.0
     levels: int = 0
     read_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.widths[:1] != (1,) or any(before >= after for before, after in pairwise(self.widths)):
+            raise ValueError(f"widths are {self.widths}, which do not rise from 1")
+        if len(self.verify_ms) != len(self.widths) or not all(0 < ms < inf for ms in self.verify_ms):
+            raise ValueError(
+                f"verify_ms is {self.verify_ms}, not one positive time for each of the {len(self.widths)} widths"
+            )
+        for name in ("draft_ms", "level_ms", "read_ms"):
+            if not 0 <= getattr(self, name) < inf:
+                raise ValueError(f"{name} is {getattr(self, name)}, which is no time")
 
     def draft(self, depth: int, rows: int = 1) -> float:
         """Milliseconds of a draft of this depth. With rows it grows as the target's own forward does.
@@ -128,10 +142,12 @@ class Conditions:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> Conditions | None:
-        """The inverse of `to_json`; None for heads that were imported and not tuned yet."""
-        if not values:
-            return None
-        return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
+        """Check and rebuild what `to_json` gave; None for heads that were imported and not tuned yet.
+
+        Raises:
+            ValidationError: a value is missing or of another type.
+        """
+        return TypeAdapter(cls).validate_python(values) if values else None
 
     def to_json(self) -> dict[str, Any]:
         usual = {field.name: field.default for field in fields(self)}

@@ -11,6 +11,7 @@ Shape suffixes: B rows, T tokens, N tree nodes, P nodes of an accepted path, V v
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -27,6 +28,7 @@ from headstart.decode.options import DecodeOptions, Processor, check_kinds, rand
 from headstart.decode.sampling import check_processors, check_sampling, not_before, warp
 from headstart.decode.verify import DRAWS, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
+from headstart.support.cores import FreeCores
 from headstart.support.detokenizer import IncrementalDetokenizer
 from headstart.target import few_rows
 from headstart.target.graphs import captured
@@ -184,6 +186,7 @@ class DecodeLoop:
         self.drafters = drafters
         self.costs = costs
         self._experience: dict[int, Experience] = {}  # by the size of the batch
+        self.free_cores = FreeCores() if target.device.type == "cpu" else None
         if target.device.type == "cpu":
             few_rows.compiled(target.dtype)  # now, so that no first answer waits for it
 
@@ -212,7 +215,8 @@ class DecodeLoop:
         if len(prompts) > 1:  # none is decoded where one can never be
             reserve(self.target, [max(prompts, key=len)], options.max_new_tokens, 1)
         try:
-            by_halves(range(len(prompts)), partial(self._decode, call))
+            with self.free_cores.limited() if self.free_cores else nullcontext():
+                by_halves(range(len(prompts)), partial(self._decode, call))
         except Exception as error:
             if not out_of_memory(error):
                 raise
@@ -342,7 +346,8 @@ class DecodeLoop:
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)
             paused = bool(self.drafters) and options.draft == "auto" and not budget.drafts
-            usual = captured() == captured_before
+            switched = self.free_cores is not None and self.free_cores.update()
+            usual = captured() == captured_before and not switched
             spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if usual else None
             budget.note(batch.trees, list(map(len, emitted)), spent_ms, could_draft=drafting_now)
             if not budget.will_draft:

@@ -150,7 +150,11 @@ class DecodeOptions(SamplingOptions):
         "same as auto, draws each node's last draft from the heads' distribution, so that more are accepted.",
         metavar="NAME",
     )
-    draft: Draft = option("auto", "auto pauses drafting while it does not pay, on always drafts, off never drafts.")
+    draft: Draft = option(
+        "auto",
+        "auto pauses drafting while it does not pay, on never pauses it, off never drafts. Where costs were measured, "
+        "only drafts that pay are verified.",
+    )
     deterministic: bool = option(
         False,
         "Choose drafts by the costs stored with the heads and by acceptance, never by the clock or by earlier answers: "
@@ -171,7 +175,7 @@ class DecodeOptions(SamplingOptions):
     stop_token_ids: Sequence[int] = option(
         (), "End the answer with this token as well as with the target's own end tokens; may be repeated.", metavar="ID"
     )
-    min_new_tokens: int = option(0, "Shortest answer in tokens: until then, no token can end it.", minimum=0)
+    min_new_tokens: int = option(0, "No end token ends the answer before this many tokens; a stop text may.", minimum=0)
     raw: bool = option(False, "Pass the prompt to the target as it is, without the chat template.")
     tools: Sequence[Any] = option(
         (),
@@ -188,6 +192,11 @@ class DecodeOptions(SamplingOptions):
     source: str = option("", "Who asks, as a log of what is served names them.", typed=False)
     ignore_end: bool = option(False, "Go on past the end-of-turn token, for measuring.", typed=False)
     stop_test: StopTest | None = option(None, "A test of your own that ends a row's text.", typed=False)
+
+    def __post_init__(self) -> None:
+        for item in fields(self):  # numpy's numbers become Python's, which generators and JSON take
+            if isinstance(value := getattr(self, item.name), Real) and hasattr(value, "item"):
+                object.__setattr__(self, item.name, value.item())
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

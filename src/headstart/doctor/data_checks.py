@@ -46,7 +46,7 @@ def template(subject: Subject) -> Finding:
             continue
         count += 1
         tokens, _ = _rendered(item, subject)
-        stored = item.tokens[: len(tokens)]  # what stands after the last turn is the mask's concern
+        stored = list(item.tokens[: len(tokens)])  # what stands after the last turn is the mask's concern
         if stored != tokens:
             index = common_beginning([stored, tokens])
             was, now = (tokenizer.decode(text[index : index + 1]) for text in (stored, tokens))
@@ -207,14 +207,14 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
         expected: list[bool] | None = None
         if _has_answer(item):
             tokens, mask_now = _rendered(item, subject)
-            if item.tokens[: len(tokens)] == tokens and any(mask_now):
+            if list(item.tokens[: len(tokens)]) == tokens and any(mask_now):
                 expected = mask_now + [False] * (len(item.tokens) - len(tokens))
         file = f"{split}.jsonl"
-        yield _Masked(file, item.id, item.tokens, item.supervised, expected)
+        yield _Masked(file, item.id, list(item.tokens), list(map(bool, item.supervised)), expected)
         if split in stores and index < len(stores[split]):
             folder, sample = stores[split].folder, stores[split].get(index)
             tokens = sample.tokens_T.tolist()
-            if tokens != item.tokens:
+            if tokens != list(item.tokens):
                 raise UserError(
                     f"The store {folder} was built from other conversations than {file} holds: number {index} parts "
                     f"at token {common_beginning([tokens, item.tokens])}.",

@@ -186,7 +186,9 @@ def _in_float32(heads: DraftHead, target: Target) -> Iterator[None]:
 def _unrolled(target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]) -> Steps:
     """Logits as training computes them, where each step has them."""
     batch = HeadBatch(
-        torch.tensor([item.tokens], device=target.device), torch.tensor([item.supervised], device=target.device), states
+        torch.tensor([list(item.tokens)], device=target.device),
+        torch.tensor([list(item.supervised)], dtype=torch.bool, device=target.device),
+        states,
     )
     wanted = set(_origins(item))
     steps: Steps = {}
@@ -210,7 +212,7 @@ def _origins(item: Conversation) -> list[int]:
 @torch.no_grad()
 def _drafted(target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]) -> Steps:
     """Logits as decoding would draft them along this text: a prefill, then round after round."""
-    tokens, steps = item.tokens, Steps()
+    tokens, steps = list(item.tokens), Steps()
     origins = [origin for origin in _origins(item) if origin + heads.draft_steps < len(tokens)]
     if not origins:
         return steps
@@ -273,7 +275,7 @@ def acceptance(subject: Subject) -> Finding:
 
 
 def prompts_before(items: Sequence[Conversation]) -> list[list[int]]:
-    return [item.tokens[: item.supervised.index(True)] for item in items]
+    return [list(item.tokens[: item.supervised.index(True)]) for item in items]
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ class Ours:
         return self._loop.target.device.type == "cuda"
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int, *, always: bool = False) -> Run:
-        """See `Method`; `always` drafts in every round, also where it does not pay."""
+        """See `Method`; with `always` drafting never pauses."""
         options = replace(self._options, max_new_tokens=max_new_tokens, seed=seed)
         if always and options.draft == "auto":
             options = replace(options, draft="on")

@@ -42,8 +42,12 @@ class HeadConfig(HeadSettings):
     """What every family's config has in common: what a recipe sets, and the sizes of the target. Families add fields;
     one that is the target's own where a recipe leaves it out is marked with `FromTarget`."""
 
-    hidden_size: Annotated[int, FromTarget(settable=False)] = Field(0, description="Hidden size of the target.")
-    vocab_size: Annotated[int, FromTarget(settable=False)] = Field(0, description="Vocabulary of the target.")
+    hidden_size: Annotated[int, FromTarget(settable=False)] = Field(
+        0, ge=0, le=1 << 24, description="Hidden size of the target."
+    )
+    vocab_size: Annotated[int, FromTarget(settable=False)] = Field(
+        0, ge=0, le=1 << 24, description="Vocabulary of the target."
+    )
 
     @property
     def draft_width(self) -> int:
@@ -243,7 +247,7 @@ class DraftHead(nn.Module, ABC):
         return logits if self.finish is None else self.finish(logits)
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
-        """Draft only these tokens of the target (sorted int64 [D])."""
+        """Draft only these distinct tokens of the target (int64 [D])."""
         assert token_ids.shape == self.draft_to_target_D.shape, "the vocabulary has the configured size"
         self.draft_to_target_D.copy_(token_ids)
 

@@ -18,9 +18,12 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadConfig, family
+from headstart.heads.exchange.published import are_tokens
 from headstart.recipes.recipe import parse_heads
 from headstart.support.files import read_json, write_atomic, write_json, write_tensors
 from headstart.target.frozen import FrozenModel
+from headstart.target.identity import dtype_name
+from headstart.target.loading import DTYPES
 
 CONFIG = "config.json"
 WEIGHTS = "heads.safetensors"
@@ -114,33 +117,66 @@ def build_heads(
         raise UserError(f"{folder / CONFIG} names no head family.", "Give a folder that headstart wrote.")
     try:
         config = parse_heads(settings)
+        assert isinstance(config, HeadConfig), "a family's settings are its config"
+        with torch.device("meta"):  # shapes alone: nothing is allocated before the file's are known to fit
+            heads = family(config.family)(config)
     except UserError as error:
         newer = "If a newer headstart wrote the heads, upgrade it from where you have it."
         raise UserError(f"{folder / CONFIG}: {error.problem}", f"{error.remedy} {newer}") from None
-    assert isinstance(config, HeadConfig), "a family's settings are its config"
     if target is not None and (config.hidden_size, config.vocab_size) != (target.hidden_size, target.vocab_size):
         raise UserError(
             f"The heads in {folder} read states of size {config.hidden_size} over {config.vocab_size} tokens; "
             f"{target.name} has {target.hidden_size} over {target.vocab_size}.",
             "Load them with the target they were trained on.",
         )
+    if target is not None and not all(layer <= target.num_layers for layer in heads.aux_layers):
+        raise UserError(
+            f"{folder / CONFIG}: aux_layers are {list(heads.aux_layers)}, and {target.name} has {target.num_layers} "
+            "layers.",
+            "Load them with the target they were trained on.",
+        )
+    _check_tensors(heads, state, weights)
     saved = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
     where = device if device is not None else target.device if target is not None else "cpu"
-    with torch.device("meta"):  # shapes alone: what a family starts from is not wanted
-        heads = family(config.family)(config)
     heads.to(dtype=dtype or saved).to_empty(device=where)
-    for buffer in heads.buffers():  # those that are not saved are zeros until heads are bound
+    for buffer in heads.buffers():  # buffers that are not saved are zeros until heads are bound
         buffer.zero_()
-    try:
-        heads.load_state_dict(state)
-    except RuntimeError as error:
+    heads.load_state_dict(state)
+    if infinite := next((name for name, weight in heads.named_parameters() if not weight.isfinite().all()), None):
         raise UserError(
-            f"{weights} does not belong to the {CONFIG} beside it: {str(error).splitlines()[-1].strip()}",
-            AGAIN,
-        ) from None
+            f"{weights}: {infinite} holds numbers that are not finite, or too large for {dtype_name(dtype or saved)}.",
+            f"{AGAIN} In float16, which ends at 65504, use bfloat16.",
+        )
     if target is not None:
         heads.bind(target)
     return heads
+
+
+def _check_tensors(heads: DraftHead, state: Mapping[str, Tensor], weights: Path) -> None:
+    """Compare names, shapes, dtypes and draft vocabulary of a file with those of the heads."""
+    expected, config = heads.state_dict(), heads.config
+    for name in sorted(expected.keys() | state.keys()):
+        given, wanted = (_described(part[name]) if name in part else "missing" for part in (state, expected))
+        if given != wanted:
+            raise UserError(
+                f"{weights} does not belong to the {CONFIG} beside it: {name} is {given} in the file and {wanted} by "
+                "the settings.",
+                AGAIN,
+            )
+    ids_D = state["draft_to_target_D"]
+    if not are_tokens(ids_D, config.vocab_size) or not (
+        config.draft_vocab_size or torch.equal(ids_D, torch.arange(config.vocab_size))
+    ):
+        raise UserError(
+            f"{weights}: draft_to_target_D does not name {config.draft_width} distinct tokens of a vocabulary of "
+            f"{config.vocab_size}.",
+            AGAIN,
+        )
+
+
+def _described(tensor: Tensor) -> str:
+    kind = "floats" if tensor.dtype in DTYPES.values() else dtype_name(tensor.dtype)
+    return f"{list(tensor.shape)} {kind}"
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

@@ -18,13 +18,13 @@ folder is written whole or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from shutil import copyfile, copytree, ignore_patterns
 from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError
-from safetensors import SafetensorError, safe_open
 
 import headstart
 from headstart.data.prompts.chat import has_variable, template_kwargs, with_template_kwargs
@@ -39,10 +39,11 @@ from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
 from headstart.target.adapter import find_adapter
 from headstart.target.frozen import FrozenModel
-from headstart.target.identity import BUNDLED
+from headstart.target.identity import BUNDLED, Sketch
 from headstart.target.loading import PACKAGED
 from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
+from headstart.tuning.tune import Tuning
 
 FORMAT = "headstart"
 FORMAT_VERSION = 1
@@ -63,7 +64,9 @@ FILES = (
     *(f"{BUNDLED}/{file}" for file in ADAPTER_KEPT),
 )
 """Everything that an exported folder holds; what else lies there is somebody's own."""
-_PATHS = TypeAdapter(list[Annotated[list[NonNegativeInt], Field(min_length=1)]])
+_PATHS = TypeAdapter(
+    Annotated[list[Annotated[list[NonNegativeInt], Field(min_length=1, max_length=64)]], Field(max_length=1023)]
+)
 
 
 class HeadsAdapter(BaseModel):
@@ -79,7 +82,7 @@ class HeadsTarget(BaseModel):
     spec: str
     name: str
     fingerprint: str
-    sketch: dict[str, Any]
+    sketch: Sketch
     quantization: str = "none"
     adapter: HeadsAdapter | None = None
     chat_template_kwargs: dict[str, Any] = {}
@@ -161,14 +164,31 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
     config = read_config(folder)
     if not any_target:
         _check_target(folder, HeadsTarget.model_validate(config["target"]), target)
-    heads = build_heads(config["heads"], folder / WEIGHTS, target, dtype=target.dtype)
+    heads, shape, calibration = _read(folder, config, target)
+    return heads.eval().requires_grad_(False), shape, calibration
+
+
+def _read(folder: Path, config: dict[str, Any], target: Target | None) -> tuple[DraftHead, TreeShape, dict[str, Any]]:
+    """Heads, tree and calibration, all checked."""
+    heads = build_heads(config["heads"], folder / WEIGHTS, target, dtype=None if target is None else target.dtype)
     heads.version = version_of(folder)
-    tree = read_json(folder / TREE, AGAIN)
-    shape = _shape(tree, heads, folder)
+    shape = _shape(read_json(folder / TREE, AGAIN), heads, folder)
     calibration = read_json(folder / CALIBRATION, AGAIN)
     if not isinstance(calibration, dict):
         raise _not_ours(folder / CALIBRATION)
-    return heads.eval().requires_grad_(False), shape, {**calibration, "paths": [list(path) for path in shape.paths]}
+    calibration = {**calibration, "paths": [list(path) for path in shape.paths]}
+    with naming(folder / CALIBRATION):
+        Tuning.from_json(calibration)
+    return heads, shape, calibration
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put a path before the problem of a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error.problem}", error.remedy) from None
 
 
 def _check_target(folder: Path, theirs: HeadsTarget, target: Target) -> None:
@@ -192,22 +212,17 @@ def heads_target(folder: Path) -> HeadsTarget:
     return HeadsTarget.model_validate(read_config(folder)["target"])
 
 
-def check_folder(folder: Path) -> None:
-    """See (UserError) that a folder is whole, without loading the target: cheap, so worth doing before slow work."""
+def check_folder(folder: Path) -> DraftHead:
+    """Read a folder without its target, and refuse (UserError) anything that is missing, damaged or out of range.
+    Returns the heads, which are not bound."""
     adapter = heads_target(folder).adapter
     bundled = [f"{BUNDLED}/{name}" for name in ADAPTER_FILES] if adapter is not None and not adapter.spec else []
     for name in (*_NEEDED, *bundled):
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}.", AGAIN)
-    for name in (TREE, CALIBRATION):
-        read_json(folder / name, AGAIN)
-    try:
-        with safe_open(folder / WEIGHTS, framework="pt"):
-            pass
-    except SafetensorError as error:
-        raise UserError(f"{folder / WEIGHTS} is cut short or damaged ({error}).", AGAIN) from None
     if (folder / ANSWERS).is_file():
         check_answers(folder / ANSWERS)
+    return _read(folder, read_config(folder), None)[0]
 
 
 def is_ours(folder: Path) -> bool:
@@ -235,9 +250,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     try:
         HeadsTarget.model_validate(config.get("target"))
-    except ValidationError:
-        raise _not_ours(path) from None
-    return dict(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, ("target", *first["loc"])))
+        raise UserError(f"{path}: {where} is missing or damaged ({first['msg']}).", AGAIN) from None
+    return {"heads": None, **config}
 
 
 def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
@@ -246,7 +263,8 @@ def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
         shape = TreeShape.from_paths(_PATHS.validate_python(tree["paths"]))
     except (ValidationError, TypeError, KeyError):
         raise UserError(f"{folder / TREE} holds no rank paths.", AGAIN) from None
-    heads.check_tree(shape)
+    with naming(folder / TREE):
+        heads.check_tree(shape)
     return shape
 
 

@@ -23,9 +23,9 @@ _KINDS = {
 class TargetFacts:
     """What formats say of a target, or depend on.
 
-    `spec` is what `load_target` takes, `folder` what transformers loads, or a Hub id: empty where there is none here.
-    `tokens` are special tokens' ids by their name in a config; `trust_remote_code` says whether code that comes along
-    with the target may run.
+    `context` is the target's longest text in tokens, 0 if unknown. `spec` is what `load_target` takes, `folder` what
+    transformers loads, or a Hub id: empty where there is none here. `tokens` are special tokens' ids by their name in a
+    config; `trust_remote_code` says whether code that comes along with the target may run.
     """
 
     spec: str
@@ -40,6 +40,7 @@ class TargetFacts:
     architectures: tuple[str, ...] = ()
     tokens: Mapping[str, int] | None = None
     trust_remote_code: bool = False
+    context: int = 0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Variables of the chat template that the heads were trained with."""
 

@@ -37,7 +37,6 @@ from headstart.support.artifacts import Artifact, artifact, forget, held, read_n
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.lock import Busy
 from headstart.support.terminal import progress_bar, tell
-from headstart.target import cpu_attention
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.teacher import save_teacher, teacher_folder, teacher_problem
@@ -48,7 +47,6 @@ _WEIGHTS = (".safetensors", ".bin", ".gguf")
 _SPLITS = ("train", "validation")
 _STATES_VERSION = 1
 """Raised when the same settings come to mean other states; that of conversations is in their room."""
-_NO_COMPILER = "    This machine has no C compiler, with which answers are written 1.3 times as fast: install gcc."
 
 
 def _token_bytes(run: Run) -> int:
@@ -165,8 +163,6 @@ def _of_data(record: Record) -> dict[str, Any]:
 
 def _conversations(run: Run) -> Outcome:
     data, target = run.recipe.data, run.described
-    if data.own_answers and not data.server and cpu_attention.would_help(target.dtype, target.device):
-        tell(run.console, _NO_COMPILER)
     slug = "-".join([*["self"] * (data.self_share > 0), *(Path(source.source).stem for source in data.sources)][:3])
     settings = data.model_dump(mode="json")
     asked = settings if run.earlier is None else {**settings, **_of_data(run.earlier)}
@@ -203,12 +199,11 @@ def _conversations(run: Run) -> Outcome:
         for item in splits.heldout
     ]
     write_jsonl(run.folder / QUESTIONS, questions)
-    answers = sum(sum(item.supervised) for item in splits.train)
     held_out = content(folder / "heldout.jsonl")
     used = [content(folder / f"{split}.jsonl") for split in _SPLITS]
     return Outcome(
-        f"{len(splits.train)} conversations with {answers} answer tokens; {len(splits.validation)} for validation, "
-        f"{len(splits.heldout)} held out",
+        f"{splits.counts['train']} conversations with {splits.answer_tokens} answer tokens; "
+        f"{splits.counts['validation']} for validation, {splits.counts['heldout']} held out",
         identity=" ".join(map(str, [made.name, *used, held_out])),
     )
 

@@ -60,7 +60,7 @@ def tune_in_engine(
         )
     refuse_other_files(folder)
     conversations = read_conversations(validation_file(folder, validation))
-    prompts = [item.tokens[: item.supervised_spans[0][0]] for item in conversations if item.supervised_spans]
+    prompts = [list(item.tokens[: item.supervised_spans[0][0]]) for item in conversations if item.supervised_spans]
     measured_here = read_json(folder / CALIBRATION)
     with TemporaryDirectory(prefix="headstart-engine-") as place, console.status("exporting") as status:
         exported = export_for(folder, Path(place) / "heads", engine.format, target)

@@ -17,7 +17,7 @@ from headstart.errors import UserError
 from headstart.pipeline.run import NAMES, REPORT, STATES, TRAIN
 from headstart.recipes.recipe import read_values
 from headstart.support.artifacts import FOLDER, NOTE, references, referred
-from headstart.support.files import DAMAGED, PARTIAL, format_bytes, no_folder, read_json, remove, size
+from headstart.support.files import DAMAGED, PARTIAL, format_bytes, no_folder, partial_name, read_json, remove, size
 from headstart.support.lock import Busy, locked
 
 
@@ -257,7 +257,7 @@ def free(folder: Path, listed: Sequence[Free], maximum: int | None = None) -> in
             for path in sorted(unused.intersection(paths)):
                 freed += size(path, second_names=False)
                 if path == owner and path.suffix != PARTIAL:  # it counts as nothing from here on
-                    path = path.rename(path.with_name(path.name + PARTIAL))
+                    path = path.rename(partial_name(path))
                 remove(path)
     return freed
 

@@ -1,8 +1,7 @@
-"""What a recipe will take, said before any work: bytes on disk, memory, tokens, steps and hours, and what would fail.
+"""Bytes, memory, tokens, steps and hours of a run, and problems that would stop it, before any work.
 
-What a stage that is done has made is read from its records and its files. Of the others, sizes follow from the recipe
-and the target's config; hours follow from forwards and training steps that are timed here, where the target's weights
-are.
+Records and files say what finished stages took. Sizes of the others follow from the recipe and the target's config, and
+their hours from a dry run where the target's weights are here.
 """
 
 from __future__ import annotations
@@ -22,22 +21,14 @@ from headstart.decode.costs import core_count
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.pipeline.data_stages import check_formats, conversations
+from headstart.pipeline.dry_run import SECONDS, Speeds, dry_run
 from headstart.pipeline.lengths import Lengths, assumed_lengths, counted_lengths, prompts_of, written_lengths
 from headstart.pipeline.run import Run, left_to_do
-from headstart.pipeline.speeds import Speeds, disk_seconds, measure
-from headstart.pipeline.stage_costs import (
-    COSTS,
-    Planned,
-    checkpoint_bytes,
-    expecting_conversations,
-    gradient_bytes,
-    step_tokens,
-    training,
-)
+from headstart.pipeline.stage_costs import COSTS, Workload
 from headstart.pipeline.stages import STAGES
 from headstart.support.artifacts import referred
 from headstart.support.files import format_bytes, free_disk, size
-from headstart.support.terminal import format_seconds
+from headstart.support.terminal import format_seconds, tell
 from headstart.target.fitting import FINAL
 from headstart.target.memory import free_bytes
 from headstart.target.model import Target
@@ -46,21 +37,22 @@ from headstart.target.outline import Outline, outline, weights_are_here
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes: `seconds`, bytes on `disk` and bytes in `memory` by stage.
+    """Estimates of a run: `seconds`, bytes on `disk` and bytes of `memory` by stage.
 
     Attributes:
-        left: the stages still to do, each with why (`headstart.pipeline.run.left_to_do`).
-        done: the others, each with what came of it.
-        seconds: stages to do are left out where nothing could be timed.
+        left: stages still to do, each with the reason (`headstart.pipeline.run.left_to_do`).
+        done: the other stages, each with its summary.
+        seconds: measured for stages that are done and for loading the target; estimated for the others, and missing
+            where nothing could be measured.
         free_bytes: of the disk; None where the weights are not here, and the run is for another machine.
-        facts: (what, how much) for people.
-        disk_bytes: that the stages left may still write, a checkpoint that is about to replace another included.
-        memory: that a process holds at most: on its GPU, or in all where it computes on a CPU; of stages to do.
-        room: bytes that a process can have; None as `free_bytes`.
+        facts: (name, value) pairs for people.
+        disk_bytes: that the stages left may still write, with a checkpoint that is about to replace another.
+        memory: peak of a process by stage, on its GPU or, where it computes on a CPU, in all.
+        room: bytes available to a training process; None as `free_bytes`.
         network: bytes that each process sends in a step of training.
         steps: of training; None when it is done.
-        problems: sentences about what would fail.
-        how: where the seconds come from, as a sentence.
+        problems: sentences about failures to expect.
+        how: a sentence on what was measured, and what estimated.
     """
 
     left: dict[str, str]
@@ -82,14 +74,14 @@ class Plan:
 
 
 def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) -> Plan:
-    """Estimate a run in which so many processes train, each on a device of its own; on a CPU they share its cores.
+    """Estimate a run with this many training processes, each on its own GPU, or sharing the cores and memory of a CPU.
 
-    Prompts are read to see how long they are, unless `prompt_tokens` says so, template included. Anything in the recipe
-    that would stop the run before its first minute is a UserError.
+    The lengths of prompts are counted in some of them, unless `prompt_tokens` gives it, template included. A recipe
+    that would fail in its first minute is a UserError.
     """
     if processes < 1:
         raise UserError(f"There is no plan for {processes} processes.", "Give --processes 1 or more.")
-    section = run.recipe.target
+    recipe, section = run.recipe, run.recipe.target
     left, here = left_to_do(run, STAGES), weights_are_here(section.spec, section.revision)
     if "target" in left and here and (record := run.whole_record("target")):
         # Its files or settings are others than they were; the model may be the same.
@@ -107,84 +99,76 @@ def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) ->
     )
     if not left.keys() - {"target"}:
         return plan
-    if here:
-        return _timed(run, plan, processes, prompt_tokens)
-    return _sized(run, plan, processes, prompt_tokens)
-
-
-def _timed(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> Plan:
-    """With the target loaded: some forwards and steps are timed."""
-    recipe, data = run.recipe, run.recipe.data
     bare, start = _resident(), perf_counter()
-    target = run.target
-    loading = perf_counter() - start
-    held, at_once = _resident(), float(processes)
-    if target.device.type == "cpu":
-        at_once = min(at_once, max(1.0, (core_count() or 1) / torch.get_num_threads()))
+    if here:
+        tell(run.console, f"Loading {section.spec} ...", style="dim")
+        target: Target | Outline = run.target
+        check_prompts(target.tokenizer, recipe.data.self_share > 0)
+        check_formats(run, run.target)
     else:
-        bare, held = 0, target.parameters * target.dtype.itemsize
-    check_prompts(target.tokenizer, data.self_share > 0)
-    check_formats(run, target)
-    config = make_config(recipe.heads, target)
-    heads = family(config.family)(config).to(target.device)
-    heads.warm_start(target)
-    heads.gradient_checkpointing = recipe.train.gradient_checkpointing
+        target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
+    loading, shapes = perf_counter() - start, cast(Target, target)
+    held, free = _resident(), free_bytes(target.device) if here else None
+    config = make_config(recipe.heads, shapes)
+    with torch.device("cpu" if here else "meta"):
+        heads: DraftHead = family(config.family)(config)
     needed = sorted({*heads.aux_layers, FINAL})
     lengths, problems = _lengths(run, target, plan, prompt_tokens)
-    speeds = replace(measure(target, heads, needed, recipe.train, lengths), disk=disk_seconds(run.folder))
-    workers = Workers(target.device, -(-data.conversations // data.batch_size)).count
-    planned = Planned(recipe, target, heads, needed, lengths, speeds, processes, at_once, workers, held, bare)
+    weights = target.parameters * target.dtype.itemsize
+    work = Workload(recipe, target, heads, needed, lengths, Speeds(), processes, held=weights)
+    if not here:
+        heads.bind(shapes)
+        how = f"Times are unknown, because the weights of {target.name} are not on this machine."
+        return _estimate(run, work, replace(plan, problems=problems, how=how))
+    if target.device.type == "cpu":
+        cores = (core_count() or 1) / torch.get_num_threads()
+        work = replace(work, bare=bare, held=held, free=free, at_once=min(processes, max(1.0, cores)))
+    else:
+        work = replace(work, free=free, at_once=processes)
+    heads.to(target.device).warm_start(shapes)
+    heads.gradient_checkpointing = recipe.train.gradient_checkpointing
+    tell(run.console, f"Measuring on {target.device}, about {SECONDS:.0f} s at most:", style="dim")
+    speeds = dry_run(
+        shapes, heads, needed, recipe.train, lengths, lambda what: tell(run.console, f"    {what}", style="dim")
+    )
+    workers = Workers(target.device, -(-recipe.data.conversations // recipe.data.batch_size)).count
     plan = replace(
         plan,
         problems=problems,
-        room=held + free_bytes(target.device) // processes,
+        room=work.room("train"),
         free_bytes=free_disk(run.folder),
         seconds={"target": loading, **plan.seconds},
-        how="Times come from forwards and training steps measured on this machine now.",
+        how=f"Measured here: loading, {speeds.measured}. The times of the other stages to do are estimated from that; "
+        "bytes are estimated from the recipe and the target's config.",
     )
-    return _estimate(run, planned, plan)
+    return _estimate(run, replace(work, speeds=speeds, workers=workers), plan)
 
 
-def _sized(run: Run, plan: Plan, processes: int, prompt_tokens: int | None) -> Plan:
-    """Of a target whose config alone is here: nothing can be timed."""
-    recipe, section = run.recipe, run.recipe.target
-    target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
-    shapes = cast(Target, target)  # which is all that heads on the meta device ask for
-    config = make_config(recipe.heads, shapes)
-    with torch.device("meta"):
-        heads: DraftHead = family(config.family)(config)
-    heads.bind(shapes)
-    lengths, problems = _lengths(run, target, plan, prompt_tokens)
-    held, needed = target.parameters * target.dtype.itemsize, sorted({*heads.aux_layers, FINAL})
-    planned = Planned(recipe, target, heads, needed, lengths, Speeds(), processes, held=held)
-    how = f"Times are unknown, because the weights of {target.name} are not on this machine."
-    return replace(_estimate(run, planned, replace(plan, problems=problems)), seconds=plan.seconds, how=how)
-
-
-def _estimate(run: Run, planned: Planned, plan: Plan) -> Plan:
-    """The plan with all that follows for the stages that are left."""
+def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
+    """Fill in the stages that are left."""
     if "conversations" in plan.left:
-        planned = expecting_conversations(planned)
+        work = work.expected()
     else:
         splits = [conversations(run, split) for split in ("train", "validation")]
         train, validation = (sum(len(item.tokens) for item in split) for split in splits)
-        planned = replace(planned, conversations=len(splits[0]), train_tokens=train, validation_tokens=validation)
-    costs = {stage: cost(planned) for stage, cost in COSTS.items() if stage in plan.left}
+        work = replace(work, conversations=len(splits[0]), train_tokens=train, validation_tokens=validation)
+    costs = {stage: cost(work) for stage, cost in COSTS.items() if stage in plan.left}
+    timed = {stage: cost.seconds for stage, cost in costs.items()} if work.speeds.measured else {}
     trains = "train" in plan.left
     plan = replace(
         plan,
-        seconds={**plan.seconds, **{stage: cost.seconds for stage, cost in costs.items()}},
+        seconds={**plan.seconds, **timed},
         disk={**plan.disk, **{stage: cost.disk for stage, cost in costs.items()}},
-        disk_bytes=sum(cost.disk for cost in costs.values()) + (checkpoint_bytes(planned) if trains else 0),
+        disk_bytes=sum(cost.disk for cost in costs.values()) + (work.checkpoint_bytes if trains else 0),
         memory={stage: cost.memory for stage, cost in costs.items()},
-        network=gradient_bytes(planned),
-        steps=training(planned)[0] if trains else None,
+        network=work.gradient_bytes,
+        steps=work.training()[0] if trains else None,
     )
-    return replace(plan, facts=_facts(planned, plan), problems=[*plan.problems, *_problems(planned, plan)])
+    return replace(plan, facts=_facts(work, plan), problems=[*plan.problems, *_problems(work, plan)])
 
 
 def _lengths(run: Run, target: Target | Outline, plan: Plan, prompt_tokens: int | None) -> tuple[Lengths, list[str]]:
-    """Of the conversations, as they are written or as to be expected; prompts that cannot be read are a problem."""
+    """Return the lengths of conversations, written or expected; prompts that cannot be read are a problem."""
     data, longest, tokenizer = run.recipe.data, target.max_length, target.tokenizer
     if "conversations" not in plan.left:
         return written_lengths(data, longest, conversations(run, "train")), []
@@ -196,12 +180,9 @@ def _lengths(run: Run, target: Target | Outline, plan: Plan, prompt_tokens: int 
         return assumed_lengths(data, longest), [f"{error.problem} {error.remedy}"]
 
 
-# -- what would fail ---------------------------------------------------------------------------------------------------
-
-
-def _problems(planned: Planned, plan: Plan) -> list[str]:
-    """What would fail, as sentences that name the settings to change."""
-    data, target, problems = planned.recipe.data, planned.target, list[str]()
+def _problems(work: Workload, plan: Plan) -> list[str]:
+    """Describe failures to expect, with the settings to change."""
+    data, target, problems = work.recipe.data, work.target, list[str]()
     if plan.free_bytes is not None and plan.free_bytes < 1.05 * plan.disk_bytes:
         problems.append(
             f"The disk has {format_bytes(plan.free_bytes)} free and the run may write {format_bytes(plan.disk_bytes)}: "
@@ -217,21 +198,18 @@ def _problems(planned: Planned, plan: Plan) -> list[str]:
         ("train", "Training", "lower train.batch_tokens, and raise train.gradient_accumulation_steps as much"),
         ("eval", "The report", "lower eval.max_new_tokens"),
     ):
-        needed = plan.memory.get(stage, 0)
-        if plan.room is not None and needed > plan.room:
+        needed, available = plan.memory.get(stage, 0), work.room(stage)
+        if available is not None and needed > available:
             problems.append(
-                f"{what} takes about {format_bytes(needed)}, and {format_bytes(plan.room)} is available to a process "
+                f"{what} takes about {format_bytes(needed)}, and {format_bytes(available)} is available to a process "
                 f"on {target.device}: {remedy}."
             )
     return problems
 
 
-# -- for people --------------------------------------------------------------------------------------------------------
-
-
-def _facts(planned: Planned, plan: Plan) -> list[tuple[str, str]]:
-    """What the stages left work on and take."""
-    target, heads, lengths, data = planned.target, planned.heads, planned.lengths, planned.recipe.data
+def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
+    """Describe the work of the stages that are left, for people."""
+    target, heads, lengths, data = work.target, work.heads, work.lengths, work.recipe.data
     count = f"{target.parameters / 1e9:.1f} B" if target.parameters >= 1e9 else f"{target.parameters / 1e6:.1f} M"
     where = "" if plan.room is None else f" on {target.device}"
     facts = [
@@ -239,49 +217,47 @@ def _facts(planned: Planned, plan: Plan) -> list[tuple[str, str]]:
         ("Parameters", f"{count}, {format_bytes(target.parameters * target.dtype.itemsize)}"),
         (
             "Heads",
-            f"{heads.config.family}, {heads.draft_steps} draft steps, {planned.learning / 1e6:.1f} M weights to train",
+            f"{heads.config.family}, {heads.draft_steps} draft steps, {work.learning / 1e6:.1f} M weights to train",
         ),
         ("Compute per draft", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
     ]
     if "conversations" in plan.left:
         turns = f"{lengths.turns:.1f} answers" if lengths.turns else "answers as given"
+        expected = f"about {work.conversations:.0f} (at most {data.conversations}), {work.tokens} tokens"
         facts += [
-            (
-                "Conversations",
-                f"about {planned.conversations:.0f} (at most {data.conversations}), {planned.tokens} tokens",
-            ),
+            ("Conversations", expected),
             ("A conversation", f"about {lengths.tokens:.0f} tokens, {turns} ({lengths.source})"),
         ]
         if data.server:
             servers = ", ".join(data.server)
-            facts.append(
-                ("Written by", f"{servers}; the times and memory below assume that this machine writes instead")
-            )
-    if planned.recipe.data.online and plan.left.keys() & {"states", "train"}:
-        facts.append(("Hidden states", f"not stored: training computes {len(planned.needed)} per token in each epoch"))
+            facts.append(("Written by", f"{servers}; times and memory below assume that this machine writes instead"))
+    if data.online and plan.left.keys() & {"states", "train"}:
+        facts.append(("Hidden states", f"not stored: training computes {len(work.needed)} per token in each epoch"))
     elif "states" in plan.left:
-        states = f"{format_bytes(planned.states)}, {len(planned.needed)} per token"
-        if planned.states < planned.wanted_states:
-            states += f"; storing all would take {format_bytes(planned.wanted_states)} (data.cache_gigabytes)"
+        states = f"{format_bytes(work.states)}, {len(work.needed)} per token"
+        if work.states < work.wanted_states:
+            states += f"; storing all would take {format_bytes(work.wanted_states)} (data.cache_gigabytes)"
         facts.append(("Hidden states on disk", states))
-        if planned.speeds.disk:
-            facts.append(("That disk reads", f"{format_bytes(1 / planned.speeds.disk)} a second, measured now"))
     free = "" if plan.free_bytes is None else f"; {format_bytes(plan.free_bytes)} free"
     every, to_write = format_bytes(sum(plan.disk.values())), format_bytes(plan.disk_bytes)
     facts.append(("Disk space", f"{every} in all, up to {to_write} of it still to write{free}"))
-    about, room = "at least", ""
-    if plan.room is not None:
-        about, room = "about", f" of {format_bytes(plan.room)} available to a process"
-    names = {"conversations": "while writing data", "train": "while training", "eval": "of the report"}
-    facts += [
-        (f"Memory {name}", f"{about} {format_bytes(plan.memory[stage])}{room}")
-        for stage, name in names.items()
-        if stage in plan.memory
-    ]
+    for stage, when in (
+        ("conversations", "while writing data"),
+        ("train", "while training"),
+        ("eval", "of the report"),
+    ):
+        if stage in plan.memory:
+            needed, room = format_bytes(plan.memory[stage]), work.room(stage)
+            about = (
+                f"at least {needed}"
+                if room is None
+                else f"about {needed} of {format_bytes(room)} available to a process"
+            )
+            facts.append((f"Memory {when}", about))
     if plan.steps is not None:
-        facts.append(("Training", f"about {plan.steps:.0f} steps of {step_tokens(planned)} tokens"))
-    if plan.steps is not None and plan.network:
-        facts.append(("Network", f"each process sends {format_bytes(plan.network)} per step (DDP)"))
+        facts.append(("Training", f"about {plan.steps:.0f} steps of {work.step_tokens} tokens"))
+        if plan.network:
+            facts.append(("Network", f"each process sends {format_bytes(plan.network)} per step (DDP)"))
     return facts
 
 
@@ -302,9 +278,11 @@ def show_plan(run: Run, plan: Plan) -> None:
         seconds, disk = plan.seconds.get(stage.name), plan.disk.get(stage.name, 0)
         note = plan.left.get(stage.name, f"done: {plan.done.get(stage.name)}")
         time = "–" if seconds is None else format_seconds(seconds)
+        if seconds is not None and stage.name in plan.left and stage.name != "target":
+            time = f"about {time}"
         stages.add_row(stage.name, time, format_bytes(disk) if disk else "", escape(note))
     if plan.left and plan.left.keys() <= plan.seconds.keys():
-        stages.add_row("left", format_seconds(sum(plan.seconds[name] for name in plan.left)), style="bold")
+        stages.add_row("left", "about " + format_seconds(sum(plan.seconds[name] for name in plan.left)), style="bold")
     console.print(stages)
     if not plan.left.keys() - {"target"}:
         again = "every stage is done" if not plan.left else "the target has new files, and is the same model"

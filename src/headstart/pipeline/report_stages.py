@@ -145,7 +145,7 @@ def _answers(run: Run) -> Iterator[list[int]]:
     if data.own_answers:
         for conversation in each_conversation(conversation_files(run)["train"]):
             for start, stop in conversation.supervised_spans:
-                yield conversation.tokens[max(0, start - CONTEXT) : stop]
+                yield list(conversation.tokens[max(0, start - CONTEXT) : stop])
 
 
 def _training_facts(run: Run) -> dict[str, str]:

@@ -27,6 +27,7 @@ from headstart.recipes.sections import (
     TargetSection,
     TrainSection,
     TuneSection,
+    depends_on,
     from_target,
 )
 
@@ -39,8 +40,6 @@ _LOADING, _A_PROMPT = 2.0, 0.06
 """Minutes that loading, tuning and what transformers answers take, and a prompt of the report, on two cores."""
 _PROMPTS = 0.8
 """Prompts of the report for each minute."""
-_OF_ONE_TARGET = ("revision", "adapter", "trust_remote_code")
-"""Settings of the target that mean nothing for another one."""
 
 
 def _shares(minutes: float, writing: Any) -> dict[str, dict[str, float]]:
@@ -153,15 +152,20 @@ def packaged_recipes() -> dict[str, Path]:
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
     """A packaged recipe by name or a YAML file by path, with `key.sub=value` overrides; raises as
     `parse_recipe`, and for an unknown recipe or unreadable YAML."""
-    return parse_recipe(read_values(name, overrides))
+    return parse_recipe(read_values(name, overrides, head_settings()))
 
 
-def read_values(name: str, overrides: Iterable[str] = ()) -> dict[str, Any]:
-    """What a recipe says, with those that it extends and the overrides, not checked: loads no family of heads."""
-    values = _read(name, Path(), [])
-    drop_others = ("heads.family=", "minutes=")
-    for override in sorted(overrides, key=lambda text: not text.startswith(drop_others)):
-        _override(values, override)
+def read_values(
+    name: str, overrides: Iterable[str] = (), families: Mapping[str, type[HeadSettings]] | None = None
+) -> dict[str, Any]:
+    """Read a recipe, the recipes it extends and the overrides, unchecked. Each level drops the settings of the earlier
+    ones that depend on what it changes; settings of heads that depend on the target are kept without `families`."""
+    given, over = list(map(_parse_override, overrides)), dict[str, Any]()
+    for override in given:
+        _put(over, *override)
+    values = _without_stale(_read(name, Path(), [], families or {}), over, families or {})
+    for override in given:
+        _put(values, *override)
     return values
 
 
@@ -193,8 +197,8 @@ def _are_minutes(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and 0 < value < inf
 
 
-def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
-    """Values of a recipe and of those it extends; a path in `extends` starts at the file it stands in."""
+def _read(name: str, folder: Path, seen: list[str], families: Mapping[str, type[HeadSettings]]) -> dict[str, Any]:
+    """Read a recipe and those it extends; a path in `extends` is relative to its file."""
     known = packaged_recipes()
     path = known.get(name) or folder / Path(name).expanduser()
     if not path.is_file():
@@ -215,27 +219,45 @@ def _read(name: str, folder: Path, seen: list[str]) -> dict[str, Any]:
     if isinstance(target := values.get("target"), str):
         values["target"] = {"spec": target}
     parent = values.pop("extends", None)
-    return _merge(_read(str(parent), path.parent, [*seen, resolved]), values) if parent else values
+    if not parent:
+        return values
+    base = _read(str(parent), path.parent, [*seen, resolved], families)
+    return _merge(_without_stale(base, values, families), values)
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    merged = _of_family(base, over["family"]) if "family" in over else dict(base)
+    merged = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        if both and key == "target" and value.get("spec", merged[key].get("spec")) != merged[key].get("spec"):
-            merged[key] = {name: kept for name, kept in merged[key].items() if name not in _OF_ONE_TARGET}
         merged[key] = _merge(merged[key], value) if both else value
     return merged
 
 
-def _of_family(heads: dict[str, Any], family: Any) -> dict[str, Any]:
-    """Settings of heads that still mean something when the family becomes this one."""
-    if heads.get("family") in (None, family):
-        return dict(heads)
-    return {key: value for key, value in heads.items() if key in HeadSettings.model_fields}
+def _without_stale(
+    base: dict[str, Any], over: dict[str, Any], families: Mapping[str, type[HeadSettings]]
+) -> dict[str, Any]:
+    """Drop the settings of `base` that depend on a setting with another value in `over`."""
+
+    def changes(key: str) -> bool:
+        section, _, name = key.partition(".")
+        held = (values.get(section) for values in (base, over))
+        before, now = (values.get(name) if isinstance(values, dict) else None for values in held)
+        return None not in (before, now) and before != now
+
+    kept = _without_shares(base) if "minutes" in over else dict(base)
+    heads: dict[str, Any] = given if isinstance(given := base.get("heads"), dict) else {}
+    if changes("heads.family"):
+        kept["heads"] = {name: value for name, value in heads.items() if name in HeadSettings.model_fields}
+    of_family = families.get(str(heads.get("family")), HeadSettings)
+    for section, settings in (("target", TargetSection), ("data", DataSection), ("heads", of_family)):
+        stale = {name for name, field in settings.model_fields.items() if (key := depends_on(field)) and changes(key)}
+        if isinstance(held := kept.get(section), dict):
+            kept[section] = {name: value for name, value in held.items() if name not in stale}
+    return kept
 
 
-def _override(values: dict[str, Any], override: str) -> None:
+def _parse_override(override: str) -> tuple[str, list[str], Any]:
+    """Read `key.sub=value`; returns it with its path and its value."""
     key, sign, text = override.partition("=")
     if not sign or not key:
         raise UserError(f"{override!r} is not an override.", "Write key=value, for example train.lr=3e-4.")
@@ -243,14 +265,6 @@ def _override(values: dict[str, Any], override: str) -> None:
         raise UserError(
             f"{override!r} gives {key!r} no value.", f"Write one after the sign, or {key}=null where it may have none."
         )
-    section = values
-    *folders, leaf = key.split(".")
-    for depth, folder in enumerate(folders, start=1):
-        inner = section.setdefault(folder, {})
-        if not isinstance(inner, dict):
-            whole = ".".join(folders[:depth])
-            raise UserError(f"{whole!r} in {override!r} has no settings inside.", f"Write {whole}=value.")
-        section = inner
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -258,16 +272,17 @@ def _override(values: dict[str, Any], override: str) -> None:
     if value == text.strip():  # YAML 1.1 reads 1e-3 as text; what stands in quotes is text
         with suppress(ValueError):
             value = float(text)
-    if leaf == "family":
-        kept = _of_family(section, value)
-        section.clear()
-        section.update(kept)
-    if (key, type(value)) == ("target", str):
-        values |= _merge(values, {"target": {"spec": value}})
-        return
-    if key == "minutes":
-        values |= _without_shares(values)
-    section[leaf] = value
+    return override, ["target", "spec"] if key == "target" and isinstance(value, str) else key.split("."), value
+
+
+def _put(values: dict[str, Any], override: str, path: list[str], value: Any) -> None:
+    for depth, folder in enumerate(path[:-1], start=1):
+        inner = values.setdefault(folder, {})
+        if not isinstance(inner, dict):
+            parent = ".".join(path[:depth])
+            raise UserError(f"{parent!r} in {override!r} has no settings inside.", f"Write {parent}=value.")
+        values = inner
+    values[path[-1]] = value
 
 
 def section_fields(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None]]:

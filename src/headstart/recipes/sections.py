@@ -9,9 +9,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from headstart.errors import UserError
@@ -43,6 +51,12 @@ class Section(BaseModel):
     noted_if_set: ClassVar[frozenset[str]] = frozenset()
     """Settings that records and identities name only where they are not at their defaults."""
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _list_of_one(cls, value: Any, field: ValidationInfo) -> Any:
+        is_list = get_args(cls.model_fields[str(field.field_name)].annotation)[1:] == (...,)
+        return (value,) if is_list and isinstance(value, str | int | float) else value
+
     def unset(self) -> set[str]:
         """Those of `noted_if_set` that are at their defaults."""
         untouched = type(self)()
@@ -50,16 +64,32 @@ class Section(BaseModel):
 
 
 @dataclass(frozen=True)
-class FromTarget:
+class DependsOn:
+    """Marks a setting that goes back to its default when a variant or an override changes `key`."""
+
+    key: str
+
+
+@dataclass(frozen=True)
+class FromTarget(DependsOn):
     """Marks a setting of heads that is the target's own where a recipe leaves it out: `Annotated[int, FromTarget()]`.
     If it is `settable`, a recipe may say otherwise."""
 
+    key: str = "target.spec"
     settable: bool = True
+
+
+_OF_TARGET, _OF_PROMPTS = DependsOn("target.spec"), DependsOn("data.prompts")
 
 
 def from_target(field: FieldInfo) -> FromTarget | None:
     """The mark of a field of heads; None where it does not follow from the target."""
     return next((mark for mark in field.metadata if isinstance(mark, FromTarget)), None)
+
+
+def depends_on(field: FieldInfo) -> str | None:
+    """The key that a setting depends on."""
+    return next((mark.key for mark in field.metadata if isinstance(mark, DependsOn)), None)
 
 
 class HeadSettings(Section):
@@ -86,7 +116,12 @@ class TargetSection(Section):
 
     noted_if_set = frozenset({"adapter", "quantization", "trust_remote_code"})
 
-    spec: str = Field("smollm2-135m", description="Packaged name, hub id, folder, or .gguf file.")
+    spec: str = Field(
+        "smollm2-135m",
+        description="Packaged name, hub id, folder, or .gguf file. A variant or override that changes it drops the "
+        "earlier target's revision, adapter, trust_remote_code and data.chat_template_kwargs, and the settings of "
+        "heads that default to the target's.",
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="auto is bfloat16 where the machine is fast at it."
     )
@@ -95,8 +130,8 @@ class TargetSection(Section):
         description="auto is CUDA when there is one; all spreads the target over all GPUs of the machine, where one "
         "process uses it.",
     )
-    revision: str | None = Field(None, description="Revision of a hub id.")
-    adapter: str | None = Field(
+    revision: Annotated[str | None, _OF_TARGET] = Field(None, description="Revision of a hub id.")
+    adapter: Annotated[str | None, _OF_TARGET] = Field(
         None, description="Folder or hub id of a peft adapter (LoRA ...): the target is the model with it merged in."
     )
     quantization: Literal["none", "int8", "int4"] = Field(
@@ -107,7 +142,9 @@ class TargetSection(Section):
         description="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower); "
         "tokens, which auto takes: equal up to rounding at near-ties.",
     )
-    trust_remote_code: bool = Field(False, description="Run Python code from the target's folder or repository.")
+    trust_remote_code: Annotated[bool, _OF_TARGET] = Field(
+        False, description="Run Python code from the target's folder or repository."
+    )
 
 
 class PromptSource(Section):
@@ -130,10 +167,13 @@ class DataSection(Section):
         "self",
         description="'self' (the target writes its own prompts), 'ready-made' (requests that come with headstart), "
         "a .jsonl/.json file, a datasets name, or a list of {source, weight}, each with a split and a revision of its "
-        "own where it needs them.",
+        "own where it needs them. A variant or override that changes it drops the earlier data.split and "
+        "data.revision.",
     )
-    split: str = Field("train", description="Split, when prompts is a datasets name.")
-    revision: str | None = Field(None, description="Branch, tag or commit, when prompts is a dataset of the hub.")
+    split: Annotated[str, _OF_PROMPTS] = Field("train", description="Split, when prompts is a datasets name.")
+    revision: Annotated[str | None, _OF_PROMPTS] = Field(
+        None, description="Branch, tag or commit, when prompts is a dataset of the hub."
+    )
     exclude: tuple[str, ...] = Field(
         (),
         description="Question files: prompts that equal one of their questions, or share 50 consecutive words with "
@@ -152,7 +192,7 @@ class DataSection(Section):
     prefix_tokens: int = Field(
         64, ge=1, description="For targets without a chat template: how many tokens of each plain text are the prompt."
     )
-    chat_template_kwargs: dict[str, Any] = Field(
+    chat_template_kwargs: Annotated[dict[str, Any], _OF_TARGET] = Field(
         default_factory=dict, description="Variables for the chat template, such as {enable_thinking: false}."
     )
     max_new_tokens: int = Field(160, ge=8, description="Longest answer, in tokens.")
@@ -188,7 +228,10 @@ class DataSection(Section):
         "several with commas between them; null writes them in this process.",
     )
     server_requests: int | None = Field(
-        None, ge=1, description="Concurrent requests over all servers; null means 64 per address."
+        None,
+        ge=1,
+        description="Concurrent requests over all servers; null means 512 for each address, and twice the slots of a "
+        "llama-server.",
     )
 
     @field_validator("server", mode="before")
@@ -244,17 +287,14 @@ class DataSection(Section):
     def _each_source(cls, value: Any) -> Any:
         if isinstance(value, str):
             return value
+        if isinstance(value, dict | PromptSource):
+            value = (value,)
         if not isinstance(value, list | tuple) or not value:
             raise UserError(
                 f"Recipe key 'data.prompts' is {value!r}.",
                 "Give 'self', a .jsonl or .json file, a datasets name, or a list of {source, weight}.",
             )
         return tuple(_source(source, number) for number, source in enumerate(value, start=1))
-
-    @field_validator("exclude", mode="before")
-    @classmethod
-    def _one_file(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
 
     @model_validator(mode="after")
     def _one_revision_each(self) -> DataSection:

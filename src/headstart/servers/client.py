@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import queue
 import random
+import resource
 import socket
 import threading
 from collections import deque
@@ -30,8 +31,10 @@ T = TypeVar("T")
 KEY = "HEADSTART_API_KEY"
 """Environment variable with the key of servers that want one. It is not that of any other service: keys go to servers
 that a recipe names, and to no others."""
-REQUESTS = 64
-"""Under way for each server, where nobody says how many: engines batch them, and llama-server lets them wait."""
+REQUESTS = 512
+"""Default number of concurrent requests to each address: an address may stand for many GPUs, and engines queue."""
+_OTHER_FILES = 512
+"""Open files of the process beside its connections."""
 TRIES = 10
 """For a request and each server, before it is given up."""
 FIRST_WAIT = 0.5
@@ -261,6 +264,7 @@ class Pool:
             self._waiting.extend(questions)
             new = min(self.requests - self._threads, len(self._waiting))
             self._threads += new
+        _allow_files(self._threads + _OTHER_FILES)
         for _ in range(new):
             # An answer that nobody waits for any more does not keep the program from ending.
             threading.Thread(target=self._work, name="request", daemon=True).start()
@@ -321,6 +325,15 @@ class Pool:
                 seconds *= self._jitter.uniform(1.0, 1.2)  # those that wait together do not come back together
             stop.wait(max(0.001, seconds))
         raise Stopped
+
+
+def _allow_files(count: int) -> None:
+    """Raise the soft limit of open files, which is often 1024, as far as the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY != soft < count:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard)
+        )
 
 
 def _key() -> str:

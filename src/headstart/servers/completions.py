@@ -119,12 +119,17 @@ class LlamaServer(Dialect):
 
 @dataclass(frozen=True)
 class Served:
-    """A model that a server has: how it is asked for, what the server calls it, and how many tokens a text of it may
-    have with its answer; None where the server does not say."""
+    """A model of a server, under the server's name for it.
+
+    Attributes:
+        window: longest text with its answer, in tokens; None where the server does not say.
+        slots: requests that llama-server decodes at once; None where the server does not say.
+    """
 
     dialect: Dialect
     model: str
     window: int | None
+    slots: int | None = None
 
 
 def served_by(endpoint: Endpoint, spec: str) -> Served:
@@ -134,10 +139,12 @@ def served_by(endpoint: Endpoint, spec: str) -> Served:
     served = next((model for model in models if spec in (model.get("id"), model.get("root"))), (models or [{}])[0])
     name = str(served.get("id", ""))
     if served.get("owned_by") != "llamacpp":
-        return Served(OpenAI(), name, _tokens(served.get("max_model_len")))
-    slot = endpoint.ask("GET", "/props", absent={}, seconds=_PAGE_SECONDS).get("default_generation_settings")
-    return Served(LlamaServer(), name, _tokens(slot.get("n_ctx")) if isinstance(slot, dict) else None)
+        return Served(OpenAI(), name, _positive(served.get("max_model_len")))
+    about = endpoint.ask("GET", "/props", absent={}, seconds=_PAGE_SECONDS)
+    slot = about.get("default_generation_settings")
+    window = _positive(slot.get("n_ctx")) if isinstance(slot, dict) else None
+    return Served(LlamaServer(), name, window, _positive(about.get("total_slots")))
 
 
-def _tokens(number: Any) -> int | None:
+def _positive(number: Any) -> int | None:
     return number if isinstance(number, int) and number > 0 else None

@@ -165,17 +165,13 @@ def referred(run_folder: Path, stage: str) -> Path | None:
 
 
 def point(link: Path, folder: Path) -> None:
-    """Let a link lead to a folder, in one step; a UserError where something else than a link is in its place."""
-    link.parent.mkdir(parents=True, exist_ok=True)
+    """Point a link to a folder, in one step; a UserError if something other than a link is in its place."""
     wanted = os.path.relpath(folder, link.parent.resolve())
     if link.is_symlink() and os.readlink(link) == wanted:
         return
     if link.exists() and not link.is_symlink():
         raise UserError(f"{link} is not a link that headstart made.", "Move it away, or choose another --run-dir.")
-    partial = link.with_name(link.name + PARTIAL)
-    partial.unlink(missing_ok=True)
-    partial.symlink_to(wanted, target_is_directory=True)
-    os.replace(partial, link)
+    write_atomic(link, lambda partial: partial.symlink_to(wanted, target_is_directory=True))
 
 
 def give(source: Path, path: Path) -> None:

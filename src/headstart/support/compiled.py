@@ -1,7 +1,7 @@
-"""C and C++ of ours, compiled by the machine's own compiler when it is first needed, and kept for later processes.
+"""Our C and C++, compiled by this machine's compiler at first use, with a cache for later processes.
 
-Libraries lie under `$XDG_CACHE_HOME/headstart/compiled` (`~/.cache` when that is not set), named after what they were
-made from, how, and for which processor.
+The cache is `$XDG_CACHE_HOME/headstart/compiled` (`~/.cache` by default). The name of a library has hashes of its
+source, flags and processor, of the compiler's command, and of its own content.
 """
 
 from __future__ import annotations
@@ -17,13 +17,16 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import cache
+from contextlib import ExitStack, suppress
+from functools import cache, partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
+
+from headstart.support.files import file_hash, write_atomic
+from headstart.support.lock import one_at_a_time
 
 # What -ffast-math says, but for what it does to a process that loads the result (denormals become zero in all of it).
 _FLAGS = "-O3 -march=native -fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -fPIC"
@@ -31,71 +34,115 @@ _WIDE = "-mprefer-vector-width=512"
 _THREADED = "-Wl,-z,defs -Wl,-Bsymbolic"
 """Linking with threads, which only Linux has here: a compiler that means other threads fails."""
 _COMPILING = 60.0
-"""Seconds after which a compiler is given up."""
+"""Timeout of a compiler in seconds."""
+_HASH = 16
+"""Digits of the content's hash in a name."""
 
 
 def compiler() -> list[str]:
-    """The command of this machine's C compiler, $CC or the first of gcc, cc and clang that there is; empty if none."""
+    """Return the command of the C compiler: $CC, or the first of gcc, cc and clang in PATH; empty if there is none."""
     commands = [["gcc"], ["cc"], ["clang"]]
     if asked := os.environ.get("CC"):
         try:
             commands = [shlex.split(asked)]
-        except ValueError:  # a quote without its other
+        except ValueError:  # an unbalanced quote
             commands = [[asked]]
     return next((command for command in commands if command and shutil.which(command[0])), [])
 
 
 def library(source: Path, names: Sequence[str] = (), threads: bool = False) -> ctypes.CDLL | None:
-    """What a source gives with these names defined; `threads` are those that torch itself has, GNU's. None where there
-    is no compiler, or no such threads, which clang has not."""
+    """Compile a source with these macros defined, or load it from the cache.
+
+    With `threads` it uses the OpenMP threads of torch, which have to be GNU's. Returns None, after a warning, if there
+    is neither a library in the cache nor a compiler that works, or torch has other threads.
+    """
     program, runtime = compiler(), torch_threads() if threads else None
-    if not program or (threads and (runtime is None or "clang" in os.path.realpath(shutil.which(program[0]) or ""))):
+    is_clang = bool(program) and "clang" in os.path.realpath(shutil.which(program[0]) or "")
+    if threads and (runtime is None or is_clang):
+        whose = shlex.join(program) if runtime else "torch"
+        _warn("threads", f"{whose} does not use GNU OpenMP (libgomp){_SLOWER}Install gcc, and torch with pip.")
         return None
     flags = [*_FLAGS.split(), *([_WIDE] if platform.machine() == "x86_64" else []), *(["-fopenmp"] if threads else [])]
-    compiling = [*program, *flags, *(f"-D{name}" for name in names), "-c", str(source)]
-    linking = [*program, "-shared", *(_THREADED.split() if threads else [])]
-    libraries = [*([str(runtime)] if runtime else []), "-lm"]
+    compiling = [*flags, *(f"-D{name}" for name in names), "-c", str(source)]
+    linking = ["-shared", *(_THREADED.split() if threads else [])]
+    libraries = [*([str(runtime)] if runtime else []), "-lm", "-pthread"]
     return _loaded(source, program, compiling, linking, libraries)
 
 
 def torch_library(source: Path) -> ctypes.CDLL | None:
-    """What a source in C++ gives that uses torch's own classes of tensors' memory; None where there is no compiler for
-    it, or torch has no headers with it."""
-    folder, program = Path(torch.__file__).parent, compiler()
-    if not program or not (folder / "include" / "c10").is_dir():
+    """Compile a C++ source that uses torch's classes for the memory of tensors, or load it from the cache.
+
+    Returns None if torch has no headers for it, and where `library` does.
+    """
+    folder = Path(torch.__file__).parent
+    if not (folder / "include" / "c10").is_dir():
         return None
-    compiling = [*program, "-x", "c++", "-std=c++20", "-O2", "-fPIC", f"-I{folder / 'include'}", "-c", str(source)]
-    return _loaded(source, program, compiling, [*program, "-shared"], [str(folder / "lib" / "libc10.so")])
+    compiling = ["-x", "c++", "-std=c++20", "-O2", "-fPIC", f"-I{folder / 'include'}", "-c", str(source)]
+    return _loaded(source, compiler(), compiling, ["-shared"], [str(folder / "lib" / "libc10.so")])
 
 
 def _loaded(
     source: Path, program: Sequence[str], compiling: Sequence[str], linking: Sequence[str], libraries: Sequence[str]
 ) -> ctypes.CDLL | None:
-    """What these commands make of a source, or made before; a compiler that fails is warned about."""
+    """Load what these commands made of a source, or run them; one process compiles while the others wait for it.
+
+    Without a compiler, a library from the cache may be any compiler's.
+    """
     texts = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
     how = repr([compiling, linking, libraries, torch.__version__, _processor()])
     key = hashlib.sha256(b"\0".join([how.encode(), *texts])).hexdigest()[:16]
-    kept = _kept()
-    file = kept / f"{source.stem}-{key}.so" if kept else None
-    if file:
-        with suppress(OSError):  # not there, or not whole
-            return ctypes.CDLL(str(file))
-    wrong: Exception | None = None
-    for place in [kept, None] if kept else [None]:  # libraries can be loaded from most folders, but not from all
-        try:
-            with tempfile.TemporaryDirectory(dir=place, ignore_cleanup_errors=True) as folder:
-                made = Path(folder, "made.so")
-                _make(compiling, linking, libraries, made)
-                loaded = ctypes.CDLL(str(made))
-                if file and place:
-                    made.replace(file)
-                return loaded
-        except (OSError, subprocess.SubprocessError) as error:
-            wrong = error
-    said = shorten(str(getattr(wrong, "stderr", None) or wrong).strip().rpartition("\n")[2], 200)
-    why = f"{shlex.join(program)} cannot compile {source.name}: torch's is slower ({said})."
-    warnings.warn(why, stacklevel=3)
+    kept, by = _kept(), hashlib.sha256(repr(program).encode()).hexdigest()[:8] if program else "*"
+    name = f"{source.stem}-{key}-{by}"
+    found = _sound(kept, name)
+    if not found and not program:
+        tried = f"CC={os.environ['CC']}" if os.environ.get("CC") else "gcc, cc, clang"
+        _warn("compiler", f"No C compiler found ({tried}){_SLOWER}Install gcc, or set CC to a C compiler.")
+    if found or not program:
+        return found
+    try:
+        with ExitStack() as stack:
+            if kept:
+                with suppress(OSError):  # a folder without write access, as in an image
+                    stack.enter_context(one_at_a_time(kept / "lock"))
+            if found := _sound(kept, name):
+                return found
+            folder = stack.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
+            made = Path(folder, "made.so")
+            for command in ([*compiling, "-o", f"{made}.o"], [*linking, f"{made}.o", *libraries, "-o", str(made)]):
+                run = [*program, *command]
+                subprocess.run(run, check=True, capture_output=True, text=True, timeout=_COMPILING)
+            if kept:
+                file = kept / f"{name}-{file_hash(made)[:_HASH]}.so"
+                with suppress(OSError):  # the disk is full, or mounted noexec
+                    write_atomic(file, partial(shutil.copyfile, made))
+                    return ctypes.CDLL(str(file))
+            return ctypes.CDLL(str(made))
+    except (OSError, subprocess.SubprocessError) as error:
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines() or [""]
+        said = shorten(next((line for line in lines if "error" in line), lines[-1]), 200)
+        remedy = "Install g++." if "cc1plus" in said else "Set CC to another compiler."
+        _warn(source.suffix, f"{shlex.join(program)} cannot compile {source.name} ({said}){_SLOWER}{remedy}")
+        return None
+
+
+def _sound(folder: Path | None, name: str) -> ctypes.CDLL | None:
+    """Load a library from the cache; one that does not have the hash in its name would crash the process."""
+    for file in sorted(folder.glob(f"{name}-*.so")) if folder else []:
+        with suppress(OSError):
+            if file_hash(file)[:_HASH] == file.stem[-_HASH:]:
+                return ctypes.CDLL(str(file))
     return None
+
+
+_WARNED = set[str]()
+_SLOWER = ": torch's slower code is used. "
+
+
+def _warn(kind: str, text: str) -> None:
+    """Warn once per process and kind of problem."""
+    if kind not in _WARNED:
+        _WARNED.add(kind)
+        warnings.warn(text, stacklevel=4)
 
 
 def vector_library(source: Path, dtype: torch.dtype, *names: str) -> Any:
@@ -113,30 +160,27 @@ def may_use_tiles() -> bool:
     return bool(torch.cpu.get_capabilities().get("amx_bf16") and ask and ask())
 
 
-def _make(compiling: Sequence[str], linking: Sequence[str], libraries: Sequence[str], made: Path) -> None:
-    compiled = str(made.with_suffix(".o"))
-    for command in ([*compiling, "-o", compiled], [*linking, compiled, *libraries, "-o", str(made)]):
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_COMPILING)
-    with made.open("rb+") as whole:
-        os.fsync(whole.fileno())
-
-
 def _kept() -> Path | None:
-    """The folder of what is kept, this user's alone to write: what lies there is run. None where there can be none."""
+    """Return the folder of the cache; None if it cannot be made, or another user may write there: its files are run."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "headstart" / "compiled"
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)
         found = folder.stat()
     except OSError:
         return None
-    mine = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
-    return folder if mine and not found.st_mode & stat.S_IWOTH and os.access(folder, os.W_OK) else None
+    if found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return folder
+    problem = f"Other users may write in {folder}, so every start compiles again."
+    _warn("folder", f"{problem} Delete it (rm -r {folder}), or set XDG_CACHE_HOME to a folder of your own.")
+    return None
 
 
 @cache
 def torch_threads() -> Path | None:
-    """The library of GNU's OpenMP whose threads torch computes with: a second one would have its threads wait for the
-    same cores. None where torch has others."""
+    """Return the GNU OpenMP library whose threads torch uses; None if torch uses another OpenMP.
+
+    A second library would have threads of its own, which compete for the same cores.
+    """
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux

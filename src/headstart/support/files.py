@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
+import glob
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -15,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.errors import UserError
+from headstart.support.lock import runs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,43 +32,83 @@ DAMAGED = ".damaged"
 _LENGTH = 8
 """Bytes at the beginning of a safetensors file that say how long its header is."""
 _OWNER_ALONE = 0o600
-"""The mode of files whose writer cares for nobody else, such as safetensors."""
+"""The mode of private files; libraries such as safetensors write them."""
+_HERE, _RENAME_EXCHANGE = -100, 2
+"""Constants of renameat2: AT_FDCWD and a flag."""
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a neighbour of `path`, then move it into place.
+    """Let `write` fill a new file, folder or link beside `path`, then `replace` with it.
 
-    A file replaces a file and a folder replaces a folder, with everything in it. When `write` raises, or the disk is
-    full, `path` is left as it was and no file beside it. A file is replaced in one step; between the two steps of a
-    folder `path` does not exist. Files have the mode of any new file here, also where a library has written them for
-    their owner alone; hard links to files that lie elsewhere as well are left as they are.
+    When `write` raises, or the disk is full, `path` is left as it was and no file beside it. Any number of processes
+    and threads may write the same path: the last one wins. Leftovers of killed processes of this machine are deleted.
+    Files get the mode of any new file here, even where a library makes them private; hard links to files elsewhere keep
+    theirs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + PARTIAL)
-    remove(partial)
+    of_this_machine = glob.escape(f"{path.name}.{socket.gethostname()}.")
+    for left in path.parent.glob(f"{of_this_machine}*{PARTIAL}"):
+        process = left.name.split(".")[-2].partition("-")[0]
+        if process.isdecimal() and not runs(int(process)):
+            with suppress(OSError):
+                remove(left)
+    partial = partial_name(path)
     try:
         write(partial)
-        for file in [partial, *partial.rglob("*")]:
+        for file in [] if partial.is_symlink() else [partial, *partial.rglob("*")]:
             if file.is_file() and file.stat().st_nlink == 1:
                 with file.open("rb+") as handle:
                     os.fsync(handle.fileno())
                 if file.stat().st_mode & 0o777 == _OWNER_ALONE:
-                    file.chmod(_mode_here(partial))
+                    file.chmod(_mode_here(path))
+        replace(partial, path)
     except BaseException:
-        with suppress(OSError):  # what went wrong first is what to tell
+        with suppress(OSError):  # the first error is the one to report
             remove(partial)
         raise
-    old = path.with_name(f"{path.name}.old{PARTIAL}")
-    if partial.is_dir() and path.exists():
-        remove(old)
-        path.rename(old)
-    os.replace(partial, path)
-    remove(old)
+
+
+_COUNT = itertools.count()
+
+
+def partial_name(path: Path) -> Path:
+    """Return a name beside `path` that no other process or thread uses, for incomplete content."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}-{next(_COUNT)}{PARTIAL}")
+
+
+def replace(new: Path, path: Path) -> None:
+    """Move a complete file, folder or link to `path` in one step, and delete what was there.
+
+    A folder that replaces another takes two steps, with nothing at `path` in between, where the system or the file
+    system cannot exchange names.
+    """
+    is_folder = new.is_dir() and not new.is_symlink()
+    while True:
+        old = partial_name(path)
+        if is_folder and os.path.lexists(path):
+            if _exchange(new, path):
+                return remove(new)
+            with suppress(FileNotFoundError):  # another process has moved it
+                path.rename(old)
+        try:
+            return os.replace(new, path)
+        except OSError as error:  # another process has put a folder there
+            if not is_folder or error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        finally:
+            remove(old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names in one step; False where that fails or is not supported."""
+    exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux
+    names = os.fsencode(one), os.fsencode(other)
+    return exchange is not None and exchange(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0
 
 
 def _mode_here(path: Path) -> int:
-    """The mode that a new file beside a path gets, whatever of it is there already."""
-    probe = path.with_name(f"{path.name}.mode{PARTIAL}")
+    """Return the mode that a new file beside a path gets."""
+    probe = partial_name(path)
     probe.touch()
     try:
         return probe.stat().st_mode & 0o777
@@ -185,39 +231,39 @@ def no_folder(path: Path | str, remedy: str) -> UserError:
 
 
 def read_json(path: Path, again: str = "Delete it and run the command again.") -> Any:
-    """Read a JSON file; a UserError names one that is missing, or cut short: then `again` says what brings it back."""
+    """Read a JSON file; a UserError names a file that is missing or damaged, and then gives `again` as the remedy."""
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors mark UTF-8
     except FileNotFoundError:
         raise UserError(f"{path} does not exist.", "Check the path.") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}).", again) from None
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number counted from 1, object) for each line that is not blank.
+    """Yield (line number counted from 1, object) for each line of a file or pipe that is not blank.
 
     Raises:
-        UserError: when the file is missing, or a line is not a JSON object; the message names file and line.
+        UserError: no such file, or a line is not a JSON object in UTF-8; the message names file and line.
     """
-    if not path.is_file():
+    if path.is_dir() or not path.exists():
         raise UserError(f"No file at {path}.", "Check the path; questions and prompts are JSONL, one object a line.")
-    with path.open(encoding="utf-8-sig") as handle:
-        remedy = "Write one JSON object a line."
-        try:
-            for number, line in enumerate(handle, start=1):
-                if not line.strip():
+    with path.open("rb") as handle:
+        for number, line in enumerate(handle, start=1):
+            where, remedy = f"{path}, line {number}", "Write one JSON object a line."
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")  # Windows' editors mark UTF-8
+                if not text.strip():
                     continue
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as error:
-                    problem = f"{path}, line {number}: not valid JSON ({error.msg} at column {error.colno})."
-                    raise UserError(problem, remedy) from None
-                if not isinstance(row, dict):
-                    raise UserError(f"{path}, line {number}: a {type(row).__name__}, not an object.", remedy)
-                yield number, row
-        except UnicodeDecodeError as error:
-            raise UserError(f"{path} is not UTF-8 text ({error.reason}).", "Convert it to UTF-8.") from None
+                row = json.loads(text)
+            except UnicodeDecodeError as error:
+                raise UserError(f"{where}: not UTF-8 ({error.reason}).", "Convert the file to UTF-8.") from None
+            except json.JSONDecodeError as error:
+                problem = f"{where}: not valid JSON ({error.msg} at column {error.colno})."
+                raise UserError(problem, remedy) from None
+            if not isinstance(row, dict):
+                raise UserError(f"{where}: a {type(row).__name__}, not an object.", remedy)
+            yield number, row
 
 
 def existing(folder: Path) -> Path:
@@ -273,11 +319,11 @@ def format_bytes(count: float) -> str:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link, or a folder with everything in it; nothing where there is none."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    elif path.exists() or path.is_symlink():
-        path.unlink()
+    """Delete a file, a link, or a folder with its content, if there is one; other processes may delete it too."""
+    while path.is_dir() and not path.is_symlink():
+        with suppress(FileNotFoundError):  # another process has deleted a part of it
+            shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 def refuse_others(folder: Path, known: Collection[str]) -> None:

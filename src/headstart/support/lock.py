@@ -65,6 +65,21 @@ def locked(folder: Path, remedy: str = "Wait for it, or choose another --run-dir
             mark.unlink(missing_ok=True)
 
 
+@contextmanager
+def one_at_a_time(file: Path) -> Iterator[None]:
+    """Wait until no other process holds a file, made if need be, and hold it; no process waits on a file system without
+    locks. An OSError if it cannot be opened."""
+    with file.open("a") as handle:
+        for lock in (fcntl.flock, fcntl.lockf):
+            try:
+                lock(handle, fcntl.LOCK_EX)
+                break
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    raise
+        yield
+
+
 def _lock(handle: TextIO, folder: Path, remedy: str) -> bool:
     """Lock the file; False where the file system has no locks."""
     for lock in (fcntl.flock, fcntl.lockf):
@@ -91,7 +106,7 @@ def _claim(mark: Path, folder: Path, remedy: str) -> None:
         except FileExistsError:
             holder = mark.read_text(encoding="utf-8").strip()
             process, _, machine = holder.partition(" on ")
-            if machine != socket.gethostname() or not process.isdecimal() or _runs(int(process)):
+            if machine != socket.gethostname() or not process.isdecimal() or runs(int(process)):
                 raise Busy(holder, folder, mark, remedy) from None
             mark.unlink(missing_ok=True)
     raise Busy("", folder, mark, remedy)
@@ -101,7 +116,8 @@ def _here() -> str:
     return f"{os.getpid()} on {socket.gethostname()}"
 
 
-def _runs(process: int) -> bool:
+def runs(process: int) -> bool:
+    """Whether a process of this machine is running."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -150,8 +150,8 @@ static inline __attribute__((always_inline)) void mix(const int queries, const i
         for (int v = 0; v < vectors; v++) write_rounded(sums[q][v] / total[q], out[q] + at + v * LANES);
 }
 
-/* What `count` queries find, each with its mask (NULL for none), and where that goes; x are the queries side by side. */
-static void find(const sight *of, int64_t count, const float *x, const number *const *masks, number *const *out) {
+/* Attend with `count` queries, which lie side by side in x, each with its mask (NULL for none) and its output. */
+static void attend_queries(const sight *of, int64_t count, const float *x, const number *const *masks, number *const *out) {
 #ifdef LONGEST
     if (BY_TILES(of->size)) score_by_tiles(of, count, x);
     else
@@ -209,26 +209,29 @@ static void find(const sight *of, int64_t count, const float *x, const number *c
 /* Queries [rows, heads * groups, tokens, size], with strides in numbers from row to row, head to head and token to token;
    keys and values of a row and head lie together, slot after slot. A row has `slots` in sight, of which it sees those from
    `first` on, or the last `window` where that is not 0. Masks [.., tokens, slots from `first` on], if there are any, are
-   added to scores. out [rows, tokens, heads * groups, out_size]. */
-void attend(const number *queries, const int64_t *query_strides, const number *keys, const int64_t *key_strides,
-            const number *values, const int64_t *value_strides, const number *mask, const int64_t *mask_strides,
-            const int64_t *slots, number *out, int64_t rows, int64_t heads, int64_t groups, int64_t tokens, int64_t size,
-            int64_t out_size, int64_t first, int64_t window, float scaling, int threads) {
+   added to scores. out [rows, tokens, heads * groups, out_size]. 0 or NO_MEMORY. */
+int attend(const number *queries, const int64_t *query_strides, const number *keys, const int64_t *key_strides,
+           const number *values, const int64_t *value_strides, const number *mask, const int64_t *mask_strides,
+           const int64_t *slots, number *out, int64_t rows, int64_t heads, int64_t groups, int64_t tokens, int64_t size,
+           int64_t out_size, int64_t first, int64_t window, float scaling, int threads) {
     int64_t pairs = rows * heads, all = groups * tokens, parts = (all + MOST - 1) / MOST, room = 0;
     while (pairs * parts % threads && (parts + 1) * LEAST <= all) parts++;
     for (int64_t row = 0; row < rows; row++) room = slots[row] > room ? slots[row] : room;
     room = (room + PANEL - 1) / PANEL * PANEL;
-#pragma omp parallel num_threads(threads) if (threads > 1)
+    int complete = 1;
+#pragma omp parallel num_threads(threads) reduction(& : complete) if (threads > 1)
     {
         /* Keys that several parts of the queries meet one after the other are turned once. */
         int64_t apart = parts > 1 && !BY_TILES(size) ? PANEL * size : 0, latest = -1;
         int64_t bytes = (MOST * (size + room) + (apart ? room : PANEL) * size) * sizeof(float);
-        float *x = own_memory(0, bytes);
+        float *x = thread_scratch(0, bytes);
+        complete = x != NULL;
 #ifdef LONGEST
         if (BY_TILES(size)) begin(OF_TILE);
 #endif
 #pragma omp for schedule(static)
         for (int64_t task = 0; task < pairs * parts; task++) {
+            if (!complete) continue;
             int64_t row = task / parts / heads, head = task / parts % heads, part = task % parts;
             int64_t start = all * part / parts, count = all * (part + 1) / parts - start;
             int64_t unseen = window && slots[row] > window ? slots[row] - window : first, after = (task + 1) / parts;
@@ -247,13 +250,14 @@ void attend(const number *queries, const int64_t *query_strides, const number *k
                         slots[row] - unseen, size, out_size, scaling, x + MOST * size, room,
                         (number *)(x + MOST * (size + room)), apart, task / parts == latest};
             latest = task / parts;
-            find(&of, count, x, masks, to);
+            attend_queries(&of, count, x, masks, to);
         }
 #ifdef LONGEST
         if (BY_TILES(size)) end();
 #endif
-        leave(x, bytes);
+        release(x, bytes);
     }
+    return complete ? 0 : NO_MEMORY;
 }
 
 /* A head's numbers turned by their position; the sines of the first half have the other sign. Rounded where torch does. */
@@ -271,11 +275,11 @@ static void turn(number *x, const number *restrict cos, const number *restrict s
 /* The same for queries, keys and values that lie side by side in `joined` [rows, tokens, heads * (groups + 2) * size]:
    queries and keys get their norms [size], where these are not NULL, and are turned by angles [rows, tokens, size], in
    place; keys and values go to the last slots that their row has in sight. */
-void attend_joined(number *joined, const number *query_norm, const number *key_norm, float eps, const number *cos,
-                   const number *sin, number *keys, const int64_t *key_strides,
-                   number *values, const int64_t *value_strides, const number *mask, const int64_t *mask_strides,
-                   const int64_t *slots, number *out, int64_t rows, int64_t heads, int64_t groups, int64_t tokens,
-                   int64_t size, int64_t first, int64_t window, float scaling, int threads) {
+int attend_joined(number *joined, const number *query_norm, const number *key_norm, float eps, const number *cos,
+                  const number *sin, number *keys, const int64_t *key_strides,
+                  number *values, const int64_t *value_strides, const number *mask, const int64_t *mask_strides,
+                  const int64_t *slots, number *out, int64_t rows, int64_t heads, int64_t groups, int64_t tokens,
+                  int64_t size, int64_t first, int64_t window, float scaling, int threads) {
     int64_t width = heads * (groups + 2) * size, strides[] = {tokens * width, size, width};
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && rows * tokens * width > WORTH_THREADS)
     for (int64_t m = 0; m < rows * tokens; m++) {
@@ -291,6 +295,6 @@ void attend_joined(number *joined, const number *query_norm, const number *key_n
             memcpy(values + row * value_strides[0] + head * value_strides[1] + at, value + head * size, size * sizeof *key);
         }
     }
-    attend(joined, strides, keys, key_strides, values, value_strides, mask, mask_strides, slots, out, rows, heads, groups,
-           tokens, size, size, first, window, scaling, threads);
+    return attend(joined, strides, keys, key_strides, values, value_strides, mask, mask_strides, slots, out, rows, heads,
+                  groups, tokens, size, size, first, window, scaling, threads);
 }

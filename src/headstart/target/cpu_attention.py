@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headstart.support.compiled import compiler, library, may_use_tiles
+from headstart.support.compiled import library, may_use_tiles
+from headstart.target.memory import check_status
 
 SOURCE = Path(__file__).with_suffix(".c")
 _TOKENS = 256
@@ -124,11 +125,6 @@ def attender(dtype: torch.dtype) -> int:
     return ctypes.cast(_compiled(dtype).attend_joined, ctypes.c_void_p).value or 0
 
 
-def would_help(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether two workers that write in this dtype, with half of the threads each, would use it had they a compiler."""
-    return _reads(dtype, device) and torch.get_num_threads() < 4 and not compiler()
-
-
 def _reads(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in (torch.bfloat16, torch.float32)
 
@@ -152,5 +148,5 @@ def _compiled(dtype: torch.dtype) -> Any:
         ctypes.c_float,
         ctypes.c_int,
     ]
-    functions.attend.restype = functions.attend_joined.restype = None
+    functions.attend.errcheck = functions.attend_joined.errcheck = check_status
     return functions

@@ -25,6 +25,7 @@
 #endif
 
 #define HIGHEST 32767 /* of numbers in 16 bits */
+#define NO_TOKEN -2   /* status where the table lacks a token */
 #define AHEAD 4096    /* bytes from what is multiplied to what memory is asked for */
 #define STRETCH 128   /* inputs of a row with one scale, so that a large one takes nothing from those far from it */
 
@@ -89,13 +90,14 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
 }
 
 /* out [rows, all counts together] of x [rows, inputs] and some of the outputs of a map: as many as its `counts` say from
-   each of `firsts` on. */
-static void multiply_parts(const map *of, const number *x, number *out, int64_t rows, int parts, const int64_t *firsts,
-                           const int64_t *counts, int threads) {
+   each of `firsts` on. 0 or NO_MEMORY, as of other functions here. */
+static int multiply_parts(const map *of, const number *x, number *out, int64_t rows, int parts, const int64_t *firsts,
+                          const int64_t *counts, int threads) {
     int64_t inputs = of->inputs, panels = 0, width = 0, stretches = (inputs + STRETCH - 1) / STRETCH;
-    int64_t of_pairs = rows * (inputs / 2) * sizeof(int32_t), of_scales = rows * stretches * sizeof(float);
-    int32_t *pairs = own_memory(0, of_pairs);
-    float *scales = own_memory(1, of_scales);
+    int64_t bytes = rows * (inputs / 2 + stretches) * sizeof(int32_t);
+    int32_t *pairs = thread_scratch(0, bytes);
+    if (!pairs) return NO_MEMORY;
+    float *scales = (float *)(pairs + rows * (inputs / 2));
     for (int64_t row = 0, count; row < rows; row += count) {
         count = rows - row < MOST ? rows - row : MOST;
         for (int64_t m = 0; m < count; m++)
@@ -123,13 +125,13 @@ static void multiply_parts(const map *of, const number *x, number *out, int64_t 
             OF_ROWS(count, MULTIPLY)
         }
     }
-    leave(scales, of_scales);
-    leave(pairs, of_pairs);
+    release(pairs, bytes);
+    return 0;
 }
 
-void product(const map *of, const number *x, number *out, int64_t rows, int threads) {
+int product(const map *of, const number *x, number *out, int64_t rows, int threads) {
     int64_t first = 0;
-    multiply_parts(of, x, out, rows, 1, &first, &of->outputs, threads);
+    return multiply_parts(of, x, out, rows, 1, &first, &of->outputs, threads);
 }
 
 int64_t outputs_of_a_panel(void) { return PANEL; }
@@ -205,7 +207,7 @@ static inline int64_t angle_of(const sight *of, const int64_t *entry) {
 /* Writes keys and values of all entries, and what all heads find for those that are asked, [asks, heads * size]. Queries,
    keys and values of an entry lie side by side in qkv; of the first `own` key heads, which find their own value, there
    are values alone, and nothing of them is written. */
-static void attend_beside(int64_t own, const number *qkv, const sight *of, number *out, int threads) {
+static int attend_beside(int64_t own, const number *qkv, const sight *of, number *out, int threads) {
     const number *cos = of->cos, *sin = of->sin;
     number *keys = of->keys + own * of->head_stride, *values = of->values + own * of->head_stride;
     const int64_t *entries = of->entries;
@@ -215,7 +217,8 @@ static void attend_beside(int64_t own, const number *qkv, const sight *of, numbe
     int64_t most_queries = groups > QUERIES ? groups : QUERIES, room = of->slots + further;
     float turned[size], scaling = 1 / __builtin_sqrtf(size);
     int64_t of_scores = threads * most_queries * room * sizeof(float);
-    float *all_scores = own_memory(2, of_scores);
+    float *all_scores = thread_scratch(1, of_scores);
+    if (!all_scores) return NO_MEMORY;
     for (int64_t m = 0; m < of->count; m++) {
         const int64_t *entry = entries + m * fields;
         int64_t place = entry[ROW] * of->row_stride + entry[SLOT] * size, angle = angle_of(of, entry);
@@ -276,10 +279,13 @@ static void attend_beside(int64_t own, const number *qkv, const sight *of, numbe
             }
         }
     }
-    leave(all_scores, of_scores);
+    release(all_scores, of_scores);
+    return 0;
 }
 
-void attend(const number *qkv, const sight *of, number *out, int threads) { attend_beside(0, qkv, of, out, threads); }
+int attend(const number *qkv, const sight *of, number *out, int threads) {
+    return attend_beside(0, qkv, of, out, threads);
+}
 
 /* -- levels -------------------------------------------------------------------------------------------------------- */
 
@@ -294,41 +300,45 @@ typedef struct {
 
 /* The stream after a layer [asks, size] of entries, from what its attention reads of all of them and the stream before
    it. Rounded where torch rounds. */
-static void layer(const layer_weights *of, const number *read, const number *stream, const sight *at, number *out,
-                  int threads) {
+static int layer(const layer_weights *of, const number *read, const number *stream, const sight *at, number *out,
+                 int threads) {
     int64_t inputs = of->qkv.inputs, size = of->output.outputs, inner = of->down.inputs, found = of->output.inputs;
     int64_t key_heads = at->key_heads - of->own, heads = at->heads / at->key_heads * key_heads;
     int64_t firsts[] = {(at->heads - heads) * at->size, (at->heads + of->own) * at->size};
     int64_t counts[] = {heads * at->size, (key_heads + at->key_heads) * at->size}, width = counts[0] + counts[1];
     int64_t entries = at->count, rows = at->asks;
     int64_t bytes = (entries * (inputs + width) + rows * (found + 2 * size + 3 * inner)) * sizeof *out;
-    number *normed_input = own_memory(3, bytes);
+    number *normed_input = thread_scratch(2, bytes);
+    if (!normed_input) return NO_MEMORY;
     number *qkv = normed_input + entries * inputs, *mixed = qkv + entries * width, *middle = mixed + rows * found;
     number *normed = middle + rows * size, *both = normed + rows * size, *inside = both + 2 * rows * inner;
     if (of->input_norm) norm(read, of->input_norm, normed_input, entries, inputs, inputs, of->eps), read = normed_input;
-    multiply_parts(&of->qkv, read, qkv, entries, 2, firsts, counts, threads);
+    int status = multiply_parts(&of->qkv, read, qkv, entries, 2, firsts, counts, threads);
+    if (status) goto end;
     for (int64_t m = 0; m < entries && of->query_norm; m++) {
         number *queries = qkv + m * width, *keys = queries + counts[0];
         norm(queries, of->query_norm, queries, heads, at->size, at->size, of->eps);
         norm(keys, of->key_norm, keys, key_heads, at->size, at->size, of->eps);
     }
-    attend_beside(of->own, qkv, at, mixed, threads);
-    product(&of->output, mixed, middle, rows, threads);
+    if ((status = attend_beside(of->own, qkv, at, mixed, threads))) goto end;
+    if ((status = product(&of->output, mixed, middle, rows, threads))) goto end;
     for (int64_t m = 0; m < rows; m++)
         for (int64_t i = 0; i < size; i++) {
             number *sum = middle + m * size + i;
             *sum = rounded(read_number(stream[asked(at, m) * size + i]) + read_number(*sum));
         }
     norm(middle, of->mlp_norm, normed, rows, size, size, of->eps);
-    product(&of->gate_up, normed, both, rows, threads);
+    if ((status = product(&of->gate_up, normed, both, rows, threads))) goto end;
     for (int64_t m = 0; m < rows; m++)
         for (int64_t i = 0; i < inner; i++) {
             const number *gate = both + 2 * m * inner + i;
             inside[m * inner + i] = gated(gate[0], gate[inner]);
         }
-    product(&of->down, inside, out, rows, threads);
+    if ((status = product(&of->down, inside, out, rows, threads))) goto end;
     for (int64_t i = 0; i < rows * size; i++) out[i] = rounded(read_number(middle[i]) + read_number(out[i]));
-    leave(normed_input, bytes);
+end:
+    release(normed_input, bytes);
+    return status;
 }
 
 /* Heads that feed their output back: layers, and a norm (NULL for none) before the LM head, which is fed back, too, or
@@ -344,18 +354,21 @@ typedef struct {
 
 /* Of the entries that are asked for, what is fed back and the logits. Either `read` and `stream` are given, or tokens
    and, by index, what their parents fed back; without parents, each token's own numbers for the fusion, whose result
-   stands for that. 0 where the table has not all of the tokens. */
+   stands for that. NO_TOKEN where the table has not all of the tokens. */
 int level(const recurrent *of, const number *read, const number *stream, const int64_t *tokens, const int64_t *parents,
           const number *above, const sight *at, number *feedback, number *logits, int threads) {
     int64_t size = of->lm_head.inputs, entries = at->count, rows = at[of->depth - 1].asks;
     for (int64_t m = 0; m < entries && tokens; m++)
-        if (tokens[m] < 0 || tokens[m] >= of->vocabulary) return 0;
+        if (tokens[m] < 0 || tokens[m] >= of->vocabulary) return NO_TOKEN;
     int64_t bytes = (5 * entries + 2 * rows) * size * sizeof(number);
-    number *both = own_memory(4, bytes), *first = both + 2 * entries * size;
-    number *between = first + entries * size, *last = between + entries * size, *hidden = last + rows * size;
+    number *both = thread_scratch(3, bytes);
+    if (!both) return NO_MEMORY;
+    int status = 0;
+    number *first = both + 2 * entries * size, *between = first + entries * size, *last = between + entries * size, *hidden = last + rows * size;
     if (tokens) {
         number *fused = hidden + rows * size;
-        if (!parents) product(&of->fusion, above, fused, entries, threads), above = fused;
+        if (!parents) status = product(&of->fusion, above, fused, entries, threads), above = fused;
+        if (status) goto end;
         for (int64_t m = 0; m < entries; m++) {
             const number *fed = above + (parents ? parents[m] : m) * size;
             number *to = both + 2 * m * size;
@@ -367,14 +380,15 @@ int level(const recurrent *of, const number *read, const number *stream, const i
     }
     for (int64_t n = 0; n < of->depth; n++) {
         number *to = n == of->depth - 1 ? last : stream == first ? between : first;
-        layer(of->layers + n, read, stream, at + n, to, threads);
+        if ((status = layer(of->layers + n, read, stream, at + n, to, threads))) goto end;
         read = stream = to;
     }
     if (of->norm) norm(last, of->norm, hidden, rows, size, size, of->eps);
     memcpy(feedback, of->norm && of->feeds_normed ? hidden : last, rows * size * sizeof *feedback);
-    product(&of->lm_head, of->norm ? hidden : last, logits, rows, threads);
-    leave(both, bytes);
-    return 1;
+    status = product(&of->lm_head, of->norm ? hidden : last, logits, rows, threads);
+end:
+    release(both, bytes);
+    return status;
 }
 
 /* -- choices ------------------------------------------------------------------------------------------------------- */
@@ -463,10 +477,11 @@ static found largest(const number *x, int64_t start, int64_t end) {
 
 /* The index of the largest number of each row, the first one of several. Each thread looks at the outputs that a product
    lets it write (see prepacked.c): they are in its cache. */
-void highest(const number *x, int64_t *out, int64_t rows, int64_t size, int threads) {
+int argmax_rows(const number *x, int64_t *out, int64_t rows, int64_t size, int threads) {
     int64_t parts = size < threads ? size : threads;
     int64_t bytes = parts * rows * sizeof(found);
-    found *of_parts = own_memory(5, bytes);
+    found *of_parts = thread_scratch(4, bytes);
+    if (!of_parts) return NO_MEMORY;
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int64_t part = 0; part < parts; part++)
         for (int64_t m = 0; m < rows; m++)
@@ -477,5 +492,6 @@ void highest(const number *x, int64_t *out, int64_t rows, int64_t size, int thre
             if (of_parts[part * rows + m].most > best.most) best = of_parts[part * rows + m];
         out[m] = best.at;
     }
-    leave(of_parts, bytes);
+    release(of_parts, bytes);
+    return 0;
 }

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from headstart.support.compiled import vector_library
+from headstart.target.memory import check_status
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Request, Tree
 
@@ -136,12 +137,14 @@ def _compiled(dtype: torch.dtype) -> Any:
         "grow": [*[_P] * 8, ctypes.c_int],
         "gather": [*[_P] * 3, *[_N] * 3],
         "best": [_P, *[_N] * 3, *[_P] * 2],
-        "highest": [_P, _P, _N, _N, ctypes.c_int],
+        "argmax_rows": [_P, _P, _N, _N, ctypes.c_int],
         "outputs_of_a_panel": [],
     }.items():
         function = getattr(functions, name)
-        function.argtypes, function.restype = arguments, None
-    functions.gather.restype = functions.level.restype = ctypes.c_int
+        function.argtypes = arguments
+        if name in ("product", "attend", "level", "grow", "argmax_rows"):
+            function.errcheck = check_status
+    functions.norm.restype = functions.best.restype = None
     functions.outputs_of_a_panel.restype = functions.grow.restype = ctypes.c_int64
     return functions
 
@@ -350,7 +353,7 @@ class Recurrent:
         pointers = (part.buffer_info()[0] if isinstance(part, array) else _pointer(part) for part in inputs)
         at = (_Sight * len(sights))(*(sight.for_c(like.dtype) for sight in sights))
         outputs = feedback.data_ptr(), logits.data_ptr(), torch.get_num_threads()
-        if not functions.level(ctypes.byref(self._weights), *pointers, at, *outputs):
+        if functions.level(ctypes.byref(self._weights), *pointers, at, *outputs):
             raise IndexError(f"the table has {self._weights.vocabulary} rows")
         return logits, feedback
 
@@ -422,5 +425,5 @@ def argmax(logits: Tensor) -> Tensor:
     if functions is None:
         return logits.max(-1).indices  # that of torch's argmax, five times faster in bfloat16
     out = torch.empty(logits.shape[:-1], dtype=torch.long)
-    functions.highest(logits.data_ptr(), out.data_ptr(), out.numel(), logits.shape[-1], torch.get_num_threads())
+    functions.argmax_rows(logits.data_ptr(), out.data_ptr(), out.numel(), logits.shape[-1], torch.get_num_threads())
     return out

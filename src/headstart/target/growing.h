@@ -50,7 +50,7 @@ static double accepted(const curves *of, int64_t depth, double log_prob) {
 
 /* Nodes of the tree, the root's token being the first: their tokens and parents, one after the other, [2, 2 * max_nodes],
    and probabilities; `drafted` is how many levels were. `at` says what the pending entries see in each layer, `tokens`
-   and `above` are theirs, see `level`. -1 where the table has not all of the tokens. */
+   and `above` are theirs, see `level`, whose status is returned where it is not 0. */
 int64_t grow(const recurrent *heads, const growth *how, sight *at, const int64_t *pending, const number *above,
              int64_t *tokens, double *probs, int64_t *drafted, int threads) {
     int64_t most = how->max_nodes, ranks = how->ranks, nodes = 1, slots = 0, width = 1, *parents = tokens + 2 * most;
@@ -59,10 +59,10 @@ int64_t grow(const recurrent *heads, const growth *how, sight *at, const int64_t
     choice choices[most * (ranks + 1)];
     double wanted[most * ranks];
     int64_t of_table = 3 * most * ranks * sizeof(int32_t);
-    int64_t of_levels = most * (heads->lm_head.inputs + heads->lm_head.outputs) * sizeof(number);
-    int32_t *table = own_memory(6, of_table);
-    number *feedback = own_memory(7, of_levels);
-    number *logits = feedback + most * heads->lm_head.inputs;
+    int64_t bytes = of_table + most * (heads->lm_head.inputs + heads->lm_head.outputs) * sizeof(number);
+    int32_t *table = thread_scratch(5, bytes);
+    if (!table) return NO_MEMORY;
+    number *feedback = (number *)(table + 3 * most * ranks), *logits = feedback + most * heads->lm_head.inputs;
     leaves[0] = (leaf){0};
     probs[0] = 1, parents[0] = -1;
     for (*drafted = 0; *drafted < how->levels && width; ++*drafted) {
@@ -84,9 +84,10 @@ int64_t grow(const recurrent *heads, const growth *how, sight *at, const int64_t
             for (int64_t n = 0; n < heads->depth; n++)
                 at[n].entries = entries, at[n].last = NULL, at[n].count = at[n].asks = width, at[n].further = depth;
         }
-        if (!level(heads, NULL, NULL, depth ? of_level : pending, depth ? columns : NULL, depth ? feedback : above, at,
-                   feedback, logits, threads)) {
-            nodes = -1;
+        int status = level(heads, NULL, NULL, depth ? of_level : pending, depth ? columns : NULL,
+                           depth ? feedback : above, at, feedback, logits, threads);
+        if (status) {
+            nodes = status;
             break;
         }
         best(logits, width, heads->lm_head.outputs, ranks, how->tokens, table);
@@ -128,7 +129,6 @@ int64_t grow(const recurrent *heads, const growth *how, sight *at, const int64_t
         for (int64_t m = 0; m < children; m++)
             if (renumbered[next[m].node]) leaves[width] = next[m], leaves[width++].node = renumbered[next[m].node];
     }
-    leave(feedback, of_levels);
-    leave(table, of_table);
+    release(table, bytes);
     return nodes;
 }

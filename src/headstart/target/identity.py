@@ -11,11 +11,13 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import torch
+from pydantic import Field, FiniteFloat
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import TypedDict
 
 from headstart.target.lm_head import is_packed, plain_weight
 
@@ -25,6 +27,7 @@ _PRINTED = 64
 """Numbers of each parameter in a fingerprint."""
 _PARAMETERS, _NUMBERS = 32, 16
 """Of a sketch: parameters, spread over the model, and numbers of each."""
+_Numbers = Annotated[list[FiniteFloat], Field(min_length=_NUMBERS, max_length=_NUMBERS)]
 _NEAR, _TINY = 2**-7, 1e-6
 """How far, relatively and absolutely, rounding to bfloat16 or float16 moves a number."""
 _EQUAL_SHARE = 0.97
@@ -102,6 +105,24 @@ def fingerprint(model: nn.Module, architecture: str, sample: Callable[[str, Tens
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(numbers.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+class SketchedWeight(TypedDict):
+    """Some numbers of a weight."""
+
+    shape: list[int]
+    numbers: _Numbers
+
+
+class Sketch(TypedDict):
+    """What `sketch` makes, as files hold it."""
+
+    architecture: str
+    vocabulary: str | None
+    weights: dict[str, SketchedWeight]
+    adapter: NotRequired[str]
+    without_adapter: NotRequired[dict[str, _Numbers]]
+    rounded: NotRequired[bool]
 
 
 def sketch(model: nn.Module, tokenizer: Any, architecture: str, origin: Origin | None = None) -> dict[str, Any]:

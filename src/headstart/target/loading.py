@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import importlib.util
 import json
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from headstart.errors import UserError, nearest, out_of_memory
 from headstart.support.files import need_disk, write_atomic
 from headstart.support.hub_errors import absent
+from headstart.support.lock import one_at_a_time
 from headstart.target.adapter import apply_adapter, read_adapter
 from headstart.target.frozen import FrozenModel
 from headstart.target.identity import Origin
@@ -299,16 +299,15 @@ def _dequantised(folder: Path, gguf: str) -> Path:
     if not path.is_dir():
         elsewhere = "set XDG_CACHE_HOME to a folder of yours on another disk"
         need_disk(cache, 8 * file.stat().st_size, f"Converting {gguf}", f"or {elsewhere}")
-        try:
-            cache.mkdir(parents=True, exist_ok=True)
-            handle = (cache / f"{path.name}.lock").open("w")
-        except OSError as error:
-            raise UserError(
-                f"{gguf} is converted once, and the result cannot be kept in {cache} ({error.strerror}).",
-                f"Make room for it there, or {elsewhere}.",
-            ) from None
-        with handle as lock:  # the processes of one training all come here at once
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with ExitStack() as stack:
+            try:
+                cache.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(one_at_a_time(cache / f"{path.name}.lock"))  # all ranks get here at once
+            except OSError as error:
+                raise UserError(
+                    f"{gguf} is converted once, and the result cannot be kept in {cache} ({error.strerror}).",
+                    f"Make room for it there, or {elsewhere}.",
+                ) from None
             if not path.is_dir():
                 write_atomic(path, convert)
     return path
@@ -331,9 +330,19 @@ def _check_range(model: torch.nn.Module, spec: str) -> None:
             )
 
 
+_LOCAL_RANKS = (
+    *("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "MV2_COMM_WORLD_LOCAL_RANK"),
+    "SLURM_LOCALID",
+)
+"""Variables with the local rank, by precedence: torchrun and accelerate, MPI, srun."""
+
+
 def pick_device(device: str) -> torch.device:
-    """The device a name stands for, the first of several; under a launcher "auto" and "cuda" are the GPU of this
-    process."""
+    """Resolve a device name; a launched process resolves "auto" and "cuda" to the GPU of its local rank.
+
+    `CUDA_VISIBLE_DEVICES` counts: torchrun and accelerate number the visible GPUs. A task of srun or mpirun that sees a
+    single GPU uses that one.
+    """
     try:
         where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device in ("auto", SPREAD) else device)
     except RuntimeError:
@@ -342,15 +351,15 @@ def pick_device(device: str) -> torch.device:
         ) from None
     if where.type != "cuda":
         return where
-    rank = os.environ.get("LOCAL_RANK", "")
     count = torch.cuda.device_count()
-    if where.index is None and rank.isdigit() and count:
-        if int(rank) >= count:
+    variable = next((name for name in _LOCAL_RANKS if os.environ.get(name, "").isdigit()), None)
+    if where.index is None and variable and count and (variable == _LOCAL_RANKS[0] or count > 1):
+        if (rank := int(os.environ[variable])) >= count:
             raise UserError(
-                f"The process {rank} on this machine has no GPU of its own: torch sees {count} CUDA devices.",
-                f"Start {count} processes at most, or set target.device=cpu.",
+                f"Process {rank} of this machine has no GPU: {variable}={rank}, and torch sees {count}.",
+                f"Start at most {count} processes on each machine, or set target.device=cpu.",
             )
-        return torch.device("cuda", int(rank))
+        return torch.device("cuda", rank)
     if (where.index or 0) >= count:
         raise UserError(
             f"There is no device {device!r}: torch sees {count} CUDA devices.",

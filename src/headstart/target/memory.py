@@ -1,7 +1,8 @@
-"""How much memory is left."""
+"""Memory of texts, and how much memory is left."""
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import psutil
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+_NO_MEMORY = -1
+"""`NO_MEMORY` of panels.h."""
 
 
 class Memory:
@@ -34,11 +38,46 @@ class Memory:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory of a device that nothing uses, or that could be had at once."""
+    """Return the memory that the process can still allocate: of a GPU, or of the machine within its cgroup's limits."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(psutil.virtual_memory().available)
+    return min(int(psutil.virtual_memory().available), cgroup_free_bytes())
+
+
+def cgroup_free_bytes(root: Path = Path("/")) -> int:
+    """Return the bytes left under the limits of this process's cgroup and its parents; `sys.maxsize` without any.
+
+    The page cache counts as free, because the kernel reclaims it. `root` holds `proc` and `sys`.
+    """
+    free = sys.maxsize
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:  # version 2
+                mount, limit, usage, prefix = "sys/fs/cgroup", "memory.max", "memory.current", ""
+            elif "memory" in controllers.split(","):
+                mount, prefix = "sys/fs/cgroup/memory", "total_"
+                limit, usage = "memory.limit_in_bytes", "memory.usage_in_bytes"
+            else:
+                continue
+            # A container sees the host's path, and its own cgroup at the mount point.
+            parts = path.strip("/").split("/")
+            for depth in range(len(parts) + 1):
+                folder = root.joinpath(mount, *parts[:depth])
+                with suppress(OSError, ValueError):  # no such folder, or the limit is "max"
+                    left = int((folder / limit).read_text()) - int((folder / usage).read_text())
+                    stats = dict(each.split() for each in (folder / "memory.stat").read_text().splitlines())
+                    cached = (stats.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive"))
+                    free = min(free, max(0, left + sum(map(int, cached))))
+    return free
+
+
+def check_status(status: int, _function: Any, _arguments: Any) -> int:
+    """Raise MemoryError if a kernel could not allocate its scratch buffers; an `errcheck` of ctypes."""
+    if status == _NO_MEMORY:
+        raise MemoryError("A kernel cannot allocate its scratch buffers: shorten the prompt, or batch less.")
+    return status
 
 
 def most_resident() -> int:

@@ -3,6 +3,7 @@
 
    A number of the result is added up in the same order however many rows there are, so its bits are those of one row. */
 
+#include <pthread.h>
 #include <stdlib.h>
 
 #include "numbers.h"
@@ -130,26 +131,44 @@ typedef struct {
 #define STAYS 0
 #endif
 
-#define LASTS (1 << 20) /* bytes of what a thread keeps */
+#define NO_MEMORY -1 /* status of a kernel that cannot allocate its scratch buffers, see `check_status` in memory.py */
+#define USES 6       /* kinds of scratch buffers */
 
-/* Memory of a thread's own that lasts from call to call, by what it is for; more than LASTS is found anew, and goes with
-   `leave`. In a heap that training has left in pieces, looking for some KB at every product takes a third of a forward. */
-static inline void *own_memory(int use, int64_t bytes) {
-    static _Thread_local struct {
-        void *at;
-        int64_t bytes;
-    } kept[8];
-    int64_t whole = (bytes + LINE - 1) / LINE * LINE;
-    if (bytes > LASTS) return aligned_alloc(LINE, whole);
-    if (kept[use].bytes < whole) {
+typedef struct {
+    void *at;
+    int64_t bytes;
+} buffer;
+
+/* Scratch buffers of up to `kept_bytes` stay with their thread, which frees them when it ends. */
+static pthread_key_t kept_key;
+static int64_t kept_bytes;
+
+static void free_kept(void *kept) {
+    for (buffer *of = kept; of < (buffer *)kept + USES; *of++ = (buffer){0}) free(of->at);
+}
+
+static __attribute__((constructor)) void keep_buffers(void) {
+    if (!pthread_key_create(&kept_key, free_kept)) kept_bytes = 1 << 20;
+}
+
+/* A scratch buffer for one use, until `release`; NULL without memory. Small ones are reused: in a heap that training has
+   fragmented, allocating some KB for every product takes a third of a forward. */
+static inline void *thread_scratch(int use, int64_t bytes) {
+    static _Thread_local buffer kept[USES];
+    int64_t rounded_up = (bytes + LINE - 1) / LINE * LINE;
+    if (bytes > kept_bytes) return aligned_alloc(LINE, rounded_up);
+    if (kept[use].bytes < rounded_up) {
         free(kept[use].at);
-        kept[use].at = aligned_alloc(LINE, whole), kept[use].bytes = whole;
+        kept[use] = (buffer){0};
+        if (pthread_setspecific(kept_key, kept)) return NULL;
+        void *at = aligned_alloc(LINE, rounded_up);
+        if (at) kept[use] = (buffer){at, rounded_up};
     }
     return kept[use].at;
 }
 
-static inline void leave(void *memory, int64_t bytes) {
-    if (bytes > LASTS) free(memory);
+static inline void release(void *scratch, int64_t bytes) {
+    if (bytes > kept_bytes) free(scratch);
 }
 
 static inline int64_t size_of_weight(int kept) { return kept == HALVES ? 2 : sizeof(number); }

@@ -68,47 +68,53 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
     }
 }
 
-/* Rows as `multiply` reads them, after their norm where there is one. */
-static void enter(const number *x, const number *norm, float eps, int64_t rows, int64_t inputs, float *out) {
+/* Lay out rows as `multiply` reads them, after their norm where there is one; whether there was memory. */
+static int enter(const number *x, const number *norm, float eps, int64_t rows, int64_t inputs, float *out) {
     const number *each[TOGETHER];
     int64_t bytes = rows * inputs * sizeof(number);
-    number *normed = norm ? own_memory(0, bytes) : NULL;
+    number *normed = norm ? thread_scratch(0, bytes) : NULL;
+    if (norm && !normed) return 0;
     for (int64_t m = 0; m < rows; m++) {
         each[m] = norm ? normed + m * inputs : x + m * inputs;
         if (norm) norm_row(x + m * inputs, norm, normed + m * inputs, inputs, eps);
     }
     read_rows(each, rows, inputs, out);
-    if (norm) leave(normed, bytes);
+    if (norm) release(normed, bytes);
+    return 1;
 }
 
 /* out [rows, outputs] of x [rows, inputs]; bias [outputs] or NULL. Before, rows get their RMS norm, [inputs], where that
    is not NULL. After, the second half of the outputs is gated by silu of the first, out [rows, outputs / 2], or `added`
-   [rows, outputs] is, where it is not NULL. Rounded where torch rounds. */
-void product(const number *x, const number *norm, float eps, const void *weights, const number *bias, int gates,
+   [rows, outputs] is, where it is not NULL. Rounded where torch rounds. 0 or NO_MEMORY. */
+int product(const number *x, const number *norm, float eps, const void *weights, const number *bias, int gates,
              const number *added, number *out, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
-    if (!rows) return;
+    if (!rows) return 0;
     int kept = *(const char *)weights;
     matrix of = {(const char *)weights + HEADER, bias, inputs, outputs, bytes_of_panel(inputs, kept), kept};
     int64_t groups = (rows + TOGETHER - 1) / TOGETHER, width = gates ? outputs / 2 : outputs, step = floats_of_row(inputs);
     int opens = kept == HALVES && groups > 1; /* once for all that read a panel */
-    int64_t room = (rows * step * sizeof(float) + LINE - 1) / LINE * LINE;
-    float *of_all = rows > FEW ? aligned_alloc(LINE, room) : NULL;
+    int64_t bytes = rows * step * sizeof(float);
+    float *of_all = rows > FEW ? thread_scratch(1, bytes) : NULL;
+    int complete = 1;
 #define START(group) (rows * (group) / groups)
 #define ENTER(group)                                                                                                   \
-    enter(x + START(group) * inputs, norm, eps, START(group + 1) - START(group), inputs, read + START(group) * step);
-#pragma omp parallel num_threads(threads)
+    complete &= enter(x + START(group) * inputs, norm, eps, START(group + 1) - START(group), inputs,                    \
+                      read + START(group) * step);
+#pragma omp parallel num_threads(threads) reduction(& : complete)
     {
-        float *read = of_all ? of_all : own_memory(1, room);
+        float *read = of_all ? of_all : thread_scratch(1, bytes);
         int64_t of_opened = (1 + gates) * PANEL * inputs * sizeof(number);
-        number *opened = opens ? own_memory(2, of_opened) : NULL;
+        number *opened = opens ? thread_scratch(2, of_opened) : NULL;
+        complete = read && (opened || !opens);
         if (of_all) {
 #pragma omp for schedule(static)
             for (int64_t group = 0; group < groups; group++) ENTER(group)
         } else
-            for (int64_t group = 0; group < groups; group++) ENTER(group)
+            for (int64_t group = 0; group < groups && complete; group++) ENTER(group)
         begin((rows + groups - 1) / groups);
 #pragma omp for schedule(static) nowait
         for (int64_t panel = 0; panel < (width + PANEL - 1) / PANEL; panel++) {
+            if (!complete) continue;
             for (int side = 0; side <= gates && opens; side++)
                 open_panel(of.panels + (panel + side * width / PANEL) * of.bytes, inputs, opened + side * PANEL * inputs);
             for (int64_t group = 0; group < groups; group++) {
@@ -134,10 +140,11 @@ void product(const number *x, const number *norm, float eps, const void *weights
             }
         }
         end();
-        if (opens) leave(opened, of_opened);
-        if (!of_all) leave(read, room);
+        if (opens) release(opened, of_opened);
+        if (!of_all) release(read, bytes);
     }
-    free(of_all);
+    if (of_all) release(of_all, bytes);
+    return complete ? 0 : NO_MEMORY;
 }
 
 /* Bytes that weights of so many inputs and outputs take. */

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from headstart.support.compiled import may_use_tiles, vector_library
-from headstart.target.memory import free_bytes
+from headstart.target.memory import check_status, free_bytes
 
 SOURCE = Path(__file__).with_suffix(".c")
 MAX_ROWS = 256
@@ -166,7 +166,7 @@ def _compiled(dtype: torch.dtype, int8: bool = False) -> Any:
     functions.pack.argtypes = [*[pointer] * 2, *[whole] * 2, *[ctypes.c_int] * 2]
     functions.room.argtypes = [*[whole] * 2, ctypes.c_int]
     functions.reads.argtypes = functions.can_gate.argtypes = [whole]
-    functions.product.restype = functions.pack.restype = None
+    functions.product.errcheck, functions.pack.restype = check_status, None
     functions.room.restype = whole
     return functions
 

@@ -3,15 +3,15 @@
 #include <stdint.h>
 
 /* `product` of prepacked.c. */
-typedef void multiplier(const void *x, const void *norm, float eps, const void *weights, const void *bias, int gates,
-                        const void *added, void *out, int64_t rows, int64_t inputs, int64_t outputs, int threads);
+typedef int multiplier(const void *x, const void *norm, float eps, const void *weights, const void *bias, int gates,
+                       const void *added, void *out, int64_t rows, int64_t inputs, int64_t outputs, int threads);
 
 /* `attend_joined` of cpu_attention.c. */
-typedef void attender(void *joined, const void *query_norm, const void *key_norm, float eps, const void *cos,
-                      const void *sin, void *keys, const int64_t *key_strides, void *values, const int64_t *value_strides,
-                      const void *mask, const int64_t *mask_strides, const int64_t *slots, void *out, int64_t rows,
-                      int64_t heads, int64_t groups, int64_t tokens, int64_t size, int64_t first, int64_t window,
-                      float scaling, int threads);
+typedef int attender(void *joined, const void *query_norm, const void *key_norm, float eps, const void *cos,
+                     const void *sin, void *keys, const int64_t *key_strides, void *values, const int64_t *value_strides,
+                     const void *mask, const int64_t *mask_strides, const int64_t *slots, void *out, int64_t rows,
+                     int64_t heads, int64_t groups, int64_t tokens, int64_t size, int64_t first, int64_t window,
+                     float scaling, int threads);
 
 /* What a step reads and writes, as numbers of tensors: first those that have a place of their own, then what is between
    steps; -1 for none. It attends where it has heads. Keys and values are each (store, index). */
@@ -51,16 +51,20 @@ static char *at(const forward *of, int64_t tensor) {
     return of->between + of->rows * of->tokens * of->starts[tensor - of->count];
 }
 
-void take(const step *steps, int64_t count, const forward *of) {
-    for (const step *s = steps; s < steps + count; s++)
+/* Run steps in order; the first status that is not 0 ends them. */
+int run_steps(const step *steps, int64_t count, const forward *of) {
+    int status = 0;
+    for (const step *s = steps; s < steps + count && !status; s++)
         if (s->heads) {
             const store *keys = of->stores + s->keys[0], *values = of->stores + s->values[0];
             const sight *seen = of->sights + s->sliding;
-            of->attend(at(of, s->x), s->norm, s->key_norm, s->eps, at(of, s->cos), at(of, s->sin),
-                       keys->start + s->keys[1] * keys->layer, keys->strides, values->start + s->values[1] * values->layer,
-                       values->strides, seen->mask, seen->strides, of->slots, at(of, s->out), of->rows, s->heads,
-                       s->groups, of->tokens, s->size, seen->first, seen->window, s->scaling, of->threads);
+            status = of->attend(
+                at(of, s->x), s->norm, s->key_norm, s->eps, at(of, s->cos), at(of, s->sin),
+                keys->start + s->keys[1] * keys->layer, keys->strides, values->start + s->values[1] * values->layer,
+                values->strides, seen->mask, seen->strides, of->slots, at(of, s->out), of->rows, s->heads, s->groups,
+                of->tokens, s->size, seen->first, seen->window, s->scaling, of->threads);
         } else
-            of->multiply(at(of, s->x), s->norm, s->eps, s->weights, s->bias, (int)s->gates, at(of, s->added),
-                         at(of, s->out), of->rows * of->tokens, s->inputs, s->outputs, of->threads);
+            status = of->multiply(at(of, s->x), s->norm, s->eps, s->weights, s->bias, (int)s->gates, at(of, s->added),
+                                  at(of, s->out), of->rows * of->tokens, s->inputs, s->outputs, of->threads);
+    return status;
 }

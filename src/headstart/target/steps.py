@@ -28,6 +28,7 @@ from headstart.support.compiled import library
 from headstart.target import cpu_attention, prepacked
 from headstart.target.attention import Running, running, sight
 from headstart.target.cache import Place
+from headstart.target.memory import check_status
 from headstart.target.prepacked import Packed
 from headstart.target.products import Merged
 from headstart.target.rewrites import JoinedSite
@@ -70,7 +71,7 @@ class _Forward(ctypes.Structure):
 def _compiled() -> Any:
     functions = library(SOURCE)
     if functions is not None:
-        functions.take.argtypes, functions.take.restype = [_P, _N, _P], None
+        functions.run_steps.argtypes, functions.run_steps.errcheck = [_P, _N, _P], check_status
     return functions
 
 
@@ -298,7 +299,7 @@ class Steps:
                 torch.get_num_threads(),
             ),
         )
-        _compiled().take(laid[0], len(laid[0]), ctypes.byref(of))
+        _compiled().run_steps(laid[0], len(laid[0]), ctypes.byref(of))
         return kept
 
     def _lay_out(self, weights: _Snapshot, places: Sequence[Place]) -> Any:

@@ -24,7 +24,7 @@ from torch import nn
 
 from headstart.errors import UserError
 from headstart.support.artifacts import give, link_or_copy
-from headstart.support.files import PARTIAL, read_json, write_json
+from headstart.support.files import PARTIAL, read_json, replace, write_json
 
 MANIFEST = "checkpoint.json"
 BEST = "best"
@@ -98,9 +98,7 @@ def save(
         files = {str(file.relative_to(partial)): file.stat().st_size for file in written}
         manifest = {"standing": dataclasses.asdict(trainer_state), "settings": settings, "files": files}
         write_json(partial / MANIFEST, manifest)
-        if path.exists():  # the same step once more; the one before it is still there
-            shutil.rmtree(path)
-        partial.rename(path)
+        replace(partial, path)
         for old in _newest_first(folder)[keep:]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()

@@ -1,4 +1,4 @@
-"""What work asks of its machine: to keep freed memory, to hold signals back, one GPU. Imports no torch."""
+"""Process-wide settings of a training: malloc keeps freed memory, signals wait for the end of a step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 import platform
 import signal
 import threading
-from collections.abc import MutableMapping
 from time import monotonic
 from types import FrameType
 from typing import Any
@@ -15,7 +14,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
 _SAME_REQUEST = 1.0
 """Seconds in which further signals belong to the first."""
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def keep_freed_memory() -> bool:
@@ -61,22 +59,3 @@ class Interrupt:
             self.asked, self._first = True, monotonic()
         elif monotonic() > self._first + _SAME_REQUEST:
             raise KeyboardInterrupt
-
-
-def take_device(environment: MutableMapping[str, str]) -> None:
-    """Let each process of a launcher on this machine (`torchrun`, `accelerate launch`) see one GPU of its own, by its
-    environment, before torch looks for GPUs.
-
-    >>> environment = {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "4,5,6"}
-    >>> take_device(environment)
-    >>> environment["CUDA_VISIBLE_DEVICES"]
-    '5'
-    """
-    rank = environment.get("LOCAL_RANK")
-    if rank is None:
-        return
-    visible = [name for name in environment.get(_VISIBLE, "").split(",") if name]
-    if visible:
-        environment[_VISIBLE] = visible[int(rank) % len(visible)]
-    elif _VISIBLE not in environment:
-        environment[_VISIBLE] = rank

@@ -17,8 +17,8 @@ from headstart.heads.base import HeadConfig
 from headstart.heads.io import WEIGHTS, heads_folder
 from headstart.recipes.recipe import Recipe
 from headstart.recipes.sections import FREE_TO_CHANGE
-from headstart.support.artifacts import Artifact, artifact, link_or_copy, relatives
-from headstart.support.files import PARTIAL, file_hash, read_json
+from headstart.support.artifacts import Artifact, artifact, give, relatives
+from headstart.support.files import file_hash, read_json
 from headstart.train import checkpoint
 
 RESULT = "result.json"
@@ -72,12 +72,8 @@ def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> 
     if not candidates:
         return
     _, path, only_shorter = max(candidates, key=lambda candidate: candidate[0])
-    partial = checkpoints / (path.name + PARTIAL)
-    shutil.rmtree(partial, ignore_errors=True)
-    checkpoints.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(path.parent.parent / "metrics.jsonl", of.folder / "metrics.jsonl")
-    shutil.copytree(path, partial, copy_function=link_or_copy)
-    partial.rename(checkpoints / path.name)
+    give(path, checkpoints / path.name)
     what = "a shorter training" if only_shorter else "a training on another number of processes"
     say(f"Continuing from {what} of these heads ({path.parent.parent.name}).")
 

@@ -15,7 +15,8 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,18 @@ DEEPEST = 16
 """Levels that heads draft at most."""
 _LEAST = 1e-4
 """What drafts leave of a distribution, below which differences say nothing."""
+
+
+_ROUNDED = 1e-4
+"""Rounding error of knots and shares, which are float32 means over thousands of drafts."""
+
+
+def _rises(numbers: Sequence[float]) -> bool:
+    return all(map(isfinite, numbers)) and all(before <= after + _ROUNDED for before, after in pairwise(numbers))
+
+
+def _are_shares(numbers: Sequence[float]) -> bool:
+    return all(-_ROUNDED <= number <= 1 + _ROUNDED for number in numbers)
 
 
 @dataclass(frozen=True)
@@ -61,13 +74,25 @@ class Calibration:
 
     @classmethod
     def from_knots(cls, knots: Mapping[str, Sequence[Sequence[float]]], prefix: str = "") -> Calibration | None:
-        """The inverse of `knots`; None when there is none of this name."""
+        """Rebuild a calibration from its `knots`; None if there are none under this prefix.
+
+        Raises:
+            ValueError: C reads the curves unchecked, and one of them is missing, unordered or out of range.
+        """
         if f"{prefix}log_probs" not in knots:
             return None
-        log_probs, accepted = (tuple(map(tuple, knots[prefix + name])) for name in ("log_probs", "accepted"))
-        (reached,) = knots.get(f"{prefix}reached", [[]])
+        log_probs, accepted = (tuple(map(tuple, knots.get(prefix + name, ()))) for name in ("log_probs", "accepted"))
+        reached = tuple(map(tuple, knots.get(f"{prefix}reached", [[]])))
+        if not all(map(_rises, log_probs)):
+            raise ValueError(f"{prefix}log_probs holds knots that are not finite and ascending")
+        if list(map(len, accepted)) != list(map(len, log_probs)):
+            raise ValueError(f"{prefix}accepted does not hold one share for each knot of {prefix}log_probs")
+        if not all(_rises(curve) and _are_shares(curve) for curve in accepted):
+            raise ValueError(f"{prefix}accepted holds shares that fall, or are not between 0 and 1")
+        if len(reached) != 1 or not _are_shares(reached[0]):
+            raise ValueError(f"{prefix}reached is not one list of shares between 0 and 1")
         sampled, off_best = (cls.from_knots(knots, prefix + name) for name in ("drawn_", "left_"))
-        return cls(log_probs, accepted, tuple(reached), sampled, off_best)
+        return cls(log_probs, accepted, reached[0], sampled, off_best)
 
     def curve(self, depth: int) -> Curve:
         """Knots and shares of a depth."""

@@ -106,10 +106,10 @@ def measure_drafts(
     progress = tracked(conversations, "measuring acceptance", len(conversations), console)
     for number, conversation in enumerate(progress):
         states = target.hidden_states([conversation.tokens], sorted({*heads.aux_layers, FINAL}))[0]
-        tokens_BT = torch.tensor([conversation.tokens], device=target.device)
+        tokens_BT = torch.tensor([list(conversation.tokens)], device=target.device)
         batch = HeadBatch(
             tokens_BT,
-            torch.tensor([conversation.supervised], device=target.device),
+            torch.tensor([list(conversation.supervised)], dtype=torch.bool, device=target.device),
             {layer: state[None] for layer, state in states.items()},
         )
         p_target_TD = None
@@ -196,7 +196,7 @@ def sampled_answers(
     """
     answered = [text for text in conversations if True in text.supervised]
     longest = min(_LONGEST, max((sum(text.supervised) for text in answered), default=0))
-    prompts = [text.tokens[: text.supervised.index(True)] for text in answered]
+    prompts = [list(text.tokens[: text.supervised.index(True)]) for text in answered]
     prompts = [prompt for prompt in prompts if len(prompt) + longest <= target.max_length][:_TEXTS]
     texts: list[Supervised] = []
     start, rows = 0, _TEXTS

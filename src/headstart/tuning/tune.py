@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from math import prod
 from operator import mul
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
 import torch
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError
 from rich.console import Console
 from torch import Tensor
 
@@ -69,16 +69,18 @@ class Tuning:
             `conditions` that the costs hold for, see `Conditions`.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
+
     paths: tuple[RankPath, ...]
     widths: tuple[int, ...]
     verify_ms: tuple[float, ...]
     draft_ms: float
-    acceptance: list[list[float]]
+    acceptance: list[Annotated[list[Annotated[float, Field(ge=0, le=1)]], Field(min_length=1)]]
     predicted: dict[str, float]
-    curve: list[list[float]] = field(default_factory=list)
+    curve: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     tree: TreeKind = "static"
-    chain: int = 0
+    chain: NonNegativeInt = 0
     calibration: dict[str, list[list[float]]] = field(default_factory=dict)
     level_ms: float = 0.0
     packed: bool = False
@@ -164,8 +166,33 @@ class Tuning:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Tuning:
-        return TypeAdapter(cls).validate_python(values)
+    def from_json(cls, values: Any) -> Tuning:
+        """Check and rebuild what `to_json` gave; a UserError names the field that is missing or out of range."""
+        try:
+            made: Tuning = TypeAdapter(cls).validate_python(values)
+            _ = made.costs, made.conditions
+            curves = {
+                name
+                for prefix in ("", "sampled_")
+                if (known := Calibration.from_knots(made.calibration, prefix))
+                for name in known.knots(prefix)
+            }
+            if unknown := sorted(made.calibration.keys() - curves):
+                raise ValueError(f"calibration has no curve {unknown[0]}")
+            if made.chain > len(made.acceptance):
+                raise ValueError(
+                    f"chain is {made.chain}, and acceptance was measured for {len(made.acceptance)} drafts"
+                )
+        except ValidationError as error:
+            first = error.errors()[0]
+            problem = f"{'.'.join(map(str, (error.title, *first['loc'])))}: {first['msg']}"
+        except ValueError as error:
+            problem = str(error)
+        else:
+            return made
+        raise UserError(
+            f"The calibration is damaged: {problem}.", f"Export or fetch the heads again, or tune them: {TUNE}."
+        )
 
 
 def tune(

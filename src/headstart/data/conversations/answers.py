@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from headstart.data.conversations.masks import encode
-from headstart.data.conversations.records import Conversation
+from headstart.data.conversations.records import Conversation, spans_of
 from headstart.data.prompts.chat import Message, Unfit, added_tokens, prompt_tokens, render, with_tools
 from headstart.data.prompts.loading import REFUSED, LeftOut
 from headstart.data.prompts.shapes import Prompt
@@ -51,7 +51,7 @@ class Answers:
         """Answer every user turn of each prompt of a batch, shortest prompts first.
 
         Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same, this
-        share of them at temperature 1. What the chat template makes nothing to learn from of is left out and counted.
+        share of them at temperature 1. `left_out` counts conversations, turns and ends of answers that are dropped.
         """
         settings, target = self._settings, self._target
         given = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
@@ -63,23 +63,48 @@ class Answers:
         while any(row.remaining for row in running):
             turn += self._next_turn(running, seed * 31 + turn, turns)
         for row in running:
-            if row.cut:
-                left_out.add(f"later turns {row.cut}" if any(row.supervised) else row.cut, row.why or row.prompt.id)
+            if not any(row.supervised):
+                left_out.add(row.cut, row.why or row.prompt.id)
+            elif row.cut:
+                left_out.add(f"later turns {row.cut}", row.why or row.prompt.id, row.dropped)
+            if row.is_clipped:
+                left_out.add(f"ends of answers over {settings.max_new_tokens} tokens", row.prompt.id)
         learnt = [row for row in running if any(row.supervised)]
         sampling = {"max_new_tokens": settings.max_new_tokens, "top_k": CANDIDATES, "seed": seed}
         written = [row.conversation(sampling) for row in learnt]
         if self._capture is not None:
             self._capture.keep([(item, row.states) for item, row in zip(written, learnt, strict=True) if row.states])
-        fitting = _fitting(given, lambda prompt: _given(prompt, target), left_out)
-        for item in fitting:
-            answers = sum(message["role"] == "assistant" for message in item.messages)
-            if len(item.tokens) < target.max_length and (lost := answers - len(item.supervised_spans)):
-                left_out.add("earlier answers that the chat template rewrites", item.id, lost)
-        return [*fitting, *written]
+        return [*_fitting(given, lambda prompt: self._given(prompt, left_out), left_out), *written]
 
     def openings(self, prompts: Sequence[Prompt], left_out: LeftOut) -> list[Conversation]:
         """The prompts without answers; those that the chat template refuses are counted."""
         return _fitting(prompts, lambda prompt: _unanswered(prompt, self._target.tokenizer), left_out)
+
+    def _given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
+        """Encode a prompt with its own answers, up to the last one that fits: nothing is learnt after it."""
+        longest, window, end = self._settings.max_prompt_tokens, self._target.max_length, 0
+        tokens, supervised = encode(prompt.messages, with_tools(self._target.tokenizer, prompt.tools))
+        spans = spans_of(supervised)
+        if lost := sum(message["role"] == "assistant" for message in prompt.messages) - len(spans):
+            left_out.add("earlier answers that the chat template rewrites", prompt.id, lost)
+        for number, (start, stop) in enumerate(spans):
+            cut = ""
+            if start - end > longest:
+                cut = f"over {longest} tokens"
+            elif start >= window:
+                cut = f"that a context of {window} tokens does not hold"
+            if cut and not number:
+                raise Unfit(f"A prompt {cut}.", "Shorten it.", cut)
+            if cut:
+                left_out.add(f"later turns {cut}", prompt.id, len(spans) - number)
+                break
+            if stop > window:
+                left_out.add(f"ends of answers that a context of {window} tokens does not hold", prompt.id)
+            end = min(stop, window)
+        tokens, supervised, how = tokens[:end], supervised[:end], {"source": "given"}
+        return Conversation(
+            prompt.id, tokens, supervised, prompt.messages, prompt.category, sampling=how, tools=prompt.tools
+        )
 
     def _next_turn(self, running: Sequence[_Running], seed: int, turns: TurnCaches) -> bool:
         """Ask each conversation's next user turn, if it has one, and answer; false when none could be asked."""
@@ -127,7 +152,8 @@ class _Running:
     """A conversation that is being written: the exact tokens that the target read and wrote, and the messages that
     remain to be asked. Its states are those of all tokens so far, by layer; empty where they are not known.
 
-    Where it ends before a turn that cannot be asked, `cut` gives the reason for `LeftOut`, and `why` a server's words.
+    Where it ends before a turn, `cut` has the reason for `LeftOut`, `why` a server's words, and `dropped` the number of
+    turns. The last answer `is_clipped` where it has no end.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: Any) -> None:
@@ -139,79 +165,74 @@ class _Running:
         self.temperature = 0.0
         self.states: dict[int, Tensor] = {}
         self.cut = self.why = ""
+        self.dropped, self.is_clipped = 0, False
 
     def ask(self, longest: int, answer: int, window: int) -> bool:
-        """Append the next user turn (with a system turn before it) and the generation prompt; whether there is one.
+        """Append the next user turn (with a system turn before it) and the generation prompt; false if there is none.
 
-        The conversation ends before a turn that is too long (of more than `longest` tokens, or of more than `window`
-        with what comes before and an `answer`), before one that the template refuses, and before one at which it
-        rewrites earlier turns (dropped thinking, say): what the target read and wrote would no longer be what the
-        template shows.
+        The conversation ends before a turn of more than `longest` tokens, or of more than `window` with the tokens so
+        far and an `answer`, before a turn that the template refuses, and before one at which it rewrites earlier turns
+        (dropped thinking, say): the target would have read and written something else than the template shows.
         """
         turn: list[Message] = []
         while self.remaining:
             turn.append(self.remaining.pop(0))
             if turn[-1]["role"] == "user":
                 break
-        tokens = self._rendered(turn)
-        if tokens is not None and len(tokens) > longest:
-            self.cut = f"over {longest} tokens"
-        elif tokens is not None and len(self.tokens) + len(tokens) + answer > window:
-            self.cut = f"that a context of {window} tokens does not hold"
-        if tokens is None or self.cut:
-            self.remaining = []
-            return False
+        try:
+            tokens = self._rendered(turn)
+        except Unfit as misfit:
+            return self._end(misfit.reason, turn)
+        if len(tokens) > longest:
+            return self._end(f"over {longest} tokens", turn)
+        if len(self.tokens) + len(tokens) + answer > window:
+            return self._end(f"that a context of {window} tokens does not hold", turn)
         self.messages.extend(turn)
         self.tokens = [*self.tokens, *tokens]
         self.supervised = [*self.supervised, *[False] * len(tokens)]
         return True
 
-    def _rendered(self, turn: list[Message]) -> list[int] | None:
-        """Tokens that these messages add; None, and `cut` says why, where the template refuses or rewrites messages."""
+    def _end(self, reason: str, turn: Sequence[Message] = ()) -> bool:
+        """End the conversation before the messages that are left; returns False."""
+        self.dropped = sum(message["role"] == "user" for message in [*turn, *self.remaining])
+        self.remaining, self.cut = [], reason if self.dropped else ""
+        return False
+
+    def _rendered(self, turn: list[Message]) -> list[int]:
+        """Tokens that these messages add; `Unfit` if the template refuses them or rewrites earlier turns."""
         tokenizer = self._tokenizer
-        try:
-            if not self.tokens:
-                return prompt_tokens(turn, tokenizer)
-            before = render(self.messages, tokenizer, answer=False)
-            after = render([*self.messages, *turn], tokenizer, answer=True)
-        except Unfit as misfit:
-            self.cut = misfit.reason
-            return None
-        if after.startswith(before):
-            return added_tokens(before, after, self.tokens[-1], tokenizer)
-        self.cut = "at which the chat template rewrites the answers before them"
-        return None
+        if not self.tokens:
+            return prompt_tokens(turn, tokenizer)
+        before = render(self.messages, tokenizer, answer=False)
+        after = render([*self.messages, *turn], tokenizer, answer=True)
+        if not after.startswith(before):
+            reason = "at which the chat template rewrites the answers before them"
+            raise Unfit("The chat template rewrites earlier turns.", "Give single turns.", reason)
+        return added_tokens(before, after, self.tokens[-1], tokenizer)
 
     def answer(self, tokens: list[int], target: Target) -> None:
-        """Append the target's answer; one that was cut ends the conversation."""
+        """Append the target's answer; an answer without an end token ends the conversation."""
         self.tokens = [*self.tokens, *tokens]
         self.supervised = [*self.supervised, *[True] * len(tokens)]
         self.messages.append({"role": "assistant", "content": target.text_of(tokens)})
         if tokens[-1] not in target.end_tokens:
-            self.remaining = []
+            self.is_clipped = True
+            self._end(f"after an answer over {len(tokens)} tokens")
 
     def refuse(self, why: str) -> None:
-        """A server refuses the newest turn: the conversation ends before it."""
-        end = max((index + 1 for index, answered in enumerate(self.supervised) if answered), default=0)
-        self.tokens, self.supervised = self.tokens[:end], self.supervised[:end]
+        """End the conversation before the newest turn, which a server refuses."""
+        end = max((stop for _, stop in spans_of(self.supervised)), default=0)
+        self.tokens, self.supervised, turn = self.tokens[:end], self.supervised[:end], list[Message]()
         while self.messages and self.messages[-1]["role"] != "assistant":
-            self.messages.pop()
-        self.remaining, self.cut, self.why = [], REFUSED, why
+            turn.append(self.messages.pop())
+        self._end(REFUSED, turn)
+        self.why = why
 
     def conversation(self, sampling: dict[str, Any]) -> Conversation:
         how, prompt = {**sampling, "temperature": self.temperature}, self.prompt
         return Conversation(
             prompt.id, self.tokens, self.supervised, self.messages, prompt.category, sampling=how, tools=prompt.tools
         )
-
-
-def _given(prompt: Prompt, target: Target) -> Conversation:
-    tokenizer = with_tools(target.tokenizer, prompt.tools)
-    tokens, supervised = encode(prompt.messages, tokenizer, max_tokens=target.max_length)
-    how = {"source": "given"}
-    return Conversation(
-        prompt.id, tokens, supervised, prompt.messages, prompt.category, sampling=how, tools=prompt.tools
-    )
 
 
 def _unanswered(prompt: Prompt, tokenizer: Any) -> Conversation:

@@ -1,10 +1,10 @@
 """On-policy conversations: prompts, answered by the target itself.
 
 Work goes in numbered parts of one batch each, written atomically and seeded by their number, so that an interrupted
-run goes on with the next part and gives what an uninterrupted one would have given. Parts are only ever added: whoever
-asks for more conversations gets more parts, whoever asks for fewer uses the first ones. A prompt belongs to the first
-part that holds it, so it is in one split only. One process plans the parts and adds them, in their order; others may
-write some of them (`headstart.data.conversations.jobs`).
+run goes on with the next part and gives what an uninterrupted one would have given. Parts are only ever added: more
+conversations take more parts, fewer use the first ones. All prompts with the same opening (system message, tools and
+first turn) belong to the split of the first part that has one. One process plans the parts and adds them, in their
+order; others may write some of them (`headstart.data.conversations.jobs`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,18 @@ from rich.console import Console
 from headstart.data.conversations.answers import KeepsStates
 from headstart.data.conversations.jobs import JOBS, Board, share
 from headstart.data.conversations.part_writer import SPLITS, PartWriter
-from headstart.data.conversations.parts import CLOCKS, GivenPrompts, Part, PartPlan, TimeBudget, answered_until
-from headstart.data.conversations.records import Conversation, write_conversations
+from headstart.data.conversations.parts import (
+    CLOCKS,
+    GivenPrompts,
+    Part,
+    PartPlan,
+    TimeBudget,
+    Written,
+    answered_until,
+    write_split,
+)
+from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.prompts.loading import LeftOut
-from headstart.data.prompts.overlap import normalise
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection
 from headstart.support.terminal import progress_bar, tell
@@ -33,11 +42,25 @@ from headstart.target.model import Target
 
 @dataclass(frozen=True)
 class Splits:
-    """Conversations for training, for validation and tuning, and prompts kept for reports (without answers)."""
+    """Files of conversations, read when they are asked for, and how many there are by split."""
 
-    train: list[Conversation]
-    validation: list[Conversation]
-    heldout: list[Conversation]
+    folder: Path
+    counts: dict[str, int]
+    answer_tokens: int
+
+    @cached_property
+    def train(self) -> list[Conversation]:
+        return read_conversations(self.folder / "train.jsonl")
+
+    @cached_property
+    def validation(self) -> list[Conversation]:
+        """For validation and tuning."""
+        return read_conversations(self.folder / "validation.jsonl")
+
+    @cached_property
+    def heldout(self) -> list[Conversation]:
+        """Prompts for reports, without answers."""
+        return read_conversations(self.folder / "heldout.jsonl")
 
 
 def build_conversations(
@@ -66,21 +89,22 @@ def build_conversations(
     """
     board = Board((shared or folder) / JOBS)
     writer = PartWriter(target, settings, capture)
-    writing = _Writing(writer, (shared or folder) / "parts", board)
+    parts = (shared or folder) / "parts"
+    writing = _Writing(writer, parts, board)
     counts = {split: int(getattr(settings, name)) for split, name in SPLITS.items()}
-    kept: dict[str, list[Conversation]] = {split: [] for split in SPLITS}
+    kept: dict[str, list[Written]] = {split: [] for split in SPLITS}
     wanted = sum(counts.values())
     with progress_bar(console, "conversations", total=wanted) as bar:
         asked, answer_tokens, started = 0, 0, time.perf_counter()
         for split, count in counts.items():
             room = math.inf
             if split == "train":
-                room = max_tokens - sum(len(item.tokens) for item in kept["validation"])
+                room = max_tokens - sum(item.tokens for item in kept["validation"])
             for part, new in writing.parts(split, kept[split], count, room):
                 fresh = part.fresh[: count - len(kept[split])]
                 kept[split].extend(fresh)
                 asked = max(asked, part.prompts[1])
-                answer_tokens += sum(sum(item.supervised) for item in part.conversations) if new else 0
+                answer_tokens += sum(item.answer_tokens for item in part.conversations) if new else 0
                 rate = answer_tokens / max(1e-9, time.perf_counter() - started)
                 done = sum(map(len, kept.values()))
                 # What there is time for may be less than what is asked for.
@@ -88,16 +112,19 @@ def build_conversations(
                     min(wanted, round(done + len(kept[split]) * (1 / writing.spent - 1))) if writing.spent else wanted
                 )
                 note = f"{rate:.0f} answer tokens/s" if rate else ""
+                if new and writer.requests:
+                    note = f"{note}, {writer.requests} requests at a time"
                 bar.update(done, max(done, total), note=note)
+    asked = max(asked, writing.prompts.reached)
     if not kept["train"]:
         raise UserError(
             f"No training conversation could be written. {writing.prompts.left_out.notice}".strip(),
-            "Give more prompts or minutes, lower data.heldout and data.validation, or raise data.max_prompt_tokens.",
+            "Give more prompts or minutes, or lower data.heldout and data.validation.",
         )
     if console is not None:
         notices, count = [writing.prompts.left_out.notice], len(kept["train"])
         ended = f"data.minutes={settings.minutes:g} is spent. Raise it for more." if writing.time_is_up else ""
-        if sum(len(item.tokens) for item in kept["train"] + kept["validation"]) >= max_tokens:
+        if sum(item.tokens for item in kept["train"] + kept["validation"]) >= max_tokens:
             ended = f"data.cache_gigabytes={settings.cache_gigabytes:g} is full. Raise it for more."
         used_up = [source for source, last in writing.prompts.used_up.items() if last <= asked]
         if used_up and (settings.self_share or len(used_up) < len(settings.sources)):
@@ -110,8 +137,9 @@ def build_conversations(
             tell(console, f"    {notice}")
     board.clear()
     for split, conversations in kept.items():
-        write_conversations(folder / f"{split}.jsonl", conversations)
-    return Splits(kept["train"], kept["validation"], kept["heldout"])
+        write_split(folder / f"{split}.jsonl", parts, conversations)
+    answers = sum(item.answer_tokens for item in kept["train"])
+    return Splits(folder, {split: len(conversations) for split, conversations in kept.items()}, answers)
 
 
 class _Writing:
@@ -121,6 +149,7 @@ class _Writing:
         settings = writer.settings
         self._writer, self._folder, self._board = writer, folder, board
         self._seen: set[str] = set()
+        self._split_of: dict[str, str] = {}  # by the key of an opening
         self._parts: list[Part] = []
         self.time_is_up, self.spent = False, 0.0  # of the split that is being written, the share of its time
         for file in sorted(self._folder.glob("[0-9]*-*.jsonl")):
@@ -130,22 +159,19 @@ class _Writing:
 
     def _add(self, part: Part) -> None:
         for item in part.conversations:
-            asked = normalise(next(message["content"] for message in item.messages if message["role"] == "user"))
-            if asked not in self._seen:
-                self._seen.add(asked)
+            if self._split_of.setdefault(item.opening, part.split) == part.split and item.asked not in self._seen:
+                self._seen.add(item.asked)
                 part.fresh.append(item)
         self._parts.append(part)
 
-    def parts(
-        self, split: str, kept: Sequence[Conversation], count: int, max_tokens: float
-    ) -> Iterator[tuple[Part, bool]]:
+    def parts(self, split: str, kept: Sequence[Written], count: int, max_tokens: float) -> Iterator[tuple[Part, bool]]:
         """The parts of a split, each with whether it is new, until the caller has kept enough of them."""
 
         counted = tokens = 0
 
         def missing() -> int:
             nonlocal counted, tokens
-            tokens += sum(len(item.tokens) for item in kept[counted:])
+            tokens += sum(item.tokens for item in kept[counted:])
             counted = len(kept)
             return 0 if tokens >= max_tokens else count - counted
 
@@ -156,7 +182,15 @@ class _Writing:
             self.spent = clock.share
             yield part, False
         else:
-            plan = PartPlan(self.prompts, self._parts, split=split, count=count, missing=missing, clock=clock)
+            plan = PartPlan(
+                self.prompts,
+                self._parts,
+                split=split,
+                count=count,
+                missing=missing,
+                clock=clock,
+                split_of=self._split_of,
+            )
             for part in self._new(plan, count):
                 self.spent = clock.share
                 yield part, True
@@ -173,8 +207,7 @@ class _Writing:
 
             for job, written in share(plan.next, write, workers, self._board, still=plan.still):
                 self.prompts.answering.add_all(LeftOut(written["left_out"], written["examples"]))
-                part = Part.of(job.what, written, plan.lap())
-                part.write(self._folder)
+                part = Part.write(self._folder, job.what, written["conversations"], plan.lap())
                 is_wanted = plan.missing() > 0
                 self._add(part)
                 plan.clock.note(part.seconds)

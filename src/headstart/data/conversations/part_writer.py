@@ -10,8 +10,8 @@ from typing import Any
 from headstart.data.conversations.answers import Answers, KeepsStates
 from headstart.data.conversations.jobs import Workers
 from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
-from headstart.data.prompts.loading import LeftOut, deduplicate, in_turns
-from headstart.data.prompts.overlap import Excluded
+from headstart.data.prompts.loading import LeftOut, in_turns
+from headstart.data.prompts.overlap import Excluded, normalise
 from headstart.data.prompts.self_prompts import write_prompts
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
@@ -45,6 +45,11 @@ class PartWriter:
     def _training_writer(self) -> Writer:
         """Of what is trained on; made once there is anything to write."""
         return InProcess(self.target.in_int8()) if self.settings.in_int8 else self._writer
+
+    @property
+    def requests(self) -> int | None:
+        """Concurrent requests to servers; None where the target writes in this process."""
+        return self._writer.requests if isinstance(self._writer, Servers) else None
 
     def workers(self, count: int) -> Workers:
         size = self.settings.batch_size
@@ -96,11 +101,10 @@ class PartWriter:
     def _self_prompts(
         self, writer: Writer, name: str, count: int, seed: int, check: Callable[[], None], left_out: LeftOut
     ) -> list[Prompt]:
-        """At most so many prompts that the target writes: the same for the same settings, whatever was written
-        before."""
+        """Let the target write at most `count` prompts, the same for the same settings whatever was written before."""
         target, settings = self.target, self.settings
         drafts = write_prompts(target, count, settings.seed_prompts, seed, writer=writer, check=check)
-        prompts = []
+        prompts: dict[str, Prompt] = {}
         for number, (text, category) in enumerate(drafts):
             prompt = Prompt([{"role": "user", "content": text}], category, f"{name}-{number}")
             if len(prompt_tokens(prompt.messages, target.tokenizer)) > settings.max_prompt_tokens:
@@ -108,8 +112,8 @@ class PartWriter:
             if reason := self._excluded.reason(prompt.turns):
                 left_out.add(reason, prompt.id)
             else:
-                prompts.append(prompt)
-        return deduplicate(prompts)
+                prompts.setdefault(normalise(text), prompt)
+        return list(prompts.values())
 
 
 def help_writing(

@@ -1,24 +1,52 @@
-"""Parts of conversations: batches that are written once, numbered, and only ever added to; and which come next."""
+"""Parts of conversations: batches that are written once, numbered, and only ever added to; and which come next.
+
+The first line of a part's file describes its conversations, so that a restart parses that line alone, and the lines of
+the conversations are copied into the splits as they are.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import time
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from headstart.data.conversations.jobs import Job
 from headstart.data.conversations.part_writer import PartWriter
-from headstart.data.conversations.records import Conversation
-from headstart.data.prompts.loading import LeftOut, load_prompts
-from headstart.data.prompts.shapes import Prompt
+from headstart.data.prompts.loading import OTHER_SPLIT, LeftOut, load_prompts
+from headstart.data.prompts.overlap import prompt_key
+from headstart.data.prompts.shapes import Prompt, opening
 from headstart.errors import UserError
-from headstart.support.files import read_json, read_jsonl, write_json, write_jsonl
+from headstart.support.files import read_json, write_atomic, write_json, write_text
 
 CLOCKS = "clocks.json"
 """Beside the parts: where budgets of time ended."""
+
+
+class Written(NamedTuple):
+    """A conversation in the file of its part: its line there, its sizes, and the keys (`prompt_key`) of its opening and
+    of everything that it was asked."""
+
+    file: str
+    line: int
+    tokens: int
+    answer_tokens: int
+    opening: str
+    asked: str
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], file: str, line: int) -> Written:
+        messages, tools = row["messages"], row.get("tools", [])
+        given = row["sampling"].get("source") == "given"
+        asked = [message for message in messages if given or message["role"] != "assistant"]
+        answer = sum(stop - start for start, stop in row["supervised"])
+        keys = prompt_key(opening(messages), tools), prompt_key(asked, tools)
+        return cls(file, line, len(row["tokens"]), answer, *keys)
 
 
 @dataclass
@@ -26,52 +54,73 @@ class Part:
     """One batch of conversations of a split, with a number among the parts of all splits.
 
     Attributes:
-        prompts: of given prompts, the range in their order that the part answers.
-        seconds: that its writing took; of parts that were written at once, each has its share.
-        fresh: conversations whose prompt is in no earlier part.
+        prompts: range of the given prompts that the part takes up.
+        seconds: writing time; parts written at once share it.
+        fresh: conversations that repeat no earlier one and do not begin like one of another split.
     """
 
     number: int
     split: str
     prompts: tuple[int, int]
     seconds: float
-    conversations: list[Conversation]
-    fresh: list[Conversation] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, job: dict[str, Any], result: dict[str, Any], seconds: float) -> Part:
-        """What came of a job of `headstart.data.conversations.part_writer.PartWriter`."""
-        prompts = job["start"], job["start"] + len(job["prompts"])
-        conversations = [Conversation.from_json(row) for row in result["conversations"]]
-        return cls(job["number"], job["split"], prompts, seconds, conversations)
+    conversations: list[Written] = field(default_factory=list)
+    fresh: list[Written] = field(default_factory=list)
 
     @property
     def file(self) -> str:
         return f"{self.number:05d}-{self.split}.jsonl"
 
-    def write(self, folder: Path) -> None:
-        """Write it whole or not at all; its first line says what it is."""
-        assert not (folder / self.file).exists(), "parts are only ever added"
-        about = {"part": self.number, "split": self.split, "prompts": list(self.prompts), "seconds": self.seconds}
-        write_jsonl(folder / self.file, [about, *(item.to_json() for item in self.conversations)])
+    @classmethod
+    def write(cls, folder: Path, job: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], seconds: float) -> Part:
+        """Write the conversations that a job of `PartWriter` returned."""
+        part = cls(job["number"], job["split"], (job["start"], job["stop"]), seconds)
+        assert not (folder / part.file).exists(), "parts are only ever added"
+        name = part.file
+        part.conversations = [Written.of(row, name, line) for line, row in enumerate(rows)]
+        lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        about = {
+            "part": part.number,
+            "split": part.split,
+            "prompts": list(part.prompts),
+            "seconds": seconds,
+            "conversations": [item[2:] for item in part.conversations],
+            "crc32": zlib.crc32(lines.encode()),
+        }
+        write_text(folder / part.file, f"{json.dumps(about)}\n{lines}")
+        return part
 
     @classmethod
     def read(cls, file: Path) -> Part:
-        """Back from `write`; a UserError names a file that is none, or damaged."""
-        rows = read_jsonl(file)
+        """Read the first line of a part; a UserError names a file that is no part."""
         try:
-            _, about = next(rows, (0, {}))
+            with file.open("rb") as handle:
+                about = json.loads(next(handle))
             start, stop = about["prompts"]
-            conversations = [Conversation.from_json(row) for _, row in rows]
-            number, seconds = int(about["part"]), float(about["seconds"])
-            return cls(number, str(about["split"]), (int(start), int(stop)), seconds, conversations)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, UserError):
-                raise
-            raise UserError(
-                f"{file} is not a part of conversations ({error}).",
-                "Move it away; headstart then writes a new one.",
-            ) from None
+            part = cls(int(about["part"]), str(about["split"]), (int(start), int(stop)), float(about["seconds"]))
+            rows = enumerate(about["conversations"])
+            part.conversations = [Written(file.name, line, *known) for line, known in rows]
+        except (StopIteration, KeyError, TypeError, ValueError) as error:
+            raise _no_part(file, str(error)) from None
+        return part
+
+
+def _no_part(file: Path, reason: str) -> UserError:
+    return UserError(f"{file} is not a part of conversations ({reason}).", "Move it away; headstart writes a new one.")
+
+
+def write_split(file: Path, folder: Path, chosen: Sequence[Written]) -> None:
+    """Copy the lines of conversations from the parts of a folder; a UserError names a damaged part."""
+
+    def write(partial: Path) -> None:
+        with partial.open("wb") as handle:
+            for name, items in groupby(chosen, key=lambda item: item.file):
+                first, _, rest = (folder / name).read_bytes().partition(b"\n")
+                if zlib.crc32(rest) != json.loads(first)["crc32"]:
+                    raise _no_part(folder / name, "it is damaged")
+                lines = rest.split(b"\n")
+                handle.writelines(lines[item.line] + b"\n" for item in items)
+
+    write_atomic(file, write)
 
 
 class TimeBudget:
@@ -139,6 +188,7 @@ class GivenPrompts:
         self._prompts: list[Prompt] = []
         self._left_out, self.answering = LeftOut(), LeftOut()
         self.used_up: dict[str, int] = {}
+        self.reached = 0  # no prompt before this one is left for any split
         if writer.settings.sources:
             self._read()
 
@@ -179,7 +229,9 @@ class PartPlan:
         count: int,
         missing: Callable[[], int],
         clock: TimeBudget,
+        split_of: Mapping[str, str],
     ) -> None:
+        self._split_of = split_of  # by the key of an opening
         self._prompts, self._batch_size = prompts, prompts.writer.settings.batch_size
         self._split, self._count, self.missing, self.clock = split, count, missing, clock
         self._number = 1 + max((part.number for part in parts), default=-1)
@@ -208,16 +260,28 @@ class PartPlan:
         # Fractions add up from part to part; the number alone says how far, the same after an interruption.
         due = own_share * size
         own = int(due * (self._number + 1)) - int(due * self._number)
-        given = self._prompts.some(self._start, size - own) if own_share < 1 else []
-        if own_share:  # where files are used up, the target writes the rest
-            if self._number > self._most:
-                return None
-        elif not given or (waiting and room < batch_size):
+        if self._number > self._most if own_share else waiting and room < batch_size:
             return None
-        part = {"split": self._split, "number": self._number, "start": self._start, "size": size}
+        start, given = self._start, self._take(size - own) if own_share < 1 else []
+        if not (own_share or given):  # with a share of its own, the target writes the rest
+            self._prompts.reached = self._start
+            return None
+        where = {"split": self._split, "number": self._number, "start": start, "stop": self._start}
+        part = {**where, "size": size}
         self._number += 1
-        self._start += len(given)
         return Job(f"{part['number']:05d}-{self._split}", self._prompts.writer.job(part, given))
+
+    def _take(self, count: int) -> list[Prompt]:
+        """The next prompts, without those that begin like a prompt of another split."""
+        taken: list[Prompt] = []
+        while more := self._prompts.some(self._start, count - len(taken)):
+            self._start += len(more)
+            for prompt in more:
+                if self._split_of.get(prompt_key(prompt.opening, prompt.tools), self._split) == self._split:
+                    taken.append(prompt)
+                else:
+                    self._prompts.answering.add(OTHER_SPLIT, prompt.id)
+        return taken
 
     def still(self, job: Job, writers: int) -> bool:
         return self._in_time(job.what["number"], writers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -23,21 +24,34 @@ def tokens_key(tokens: Sequence[int]) -> str:
     return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:24]
 
 
+def spans_of(supervised: Sequence[bool]) -> list[tuple[int, int]]:
+    """[start, stop) of every run of supervised tokens."""
+    mask, spans = bytes(supervised), list[tuple[int, int]]()
+    start = mask.find(1)
+    while start >= 0:
+        stop = mask.find(0, start)
+        stop = stop if stop >= 0 else len(mask)
+        spans.append((start, stop))
+        start = mask.find(1, stop)
+    return spans
+
+
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation ready for training.
+    """A conversation ready for training; tokens and mask take five bytes a token.
 
     Attributes:
         id: unique within its file.
-        supervised: for each token, whether the assistant wrote it; its end-of-turn token counts, the template's text
-            after that does not.
+        tokens: token ids, kept as an int32 array.
+        supervised: for each token, whether the assistant wrote it, kept as bytes. The end-of-turn token counts, the
+            template's text after it does not.
         tools: definitions that the tokens begin with.
         sampling: how the answers were drawn (temperature, seed, ...); empty when they were given.
     """
 
     id: str
-    tokens: list[int]
-    supervised: list[bool]
+    tokens: Sequence[int]
+    supervised: Sequence[bool]
     messages: list[Message]
     category: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -45,6 +59,8 @@ class Conversation:
 
     def __post_init__(self) -> None:
         assert len(self.tokens) == len(self.supervised), "one mask entry per token"
+        object.__setattr__(self, "tokens", array("i", self.tokens))
+        object.__setattr__(self, "supervised", bytes(self.supervised))
 
     @property
     def supervised_spans(self) -> list[tuple[int, int]]:
@@ -53,12 +69,7 @@ class Conversation:
         >>> Conversation("a", [5, 6, 7, 8], [False, True, True, False], []).supervised_spans
         [(1, 3)]
         """
-        spans: list[tuple[int, int]] = []
-        for flag, run in groupby(enumerate(self.supervised), key=lambda pair: pair[1]):
-            indices = [index for index, _ in run]
-            if flag:
-                spans.append((indices[0], indices[-1] + 1))
-        return spans
+        return spans_of(self.supervised)
 
     def to_json(self) -> dict[str, Any]:
         """As a JSON object; the mask is kept as its runs."""
@@ -68,14 +79,14 @@ class Conversation:
             "messages": self.messages,
             **({"tools": self.tools} if self.tools else {}),
             "sampling": self.sampling,
-            "tokens": self.tokens,
+            "tokens": list(self.tokens),
             "supervised": [list(span) for span in self.supervised_spans],
         }
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Conversation:
         """Back from `to_json`; a KeyError, TypeError, ValueError or AttributeError where it is none."""
-        tokens = [int(token) for token in row["tokens"]]
+        tokens = array("i", row["tokens"])
         supervised = [False] * len(tokens)
         for start, stop in row["supervised"]:
             if not 0 <= start < stop <= len(tokens):

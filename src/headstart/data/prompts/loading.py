@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headstart.data.prompts.chat import Unfit, Unusable, check_offsets, has_template, prompt_tokens, with_tools
-from headstart.data.prompts.overlap import Excluded, normalise
+from headstart.data.prompts.chat import (
+    NOT_UTF8,
+    Unfit,
+    Unusable,
+    check_offsets,
+    has_template,
+    prompt_tokens,
+    with_tools,
+)
+from headstart.data.prompts.overlap import Excluded, prompt_key
 from headstart.data.prompts.shapes import SHAPES, Prompt, parse_prompt
 from headstart.data.prompts.sources import READY_MADE, find_origin, read_records
 from headstart.errors import UserError
@@ -18,6 +27,22 @@ MISSHAPEN = "of a shape that is not understood"
 PLAIN = "of plain text, which only targets without a chat template go on with"
 REFUSED = "that a server refused"
 CHAT = "of conversations, which a target without a chat template cannot answer"
+REPEATED = "repeated"
+OTHER_SPLIT = "that begin like a prompt of another split"
+_REMEDIES = {
+    r"ends? of answers|after an answer": "raise data.max_new_tokens",
+    r"over \d+ tokens": "raise data.max_prompt_tokens",
+    r"context of \d+ tokens|begins after \d+ tokens": "shorten them, or use a target with a longer context",
+    f"^{REPEATED}": "let them differ in system message, tools or turns",
+    OTHER_SPLIT: "lower data.heldout or data.validation",
+    "a message of the role": "name speakers system, user, assistant or tool, or set data.regenerate=true",
+    "rewrites|an answer to learn from|does not render": "set data.regenerate=true",
+    "template refuses": "start with the user, after at most one system message, and alternate",
+    NOT_UTF8: "replace lone surrogates (half of an emoji)",
+    PLAIN: "give requests or conversations, or use a target without a chat template (a base model)",
+    CHAT: 'give rows of plain text, {"text": ..}, or use an instruction-tuned target',
+}
+"""Remedy by pattern of a reason; the first that matches counts."""
 
 _CHARACTERS_PER_TOKEN = 64
 """More than tokens have: so much of a long text is read to cut its beginning off."""
@@ -35,6 +60,7 @@ class LeftOut:
         self.examples = dict(examples or {})
 
     def add(self, reason: str, example: str = "", count: int = 1) -> None:
+        reason, example = (text.encode(errors="backslashreplace").decode() for text in (reason, example))
         self.counts[reason] = self.counts.get(reason, 0) + count
         self.examples.setdefault(reason, example)
 
@@ -44,12 +70,20 @@ class LeftOut:
 
     @property
     def notice(self) -> str:
-        """One sentence, the most frequent reason first; empty when nothing was left out."""
+        """Counts by reason, the most frequent first, and the remedies; empty when nothing was left out."""
         phrases = []
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             first = f" (the first: {self.examples[reason]})" if reason == MISSHAPEN or reason.endswith(REFUSED) else ""
             phrases.append(f"{count} {reason}{first}")
-        return f"Left out: {', '.join(phrases)}." if phrases else ""
+        remedies = f" To keep them: {self.remedies}." if self.remedies else ""
+        return f"Left out: {', '.join(phrases)}.{remedies}" if phrases else ""
+
+    @property
+    def remedies(self) -> str:
+        """Known remedies, the one for the most frequent reason first."""
+        ordered = sorted(self.counts, key=lambda reason: -self.counts[reason])
+        found = [next((do for why, do in _REMEDIES.items() if re.search(why, reason)), "") for reason in ordered]
+        return "; ".join(dict.fromkeys(filter(None, found)))
 
 
 @dataclass(frozen=True)
@@ -129,6 +163,7 @@ class _Rule:
         self._prefix_tokens = min(data.prefix_tokens, data.max_prompt_tokens)
         self._excluded = Excluded(data.exclude)
         self._plain = tokenizer is not None and not has_template(tokenizer)
+        self._keeps_answers = not data.regenerate
         self._seen: set[str] = set()
 
     def prompt(self, row: Mapping[str, Any], name: str) -> Prompt:
@@ -136,14 +171,16 @@ class _Rule:
         prompt = parse_prompt(row, name)
         if prompt.plain is not self._plain:
             raise Unusable(PLAIN if prompt.plain else CHAT)
-        if reason := self._excluded.reason(prompt.turns):
+        system = [message["content"] for message in prompt.messages if message["role"] == "system"]
+        if reason := self._excluded.reason([*prompt.turns, *system]):
             raise Unusable(reason)
         if prompt.plain:
             text = beginning(prompt.turns[0], self._tokenizer, self._prefix_tokens)
             prompt = replace(prompt, messages=[{"role": "user", "content": text}])
-        key = _key(prompt)
+        # Answers that the target writes anew are no part of a prompt.
+        key = prompt_key(prompt.messages if self._keeps_answers else prompt.asked, prompt.tools)
         if key in self._seen:
-            raise Unusable("repeated")
+            raise Unusable(REPEATED)
         if self._tokenizer is not None:
             try:
                 length = len(prompt_tokens(prompt.opening, with_tools(self._tokenizer, prompt.tools)))
@@ -197,14 +234,11 @@ def _none_left(where: str, read: int, left_out: LeftOut) -> UserError:
     counts = left_out.counts
     reasons = [f"{count} {reason} (the first: {left_out.examples[reason]})" for reason, count in counts.items()]
     problem = f"No usable prompt in {where}: {read} read, {', '.join(reasons)}."
-    accepted = "Accepted records: " + "; ".join(SHAPES) + "."
     if CHAT in counts:
-        remedy = 'Give rows of plain text ({"text": ..}), or choose an instruction-tuned target.'
-        return UserError(f"{problem} The target's tokenizer has no chat template.", remedy)
-    if PLAIN in counts:
-        remedy = "Give requests or conversations, or a target without a chat template (a base model)."
-        return UserError(problem, f"{remedy} {accepted}")
-    remedy = accepted if MISSHAPEN in counts else "Raise data.max_prompt_tokens, or give other prompts."
+        problem = f"{problem} The target's tokenizer has no chat template."
+    remedy = f"To use them: {left_out.remedies}." if left_out.remedies else ""
+    if MISSHAPEN in counts or PLAIN in counts or not remedy:
+        remedy = f"{remedy} Accepted records: {'; '.join(SHAPES)}.".strip()
     return UserError(problem, remedy)
 
 
@@ -214,16 +248,3 @@ def beginning(text: str, tokenizer: Any, tokens: int) -> str:
     read = text[: _CHARACTERS_PER_TOKEN * tokens]
     offsets = tokenizer(read, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     return text[: max(stop for _, stop in offsets[:tokens])] if offsets else text
-
-
-def deduplicate(prompts: Iterable[Prompt]) -> list[Prompt]:
-    """Keep the first of those whose first turn asks the same; see `normalise`."""
-    first: dict[str, Prompt] = {}
-    for prompt in prompts:
-        first.setdefault(_key(prompt), prompt)
-    return list(first.values())
-
-
-def _key(prompt: Prompt) -> str:
-    """The first turn alone: later ones need not be answered, and two splits with the same beginning would overlap."""
-    return normalise(prompt.turns[0])

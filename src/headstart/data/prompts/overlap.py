@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from headstart.data.prompts.questions import read_questions
 
@@ -31,6 +34,13 @@ def normalise(text: str) -> str:
     return plain.rstrip(" .!?…。！？") or plain
 
 
+def prompt_key(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
+    """Hash everything that the chat template renders of a prompt, with texts as `normalise` returns them."""
+    said = [{**message, "content": normalise(message["content"])} for message in messages]
+    rendered = json.dumps([said, list(tools)], sort_keys=True, default=str)
+    return hashlib.sha256(rendered.encode()).hexdigest()[:24]
+
+
 class Excluded:
     """Questions, of files as for a report, that no prompt may give away."""
 
@@ -40,11 +50,11 @@ class Excluded:
         self._runs = {run for question in questions for turn in question.turns for run in _runs(turn)}
 
     def reason(self, turns: Sequence[str]) -> str | None:
-        """Why a prompt, what the user says turn by turn, is left out; None for one that gives nothing away.
+        """Return why a prompt is left out: the user's turns, then other texts of it. None where no question shows.
 
-        It is left out when its first turn equals a question's (see `normalise`), or when any turn has `OVERLAP_WORDS`
-        words in a row that stand in any turn of a question; punctuation and case do not matter. A shorter question that
-        stands inside a longer prompt is not found.
+        It is left out if its first turn equals a question's (see `normalise`), or if any text shares `OVERLAP_WORDS`
+        consecutive words with any turn of a question; punctuation and case do not matter. A shorter question inside a
+        longer prompt is not found.
         """
         if turns and normalise(turns[0]) in self._asked:
             return SAME

@@ -13,7 +13,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from headstart.data.prompts.chat import Unusable
+from headstart.data.prompts.chat import NOT_UTF8, Unusable, is_utf8
 from headstart.data.prompts.shapes import parse_prompt
 from headstart.errors import UserError, close
 from headstart.support.files import read_jsonl
@@ -47,6 +47,10 @@ def read_questions(path: Path) -> list[Question]:
             raise UserError(
                 f"{path}, line {number}: 'question_id' must be text or a whole number, and 'category' text.",
                 "Correct the line.",
+            )
+        if not is_utf8([name, category, turns]):
+            raise UserError(
+                f"{path}, line {number}: a question {NOT_UTF8}.", "Replace lone surrogates (half an emoji)."
             )
         questions.append(Question(name, category, list(turns)))
     if not questions:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.data.prompts.chat import Message, Unusable, read_messages, text_of
+from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable, is_utf8, read_messages, text_of
 
 SHAPES = (
     '{"turns": [text, ...]}',
@@ -48,8 +48,7 @@ class Prompt:
     @property
     def opening(self) -> list[Message]:
         """The messages before the first answer: system message and first user message."""
-        first = next(i for i, message in enumerate(self.messages) if message["role"] == "user")
-        return self.messages[: first + 1]
+        return opening(self.messages)
 
     @property
     def asked(self) -> list[Message]:
@@ -60,6 +59,12 @@ class Prompt:
     @property
     def turns(self) -> list[str]:
         return [message["content"] for message in self.messages if message["role"] == "user"]
+
+
+def opening(messages: Sequence[Message]) -> list[Message]:
+    """The messages up to the first of the user."""
+    first = next(i for i, message in enumerate(messages) if message["role"] == "user")
+    return list(messages[: first + 1])
 
 
 def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
@@ -87,13 +92,10 @@ def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
         if system.strip():
             messages = [{"role": "system", "content": system}, *messages]
     own_id = next((row[key] for key in ("id", "question_id", "prompt_id") if row.get(key) is not None), name)
-    return Prompt(
-        messages,
-        str(row.get("category") or ""),
-        str(own_id),
-        plain=column == "text",
-        tools=_tools(row.get("tools")),
-    )
+    category, tools = str(row.get("category") or ""), _tools(row.get("tools"))
+    if not is_utf8([messages, category, str(own_id), tools]):
+        raise Unusable(NOT_UTF8)
+    return Prompt(messages, category, str(own_id), plain=column == "text", tools=tools)
 
 
 def _messages(row: Mapping[str, Any], column: str) -> list[Message]:

@@ -148,7 +148,16 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
     try:
         size = 0 if origin.commit is None else _bytes_of(name, config, origin.commit)
         streaming = size > 0 and not (whole and size <= _WHOLE_BYTES)
-        rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming, revision=origin.commit)
+        try:
+            rows = datasets.load_dataset(name, config or None, split=split, streaming=streaming, revision=origin.commit)
+        except datasets.exceptions.DatasetGenerationError:
+            if folder is None:
+                raise
+            # A table has one type for each column, and files of JSON lines may differ.
+            files = datasets.load_dataset_builder(name, config or None).config.data_files[split]
+            if any(Path(file).suffix != ".jsonl" for file in files):
+                raise
+            rows = [row for file in files for _, row in read_jsonl(Path(file))]
         numbered: Iterable[tuple[int, Mapping[str, Any]]]
         if streaming:
             numbered = enumerate(rows if seed is None else rows.shuffle(seed=seed, buffer_size=_BUFFER))
@@ -156,7 +165,7 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
             order = range(len(rows)) if seed is None else drawn(range(len(rows)), seed)
             numbered = ((number, rows[number]) for number in order)
         for number, row in numbered:
-            yield Record(f"row {number}", f"{split}-{number}", row)
+            yield Record(f"row {number + 1}", f"{split}-{number + 1}", row)
     except UserError:
         raise
     except Exception as error:  # datasets raises many kinds; all mean the same to the user
@@ -165,6 +174,8 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
 
 def _unreadable(where: str, error: Exception) -> UserError:
     reason = (str(error).splitlines() or [""])[0].rstrip(".")
+    if error.__cause__ is not None:  # datasets says there which column is at fault
+        reason = f"{reason}: {' '.join(str(error.__cause__).split())[:300]}"
     return UserError(
         f"Cannot read prompts from {where}: {type(error).__name__}: {reason}.",
         "Give 'self', 'ready-made', a .jsonl or .json file, or a dataset that datasets.load_dataset can reach.",

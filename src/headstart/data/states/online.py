@@ -47,7 +47,7 @@ class OnlineStates(States):
             self.lengths.append(len(conversation.tokens))
             tokens.extend(conversation.tokens)
             supervised.extend(conversation.supervised)
-            digest.update(json.dumps([conversation.tokens, conversation.supervised_spans]).encode())
+            digest.update(json.dumps([list(conversation.tokens), conversation.supervised_spans]).encode())
         self.fingerprint = digest.hexdigest()[:32]
         self._tokens_S, self._supervised_S = _tensor(tokens, torch.int32), _tensor(supervised, torch.bool)
 

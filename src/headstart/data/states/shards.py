@@ -111,9 +111,10 @@ def build_store(
     for _ in _computed(target, shards, posted, board):
         pass
     index = ShardIndex(shards, kind.owner)
-    jobs = _planned(kind, kept, index, work)
+    planned = _planned(kind, kept, index, work)
     total = sum(len(conversation.tokens) for conversation in kept)
-    done = total - sum(sum(map(len, job.what["rows"])) for job in jobs)
+    done = total - sum(len(kept[i].tokens) for _, numbers in planned for i in numbers)
+    jobs = (_job(f"{place:06d}", kind, kept, shard, work) for place, shard in enumerate(planned))
     for job, file in _computed(target, shards, jobs, board):
         index.add(file)
         done += sum(map(len, job.what["rows"]))
@@ -154,25 +155,35 @@ class Capture:
 # -- computing -------------------------------------------------------------------------------------------------------
 
 
-def _planned(kind: StateKind, kept: Sequence[Conversation], index: ShardIndex, work: Work) -> list[Job]:
+def _planned(
+    kind: StateKind, kept: Sequence[Conversation], index: ShardIndex, work: Work
+) -> list[tuple[tuple[int, ...], list[int]]]:
+    """Layers and numbers of the conversations of each shard to compute."""
     lengths = [len(conversation.tokens) for conversation in kept]
     lacking = index.lacking(kept, kind.aux_layers)
     per_token = {layers: replace(kind, aux_layers=layers).bytes(1) for layers in lacking}
     needed = sum(per_token[layers] * lengths[i] for layers, numbers in lacking.items() for i in numbers)
     need_disk(index.folder, needed, "Keeping hidden states")
-    jobs: list[Job] = []
-    for layers, missing in lacking.items():
-        for numbers in _split(missing, lengths, per_token[layers], work.shard_bytes or shard_size(needed)):
-            what = {
-                "kind": STATES,
-                "target": kind.target.whole_identity,
-                "layers": list(layers),
-                "rows": [kept[i].tokens for i in numbers],
-                "batch_tokens": work.batch_tokens,
-                "states_dtype": work.states_dtype,
-            }
-            jobs.append(Job(f"{len(jobs):06d}", what))
-    return jobs
+    return [
+        (layers, numbers)
+        for layers, missing in lacking.items()
+        for numbers in _split(missing, lengths, per_token[layers], work.shard_bytes or shard_size(needed))
+    ]
+
+
+def _job(
+    order: str, kind: StateKind, kept: Sequence[Conversation], shard: tuple[Sequence[int], Sequence[int]], work: Work
+) -> Job:
+    layers, numbers = shard
+    what = {
+        "kind": STATES,
+        "target": kind.target.whole_identity,
+        "layers": list(layers),
+        "rows": [list(kept[i].tokens) for i in numbers],
+        "batch_tokens": work.batch_tokens,
+        "states_dtype": work.states_dtype,
+    }
+    return Job(order, what)
 
 
 def compute_shard(
@@ -207,7 +218,7 @@ def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[C
     number_of = {file: number for number, file in enumerate(files)}
     digest = hashlib.sha256(json.dumps([FORMAT, index.owner]).encode())
     for conversation in kept:
-        digest.update(json.dumps([conversation.tokens, conversation.supervised_spans]).encode())
+        digest.update(json.dumps([list(conversation.tokens), conversation.supervised_spans]).encode())
     return {
         "format": FORMAT,
         "states_dtype": kind.states_dtype,

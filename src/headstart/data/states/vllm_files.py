@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from headstart.data.conversations.records import Conversation
+from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.states.identify import every_layer, identify
 from headstart.data.states.shard_format import AUTO
 from headstart.data.states.shards import Capture, ShardIndex, StateKind, shard_size
@@ -83,17 +83,17 @@ class Import:
         self._folder, self.target = shards, target
         self._kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), states_dtype)
         self._engine_layers = engine_layers(aux_layers, target)
-        unlike = list({tuple(item.tokens): item for item in conversations}.values())
+        unlike = list({tokens_key(item.tokens): item for item in conversations}.values())
         lacking = ShardIndex(shards, self._kind.owner).lacking(unlike, self._kind.aux_layers)
         self._wanted = {
-            tuple(unlike[i].tokens): (unlike[i], layers) for layers, numbers in lacking.items() for i in numbers
+            tokens_key(unlike[i].tokens): (unlike[i], layers) for layers, numbers in lacking.items() for i in numbers
         }
         self._gathered: dict[tuple[int, ...], list[tuple[Conversation, Mapping[int, Tensor]]]] = {}
         self._bytes = self.taken = 0
         self.known = len(unlike) - len(self._wanted)
         self.left_out: dict[str, list[str]] = {}
         needed = sum(
-            replace(self._kind, aux_layers=layers).bytes(len(tokens)) for tokens, (_, layers) in self._wanted.items()
+            replace(self._kind, aux_layers=layers).bytes(len(item.tokens)) for item, layers in self._wanted.values()
         )
         need_disk(shards, needed, "Keeping hidden states")
         self._shard_bytes = shard_bytes or shard_size(needed)
@@ -125,11 +125,11 @@ class Import:
         Raises `Unusable` where it is cut short, of other tokens, layers or sizes, or holds no numbers.
         """
         tokens, states_TLE = self._read(file)
-        if asked is not None and tokens != tuple(asked):
+        if asked is not None and tokens != list(asked):
             raise Unusable("it is of other token ids than were asked for")
-        if tokens not in self._wanted:
+        if (key := tokens_key(tokens)) not in self._wanted:
             raise Unusable("its token ids are of no conversation that lacks states")
-        conversation, layers = self._wanted.pop(tokens)
+        conversation, layers = self._wanted.pop(key)
         states = {layer: self._state(states_TLE, layer) for layer in layers}
         self._gathered.setdefault(layers, []).append((conversation, states))
         self._bytes += sum(state.nbytes for state in states.values())
@@ -144,7 +144,7 @@ class Import:
             Capture(self._folder, self.target, layers, self._kind.states_dtype).keep(written)
             self.taken += len(written)
 
-    def _read(self, file: Path) -> tuple[tuple[int, ...], Tensor]:
+    def _read(self, file: Path) -> tuple[list[int], Tensor]:
         try:
             tensors = load_file(file)
         except FileNotFoundError:
@@ -153,7 +153,7 @@ class Import:
             raise Unusable("it is cut short or no safetensors file") from None
         if not {"hidden_states", "token_ids"} <= tensors.keys():
             raise Unusable("it has no hidden_states and token_ids, so vLLM's connector did not write it")
-        tokens, states_TLE = tuple(tensors["token_ids"].tolist()), tensors["hidden_states"]
+        tokens, states_TLE = tensors["token_ids"].tolist(), tensors["hidden_states"]
         shape = (len(tokens), len(self._engine_layers), self.target.hidden_size)
         if tuple(states_TLE.shape) != shape:
             raise Unusable(

@@ -16,7 +16,7 @@ from typing import Any
 
 from headstart.data.writing.writer import CANDIDATES, Continuation
 from headstart.errors import UserError
-from headstart.servers.client import Endpoint, Later, Pool, Refused, or_refusal
+from headstart.servers.client import REQUESTS, Endpoint, Later, Pool, Refused, or_refusal
 from headstart.servers.completions import Ask, NoTokenIds, Served, served_by
 from headstart.target.model import Target
 
@@ -30,7 +30,7 @@ _PATIENCE = 64, 8
 class Servers:
     """Continues rows on servers of the target: vLLM and others with its completions, or llama-server.
 
-    They are used in turns, with so many requests under way over all of them (None: as many as their number asks for).
+    Servers take turns. `requests` bounds the concurrent requests over all of them; None leaves it to the servers.
     """
 
     def __init__(self, urls: Sequence[str], target: Target, requests: int | None) -> None:
@@ -38,6 +38,7 @@ class Servers:
         self._lock = threading.Lock()
         self._answered = False
         self._refused = (0, 0)  # rows and batches refused whole since then
+        self._requests = requests
         self._pool = Pool(
             urls,
             requests,
@@ -48,12 +49,23 @@ class Servers:
     @cached_property
     def window(self) -> int:
         """Tokens that the target and every server read, as far as these say so."""
-        windows = [served.window for served in self._pool.each(lambda endpoint: endpoint.once(self._meet))]
-        return min([self._target.max_length, *filter(None, windows)])
+        return min([self._target.max_length, *filter(None, (served.window for served in self._met))])
+
+    @cached_property
+    def requests(self) -> int:
+        """Concurrent requests over all servers: by default twice the slots of a llama-server, `REQUESTS` for others."""
+        if self._requests is None:
+            most = max(2 * served.slots if served.slots else REQUESTS for served in self._met)
+            self._pool.requests = self._pool.requests // REQUESTS * most
+        return self._pool.requests
+
+    @cached_property
+    def _met(self) -> list[Served]:
+        return self._pool.each(lambda endpoint: endpoint.once(self._meet))
 
     def batches(self, rows: int) -> int:
         """As many as keep all requests under way while some batches wait for their last answers."""
-        return 1 + -(-2 * self._pool.requests // rows)
+        return 1 + -(-2 * self.requests // rows)
 
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
         """See `Writer`; of hidden states a server says nothing.

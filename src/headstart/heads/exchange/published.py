@@ -149,6 +149,16 @@ class Published:
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Published:
         return replace(self, tensors=tensors)
 
+    def with_context(self, tokens: int) -> Published:
+        """The same heads for texts of this length at least: angles of rotary positions do not depend on the limit, but
+        for yarn's, which keep the one they started from."""
+        if self.layer is None or self.layer.max_position_embeddings >= tokens:
+            return self
+        rope = self.layer.rope_parameters
+        if rope.get("rope_type") == "yarn":
+            rope = {"original_max_position_embeddings": self.layer.max_position_embeddings, **rope}
+        return replace(self, layer=replace(self.layer, rope_parameters=rope, max_position_embeddings=tokens))
+
     @property
     def not_finite(self) -> list[str]:
         """Names of tensors with numbers that no draft can come of: infinite ones, or none at all (NaN)."""
@@ -233,6 +243,12 @@ def fill(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Copy published tensors to where heads keep them, in place; biases may be left out."""
     for name, place in places.items():
         place.copy_(tensors[name] if name in tensors or not name.endswith("bias") else torch.zeros_like(place))
+
+
+def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
+    """Whether these are distinct tokens of a vocabulary."""
+    inside = bool(((ids_D >= 0) & (ids_D < vocab_size)).all())
+    return inside and len(torch.unique(ids_D)) == len(ids_D)
 
 
 def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:

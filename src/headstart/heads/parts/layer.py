@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from math import inf
 from typing import Annotated, Any, cast
 
 import torch
@@ -45,10 +46,12 @@ _MIN_POSITIONS = 256
 class LayerConfig(HeadConfig):
     """Settings of families with decoder layers of their own; what a recipe leaves out is taken from the target."""
 
-    intermediate_size: Annotated[int, FromTarget()] = Field(0, ge=1, description="Width of a layer's MLP.")
-    num_attention_heads: Annotated[int, FromTarget()] = Field(0, ge=1, description="Query heads.")
-    num_key_value_heads: Annotated[int, FromTarget()] = Field(0, ge=1, description="Key and value heads.")
-    head_dim: Annotated[int, FromTarget()] = Field(0, ge=2, multiple_of=2, description="Size of an attention head.")
+    intermediate_size: Annotated[int, FromTarget()] = Field(0, ge=1, le=1 << 24, description="Width of a layer's MLP.")
+    num_attention_heads: Annotated[int, FromTarget()] = Field(0, ge=1, le=4096, description="Query heads.")
+    num_key_value_heads: Annotated[int, FromTarget()] = Field(0, ge=1, le=4096, description="Key and value heads.")
+    head_dim: Annotated[int, FromTarget()] = Field(
+        0, ge=2, le=1 << 14, multiple_of=2, description="Size of an attention head."
+    )
     hidden_act: Annotated[str, FromTarget()] = Field("silu", description="Activation of the MLP.")
     rms_norm_eps: Annotated[float, FromTarget()] = Field(1e-5, gt=0, description="Epsilon of the norms.")
     rope_parameters: Annotated[dict[str, Any], FromTarget()] = Field(
@@ -94,8 +97,10 @@ class LayerConfig(HeadConfig):
         kind = rope.get("rope_type", "default")
         if kind not in _ROTARY:
             raise ValueError(f"rope_type is one of {', '.join(_ROTARY)}")
-        if missing := sorted(name for name in _ROTARY[kind] if not isinstance(rope.get(name), int | float)):
-            raise ValueError(f"{kind} positions need a number as {missing[0]}")
+        for name in sorted(_ROTARY[kind] | rope.keys() - {"rope_type"}):
+            value, needed = rope.get(name), name in _ROTARY[kind]
+            if not (isinstance(value, int | float) and 0 < value < inf if needed else value == value != inf):
+                raise ValueError(f"{kind} positions need a {'positive' if needed else 'finite'} number as {name}")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError("the layers of the heads rotate all of a head: partial_rotary_factor can only be 1")
         return {"rope_type": kind, **rope}

@@ -12,7 +12,7 @@ import torch
 
 from headstart.errors import UserError, nearest
 from headstart.heads.exchange.published import MARKOV_LM_HEAD, Published, digest
-from headstart.heads.io import WEIGHTS, build_heads, heads_folder
+from headstart.heads.io import heads_folder
 from headstart.hub.card import ENGINE_FILES, is_engine_folder, is_hub_id, is_untuned, write_engine_card
 from headstart.hub.engine_tuning import EngineTuning, read_engine_tunings, tuned_drafts
 from headstart.hub.engines.base import Finding, Format, infinite, rounded
@@ -20,7 +20,7 @@ from headstart.hub.engines.facts import facts_of_heads, facts_of_spec, facts_of_
 from headstart.hub.engines.folders import FolderFormat, Sglang, Speculators, Vllm
 from headstart.hub.engines.gguf import Gguf
 from headstart.hub.engines.known_engines import KNOWN_ENGINES, serve_commands
-from headstart.hub.format import check_folder, read_config
+from headstart.hub.format import check_folder
 from headstart.hub.pull import has_heads
 from headstart.hub.target_facts import TargetFacts
 from headstart.support.files import no_folder, refuse_others, write_atomic
@@ -169,12 +169,11 @@ def publish(
 ) -> tuple[Published, TargetFacts]:
     """Heads as engines know them, and what is known of their target; it is loaded only where heads read its weights."""
     folder = heads_folder(heads)
-    check_folder(folder)
-    built = build_heads(read_config(folder)["heads"], folder / WEIGHTS)
+    built = check_folder(folder)
     facts = facts_of_heads(folder, None if isinstance(target, FrozenModel) else target, trust_remote_code)
     if built.publishing_reads_target:
         built.bind(target if isinstance(target, FrozenModel) else _load(facts, "float32"))
-    return built.float().publish(), facts
+    return built.float().publish().with_context(facts.context), facts
 
 
 def _embeddings(target: FrozenModel | str | None, facts: TargetFacts) -> torch.Tensor:

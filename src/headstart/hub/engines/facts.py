@@ -61,6 +61,7 @@ def facts_of_spec(spec: str, trust_remote_code: bool = False) -> TargetFacts:
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         vocab_size=text.vocab_size,
+        context=_context(text),
     )
 
 
@@ -74,6 +75,7 @@ def facts_of_target(target: FrozenModel) -> TargetFacts:
         num_layers=target.num_layers,
         hidden_size=target.hidden_size,
         vocab_size=target.vocab_size,
+        context=_context(target.config),
     )
 
 
@@ -86,6 +88,10 @@ def _is_here(spec: str) -> bool:
     return bool(spec)
 
 
+def _context(config: Any) -> int:
+    return getattr(config, "max_position_embeddings", None) or 0
+
+
 def _config_facts(spec: str, trust_remote_code: bool) -> dict[str, Any]:
     """Architecture and special tokens, where the target's config can be had."""
     config = load_config(spec, trust_remote_code) if spec else None
@@ -93,6 +99,7 @@ def _config_facts(spec: str, trust_remote_code: bool) -> dict[str, Any]:
         return {}
     tokens = {name: getattr(config, name, None) for name in _SPECIAL}
     return {
+        "context": _context(config),
         "architectures": tuple(config.architectures or ()),
         "tokens": {name: number for name, number in tokens.items() if isinstance(number, int)},
     }

@@ -144,6 +144,7 @@ def _faults(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits, facts:
     yield from engine_limits(settings, traits, facts, checkpoint.written)
     if settings.layer is not None:
         yield from _rotary(checkpoint.settings)
+        yield from short_context(settings, facts)
     if layout is Layout.EAGLE3:
         yield from _layer_ids(checkpoint)
         yield from _vocabulary_map(checkpoint, settings)
@@ -231,14 +232,22 @@ def _architecture(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits) 
 
 def _rotary(config: Mapping[str, Any]) -> Faults:
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    base = new.get("rope_theta") if isinstance(new, Mapping) else None
-    if base is None and config.get("rope_theta") is None:
-        yield (
-            "The config says no rope_theta, and engines then take one of their own.",
-            f"Write the base that the heads were trained with into {CONFIG}.",
-        )
-    if isinstance(new, Mapping) and (new.get("rope_type", "default") != "default") != bool(old):
+    if not isinstance(new, Mapping):
+        return
+    sections = (new, *(inner for inner in new.values() if isinstance(inner, Mapping)))
+    if any(section.get("rope_type", "default") != "default" for section in sections) != bool(old):
         yield "rope_parameters and rope_scaling are of two kinds, and engines read one of them.", CORRECT
+
+
+def short_context(settings: Published, facts: TargetFacts | None) -> Faults:
+    """Whether heads end before the target's context does."""
+    layer = settings.layer
+    if layer is not None and facts is not None and layer.max_position_embeddings < facts.context:
+        yield (
+            f"The heads' context is {layer.max_position_embeddings} tokens (max_position_embeddings) and that of "
+            f"{facts.name} is {facts.context}: beyond it engines stop, or accept few drafts.",
+            "Import and export them with headstart, which lets their rotary positions go on to the target's end.",
+        )
 
 
 def _layer_ids(checkpoint: Checkpoint) -> Faults:

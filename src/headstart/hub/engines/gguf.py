@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, Layout, Published
+from headstart.heads.exchange.published import BLOCKS, Layout, Published, are_tokens
 from headstart.hub.engines.base import AGAIN, HEADS_GGUF, NOTE, Faults, Format, Written, note_of
-from headstart.hub.engines.faults import engine_limits, unchanged
+from headstart.hub.engines.faults import engine_limits, short_context, unchanged
 from headstart.hub.engines.gguf_file import (
     ARCHITECTURES,
     BLOCK,
@@ -35,7 +35,6 @@ from headstart.hub.engines.gguf_file import (
     wrong_tensors,
 )
 from headstart.hub.engines.known_engines import LLAMA_CPP
-from headstart.hub.engines.parsing import are_tokens
 from headstart.hub.target_facts import TargetFacts, kind_of
 
 HOOKS = frozenset(
@@ -97,6 +96,7 @@ def _faults(file: GgufFile, facts: TargetFacts | None) -> Faults:
     sound = True
     for fault in (
         *_limits(settings, facts, written),
+        *short_context(settings, facts),
         *wrong_tensors(settings, file.shapes),
         *_wrong_keys(file, settings),
     ):

@@ -66,10 +66,11 @@ _LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_REFUSED = {
-    "selector_rank": "is of DFlash 2",
-}
-"""Keys of variants that headstart does not have."""
+_REFUSED = (
+    *("selector_", "conv_", "attention.scale", "attention.clamp_kqv", "logit_scale", "residual_scale"),
+    *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "expert_count", "parallel_drafting"),
+)
+"""Beginnings of the keys of variants that headstart does not have."""
 WINDOW, SLIDING, CAUSAL = (f"attention.{name}" for name in ("sliding_window", "sliding_window_pattern", "causal"))
 """Of block drafters: tokens that a slot of a sliding layer sees, which layers slide, and whether slots see none after
 them, in all layers."""
@@ -201,13 +202,13 @@ def read_settings(file: GgufFile) -> Published:
     sights: dict[str, Any] = {}
     if of == BLOCK:
         layout, d2t = Layout.DSPARK if _MARKOV in file.tensors else Layout.DFLASH, None
-        _refuse_variants(file, layout)
         block_size = int(file.value(f"{BLOCK}.block_size", _DEFAULT_BLOCK))
         steps = block_size - (layout is Layout.DFLASH)
         sights = _sights(file)
     elif file.setting("block_count") != 1:
         raise UserError("llama.cpp runs one layer of EAGLE-3 heads, and the file has others.", AGAIN)
-    tokens = file.fields.get("tokenizer.ggml.tokens")
+    tokens, layer = file.fields.get("tokenizer.ggml.tokens"), _layer_sizes(file)
+    _refuse_variants(file, layout, layer.head_dim)
     return Published(
         layout=layout,
         hidden_size=int(file.setting("embedding_length")),
@@ -215,7 +216,7 @@ def read_settings(file: GgufFile) -> Published:
         steps=steps,
         tensors={},
         draft_ids_D=None if d2t is None else torch.from_numpy(np.array(d2t.data)).reshape(-1),
-        layer=_layer_sizes(file),
+        layer=layer,
         num_layers=int(file.setting("block_count")),
         aux_layers=tuple(int(layer) for layer in file.setting("target_layers")),
         norm_before_residual=bool(file.value(f"{of}.norm_before_residual", False)),
@@ -246,12 +247,21 @@ def _sights(file: GgufFile) -> dict[str, Any]:
     return {"sliding_window": window, "full_layers": full_layers, "causal": causal}
 
 
-def _refuse_variants(file: GgufFile, layout: Layout) -> None:
-    refused = {key: what for key, what in _REFUSED.items() if file.value(f"{BLOCK}.{key}")}
-    if layout is Layout.DSPARK and file.value(f"{BLOCK}.sample_from_anchor", True) is False:
-        refused["sample_from_anchor"] = "drafts each slot's own place"
-    for key, what in refused.items():
-        raise UserError(f"The GGUF file {what} ({BLOCK}.{key}), which headstart has not.", "Take another file.")
+def _refuse_variants(file: GgufFile, layout: Layout, head_dim: int) -> None:
+    """Refuse settings that change what layers compute and that headstart does not have."""
+    of = file.architecture
+    usual: dict[str, tuple[Any, ...]] = {
+        "rope.scaling.type": ("none", "linear"),
+        "rope.dimension_count": (head_dim,),
+        **({WINDOW: (0,)} if layout is Layout.EAGLE3 else {}),
+        **({"sample_from_anchor": (True,)} if layout is Layout.DSPARK else {}),
+        **{key.removeprefix(f"{of}."): () for key in file.fields if key.removeprefix(f"{of}.").startswith(_REFUSED)},
+    }
+    for key, values in usual.items():
+        if ((value := file.value(f"{of}.{key}")) and value not in values) or (value is False and True in values):
+            raise UserError(
+                f"The GGUF file says {of}.{key} = {value!r}, which headstart has not.", "Take another file."
+            )
 
 
 def _layer_sizes(file: GgufFile) -> LayerSizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from operator import mul
@@ -50,7 +51,7 @@ def import_heads(source: str | Path, target: Target, out: Path, revision: str | 
 
 
 def read_checked(folder: Path, target: Target) -> Published:
-    """The heads of a folder; a UserError where they do not fit the target."""
+    """The heads of a folder, for the whole context of the target; a UserError where they do not fit it."""
     facts = facts_of_target(target)
     published = formats_of(folder)[0].read(folder, facts)
     if (published.hidden_size, published.vocab_size) != (facts.hidden_size, facts.vocab_size):
@@ -61,7 +62,13 @@ def read_checked(folder: Path, target: Target) -> Published:
         )
     for problem, remedy in infinite(published):
         raise UserError(problem, remedy)
-    return published
+    if published.layer is not None and (ours := published.layer.max_position_embeddings) < facts.context:
+        warnings.warn(
+            f"The heads' context of {ours} tokens is raised to the {facts.context} of {facts.name}: beyond {ours} they "
+            "were not trained, and fewer drafts may be accepted.",
+            stacklevel=3,
+        )
+    return published.with_context(facts.context)
 
 
 def untuned(heads: DraftHead, right: Sequence[float] | None = None) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from huggingface_hub import snapshot_download
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.io import WEIGHTS, build_heads, heads_folder
+from headstart.heads.io import heads_folder
 from headstart.hub.engines.base import DTYPES, Finding
 from headstart.hub.engines.checkpoint import opened
 from headstart.hub.engines.facts import facts_of_heads
-from headstart.hub.format import check_folder, read_config
+from headstart.hub.format import check_folder
 from headstart.hub.target_facts import TargetFacts
 from headstart.support.artifacts import link_or_copy
 from headstart.support.files import need_disk, refuse_others, write_atomic, write_tensors
@@ -59,8 +59,7 @@ def export_checkpoint(
     """
     refuse_others(out, ())
     folder = heads_folder(heads)
-    check_folder(folder)
-    built = build_heads(read_config(folder)["heads"], folder / WEIGHTS)
+    built = check_folder(folder)
     tensors = built.in_checkpoint()
     if broken := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
         raise UserError(f"{broken} holds numbers that are not finite.", "Take another checkpoint of the training.")
@@ -107,9 +106,7 @@ def check_checkpoint(
                 pass
         check_shipped(outline(str(folder), trust_remote_code=trust_remote_code))
         if against is not None:
-            held = heads_folder(against)
-            check_folder(held)
-            tensors = build_heads(read_config(held)["heads"], held / WEIGHTS).in_checkpoint()
+            tensors = check_folder(heads_folder(against)).in_checkpoint()
             if differing := [name for of_file in _changed(folder, tensors).values() for name in of_file]:
                 raise UserError(
                     f"{len(differing)} tensors, {differing[0]} among them, are not those of {against}.",

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
+from headstart.heads.exchange.published import (
+    BLOCKS,
+    EMBEDDINGS,
+    LM_HEAD,
+    LayerSizes,
+    Layout,
+    Published,
+    are_tokens,
+)
 from headstart.hub.engines.base import DFLASH, DSPARK
 from headstart.hub.engines.checkpoint import ANOTHER, AUX_IDS, CONFIG, FETCH, Checkpoint, absolute_ids, small, whole
 from headstart.hub.engines.traits import OURS, tensor_faults
@@ -25,14 +33,44 @@ _STEPS = 5
 _WITHOUT = ("d2t", "t2d", "token_map", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that are not weights of the heads."""
 _MASK = "mask_embedding.pt"
+OF_DFLASH_2 = ("selector_", "conv_")
+"""Prefixes of the settings of DFlash 2, for its selector and its convolutions over slots."""
+_OTHER_LAYERS = ("gemma", "cohere", "granite", "glm", "phi", "olmo", "minicpm", "stablelm", "nemotron")
+"""Prefixes of model types with layers that norm, scale or rotate in other ways than Llama's."""
+_USUAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("rope_interleave", "attn_output_gate", "parallel_drafting"), (False,)),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
+    **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"), (1, 1.0)),
+    **dict.fromkeys(("attention_multiplier", "scale_emb", "scale_depth", "attention_chunk_size"), ()),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0,)),
+    "rope_is_neox_style": (True,),
+    "hidden_activation": ("silu",),
+}
+"""Settings that change the computation, with the values that leave it as headstart's."""
+_SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "eagle_config": {
+        **dict.fromkeys(("norm_before_fc", AUX_IDS), ()),
+        **dict.fromkeys(("use_aux_hidden_state", "use_input_layernorm_in_first_layer"), (True,)),
+        **dict.fromkeys(("use_last_layernorm", "next_layer_regular"), (True,)),
+        "use_mtp_layernorm": (False,),
+        "parallel_draft_step": (1,),
+    },
+    "dflash_config": dict.fromkeys(
+        (
+            *("mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", "swa_window_size"),
+            *("sample_from_anchor", "markov_rank", "markov_head_type"),
+            *("enable_confidence_head", "confidence_head_with_markov"),
+        ),
+        (),
+    ),
+}
+"""Known settings of drafters' own sections, with the values that headstart supports; empty for any."""
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout | None:
     """Which arrangement a folder holds; None for none of them."""
     config, names = checkpoint.config, checkpoint.names
-    architectures = config.get("architectures")
-    kinds = set(map(str, architectures if isinstance(architectures, list) else []))
-    kinds.add(str(config.get("speculators_model_type")))
+    kinds = {*_architectures(checkpoint), str(config.get("speculators_model_type"))}
     if any(name.startswith("blocks.0.") for name in names):
         return Layout.MEDUSA
     if kinds & _DSPARK or any(name.startswith("markov_head.") for name in names):
@@ -42,6 +80,11 @@ def layout_of(checkpoint: Checkpoint) -> Layout | None:
     if "layers.0.hidden_norm.weight" in names or "d2t" in names or "draft_vocab_size" in config:
         return Layout.EAGLE3
     return Layout.EAGLE if "fc.weight" in names else None
+
+
+def _architectures(checkpoint: Checkpoint) -> set[str]:
+    given = checkpoint.config.get("architectures")
+    return set(map(str, given if isinstance(given, list) else []))
 
 
 def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> Published:
@@ -59,9 +102,36 @@ def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> 
 
 def settings_of(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
     """Everything of the heads but their tensors; errors are those of `read_published`."""
+    _refuse_unknown(checkpoint, layout)
     if layout is Layout.MEDUSA:
         return _medusa_settings(checkpoint)
     return (_block_settings if layout in BLOCKS else _eagle_settings)(checkpoint, layout, facts)
+
+
+def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
+    """Refuse settings that change what layers compute and that headstart does not have."""
+    config, names = checkpoint.settings, _architectures(checkpoint)
+    if layout in BLOCKS and names and not names & (_DFLASH | _DSPARK):
+        raise UserError(
+            f"architectures is {sorted(names)}, and headstart has the block drafters "
+            f"{', '.join(sorted(_DFLASH | _DSPARK))}.",
+            "Take a checkpoint of one of these.",
+        )
+    if (kind := str(config.get("model_type", ""))).startswith(_OTHER_LAYERS):
+        raise UserError(f"The checkpoint's layers are those of {kind}, and headstart's are Llama's.", ANOTHER)
+    unusual = [name for name, usual in _USUAL.items() if config.get(name) not in (None, *usual)]
+    if layout in BLOCKS:
+        unusual += [name for name in config if name.startswith(OF_DFLASH_2) and config[name]]
+    for name in unusual:
+        raise UserError(f"The checkpoint has {name} = {config[name]!r}, which headstart's heads do not.", ANOTHER)
+    for section, known in _SECTIONS.items():
+        settings = config.get(section)
+        for name, value in settings.items() if isinstance(settings, Mapping) else ():
+            if name not in known or (known[name] and value not in known[name]):
+                raise UserError(
+                    f"The checkpoint has {section}.{name} = {value!r}, which headstart does not know.",
+                    "Take another checkpoint, or upgrade headstart from where you have it.",
+                )
 
 
 def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
@@ -71,10 +141,8 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         raise UserError(
             f"The checkpoint's heads are {size} wide and their target {config['target_hidden_size']}.", ANOTHER
         )
-    if "sliding_attention" in (config.get("layer_types") or ()):
+    if "sliding_attention" in (config.get("layer_types") or ()) or config.get("use_sliding_window"):
         raise UserError("The checkpoint's layers see a sliding window of the text; headstart's see all of it.", ANOTHER)
-    if config.get("rope_is_neox_style") is False:
-        raise UserError("The checkpoint rotates neighbouring numbers; headstart rotates halves.", ANOTHER)
     fused = layout is Layout.EAGLE3
     return Published(
         layout=layout,
@@ -144,9 +212,6 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
 def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Iterator[tuple[str, str]]:
     """(what headstart's block drafters do not have, what to do)."""
     config = checkpoint.settings
-    rope = config.get("rope_parameters")
-    if "rope_theta" not in config and not (isinstance(rope, Mapping) and "rope_theta" in rope):
-        yield "The config says no rope_theta, and engines then take different ones.", f"Write it into {CONFIG}."
     if config.get("draft_vocab_size") not in (None, vocab):
         count = config["draft_vocab_size"]
         yield f"The checkpoint drafts from {count} of {vocab} tokens through an LM head of its own.", ANOTHER
@@ -211,21 +276,41 @@ def _layer_sizes(config: Mapping[str, Any]) -> LayerSizes:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary positions from either spelling; both must agree."""
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    new = {**new} if isinstance(new, Mapping) else {}
-    base = new.get("rope_theta", config.get("rope_theta", 10000.0))
-    if config.get("rope_theta", base) != base:
+    """Join the rotary settings of all places where writers put them; a UserError where two places disagree."""
+    places: list[tuple[str, Mapping[Any, Any]]] = [
+        ("at the top", {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")})
+    ]
+    for name in ("rope_parameters", "rope_scaling"):
+        section = config.get(name) or {}
+        if not isinstance(section, Mapping):
+            raise UserError(f"The config's {name} is {section!r}.", f"Correct it in {CONFIG}.")
+        by_kind = {kind: inner for kind, inner in section.items() if isinstance(inner, Mapping)}
+        kinds = config.get("layer_types")
+        used = dict.fromkeys(map(str, kinds if isinstance(kinds, list) and kinds else ["full_attention"]))
+        places += [(f"in {name}.{kind}", by_kind[kind]) for kind in used if kind in by_kind]
+        places.append((f"in {name}", {key: value for key, value in section.items() if key not in by_kind}))
+    rope: dict[str, Any] = {}
+    found: dict[str, str] = {}
+    for place, settings in places:
+        for name, value in settings.items():
+            if value is None:
+                continue
+            key = "rope_type" if name == "type" else name
+            found.setdefault(key, place)
+            if rope.setdefault(key, value) != value:
+                raise UserError(
+                    f"The config says {key} {rope[key]} {found[key]} and {value} {place}.",
+                    f"Correct the wrong one in {CONFIG}; engines read the one or the other.",
+                )
+    if "rope_theta" not in rope:
         raise UserError(
-            f"The config says rope_theta {config['rope_theta']} at the top and {base} in rope_parameters.",
-            f"Correct the wrong one in {CONFIG}; engines read the one or the other.",
+            "The config says no rope_theta, and engines then take different ones.",
+            f"Write the base that the heads were trained with into {CONFIG}; often it is the target's.",
         )
-    rope = new or ({**old} if isinstance(old, Mapping) else {})
-    if "type" in rope:
-        rope.setdefault("rope_type", rope.pop("type"))
+    base = rope["rope_theta"]
     if not isinstance(base, int | float) or isinstance(base, bool) or not base > 0:
         raise UserError(f"The config's rope_theta is {base!r}.", f"Correct it in {CONFIG}.")
-    return {**rope, "rope_type": rope.get("rope_type", "default"), "rope_theta": float(base)}
+    return {"rope_type": "default", **rope, "rope_theta": float(base)}
 
 
 def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int, ...]:
@@ -318,12 +403,6 @@ def kind_of_map(given_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str |
         return next(iter(possible), None)
     rising = len(given_D) > 1 and bool((given_D.diff() >= 1).all())
     return "ids" if rising else "offsets"
-
-
-def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
-    """Whether these are distinct tokens of a vocabulary."""
-    inside = bool(((ids_D >= 0) & (ids_D < vocab_size)).all())
-    return inside and len(torch.unique(ids_D)) == len(ids_D)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------

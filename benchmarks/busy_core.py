@@ -1,0 +1,156 @@
+"""Decoding speed while another program occupies a core, against fixed thread counts.
+
+    python benchmarks/busy_core.py runs/quickstart/heads
+    python benchmarks/busy_core.py runs/quickstart/heads --quick
+
+Four processes decode the same prompts in turns: one follows the free cores (the default), three have a fixed setting:
+all threads, all threads with OMP_WAIT_POLICY=passive, and one thread. All of it runs once on a quiet machine and once
+beside a busy loop. The bar: at least 0.97 of the best fixed setting on a quiet machine, 0.85 beside a busy core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from never_slower import anew, prompts_of
+from record import record
+from tables import figures
+
+import headstart
+from headstart.decode.loop import DecodeLoop
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.catalog import DEFAULT
+from headstart.eval.environment import environment
+
+BARS = {"quiet": 0.97, "one core busy": 0.85}
+FOLLOWS = "free cores"
+SETTINGS: Mapping[str, Mapping[str, str]] = {
+    FOLLOWS: {},
+    "all threads": {},
+    "all threads, passive": {"OMP_WAIT_POLICY": "passive"},
+    "one thread": {"OMP_NUM_THREADS": "1"},
+}
+METHODS = ("plain", "heads", DEFAULT)
+WHAT = (
+    "Tokens a second by thread setting, on a quiet machine and beside a busy loop, in turns. The last column is the "
+    "default over the best fixed setting."
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads", help="a folder of heads")
+    parser.add_argument("--out", type=Path, default=Path("out/busy_core.json"), help="for all figures")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--prompts", type=int, default=4)
+    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=2, help="times that every prompt is decoded in each cell")
+    parser.add_argument("--quick", action="store_true", help="one prompt, once, 8 tokens: does it run?")
+    parser.add_argument("--worker", choices=SETTINGS, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.prompts, options.max_new_tokens, options.repeats = 1, 8, 1
+    if options.worker:
+        work(options)
+        return
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(worker(name, options)) for name in SETTINGS}
+        machine = next(iter([ask(each, {}) for each in workers.values()]))  # all of them have loaded and compiled
+        for condition in BARS:
+            with busy_loop() if condition != "quiet" else ExitStack():
+                rows += measure(condition, workers, options)
+    print(figures(rows))
+    for row in rows:
+        if row["over_best_fixed"] < BARS[row["condition"]]:
+            print(f"Below {BARS[row['condition']]}: {row['method']}, {row['condition']}: {row['over_best_fixed']:.3f}.")
+    settings = {"max_new_tokens": options.max_new_tokens, "prompts": options.prompts, "repeats": options.repeats}
+    record(options.out, WHAT, rows, machine, __file__, arguments, settings)
+
+
+def measure(
+    condition: str, workers: Mapping[str, subprocess.Popen[str]], options: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each method: its speed in each setting, the settings in turns."""
+    names = list(workers)
+    for method in METHODS:
+        seconds, tokens = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+        for number in range(options.prompts * options.repeats):
+            first = number % len(names)
+            for name in names[first:] + names[:first]:
+                done = ask(workers[name], {"method": method, "prompt": number % options.prompts})
+                seconds[name] += done["seconds"]
+                tokens[name] += done["tokens"]
+        speeds = {name: tokens[name] / seconds[name] for name in names}
+        best = max(speed for name, speed in speeds.items() if name != FOLLOWS)
+        yield {
+            "name": f"{method}, {condition}",
+            "method": method,
+            "condition": condition,
+            "tokens_per_second": speeds,
+            "over_best_fixed": speeds[FOLLOWS] / best,
+        }
+
+
+@contextmanager
+def busy_loop() -> Iterator[None]:
+    """Occupy one core until the block ends."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+@contextmanager
+def worker(name: str, options: argparse.Namespace) -> Iterator[subprocess.Popen[str]]:
+    """A process that decodes with one of the settings whenever it is asked to, and waits without computing."""
+    command = [sys.executable, __file__, options.heads, "--worker", name, "--dtype", options.dtype]
+    command += ["--prompts", str(options.prompts), "--max-new-tokens", str(options.max_new_tokens)]
+    pipe, environment = subprocess.PIPE, {**os.environ, **SETTINGS[name]}
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def ask(process: subprocess.Popen[str], request: Mapping[str, Any]) -> dict[str, Any]:
+    """Send a request to a worker and wait for its answer."""
+    assert process.stdin is not None and process.stdout is not None
+    print(json.dumps(request), file=process.stdin, flush=True)
+    answer: dict[str, Any] = json.loads(process.stdout.readline())
+    return answer
+
+
+def work(options: argparse.Namespace) -> None:
+    """Answer requests from standard input: the environment, or seconds and tokens of one text."""
+    decoder = headstart.load(options.heads, dtype=options.dtype)
+    prompts = prompts_of(decoder.target, None, options.prompts)
+    loops = {name: anew(decoder.loop(name)) for name in METHODS if name != "plain"}
+    loops["plain"] = DecodeLoop(decoder.target)
+    asked = DecodeOptions(options.max_new_tokens)
+    for loop in loops.values():
+        if options.worker != FOLLOWS:
+            loop.free_cores = None
+        loop.generate([prompts[0]], asked)  # records what later calls replay
+    for line in sys.stdin:
+        request, answer = json.loads(line), environment(decoder.target)
+        if request:
+            start = perf_counter()
+            (text,) = loops[request["method"]].generate([prompts[request["prompt"]]], asked)
+            answer = {"seconds": perf_counter() - start, "tokens": len(text.tokens)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

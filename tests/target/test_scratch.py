@@ -1,0 +1,87 @@
+"""Scratch buffers of the C kernels: they go with their thread, and a kernel without memory for them raises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+
+from headstart.target import cpu_attention, few_rows, prepacked
+from tests.forks import Forks
+
+pytestmark = pytest.mark.skipif(
+    few_rows.compiled(torch.float32) is None, reason="nothing is compiled on this machine: no C compiler, or no AVX2"
+)
+THREADS = 60
+
+
+def choose() -> None:
+    few_rows.argmax(torch.zeros(30_000, 2))
+
+
+def multiply() -> None:
+    prepacked.product(torch.zeros(8, 16_000), prepacked.prepack(torch.zeros(32, 16_000)), None)
+
+
+def attend() -> None:
+    queries, keys = torch.zeros(1, 12, 1, 64), torch.zeros(1, 1, 16_000, 64)
+    assert cpu_attention.few_tokens_attention(queries, keys, keys, torch.tensor([16_000]), 1.0) is not None
+
+
+@pytest.mark.parametrize(("kernel", "threads"), [(choose, 1), (multiply, 1), (attend, 1), (multiply, 2)])
+def test_scratch_buffers_go_with_their_thread(kernel: Callable[[], None], threads: int) -> None:
+    def work() -> None:
+        torch.set_num_threads(threads)
+        kernel()
+
+    def resident() -> int:
+        for _ in range(THREADS):
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        return int(psutil.Process().memory_info().rss)
+
+    before = resident()
+    # Each thread takes 0.5 MB at least. The threads of an OpenMP team end some time after the thread that had them.
+    assert resident() - before < threads * THREADS << 18
+
+
+WITHOUT_MEMORY = """
+import resource, torch
+from headstart.target import cpu_attention, few_rows, prepacked
+
+torch.set_num_threads(2)
+big = 1 << 21
+logits, rows, weight = torch.zeros(big, 1), torch.zeros(big // 16, 128), torch.zeros(32, 128)
+packed, out = prepacked.prepack(weight), torch.empty(big // 16, 32)
+queries, keys = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, big, 16)
+slots = torch.tensor([big])
+kernels = {
+    "choose": lambda: few_rows.argmax(logits),
+    "multiply": lambda: prepacked.product(rows, packed, None),
+    "attend": lambda: cpu_attention.few_tokens_attention(queries, keys, keys, slots, 1.0),
+}
+for kernel in kernels.values():
+    kernel()  # loads its library and starts its threads
+used = 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1])
+for name, kernel in kernels.items():
+    resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), resource.RLIM_INFINITY))
+    try:
+        kernel()
+    except MemoryError as error:
+        print(name, error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
+    kernel()
+"""
+
+
+def test_a_kernel_without_memory_raises_and_works_again_later(forks: Forks) -> None:
+    done = forks.run("-c", WITHOUT_MEMORY)
+    assert done.returncode == 0, done.stderr
+    told = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
+    assert told.keys() == {"choose", "multiply", "attend"}
+    assert set(told.values()) == {"A kernel cannot allocate its scratch buffers: shorten the prompt, or batch less."}
