@@ -71,8 +71,8 @@ class Stream(Iterator[str]):
         self._drafted = 0
         self._pieces = pieces
         self._decoding = _Decoding(run)
-        # Nothing of the decoding refers to this object, so that it ends when nobody else does; at the latest with the
-        # interpreter: torch aborts the process if it is torn down under a thread.
+        # The decoding has no reference to this object and ends when that is collected, or with the interpreter: torch
+        # aborts the process if it is torn down under a thread.
         self._end = weakref.finalize(self, self._decoding.end)
 
     def __iter__(self) -> Stream:
@@ -128,7 +128,7 @@ class _Decoding:
         self._stopped = threading.Event()
 
     def next(self) -> _Tokens | Answer | None:
-        """The next tokens, or the answer after the last; None at the end. What the thread raised is raised again."""
+        """Return the next tokens, then the answer, then None. Raises the thread's exception again."""
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
                 self._thread = threading.Thread(target=self._work, name="headstart-stream", daemon=True)
@@ -141,7 +141,7 @@ class _Decoding:
         return message
 
     def end(self) -> None:
-        """Have the thread end, and whoever waits for it; returns when it has ended."""
+        """Stop the thread and unblock its reader; returns once the thread has ended."""
         with self._lock:
             self._stopped.set()
         self._inbox.put(None)
@@ -162,5 +162,5 @@ class _Decoding:
             raise _Stopped
 
 
-class _Stopped(Exception):
-    """The reader of a stream has gone."""
+class _Stopped(BaseException):
+    """The stream was closed."""

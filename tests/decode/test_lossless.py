@@ -16,6 +16,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
+from headstart.support.detokenizer import AnswerMarkup
 from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, TreeShape, decided
 from tests.decode.drafters import ReplayDrafter
@@ -143,7 +144,7 @@ def test_a_stop_string_with_a_space_before_punctuation_is_seen(tiny_target: Targ
     tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
     tokens = tokenizer("to a . b")["input_ids"]
     assert " ." not in tokenizer.decode(tokens), "this tokenizer tidies"
-    target: Any = SimpleNamespace(tokenizer=tokenizer, end_tokens=frozenset())
+    target: Any = SimpleNamespace(tokenizer=tokenizer, end_tokens=frozenset(), markup=AnswerMarkup())
     text = Generation()
     text.extend(tokens, 0, DecodeOptions(max_new_tokens=40, stop=(" .",)), target)
     assert text.finish_reason == "stop"

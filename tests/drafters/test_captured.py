@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,10 +13,12 @@ import torch
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
+from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.eval.environment import environment
 from headstart.target import few_rows
+from headstart.target.cache import TreeCache
 from headstart.target.graphs import Captures, Graph
 from headstart.target.memory import Memory
 from headstart.target.model import Target
@@ -132,6 +135,25 @@ def test_a_second_text_captures_nothing(
     drafter = drafter_of(name, host, target)
     first, count = drafted(target, drafter), len(captures)
     assert count and drafted(target, drafter) == first and len(captures) == count
+
+
+def test_a_draft_model_keeps_its_graphs_when_its_cache_grows(
+    target: Target, device: StandIn, captures: list[StandInGraph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headstart.drafters.draft_model._SPARE", 0)
+    monkeypatch.setattr("headstart.target.graphs._LEAST_SEEN", 16)
+    draft = Target(tiny_model("llama", vocab_size=61, seed=1).to(CUDA))
+    loop, options = DecodeLoop(target, DraftModelDrafter(draft, target)), replace(OPTIONS, max_new_tokens=70)
+    caches: list[TreeCache] = []
+    forward = draft.forward_tree
+    monkeypatch.setattr(draft, "forward_tree", lambda cache, *rest: (caches.append(cache), forward(cache, *rest))[1])
+    texts = [list(range(3, 59))]  # it just fits at first
+    (first,) = loop.generate(texts, options)
+    assert len({cache.capacity for cache in caches}) > 1, "it has grown"
+    assert all(cache.memory is not None for cache in caches)
+    count = len(captures)
+    caches.clear()  # they hold memory
+    assert loop.generate(texts, options)[0].tokens == first.tokens and len(captures) == count
 
 
 @pytest.mark.parametrize(("name", "length"), [("eagle3", 40), ("dflash", 99)])

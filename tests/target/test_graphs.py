@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -83,34 +84,55 @@ def test_what_a_forward_gave_stays_when_others_run(target: Target, device: Stand
     assert torch.equal(first.aux_hidden_states[1].cpu(), states)
 
 
-def test_a_second_call_captures_nothing(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """All graphs that are captured."""
     captured: list[Graph] = []
     made = Graph.__init__
     monkeypatch.setattr(Graph, "__init__", lambda self: (made(self), captured.append(self))[0])
-    options = DecodeOptions(max_new_tokens=8, ignore_end=True)
-    texts = [DecodeLoop(target).generate(TEXTS, options)[0].tokens]
+    return captured
+
+
+def test_lengths_that_alternate_capture_nothing_again(device: StandIn, captured: list[Graph]) -> None:
+    target = Target(tiny_model("llama", vocab_size=VOCAB, max_length=4096).to(CUDA))
+    six = DecodeOptions(max_new_tokens=3000, stop_test=lambda _, tokens: len(tokens) == 6)
+    calls = [(TEXTS, DecodeOptions(max_new_tokens=6, ignore_end=True)), (TEXTS[:1], replace(six, ignore_end=True))]
+    texts = [DecodeLoop(target).generate(*call)[0].tokens for call in calls]
     count = len(captured)
-    assert count
-    texts.append(DecodeLoop(target).generate(TEXTS, options)[0].tokens)
-    assert len(captured) == count and texts[0] == texts[1]
-    assert target.spare_bytes > 0
+    assert count and [DecodeLoop(target).generate(*call)[0].tokens for call in calls * 2] == texts * 2
+    assert len(captured) == count and target.spare_bytes > 0
 
 
-def test_memory_that_is_too_small_is_given_up(device: StandIn) -> None:
-    target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
-    small = target.new_cache(1, 20)
-    memory = small.memory
+def test_requests_that_alternate_capture_nothing_again(device: StandIn, captured: list[Graph]) -> None:
+    target, counts = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA)), list[int]()
+    for _ in range(3):
+        caches = [target.new_cache(1, 64) for _ in range(2)]
+        assert caches[0].memory is not caches[1].memory, "two at a time share nothing"
+        for cache in caches * 2:
+            target.forward_tree(cache, TreeBatch.of([BUSHY], CUDA))
+        del cache, caches
+        counts.append(len(captured))
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+def test_memory_for_graphs_is_bounded(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=VOCAB, max_length=4096).to(CUDA))
+    memory = target.new_cache(1, 20).memory
     assert memory is not None
-    del small
     assert target.new_cache(1, 30).memory is memory, "it is large enough for this one, too"
-    first, second = target.new_cache(1, 30), target.new_cache(1, 30)
-    assert first.memory is not second.memory, "two at a time share nothing"
-    del first, second
     larger = target.new_cache(2, 2000)
-    assert larger.memory is not memory and larger.capacity >= 2000 and not target.spare_bytes
+    assert larger.memory is not memory and larger.capacity >= 2000
     del larger
-    assert target.new_cache(1, 20).memory is not memory, "far too large ones are given up, too"
+    assert target.new_cache(1, 20).memory is memory, "not the one that is far too large"
+    for rows in range(1, 20):
+        target.new_cache(rows, 100 * rows)
+    graphs = target._graphs
+    assert graphs is not None and len(graphs._spares) == 4, "the oldest go"
+    monkeypatch.setattr("headstart.target.graphs.free_bytes", lambda _: 3 * memory.bytes)
+    cache = target.new_cache(1, 20)
+    assert not target.spare_bytes, "with little memory, others than this text's go"
+    del cache
+    assert target.spare_bytes == memory.bytes
 
 
 def halved_in_other_memory(model: Any) -> None:

@@ -29,7 +29,7 @@ from headstart.decode.sampling import check_processors, check_sampling, not_befo
 from headstart.decode.verify import DRAWS, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
 from headstart.support.cores import FreeCores
-from headstart.support.detokenizer import IncrementalDetokenizer
+from headstart.support.detokenizer import StopStrings
 from headstart.target import few_rows
 from headstart.target.graphs import captured
 from headstart.target.model import Target, TargetOutput
@@ -79,6 +79,7 @@ class Generation:
     rounds: list[Round] = field(default_factory=list)
     drafter_error: str | None = None
     seed: int | None = None
+    _stop_strings: StopStrings | None = field(default=None, repr=False, compare=False)
 
     @property
     def tokens_per_round(self) -> float:
@@ -93,6 +94,8 @@ class Generation:
     def extend(self, tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> None:
         """Append tokens as far as the text goes, also in the middle of an accepted path; notes why it ends if it does.
         `row` is for the caller's own test."""
+        if options.stop_strings and self._stop_strings is None:
+            self._stop_strings = StopStrings(target.tokenizer, options.stop_strings, target.markup)
         for token in tokens:
             self.tokens.append(token)
             # The caller's test sees every token of the text.
@@ -100,7 +103,9 @@ class Generation:
             if token in target.end_tokens and not options.ignore_end:
                 self.finish_reason = "end"
             elif (
-                stopped or token in options.stop_token_ids or _at_stop_string(self.tokens, options.stop_strings, target)
+                stopped
+                or token in options.stop_token_ids
+                or (self._stop_strings is not None and self._stop_strings.seen_after(token))
             ):
                 self.finish_reason = "stop"
             elif len(self.tokens) == options.max_new_tokens:
@@ -112,7 +117,8 @@ class Generation:
 OnTokens = Callable[[int, list[int], int], None]
 """Called with (row, new tokens, how many of them, from the first on, were drafts) as soon as they are decided."""
 Check = Callable[[], None]
-"""Called before each forward, those that read a piece of a long prompt among them; what it raises ends the decoding."""
+"""Called before each forward, those that read a piece of a long prompt among them. It ends the decoding with an
+exception that is no `Exception`: those of drafters are caught."""
 
 
 # -- drafters --------------------------------------------------------------------------------------------------------
@@ -328,6 +334,7 @@ class DecodeLoop:
                     warp=partial(warp, options),
                     streams=verifier.draft_streams,
                     temperature=options.temperature,
+                    check=call.check,
                 )
                 trees = budget.prune(propose(request))
                 if any(tree.size > 1 for tree in trees):
@@ -500,25 +507,3 @@ def keeping_on(options: DecodeOptions, prompts: Sequence[Sequence[int]], target:
     if not options.min_new_tokens or not ends:
         return []
     return [not_before(options.min_new_tokens, len(prompt), ends, target.device) for prompt in prompts]
-
-
-def _at_stop_string(text: list[int], stop_strings: Sequence[str], target: Target) -> bool:
-    if not stop_strings:
-        return False
-    # A stop string is at most as many tokens long as it has bytes; the tail holds it whole.
-    tail, tokenizer = text[-max(len(stop.encode()) for stop in stop_strings) - 8 :], target.tokenizer
-    shown, whole = (
-        tokenizer.decode(tail, skip_special_tokens=skip, clean_up_tokenization_spaces=False) for skip in (True, False)
-    )
-    if any(stop in whole and _holds_special(stop, tokenizer) for stop in stop_strings):
-        return True
-    found = [stop for stop in stop_strings if stop in shown]
-    if found and target.markup.opening:  # other messages than the answer are no text
-        pieces = IncrementalDetokenizer(tokenizer, target.end_tokens, target.markup)
-        shown = pieces.push(text)[-len(shown) :]
-    return any(stop in shown for stop in found)
-
-
-def _holds_special(text: str, tokenizer: Any) -> bool:
-    """Whether a text contains a special token: as text is shown it would never be seen."""
-    return any(token.special and token.content in text for token in tokenizer.added_tokens_decoder.values())

@@ -130,8 +130,9 @@ class DecodeOptions(SamplingOptions):
 
     A `headstart.decoder.Decoder` reads `drafter`, `tree`, and how a prompt is rendered (`raw`, `tools`,
     `chat_template_kwargs`), its log reads `source`; the decode loop, which is given a drafter and token ids, reads all
-    others. Greedy output, and samples without drafts, do not depend on the batch that a row is in. With
-    drafts and measured costs the number of drafts does, and with it which text of the same distribution is drawn.
+    others. Greedy output, and samples without drafts, do not depend on the other rows of a batch, up to rounding: in
+    bfloat16 a near-tie may turn out differently. With drafts and measured costs the number of drafts depends on them,
+    and with it which text of the same distribution is drawn.
 
     A seed gives the same text again where the costs are the same ones: those of the heads where they were tuned;
     elsewhere those that were measured at first use, which are kept for later processes unless the machine was busy.
@@ -164,7 +165,7 @@ class DecodeOptions(SamplingOptions):
     drafter: str = option(
         "heads+ngram",
         "Draft with heads, none (plain decoding), ngram, memory[:FILE] (earlier answers: those of the training, and "
-        "those that FILE keeps from now on), lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own modules), "
+        "those that FILE keeps from now on), lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own module), "
         "draft-model:SPEC, or several joined with +, such as heads+ngram.",
         metavar="NAME",
     )

@@ -74,16 +74,14 @@ class DraftModelDrafter:
         texts = [self._known(prompt) for prompt in prompts]
         longest = max(map(len, texts))
         cache = self.draft.new_cache(len(texts), longest + self.max_nodes + _SPARE)
-        session = _Session(cache, texts, [[] for _ in texts])
-        if longest <= self.draft.max_length:
-            self.draft.prefill(session.cache, texts)
-        return session
+        return _Session(cache, texts, [[] for _ in texts])
 
     def propose(self, session: _Session, roots: TreeBatch, request: Request) -> list[Tree]:
         longest = max(map(len, session.texts)) + 1
         steps = min(self.draft_steps, request.max_nodes - 1, self.draft.max_length - longest + 1)
         if steps < 1:
             return roots.trees
+        session.cache.watch(request.check)
         chains = [Tree.chain_of([root], [1.0]) for root in roots.root_tokens]
         going = [True] * len(chains)
         for step in range(steps):
@@ -124,7 +122,7 @@ class DraftModelDrafter:
         texts = zip(session.texts, session.cache.lengths, roots, strict=True)
         rows = [[*text[length:], root] for text, length, root in texts]
         room = max(max(map(len, session.texts)) + self.max_nodes, max(session.cache.lengths) + max(map(len, rows)))
-        session.cache = session.cache.with_room(room)
+        session.cache = session.cache.with_room(room, self.draft.new_cache)
         session.read = [[] for _ in rows]
         if max(map(len, rows)) > 1:
             return self.draft.prefill(session.cache, rows).logits_BTV[:, 0]

@@ -2,7 +2,7 @@
 
 Three parts, in float32 or where the bits are kept (`Target.exact`):
 
-- greedy: every drafter's tokens are those of plain decoding, at every batch size;
+- greedy: every drafter's tokens are those of plain decoding, at every batch size (in a short dtype, of the same batch);
 - bits: whether the logits of a tree are those of single steps to the last bit;
 - sampling: under every verifier, the first tokens after a prompt come with the frequencies that transformers' own model
   and logits warpers give them (`headstart.eval.enumeration`). The first token comes from the prefill; those after it

@@ -28,11 +28,11 @@ Text = tuple[int, ...]
 class RememberingTarget(Target):
     """A view of a target that looks up what it has read before.
 
-    Thousands of rows with the same prompt take the same few paths. What the target says after a text does not depend on
-    the row, so it is computed once, by the target's own tree forward on top of its own cache, and looked up from then
-    on. The decode loop, drafter, rules and random streams run as always; only the batched cache is left out, which the
-    audit holds against it with the same seeds. All rows must have the same prompt, of at least two tokens. Logits are
-    good until the next forward.
+    Thousands of rows with the same prompt take the same few paths. The logits after a text depend on the row only by
+    rounding, so they are computed once, by the target's own tree forward on top of its own cache, and looked up after
+    that. The decode loop, drafter, rules and random streams run as always; only the batched cache is left out, which
+    the audit holds against it with the same seeds. All rows must have the same prompt, of at least two tokens. Logits
+    are good until the next forward.
 
     Texts longer than `horizon` are answered as their first `horizon` tokens are. This is another model, with the same
     distribution of the first `horizon` + 1 tokens; trees reach far beyond them, and need not be read there.

@@ -247,7 +247,7 @@ class DraftHead(nn.Module, ABC):
         return logits if self.finish is None else self.finish(logits)
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
-        """Draft only these distinct tokens of the target (int64 [D])."""
+        """Draft only these tokens of the target (sorted int64 [D])."""
         assert token_ids.shape == self.draft_to_target_D.shape, "the vocabulary has the configured size"
         self.draft_to_target_D.copy_(token_ids)
 
@@ -365,6 +365,9 @@ class DraftHead(nn.Module, ABC):
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
         """Start drafting for a batch of prompts, with the states {layer: [B, T, E]} of their prefill, padded on the
         right; returns the session that `draft_step`, `commit` and `reorder` take."""
+
+    def read_text(self, session: Any, check: Callable[[], None] | None) -> None:
+        """Read a long text that is pending, a piece at a time, after `check`; by default `prefill` has read it."""
 
     @abstractmethod
     def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:

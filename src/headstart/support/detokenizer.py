@@ -46,43 +46,56 @@ class AnswerMarkup:
 
 
 class IncrementalDetokenizer:
-    """A decoder of a few tokens at a time that never breaks a character and skips the tokens `ends`.
+    """Text of a growing list of tokens, without breaking a character; the tokens `ends` are not text.
 
     A template may open the text of an answer with a header (`AnswerMarkup.opening`). Messages under other headers are
     then skipped, too. An answer that ends before its text begins is returned by `rest`, with its special tokens.
 
-    Bytes of a character that is not complete yet decode to U+FFFD; text that ends with it is held back. Only the last
-    piece and the new tokens are decoded again, so that the work does not grow with the text.
+    Text that ends with U+FFFD is held back, since the next token may complete its character. Only the newest piece and
+    the tokens held back are decoded again, so the work does not grow with the text. The pieces do not depend on how
+    many tokens each call adds.
     """
 
     def __init__(
-        self, tokenizer: Any, ends: frozenset[int] = frozenset(), markup: AnswerMarkup = AnswerMarkup()
+        self,
+        tokenizer: Any,
+        ends: frozenset[int] = frozenset(),
+        markup: AnswerMarkup = AnswerMarkup(),
+        skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
         self._ends = ends
         self._markup = markup
+        self._skips = skip_special_tokens
         self._read: list[int] = []  # tokens that are not text
         self._header = 0  # where the newest header starts in them
         self._in_text = self._has_text = not markup.opening
-        self._tokens: list[int] = []
-        self._start = 0  # the context that decides on spaces starts here
-        self._shown = 0  # tokens with text that was returned
+        self._context: list[int] = []  # tokens of the newest piece: they decide on the space after them
+        self._held: list[int] = []
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that these tokens complete; may be empty."""
-        self._tokens.extend(token for token in tokens if token not in self._ends and self._is_text(token))
-        text = self._pending()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        self._start, self._shown = self._shown, len(self._tokens)
-        return text
+        """Add tokens; returns the text that they complete, which may be empty."""
+        return "".join(self._push(token) for token in tokens if token not in self._ends and self._is_text(token))
 
     def rest(self) -> str:
-        """Return the text that was held back."""
-        whole = "" if self._has_text else decode_text(self._tokenizer, self._read, skip_special_tokens=False)
-        text = self._pending() + whole
-        self._start = self._shown = len(self._tokens)
+        """Return the text held back, at the end of the text."""
+        text = self.held if self._has_text else decode_text(self._tokenizer, self._read, skip_special_tokens=False)
+        self._context, self._held = self._held, []
         return text
+
+    @property
+    def held(self) -> str:
+        """The text held back, as it would end now."""
+        if not self._held:
+            return ""
+        # Byte fallback decodes a run of bytes as a whole: one cut character breaks the ones before it. The longest
+        # context whose own text stays as it is ends before that run, or inside it.
+        for count in range(len(self._context), 0, -1):
+            known = self._decode(self._context[:count])
+            text = self._decode(self._context[:count] + self._held)
+            if text.startswith(known):
+                return text[len(known) :]
+        return self._decode(self._held)
 
     def _is_text(self, token: int) -> bool:
         """Whether a token stands between a header of answers and the next special token."""
@@ -99,9 +112,39 @@ class IncrementalDetokenizer:
         self._has_text |= self._in_text
         return False
 
-    def _pending(self) -> str:
-        known = decode_text(self._tokenizer, self._tokens[self._start : self._shown])
-        return decode_text(self._tokenizer, self._tokens[self._start :])[len(known) :]
+    def _push(self, token: int) -> str:
+        self._held.append(token)
+        text = self.held
+        if not text or text.endswith("\ufffd"):
+            return ""
+        self._context, self._held = self._held, []
+        return text
+
+    def _decode(self, tokens: list[int]) -> str:
+        return decode_text(self._tokenizer, tokens, self._skips)
+
+
+class StopStrings:
+    """Finds stop strings in a growing answer. Special tokens count only for stop strings that contain one."""
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], markup: AnswerMarkup = AnswerMarkup()) -> None:
+        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        raw = [stop for stop in stops if any(content in stop for content in special)]
+        self._kinds = [(IncrementalDetokenizer(tokenizer, markup=markup), stops)]
+        if raw:
+            self._kinds.append((IncrementalDetokenizer(tokenizer, skip_special_tokens=False), raw))
+        self._tails = ["", ""]
+        self._longest = max(map(len, stops))
+
+    def seen_after(self, token: int) -> bool:
+        """Add a token; returns whether the text contains a stop string now."""
+        seen = False
+        for kind, (detokenizer, stops) in enumerate(self._kinds):
+            text = self._tails[kind] + detokenizer.push([token])
+            ending = text + detokenizer.held
+            seen = seen or any(stop in ending for stop in stops)
+            self._tails[kind] = text[-self._longest :]
+        return seen
 
 
 def decode_text(tokenizer: Any, tokens: list[int], skip_special_tokens: bool = True) -> str:
@@ -111,5 +154,9 @@ def decode_text(tokenizer: Any, tokens: list[int], skip_special_tokens: bool = T
 
 def answer_text(tokens: Sequence[int], tokenizer: Any, ends: frozenset[int], markup: AnswerMarkup) -> str:
     """Decode a whole answer as `IncrementalDetokenizer` does piece by piece."""
+    if not markup.opening:
+        text = decode_text(tokenizer, [token for token in tokens if token not in ends])
+        if "\ufffd" not in text:  # where each character is complete, the pieces add up to it
+            return text
     pieces = IncrementalDetokenizer(tokenizer, ends, markup)
     return pieces.push(tokens) + pieces.rest()

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -104,8 +103,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def rows(self) -> int:
         return len(self.lengths)
 
-    def watch(self, check: Callable[[], None]) -> None:
-        """Have this called before each forward, which it ends where it raises."""
+    def watch(self, check: Callable[[], None] | None) -> None:
+        """Call this before each forward; an exception from it ends the forward."""
         self._check = check
 
     def begin(self, new_tokens: int) -> None:
@@ -250,14 +249,15 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         part._all, part._new, part._sight = [], [], []
         return part
 
-    def with_room(self, needed: int) -> TreeCache:
-        """Itself; or what it holds, in a cache for twice as many tokens, where so many do not fit."""
+    def with_room(self, needed: int, new_cache: Callable[[int, int], TreeCache]) -> TreeCache:
+        """Itself; or its content in a cache of `new_cache(rows, capacity)` for twice as many tokens, if they do not
+        fit."""
         if needed <= self.capacity:
             return self
-        capacity, other = 2 * needed, copy.copy(self)
-        other._stores = [F.pad(store, (0, 0, 0, capacity - self.capacity)) for store in self._stores]
-        other.capacity, other.lengths, other._slots, other._lengths = capacity, list(self.lengths), {}, {}
-        other.memory, other._all, other._new, other._sight = None, [], [], []
+        other = new_cache(self.rows, 2 * needed)
+        other._check = self._check
+        for row in range(self.rows):
+            other.go_on_with(row, self.part(row, row + 1))
         return other
 
     def kept(self, row: int, length: int) -> TreeCache:

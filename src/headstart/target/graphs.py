@@ -5,9 +5,9 @@ fixed shapes, so there is one for each bucket: rows and slots in sight in powers
 layers whose states are wanted. Tokens, depths, visibility and lengths are filled into its buffers; positions, masks and
 slots are computed from them inside of it. What fills a bucket up is read like a node, and never looked at.
 
-Keys and values stay where a graph found them: a cache is lent memory, which comes back with the graphs that know it, so
-that the next call captures nothing. `Captures` is what this has in common with graphs of other forwards, such as those
-of draft heads (see `drafters.captured`).
+Keys and values stay where a graph found them: a cache is lent memory, which comes back with its graphs, so that the
+next call captures nothing. Some memories are kept, for requests that run at once and for lengths that alternate.
+`Captures` is shared with graphs of other forwards, such as those of draft heads (see `drafters.captured`).
 
 Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
 """
@@ -34,7 +34,10 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _LEAST_SEEN = 128
 """Slots that the smallest bucket has in sight: a fresh text does not pass through many."""
 _ROOMY = 0.25
-"""Share of the free memory up to which a cache may be larger than asked for, so that it serves the next call."""
+"""Share of the free memory up to which a cache may be larger than asked for, so that it serves the next call, and
+memories of earlier calls are kept beside it."""
+_KEPT = 4
+"""Memories that are kept for later calls; the least recently used one goes first."""
 _TOO_LARGE = 4
 """How many times as large as asked for a memory may be that serves again."""
 
@@ -108,7 +111,7 @@ class Captures(Generic[M]):
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
         self._slot_bytes, self._device = slot_bytes, device
-        self._spare: M | None = None  # lent to nobody
+        self._spares: list[M] = []  # not in use, least recently used first
         self._lock = threading.Lock()
         self.refused: str | None = None
 
@@ -118,28 +121,34 @@ class Captures(Generic[M]):
         self.forget()
 
     def forget(self) -> None:
-        """Let go of what is held for the next text."""
-        self._spare = None
+        """Free the memories that are kept for later texts."""
+        self._spares = []
 
     @property
     def spare_bytes(self) -> int:
-        """Memory that is held for the next text, and given up where that asks for another size."""
-        memory = self._spare
-        return 0 if memory is None else memory.bytes
+        """Bytes of the memories that are kept for later texts, and freed where the next one needs them."""
+        return sum(memory.bytes for memory in list(self._spares))
 
     def lend(self, make: Callable[[int, int], M], rows: int, capacity: int, weights: Iterable[Tensor]) -> M:
-        """Memory for so many rows and slots at least, without what was in it; `make` makes what is not there. Its
-        graphs read these weights, and go once any of them lies elsewhere."""
+        """Return memory for at least these rows and slots, cleared; `make` allocates it if no kept one fits. Its graphs
+        are dropped once any of these weights has moved."""
+        roomy = power(capacity)
         with self._lock:
-            memory, self._spare = self._spare, None
-        if memory is not None:
-            too_large = memory.rows * memory.capacity > _TOO_LARGE * rows * power(capacity)
-            if memory.rows < rows or memory.capacity < capacity or too_large:
-                memory = None  # given up before another is made
+            fitting = [
+                memory
+                for memory in self._spares
+                if memory.rows >= rows
+                and memory.capacity >= capacity
+                and memory.rows * memory.capacity <= _TOO_LARGE * rows * roomy
+            ]
+            memory = min(fitting, key=lambda memory: memory.rows * memory.capacity, default=None)
+            if memory is not None:
+                self._spares.remove(memory)
+            while self._spares and self._crowds(rows * roomy * self._slot_bytes):
+                self._spares.pop(0)
         if memory is not None:
             memory.clear()
         else:
-            roomy = power(capacity)
             if rows * roomy * self._slot_bytes > _ROOMY * free_bytes(self._device):
                 roomy = -(-capacity // _LEAST_SEEN) * _LEAST_SEEN
             memory = make(rows, roomy)
@@ -149,13 +158,18 @@ class Captures(Generic[M]):
             memory.weights = places
         return memory
 
+    def _crowds(self, needed: int) -> bool:
+        """Whether the kept memories take room from a text of this size in bytes."""
+        kept = self.spare_bytes
+        return needed + kept > _ROOMY * (free_bytes(self._device) + kept)
+
     def until_gone(self, user: object, memory: M) -> None:
         """Have memory come back when its user is gone, unless its `lent` is detached before."""
         memory.lent = weakref.finalize(user, self._keep, memory)
 
     def _keep(self, memory: M) -> None:
         with self._lock:
-            self._spare = memory if self.refused is None else None
+            self._spares = [*self._spares, memory][-_KEPT:] if self.refused is None else []
 
     def capture(self, memory: M, bucket: Any, inputs: In, forward: Callable[[], T]) -> Graph[In, T] | None:
         """The graph of a forward over these inputs, which is in the memory from then on; None where there can be none.

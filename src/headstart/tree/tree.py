@@ -336,6 +336,7 @@ class Request:
             are filled in by the drafter of trained heads.
         shape: the static tree that they fill; None lets them choose.
         beside: the trees, a row each, that other drafters have proposed in this round; empty for the first one.
+        check: called before each forward that reads a piece of a long text; an exception from it ends the decoding.
     """
 
     max_nodes: int
@@ -349,6 +350,7 @@ class Request:
     calibration: Calibration | None = None
     shape: TreeShape | None = None
     beside: Sequence[Tree] = ()
+    check: Callable[[], None] | None = None
 
 
 @dataclass
@@ -386,11 +388,6 @@ class Committed:
     def counts(self) -> list[int]:
         """Tokens of each row."""
         return [len(path) for path in self.paths]
-
-    @cached_property
-    def tokens_BP(self) -> Tensor:
-        """The tokens on the target's device, int64, padded on the right."""
-        return self.batch.tokens_BN.gather(1, self.paths_BP)
 
     @cached_property
     def states(self) -> dict[int, Tensor]:

@@ -22,8 +22,8 @@ NOT_UTF8 = "with text that is not UTF-8"
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
-    **dict.fromkeys(("tool", "function"), "tool"),
+    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt", "bing", "bard", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "ipython", "observation"), "tool"),
 }
 """By role or speaker, in lower case."""
 _TEXTS = ("text", "input_text", "output_text")
@@ -116,11 +116,11 @@ def _called(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [function for function in functions if isinstance(function.get("arguments"), dict)]
 
 
-def read_messages(turns: Iterable[Mapping[str, Any]]) -> list[Message]:
+def read_messages(turns: Iterable[Mapping[str, Any]], any_answerer: bool = False) -> list[Message]:
     """Normalise messages for chat templates: a known role, one text, calls of tools with their arguments as objects.
 
     Messages of the assistant with neither a text nor calls of tools are dropped: those answers were not given. Other
-    keys are kept unless they are null.
+    keys are kept unless they are null. `any_answerer`: an unknown role after the user is the assistant's.
 
     Raises:
         Unusable: an unknown role, a content other than text, or calls of tools in another shape.
@@ -128,7 +128,10 @@ def read_messages(turns: Iterable[Mapping[str, Any]]) -> list[Message]:
     messages = list[Message]()
     for turn in turns:
         speaker, content = turn.get("role"), turn.get("content")
-        if (role := _ROLES.get(speaker.lower()) if isinstance(speaker, str) else None) is None:
+        role = _ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+        if role is None and any_answerer and messages and messages[-1]["role"] == "user":
+            role = "assistant"
+        if role is None:
             raise Unusable(f"with a message of the role {speaker!r}")
         calls = _calls(turn) if role == "assistant" else []
         if content is None and role == "assistant" and not calls:

@@ -38,6 +38,7 @@ from headstart.heads.parts.graphed import GraphedHead, Numbers
 from headstart.heads.parts.layer import Rotary, angles, normed, refused_layers, start_from_last_layers
 from headstart.heads.parts.text_attention import Sight, attend_blocks, by_row, positions_of
 from headstart.support.uploads import upload
+from headstart.target.attention import PIECE
 from headstart.target.cache import KeyMemory
 from headstart.target.frozen import FrozenModel
 from headstart.target.graphs import slots_in_sight
@@ -203,7 +204,9 @@ class BlockHead(GraphedHead):
         some_BPE = states[self.config.aux_layers[0]]
         cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=some_BPE.shape[1], like=some_BPE)
         session = BlockSession(cache, some_BPE[:, :0])
-        self._remember(session, states, [len(prompt) for prompt in prompts])
+        for start in range(0, some_BPE.shape[1], PIECE):  # so that memory does not grow with all states at once
+            piece = {layer: states[layer][:, start : start + PIECE] for layer in self.config.aux_layers}
+            self._remember(session, piece, [min(max(len(prompt) - start, 0), PIECE) for prompt in prompts])
         return session
 
     def commit(self, session: BlockSession, committed: Committed) -> None:

@@ -47,6 +47,7 @@ from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary, angles,
 from headstart.heads.parts.text_attention import Sight, attend, by_row, causal_attention, positions_of, rounded_up
 from headstart.support.uploads import upload
 from headstart.target import few_rows
+from headstart.target.attention import PIECE
 from headstart.target.cache import KeyMemory
 from headstart.target.frozen import FrozenModel
 from headstart.target.graphs import WIDTHS, power, slots_in_sight
@@ -293,6 +294,20 @@ class RecurrentHead(GraphedHead):
         none = seen_BPX[:, :0]  # until something is drafted
         in_8_bits = self.in_8_bits(seen_BPX[:1, :1])
         return RecurrentSession(cache, seen_BPX, following, counts, base=[], feedback_BWE=none, in_8_bits=in_8_bits)
+
+    def read_text(self, session: RecurrentSession, check: Callable[[], None] | None) -> None:
+        while max(session.counts) > PIECE:
+            if check is not None:
+                check()
+            read, device = [min(PIECE, count - 1) for count in session.counts], session.seen_BPX.device
+            # Padding lies in the slots of the row's next entries, which overwrite it.
+            texts = zip(session.tokens, read, strict=True)
+            tokens_BW = upload([tokens[:count] + [0] * (PIECE - count) for tokens, count in texts], device)
+            entries = Entries.of_text(session.cache.lengths, PIECE)
+            session.cache.reserve(entries.stop)
+            feedback_BWE = self.project(session.seen_BPX[:, :PIECE])
+            self._run(session, feedback_BWE, tokens_BW, entries, [max(count, 1) - 1 for count in read])
+            session.go_past(read)
 
     def in_8_bits(self, like: Tensor) -> few_rows.Recurrent | None:
         """Their levels in C, for a few rows in the dtype of `like`; None where weights are not in 8 bits, or layers are

@@ -1,0 +1,118 @@
+"""Drafters read a long prompt in pieces: with the same drafts, and cancelled between two pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.decode.loop import DecodeLoop, Drafter
+from headstart.decode.options import DecodeOptions
+from headstart.drafters.draft_model import DraftModelDrafter
+from headstart.drafters.heads import HeadDrafter
+from headstart.drafters.mtp import MtpDrafter
+from headstart.heads.parts.recurrent import RecurrentHead
+from headstart.target.model import Target
+from headstart.tree.tree import Tree, TreeShape
+from tests.heads.test_contract import build, shake
+from tests.shipped import ship
+from tests.tiny import tiny_model
+
+PIECE = 16
+OPTIONS = DecodeOptions(max_new_tokens=8, ignore_end=True)
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target(tiny_model("llama", vocab_size=61))
+
+
+def text(length: int, first: int = 3) -> list[int]:
+    return [(7 * index + first) % 60 for index in range(length)]
+
+
+def heads_of(target: Target, name: str) -> HeadDrafter:
+    heads = shake(build(name, target))
+    heads.bind(target)
+    return HeadDrafter(heads, TreeShape.from_paths([(0, 0), (1, 0), (2,)]), "dynamic", max_nodes=8)
+
+
+def drafted(target: Target, drafter: HeadDrafter, prompts: list[list[int]], **options: Any) -> list[Tree]:
+    """All trees that are proposed."""
+    trees: list[Tree] = []
+    propose = drafter.propose
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(drafter, "propose", lambda *args: [trees.append(tree) or tree for tree in propose(*args)])
+        rows = DecodeLoop(target, drafter).generate(prompts, OPTIONS, **options)
+    assert [row.drafter_error for row in rows] == [None] * len(rows)
+    return trees
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
+@pytest.mark.parametrize("lengths", [(50,), (50, 33), (50, 1, 17)])
+def test_heads_draft_the_same_in_pieces(
+    name: str, lengths: tuple[int, ...], target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, prompts = heads_of(target, name), [text(length, length) for length in lengths]
+    at_once = drafted(target, drafter, prompts)
+    for module in ("block", "recurrent"):
+        monkeypatch.setattr(f"headstart.heads.parts.{module}.PIECE", PIECE)
+    in_pieces = drafted(target, drafter, prompts)
+    assert len(at_once) == len(in_pieces)
+    for tree, other in zip(at_once, in_pieces, strict=True):
+        assert (tree.tokens, tree.parents) == (other.tokens, other.parents)
+        # Attention adds in another order, in float32.
+        assert tree.accept_probs == pytest.approx(other.accept_probs, rel=1e-4)
+
+
+class Cancelled(BaseException):
+    """Raised by a check."""
+
+
+def heads(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
+    return target, heads_of(target, "eagle3"), RecurrentHead, "_run"
+
+
+def draft_model(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
+    drafter = DraftModelDrafter(Target(tiny_model("llama", vocab_size=61, seed=1)), target)
+    return target, drafter, drafter.draft, "_read_causal"
+
+
+def mtp(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
+    shipped = ship("mimo", folder / "shipped").target
+    drafter = MtpDrafter(shipped)
+    return shipped, drafter, drafter.modules[0].layer, "_read_causal"
+
+
+@pytest.mark.parametrize("make", [heads, draft_model, mtp])
+def test_reading_is_cancelled_between_two_pieces(
+    make: Callable[[Target, Path], tuple[Target, Drafter, Any, str]],
+    target: Target,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decoded, drafter, owner, name = make(target, tmp_path)
+    loop, prompt, pieces = DecodeLoop(decoded, drafter), [text(100)], list[int]()
+    for module in ("target.model", "heads.parts.recurrent"):
+        monkeypatch.setattr(f"headstart.{module}.PIECE", PIECE)
+    read = getattr(owner, name)
+
+    def counted(*args: Any, **named: Any) -> Any:
+        pieces.append(1)
+        return read(*args, **named)
+
+    monkeypatch.setattr(owner, name, counted)
+
+    def check() -> None:
+        if len(pieces) == 2:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        loop.generate(prompt, OPTIONS, check_on=check)
+    assert len(pieces) == 2, "of seven"
+    with torch.inference_mode():
+        (row,) = loop.generate(prompt, OPTIONS)
+    assert row.drafter_error is None and len(pieces) > 7
