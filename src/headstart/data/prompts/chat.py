@@ -45,6 +45,15 @@ class Unfit(UserError):
         self.reason = reason
 
 
+def is_utf8(value: Any) -> bool:
+    """Whether every string in a JSON value can be encoded: a lone surrogate (half an emoji) cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def prompt_tokens(messages: Sequence[Message], tokenizer: Any) -> list[int]:
     """Tokenize rendered messages with the generation prompt.
 
@@ -66,10 +75,10 @@ def render(messages: Sequence[Message], tokenizer: Any, *, answer: bool) -> str:
         text = _rendered(messages, tokenizer, answer)
         text.encode()
     except UnicodeEncodeError as error:
-        found, fields = error.object[error.start], {"messages": list(messages), **template_kwargs(tokenizer)}
-        held = (name for name, value in fields.items() if found in json.dumps(value, ensure_ascii=False, default=str))
+        fields = {"messages": list(messages), **template_kwargs(tokenizer)}
+        held = next((name for name, value in fields.items() if not is_utf8(value)), "The chat template")
         raise Unfit(
-            f"{next(held, 'The chat template')} holds text that is not UTF-8: {found!r}.",
+            f"{held} holds text that is not UTF-8: {error.object[error.start]!r}.",
             "Leave out that character, or convert the text to UTF-8.",
             NOT_UTF8,
         ) from None

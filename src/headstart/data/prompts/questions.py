@@ -13,8 +13,8 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable
-from headstart.data.prompts.shapes import is_utf8, parse_prompt, tools_of
+from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable, is_utf8
+from headstart.data.prompts.shapes import parse_prompt, tools_of
 from headstart.errors import UserError, close
 from headstart.support.files import read_jsonl
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable, read_messages, text_of
+from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable, is_utf8, read_messages, text_of
 
 SHAPES = (
     '{"turns": [text, ...]}',
@@ -65,15 +65,6 @@ def opening(messages: Sequence[Message]) -> list[Message]:
     """The messages up to the first of the user."""
     first = next(i for i, message in enumerate(messages) if message["role"] == "user")
     return list(messages[: first + 1])
-
-
-def is_utf8(value: Any) -> bool:
-    """Whether every string in a JSON value can be encoded: a lone surrogate (half an emoji) cannot."""
-    try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def parse_prompt(row: Mapping[str, Any], name: str, *, keeps_answers: bool = False) -> Prompt:

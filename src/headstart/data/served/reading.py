@@ -22,6 +22,7 @@ from headstart.data.prompts.chat import (
     NOT_UTF8,
     Unfit,
     Unusable,
+    is_utf8,
     prompt_tokens,
     read_messages,
     with_template_kwargs,
@@ -111,15 +112,13 @@ def _rows(files: Iterable[Path], left_out: LeftOut) -> Iterator[tuple[str, Mappi
             for number, line in enumerate(handle, start=1):
                 try:
                     row = json.loads(line.decode("utf-8-sig"))
-                    if b"\\u" in line:
-                        json.dumps(row, ensure_ascii=False).encode()
-                except UnicodeEncodeError:
-                    left_out.add(NOT_UTF8, f"{file.name}, line {number}")
-                    continue
                 except ValueError:  # bytes that are not UTF-8, too
                     if line.strip():
                         reason = "damaged" if line.endswith(b"\n") else "half-written"
                         left_out.add(f"lines that are {reason}", f"{file.name}, line {number}")
+                    continue
+                if b"\\u" in line and not is_utf8(row):
+                    left_out.add(NOT_UTF8, f"{file.name}, line {number}")
                     continue
                 if not isinstance(row, dict):
                     left_out.add("of a shape that is not understood", f"{file.name}, line {number}")
