@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.io import load_heads
 from headstart.heads.parts.layer import LayerConfig, Rotary
-from headstart.hub.engines.export import check_export, export_for, export_remarks
+from headstart.hub.engines.export import check_export, check_heads, export_for, export_remarks
+from headstart.hub.engines.facts import facts_of_target
 from headstart.hub.engines.importing import import_heads
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
@@ -394,6 +396,10 @@ def test_a_shorter_context_is_told_and_goes_on_to_the_end(
     for kept, angles in zip(*(Rotary(config).table(128, torch.device("cpu"), torch.float32)
                               for config in (heads.config, before)), strict=True):  # fmt: skip
         assert torch.equal(kept[:128], angles[:128])
+    short = heads.publish()
+    assert short.layer is not None
+    short = replace(short, layer=replace(short.layer, max_position_embeddings=128))
+    assert isinstance(check_heads("vllm", short, facts_of_target(target)), list), "an export raises it"
     export_for(tmp_path / "ours", tmp_path / "again", "vllm", dtype="float32")
     assert json.loads((tmp_path / "again" / "config.json").read_text())["max_position_embeddings"] == context
     assert check_export(tmp_path / "again", ["vllm"], target=target) == []

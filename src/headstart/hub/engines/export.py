@@ -109,7 +109,7 @@ def export_for(
 
 def check_heads(name: str, published: Published, facts: TargetFacts) -> list[str]:
     """Refuse (UserError) heads that a format, or its engine, cannot hold; returns which others cannot, and why."""
-    return _served([_format_named(name)], published, facts)[1]
+    return _served([_format_named(name)], published.with_context(facts.context), facts)[1]
 
 
 def _served(formats: Sequence[Format], published: Published, facts: TargetFacts) -> tuple[list[str], list[str]]:
