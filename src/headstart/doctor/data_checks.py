@@ -17,8 +17,9 @@ from headstart.data.states.identify import called, every_layer, identify
 from headstart.data.states.shard_format import AUTO
 from headstart.decode.kept_text import common_beginning
 from headstart.doctor.findings import Finding, bad, good, unknown
-from headstart.doctor.subject import SPLITS, Absent, Subject, spread
+from headstart.doctor.subject import SPLITS, Absent, Subject
 from headstart.errors import UserError
+from headstart.eval.replay import spread
 from headstart.target.fitting import FINAL
 
 _AGREE, _AGREE_IN_8_BITS = 0.95, 0.85

@@ -16,6 +16,7 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.eval.audit import PROMPTS
+from headstart.eval.replay import spread
 from headstart.heads.base import DraftHead
 from headstart.heads.io import CONFIG, RUN_RECIPE, is_exported, load_heads
 from headstart.hub.format import heads_target, read_heads
@@ -121,15 +122,6 @@ class Subject:
 
     def _prompt(self, question: Question) -> list[int]:
         return prompt_tokens(question.messages(1), with_tools(self.target.tokenizer, question.tools))
-
-
-def spread(count: int, maximum: int) -> list[int]:
-    """At most `maximum` of the numbers below `count`, evenly spread.
-
-    >>> spread(3, 5), spread(10, 4)
-    ([0, 1, 2], [0, 2, 5, 7])
-    """
-    return [number * count // maximum for number in range(maximum)] if count > maximum else list(range(count))
 
 
 # -- finding it ------------------------------------------------------------------------------------------------------
