@@ -12,8 +12,7 @@ import torch
 from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter
-from headstart.drafters.heads import HeadDrafter
-from headstart.drafters.mtp import MtpDrafter
+from headstart.drafters.heads import HeadDrafter, ShippedDrafter
 from headstart.heads.parts.recurrent import RecurrentHead
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeShape
@@ -83,8 +82,7 @@ def draft_model(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str
 
 def mtp(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
     shipped = ship("mimo", folder / "shipped").target
-    drafter = MtpDrafter(shipped)
-    return shipped, drafter, drafter.modules[0].layer, "_read_causal"
+    return shipped, ShippedDrafter(shipped), RecurrentHead, "_run"
 
 
 @pytest.mark.parametrize("make", [heads, draft_model, mtp])

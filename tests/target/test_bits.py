@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
+from headstart.support import compiled
 from headstart.target import cpu_attention, prepacked
 from headstart.target.attention import Scores, TreeMask, _reference, causal_attention
 from headstart.target.fitting import FINAL
@@ -156,10 +158,12 @@ def test_bits_are_kept_where_they_are_asked_for() -> None:
 
 
 @pytest.fixture
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine whose $CC does not exist, and what was compiled before forgotten."""
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A machine whose $CC does not exist, without libraries from an earlier compilation."""
     caches = (cpu_attention._compiled, prepacked._compiled, prepacked._works)
     monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(compiled, "_WARNED", {"compiler"})
     for cached in caches:
         cached.cache_clear()
     yield
