@@ -20,7 +20,7 @@ import warnings
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -30,6 +30,7 @@ from time import perf_counter
 from typing import Any
 from unittest import mock
 
+import psutil
 import torch
 from forward import clock, compared
 from record import record
@@ -51,7 +52,6 @@ from headstart.heads.base import DraftHead, HeadBatch, family, make_config
 from headstart.recipes.sections import TrainSection
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
-from headstart.target.memory import forget_most_resident, most_resident
 from headstart.target.model import Target
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
@@ -429,9 +429,12 @@ def peak_bytes(bench: Bench, work: Callable[[], object]) -> int:
         if decoder in vars(bench):
             forget(getattr(bench, decoder).target)
     if not bench.cuda:
-        before = forget_most_resident()
+        with suppress(OSError):  # the system's own peak begins anew, where it can
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        before = int(psutil.Process().memory_info().rss)
         work()
-        return max(0, most_resident() - before)
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+        return max(0, 1024 * int(status.partition("VmHWM:")[2].split()[0]) - before)
     torch.cuda.reset_peak_memory_stats(bench.device)
     reserved = torch.cuda.memory_reserved(bench.device)
     work()

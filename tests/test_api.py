@@ -555,10 +555,10 @@ def test_streams_of_one_decoder_do_not_disturb_each_other(decoder: Decoder) -> N
 
 def test_two_threads_stream_a_hundred_times_as_alone(tiny_target_folder: Path, tmp_path: Path) -> None:
     """In bfloat16, where a state that one thread takes from the other changes the text at once."""
-    target = load_target(str(tiny_target_folder), dtype="bfloat16", device="cpu", exact="bits")
+    target = load_target(str(tiny_target_folder), dtype="bfloat16", device="cpu")
     export(tmp_path / "heads", target)
     shared = headstart.load(tmp_path / "heads", target)
-    options: dict[str, Any] = {"drafter": "heads", "draft": "on", "max_new_tokens": 6}
+    options: dict[str, Any] = {"drafter": "heads", "draft": "on", "max_new_tokens": 6, "deterministic": True}
     alone = [shared.generate(prompt, **options).tokens for prompt in PROMPTS[:2]]
     read: list[list[list[int]]] = [[], []]
 

@@ -121,7 +121,7 @@ def test_a_run_from_texts_to_the_report(tmp_path: Path) -> None:
     questions = read_questions(tmp_path / "run" / "data" / "heldout.jsonl")
     held_out = read_conversations(tmp_path / "run" / "data" / "conversations" / "heldout.jsonl")
     tokenizer = run.target.tokenizer
-    assert [tokenizer.encode(question.turns[0]) for question in questions] == [item.tokens for item in held_out]
+    assert [tokenizer.encode(question.turns[0]) for question in questions] == [list(item.tokens) for item in held_out]
     results = read_json(tmp_path / "run" / "report" / "results.json")
     assert [row["prompt_tokens"] for row in results["per_prompt"]] == [len(item.tokens) for item in held_out[:2]]
     assert results["summary"]["tokens_per_round"] >= 1

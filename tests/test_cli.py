@@ -126,6 +126,13 @@ def test_threads_do_not_wait_for_long_unless_the_environment_says_so(
     assert os.environ.get("OMP_WAIT_POLICY") == {None: "active", "OMP_WAIT_POLICY": "active"}.get(asked)
 
 
+def test_another_system_is_named_and_not_a_missing_module() -> None:
+    code = "import sys; sys.modules['fcntl'] = None; from headstart.cli.app import main"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.endswith("ImportError: headstart needs Linux (macOS is untested); on Windows, run it in WSL.\n")
+    assert "fcntl" not in done.stderr.replace(code, "")
+
+
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "headstart", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.strip()[0].isdigit()
@@ -183,6 +190,13 @@ def test_generate_answers_a_file_of_prompts(finished: Path, tmp_path: Path, monk
     assert "the prompt line 3 has 2 messages" in refused("generate", finished, "--prompts", file, "--raw")
     file.write_text('{"prompt": "hello"}\n{"prompt": 5}\n', encoding="utf-8")
     assert "line 2" in refused("generate", finished, "--prompts", file)
+    for row, reason in (
+        ('{"question": "q"}', "line 2: unknown shape with the keys question. Write"),
+        ('{"messages": "hello"}', "line 2: 'messages' is a str, not a list of messages. Write"),
+        ('{"prompt": "nice \\ud83d"}', "line 2: a prompt with text that is not UTF-8. Write"),
+    ):
+        file.write_text(f'{{"prompt": "hello"}}\n{row}\n', encoding="utf-8")
+        assert reason in " ".join(refused("generate", finished, "--prompts", file).split())
     assert "one of the two" in refused("generate", finished)
 
 

@@ -211,8 +211,8 @@ def test_a_target_with_modules_of_its_own_needs_no_heads(questions: Path, heads:
     again = ("--questions", questions, "--out", tmp_path / "again", "--limit", 1)
     assert "was loaded without heads" in refused("eval", folder, "--drafter", "ngram", "--compare", "all", *again)
     for where, drafter, problem in (
-        (folder, "heads+mtp", "was not written by headstart export"),
-        (folder, "memory", "was not written by headstart export"),
+        (folder, "heads+mtp", "holds no heads in headstart's own format"),
+        (folder, "memory", "holds no heads in headstart's own format"),
         (heads, "mtp", "has no multi-token-prediction modules"),
         (folder, "mtp:0", "Use 1 to 16"),
     ):

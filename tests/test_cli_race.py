@@ -47,7 +47,7 @@ def test_a_report_is_raced_again(heads: Path, tmp_path: Path) -> None:
     works("eval", heads, "--questions", questions, "--out", tmp_path, "--max-new-tokens", 6, "--dtype", "float32")
     shown = works("race", "--from", tmp_path, "--prompt-id", 1, "--out", tmp_path / "race.svg").stdout
     (race,) = (race for race in json.loads((tmp_path / "results.json").read_text())["replays"] if race["id"] == "1")
-    seconds = race["answers"][0]["steps"][-1][0] / 1e3
+    seconds = race["answers"][0]["steps"][-1]["ms"] / 1e3
     assert f"· {len(race['answers'][0]['tokens'])} tokens · {seconds:.2f} s" in shown
     assert race["question"] in (tmp_path / "race.svg").read_text()
     page = (tmp_path / "report.html").read_text()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -17,9 +20,11 @@ import headstart
 from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.doctor.subject import find_subject
 from headstart.errors import UserError
+from headstart.hub.engines.export import check_export
+from headstart.hub.engines.facts import facts_of_spec
 from headstart.recipes.recipe import load_recipe
 from headstart.target.fitting import FINAL
-from headstart.target.loading import load_sharded_target, load_target
+from headstart.target.loading import load_sharded_target, load_target, read_embeddings
 from headstart.target.model import Target
 from tests.hub.helpers import export
 from tests.standin import CUDA, StandIn
@@ -237,6 +242,49 @@ def test_what_cannot_be_spread_is_refused(
     )
     with pytest.raises(UserError, match="The 2 GPUs here have no room for all layers"):
         load_target(str(tiny_target_folder), "float32", "all")
+
+
+@pytest.fixture(params=["empty", "the mark alone", "half", "something else"])
+def broken(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A GGUF file that is not whole."""
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("token_embd.weight", np.zeros((64, 64), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    whole = file.read_bytes()
+    kept = {
+        "empty": b"",
+        "the mark alone": whole[:4],
+        "half": whole[: len(whole) // 2],
+        "something else": b"hello" * 99,
+    }
+    file.write_bytes(kept[request.param])
+    return file
+
+
+def test_a_gguf_file_that_is_not_whole_is_named(broken: Path, tmp_path: Path) -> None:
+    for read in (load_target, read_embeddings, facts_of_spec, lambda spec: check_export(tmp_path, target=spec)):
+        with pytest.raises(UserError, match=re.escape(f"{broken} is cut short or damaged")) as caught:
+            read(str(broken))
+        assert "Fetch it again" in caught.value.remedy
+    said = refused("generate", broken, "--prompt", "hi", "--drafter", "ngram")
+    assert f"{broken} is cut short or damaged" in said
+    assert not list(Path.home().rglob("model-*")), "nothing half converted"
+
+
+def test_a_target_in_the_place_of_heads_is_told_from_them(tmp_path: Path, tiny_target_folder: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    for target in (tmp_path / "model.gguf", tiny_target_folder, "smollm2-135m"):
+        for command in (["generate", target, "--prompt", "hi"], ["tune", target], ["audit", target]):
+            said = refused(*command)
+            assert f"{target} holds no heads in headstart's own format" in said and "--drafter ngram" in said, (
+                command,
+                said,
+            )
 
 
 def test_processes_that_cannot_share_the_heads_are_refused(

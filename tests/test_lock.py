@@ -18,7 +18,7 @@ from rich.console import Console
 
 from headstart.errors import UserError
 from headstart.support.artifacts import Artifact, held
-from headstart.support.lock import locked
+from headstart.support.lock import Busy, locked
 
 
 def refusing(number: int) -> Callable[..., None]:
@@ -77,6 +77,23 @@ def test_what_a_killed_process_left_is_taken_over_on_its_machine_only(
         with pytest.raises(UserError, match="Another run") as refused, locked(tmp_path):
             pytest.fail("nobody knows whether that process still runs")
         assert f"rm {mark}" in refused.value.remedy
+
+
+def test_a_holder_that_leaves_while_its_name_is_read_is_still_one(
+    tmp_path: Path, without_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark, read = tmp_path / "lock.held", Path.read_text
+
+    def leave_first(path: Path, **how: Any) -> str:
+        path.unlink()
+        return read(path, **how)
+
+    mark.touch()
+    monkeypatch.setattr(Path, "read_text", leave_first)
+    with pytest.raises(Busy), locked(tmp_path):
+        pytest.fail("held twice")
+    with locked(tmp_path):
+        pass
 
 
 def test_another_fault_of_the_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

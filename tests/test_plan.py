@@ -294,7 +294,7 @@ def test_what_training_keeps_for_its_backward_grows_with_the_batch(tiny_target: 
     assert large >= 0.95 * answers * 2 * tiny_target.hidden_size * 4
 
 
-@pytest.mark.parametrize(("slow", "steps"), [(0.25, 15), (100.0, 1)])
+@pytest.mark.parametrize(("slow", "steps"), [(0.04, 128), (100.0, 2)])
 def test_a_dry_run_keeps_to_its_limit(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch, slow: float, steps: int
 ) -> None:
@@ -321,12 +321,12 @@ def test_a_dry_run_keeps_to_its_limit(
     monkeypatch.setattr(Target, "forward_tree", forward)
     monkeypatch.setattr(Target, "hidden_states", reading)
     speeds, reported = tried(tiny_target, 512, 30.0)
-    assert len(forwards) == steps and (speeds.step, speeds.token) == (slow, slow)
+    assert len(forwards) == steps and (speeds.step, speeds.token) == pytest.approx((slow, slow))
     assert speeds.batch == pytest.approx(512 * slow), "updates take no time here"
-    assert reported == ["decoding steps", "tokens read", "tokens learned", "updates of the heads"]
-    assert f"{(steps + 1) // 2} decoding steps in" in speeds.measured
-    least = slow * (1 + 16 + 16 + 16)  # one of each, and the states to learn from
-    assert now[0] <= max(30 + 16 * slow, least)
+    assert reported == ["a warm-up", "decoding steps", "tokens read", "tokens learned", "updates of the heads"]
+    assert f"{steps // 2} decoding steps in" in speeds.measured
+    least = slow * (2 + 2 * 16 + 3 * 16)  # a warm-up and one of each
+    assert now[0] <= max(30, least)
 
 
 PAPER = Path(__file__).parents[1] / "docs" / "plans"

@@ -8,6 +8,11 @@
 from importlib import import_module
 from typing import Any
 
+try:
+    import fcntl  # noqa: F401
+except ImportError:
+    raise ImportError("headstart needs Linux (macOS is untested); on Windows, run it in WSL.") from None
+
 __version__ = "0.1.0"
 
 

@@ -40,7 +40,7 @@ def load(
     Args:
         heads: a folder of heads, the folder of a run, a Hub id (user/name), or beside a target a folder that others
             have published (see `import_heads`); None for a target alone, with drafters that need no heads, such as
-            "mtp" for the multi-token-prediction modules of its own checkpoint.
+            "mtp" for the multi-token-prediction module of its own checkpoint.
         target: the model, when it is loaded already (by `load_target`, or by transformers, then with `tokenizer`; it is
             frozen and put in eval mode) or lies elsewhere than the heads say (then what `load_target` takes). The
             adapter of a target comes with the heads.

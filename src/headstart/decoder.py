@@ -10,7 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, get_args
 
-from headstart.data.prompts.chat import Unusable, has_template, prompt_tokens, read_messages, with_template_kwargs
+from headstart.data.prompts.chat import (
+    Unusable,
+    has_template,
+    prompt_tokens,
+    read_messages,
+    with_template_kwargs,
+    with_tools,
+)
 from headstart.data.served.log import RequestLog, Served, template_version
 from headstart.decode.costs import Conditions, Costs, Measured
 from headstart.decode.kept_text import KeptText
@@ -230,8 +237,9 @@ class Decoder:
                 raise UserError(f"A prompt {reason} cannot be answered.", remedy) from None
             if not messages or (messages[-1]["role"] == "user" and not messages[-1]["content"].strip()):
                 raise empty
-            variables = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
-            return prompt_tokens(messages, with_template_kwargs(tokenizer, variables))
+            return prompt_tokens(
+                messages, with_tools(with_template_kwargs(tokenizer, chat_template_kwargs or {}), tools)
+            )
         if not all(isinstance(item, int) for item in items):
             raise unknown
         if items and not 0 <= min(items) <= max(items) < self.target.vocab_size:

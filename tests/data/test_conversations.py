@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,18 @@ class TestFiles:
         ]
         write_conversations(tmp_path / "c.jsonl", given)
         assert read_conversations(tmp_path / "c.jsonl") == given
+
+    def test_a_token_takes_five_bytes(self, tmp_path: Path) -> None:
+        """A million conversations have half a billion tokens."""
+        count, length = 40, 2000
+        row = {"id": "a", "tokens": list(range(1000, 1000 + length)), "supervised": [[9, length]], "messages": []}
+        (tmp_path / "c.jsonl").write_text((json.dumps(row) + "\n") * count)
+        read_conversations(tmp_path / "c.jsonl")  # whatever the first call keeps
+        tracemalloc.start()
+        kept = read_conversations(tmp_path / "c.jsonl")
+        held, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(kept) == count and held < 5.1 * count * length + 2000 * count
 
     @pytest.mark.parametrize(
         ("line", "reason"),

@@ -178,8 +178,8 @@ def other_ids(tensors: dict[str, torch.Tensor]) -> None:
     ("change", "said"),
     [
         (half, "its states are bfloat16 and those of the run float32: start vLLM with --dtype float32"),
-        (nan, "not finite or that were never written"),
-        (never_written, "not finite or that were never written"),
+        (nan, "it has states that are not finite"),
+        (never_written, "it has states that were never written"),
         (other_names, "no hidden_states and token_ids"),
         (fewer, r"its states are \[\d+, 3, 64\] and not \[\d+, 3, 64\]"),
         (fewer_layers, r"and not \[\d+, 3, 64\] .*: vLLM was not started with the layers 1, 2, 3"),
@@ -368,6 +368,17 @@ def test_a_refusal_costs_its_conversation(tiny_target: Target, tmp_path: Path, s
     take_from_servers([serve(400).url], work, 1)
     assert work.taken == 4 and work.waiting == [longest]
     assert work.left_out == {"the server refuses its tokens": [longest.id]}
+
+
+def test_states_that_are_not_finite_cost_their_conversation(
+    tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]
+) -> None:
+    work = imported(tmp_path, tiny_target, conversations(tiny_target))
+    longest = work.waiting[0]
+    take_from_servers([serve(nan).url], work, 1)
+    assert work.taken == 4 and work.waiting == [longest]
+    assert work.left_out == {"its states are not finite": [longest.id]}
+    assert not list((tmp_path / "files").rglob("*.*"))
 
 
 @pytest.mark.parametrize(

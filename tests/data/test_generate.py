@@ -264,18 +264,98 @@ def test_documents_in_system_messages_are_beginnings_of_their_own(tiny_target: T
 
 
 @pytest.mark.usefixtures("says_fine")
-@pytest.mark.parametrize("limit", [{"max_prompt_tokens": 40}, {"max_new_tokens": 900}])
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("limit", [{"max_prompt_tokens": 40}, {"max_new_tokens": 900}, {}])
 def test_a_later_turn_without_room_ends_the_conversation(
-    tiny_target: Target, tmp_path: Path, limit: dict[str, int]
+    tiny_target: Target, tmp_path: Path, limit: dict[str, int], given: bool
 ) -> None:
-    path = tmp_path / "turns.jsonl"
-    rows = [{"turns": [f"First {i}", "and " * 60, "Third"]} for i in range(17)]
+    """Where answers are given, too; nothing is kept of the text after the last answer, and the notice counts turns."""
+    path, long = tmp_path / "turns.jsonl", "and " * (60 if limit else 700)
+    texts = ["First {}", "One.", long, "Two.", "Third", "Three."]
+    rows = [
+        {"messages": [{"role": ("user", "assistant")[k % 2], "content": texts[k].format(i)} for k in range(6)]}
+        for i in range(17)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    splits = build_conversations(tiny_target, section(str(path), **limit), tmp_path / "data")
+    told = io.StringIO()
+    data = section(str(path), **{"max_prompt_tokens": 4000, **limit}, regenerate=not given)
+    splits = build_conversations(tiny_target, data, tmp_path / "data", Console(file=told, width=400))
     assert len(splits.train) == 10
+    if given and "max_new_tokens" in limit:
+        assert all(len(item.supervised_spans) == 3 for item in splits.train) and not told.getvalue()
+        return
     for item in splits.train:
-        assert [turn["role"] for turn in item.messages] == ["user", "assistant"]
+        assert len(item.supervised_spans) == 1 and item.supervised_spans[0][1] == len(item.tokens)
         assert item.tokens[-1] == tiny_target.tokenizer.eos_token_id
+    context = f"that a context of {tiny_target.max_length} tokens does not hold"
+    why = "over 40 tokens" if "max_prompt_tokens" in limit else context
+    assert f"Left out: 26 later turns {why}. To keep them: " in told.getvalue()
+    assert ("raise data.max_prompt_tokens" in told.getvalue()) is ("max_prompt_tokens" in limit)
+
+
+def test_answers_that_are_cut_are_counted_with_the_turns_after_them(tiny_target: Target, tmp_path: Path) -> None:
+    """A random target never ends its turn."""
+    path, told = tmp_path / "turns.jsonl", io.StringIO()
+    rows = [{"turns": [f"First {i}", "Second", "Third"][: 1 + 2 * (i % 2)]} for i in range(20)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = section(str(path), conversations=19, heldout=0, validation=1)
+    splits = build_conversations(tiny_target, data, tmp_path / "data", Console(file=told, width=400))
+    assert {len(item.messages) for item in splits.train} == {2}
+    assert (
+        "Left out: 20 ends of answers over 12 tokens, 20 later turns after an answer over 12 tokens. To keep them: "
+        "raise data.max_new_tokens."
+    ) in told.getvalue()
+
+
+def test_a_given_answer_that_the_context_does_not_hold_is_kept_to_there(tiny_target: Target, tmp_path: Path) -> None:
+    path, told = tmp_path / "chat.jsonl", io.StringIO()
+    answers = ["and " * 700, "never read"]
+    texts = ["Hi {}", answers[0], "And?", answers[1]]
+    rows = [
+        {"messages": [{"role": ("user", "assistant")[k % 2], "content": texts[k].format(i)} for k in range(4)]}
+        for i in range(11)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = section(str(path), heldout=0, validation=1, regenerate=False)
+    splits = build_conversations(tiny_target, data, tmp_path / "data", Console(file=told, width=400))
+    window = tiny_target.max_length
+    assert all(len(item.tokens) == window == item.supervised_spans[-1][1] for item in splits.train)
+    counted = f"a context of {window} tokens does not hold"
+    assert f"11 ends of answers that {counted}, 11 later turns that {counted}" in told.getvalue()
+
+
+def test_texts_that_are_not_utf8_cost_their_row(tiny_target: Target, tmp_path: Path) -> None:
+    path, told = tmp_path / "prompts.jsonl", io.StringIO()
+    good = Path(prompt_file(tmp_path)).read_text()
+    path.write_text(good + json.dumps({"prompt": "nice \ud83d"}) + "\n" + json.dumps({"prompt": "x", "id": "\udc00"}))
+    data = section(str(path), conversations=30)
+    splits = build_conversations(tiny_target, data, tmp_path / "data", Console(file=told, width=400))
+    assert len(splits.train) == 17 and "2 with text that is not UTF-8" in told.getvalue()
+
+
+def test_a_restart_parses_no_conversation_and_damaged_parts_are_named(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, folder = section(prompt_file(tmp_path)), tmp_path / "data"
+    before = everything(build_conversations(tiny_target, data, folder))
+    parsed: list[int] = []
+    loads = json.loads
+
+    def noted(text: Any, *how: Any, **more: Any) -> Any:
+        parsed.append(text.count("tokens" if isinstance(text, str) else b"tokens"))
+        return loads(text, *how, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json, "loads", noted)
+        splits = build_conversations(tiny_target, data, folder)
+    assert sum(parsed) == 0 and everything(splits) == before
+    part = sorted((folder / "parts").glob("*-train.jsonl"))[0]
+    part.write_text(part.read_text()[:-9])
+    with pytest.raises(UserError, match=rf"{part.name} is not a part of conversations .it is damaged.*Move it away"):
+        build_conversations(tiny_target, data, folder)
+    part.write_text("{}\n")
+    with pytest.raises(UserError, match=rf"{part.name} is not a part of conversations"):
+        build_conversations(tiny_target, data, folder)
 
 
 def test_what_is_kept_apart_is_of_the_kinds_of_a_sorted_file(tiny_target: Target, tmp_path: Path) -> None:
@@ -335,7 +415,7 @@ def test_given_answers_that_the_template_rewrites_are_not_learned_and_counted(
         for item in splits.train
     }
     assert learned == {("No", "No<|im_end|>", "Bye.<|im_end|>"), ("<think>so</think>Yes", "Bye.<|im_end|>")}
-    assert "Left out: 9 earlier answers that the chat template rewrites." in said.getvalue()
+    assert "Left out: 9 earlier answers that the chat template rewrites. To keep them: set data." in said.getvalue()
 
     opens = Target(tiny_target.model, tiny_tokenizer(CHATML.replace("assistant\n'", "assistant\n<think>\n'")), "opens")
     with pytest.raises(

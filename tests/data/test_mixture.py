@@ -15,6 +15,7 @@ from headstart.data.conversations import part_writer
 from headstart.data.conversations.building import build_conversations
 from headstart.data.conversations.depends_on import begun_at, identity, pinned
 from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
+from headstart.data.prompts.questions import read_questions
 from headstart.data.prompts.sources import Origin
 from headstart.errors import UserError
 from headstart.pipeline.data_stages import conversations
@@ -256,3 +257,23 @@ def test_mistakes_in_the_recipe_are_answered(override: str, said: str) -> None:
         load_recipe("quickstart", ["data.prompts=[a.jsonl]", "data.revision=main"])
     with pytest.raises(UserError, match="prompts that the target writes have none"):
         load_recipe("quickstart", ["data.prompts=[self, b.jsonl]", "data.regenerate=false"])
+
+
+def test_held_out_prompts_keep_their_system_message(tiny_target_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "documents.jsonl"
+    system, user = ({"role": role, "content": "Summarise."} for role in ("system", "user"))
+    rows = [{"messages": [{**system, "content": f"Text {i}"}, user]} for i in range(6)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sizes = {"conversations": 3, "heldout": 2, "validation": 1, "max_new_tokens": 8}
+    recipe = parse_recipe(
+        {
+            "name": "documents",
+            "target": {"spec": str(tiny_target_folder), "dtype": "float32", "device": "cpu"},
+            "data": {"prompts": str(file), **sizes},
+            "heads": {"family": "medusa"},
+        }
+    )
+    run = Run(recipe, tmp_path / "run", Console(quiet=True))
+    execute(run, stages_until("conversations"))
+    asked = [question.messages(1) for question in read_questions(run.folder / "data" / "heldout.jsonl")]
+    assert len(asked) == 2 and all(messages in [row["messages"] for row in rows] for messages in asked)

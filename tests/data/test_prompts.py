@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +14,12 @@ import datasets
 import huggingface_hub
 import pytest
 
-from headstart.data.prompts.loading import PLAIN
+from headstart.data.prompts.loading import PLAIN, load_prompts
 from headstart.data.prompts.questions import Question, read_questions
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.prompts.sources import Origin, find_origin
 from headstart.errors import UserError
+from headstart.recipes.sections import DataSection, PromptSource
 from tests.data.loading import load
 from tests.tiny import CHATML, tiny_tokenizer
 
@@ -167,7 +170,7 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("a"), {"role": "user"}]}, "1 with a message without text"),
     ({"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "1 with image content"),
     ({"messages": [{"role": ["user"], "content": "a"}]}, "1 with a message of the role ['user']"),
-    ({"conversations": [{"from": "observation", "value": "a"}]}, "1 with a message of the role 'observation'"),
+    ({"conversations": [{"from": "observation", "value": "a"}]}, "1 with a message of the role 'tool'"),
     (
         {"messages": [user("a"), {"role": "assistant", "content": {"text": "b"}}]},
         "1 with a dict where text is expected",
@@ -192,6 +195,52 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"turns": []}, "1 in which the user says nothing"),
     ({"messages": [assistant("a")]}, "1 in which the user says nothing"),
 ]
+
+
+ANSWERER = [user("a"), {"role": "claude-9", "content": "b"}, user("c"), {"role": "claude-9", "content": "d"}]
+RESULT = [user("a"), assistant("f()"), {"role": "ipython", "content": "1"}, assistant("b"), user("c")]
+
+
+def test_the_name_of_the_answerer_counts_only_where_answers_are_kept(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"messages": ANSWERER}, {"messages": RESULT}, {"prompt": "fine"})
+    asked = load(path, "train").prompts
+    assert [[message["content"] for message in prompt.asked] for prompt in asked] == [["a", "c"], ["a"], ["fine"]]
+    kept = load(path, "train", regenerate=False)
+    assert kept.left_out.counts == {"with a message of the role 'claude-9'": 1, "with a message of the role 'tool'": 1}
+    path = write(tmp_path / "q.jsonl", {"messages": ANSWERER})
+    with pytest.raises(UserError, match=r"'claude-9'.*name speakers .* or set data\.regenerate=true") as told:
+        load(path, "train", regenerate=False)
+    assert "max_prompt_tokens" not in str(told.value)
+
+
+def test_calls_in_sharegpt(tmp_path: Path) -> None:
+    call = {"name": "f", "arguments": {"x": 1}}
+    turns = [("human", "a"), ("function_call", json.dumps(call)), ("observation", "2"), ("gpt", "b")]
+    row = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+    (prompt,) = load(write(tmp_path / "p.jsonl", row), "train", regenerate=False).prompts
+    calling = {**assistant(""), "tool_calls": [{"function": call}]}
+    assert prompt.messages == [user("a"), calling, {"role": "tool", "content": "2"}, assistant("b")]
+
+
+@pytest.mark.parametrize(
+    ("rows", "remedy"),
+    [
+        ([{"prompt": "x" * 100}], r"To use them: raise data\.max_prompt_tokens\.$"),
+        (
+            [{"messages": [user("a"), {"role": "tool", "content": "b"}]}],
+            r"To use them: name speakers .*regenerate=true\.$",
+        ),
+        ([{"prompt": "\ud83d"}], r"To use them: replace lone surrogates .half of an emoji.\.$"),
+        ([{"prompt": " "}], "in which the user says nothing .the first: line 1.. Accepted records"),
+    ],
+)
+def test_the_remedy_fits_the_reason(rows: list[dict[str, Any]], remedy: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=remedy):
+        load(write(tmp_path / "p.jsonl", *rows), "train", tiny_tokenizer(), max_prompt_tokens=40)
+    # A source with nothing but what another one has.
+    both = (PromptSource(source=write(tmp_path / f"{name}.jsonl", {"prompt": "a"})) for name in "ab")
+    with pytest.raises(UserError, match=r"1 repeated .*To use them: let them differ in system message, tools or turns"):
+        load_prompts(DataSection(prompts=tuple(both)))
 
 
 @pytest.mark.parametrize("written", [False, True])
@@ -474,6 +523,10 @@ class TestQuestions:
     def test_read(self, tmp_path: Path) -> None:
         write(tmp_path / "q.jsonl", {"turns": ["a", "b"], "category": "c", "question_id": 81}, {"turns": ["d"]})
         assert read_questions(tmp_path / "q.jsonl") == [Question(81, "c", ["a", "b"]), Question(2, "", ["d"])]
+        tools = [{"name": "f"}]
+        write(tmp_path / "q.jsonl", {"turns": ["a", "b"], "system": "s", "tools": tools})
+        (question,) = read_questions(tmp_path / "q.jsonl")
+        assert question.messages(1) == [SYSTEM, user("a")] and question.tools == tools
 
     @pytest.mark.parametrize(
         ("row", "reason"),
@@ -483,7 +536,7 @@ class TestQuestions:
             ({"turns": "a"}, "'turns' is not a list of texts"),
             ({"turns": ["a", " "]}, "'turns' is not a list of texts"),
             ({"turns": ["a"], "question_id": True}, "'question_id' must be text or a whole number"),
-            ({"turns": ["a"], "category": 3}, "'category' text"),
+            ({"turns": ["a"], "category": 3}, "'category' and 'system' text"),
             ({"turns": ["nice \ud83d"]}, "a question with text that is not UTF-8"),
             ({"turns": ["a"], "question_id": "\ud83d"}, "a question with text that is not UTF-8"),
         ],
@@ -492,6 +545,12 @@ class TestQuestions:
         write(tmp_path / "q.jsonl", {"turns": ["a"]}, row)
         with pytest.raises(UserError, match=rf"q\.jsonl, line 2: .*{reason}"):
             read_questions(tmp_path / "q.jsonl")
+
+    def test_a_pipe_is_a_file(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "q.jsonl")
+        with ThreadPoolExecutor(1) as other:  # such as /dev/stdin, or <(a command)
+            written = other.submit((tmp_path / "q.jsonl").write_text, '{"turns": ["a"]}\n')
+            assert read_questions(tmp_path / "q.jsonl") == [Question(1, "", ["a"])] and written.result()
 
     def test_missing_and_empty(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"No file at .*q\.jsonl"):

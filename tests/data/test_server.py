@@ -38,6 +38,7 @@ from headstart.recipes.recipe import load_recipe
 from headstart.recipes.sections import DataSection
 from headstart.servers import client
 from headstart.servers.client import Stopped
+from headstart.support.terminal import Bar
 from headstart.target.model import Target
 from tests.data.loading import everything, of_part
 from tests.test_pipeline import tiny_recipe
@@ -606,13 +607,22 @@ class TestConversations:
 
     @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
     def test_they_are_those_written_in_process(
-        self, tiny_target: Target, serve: Callable[..., Fake], truth: Answer, tmp_path: Path, kind: str
+        self,
+        tiny_target: Target,
+        serve: Callable[..., Fake],
+        truth: Answer,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        kind: str,
     ) -> None:
+        notes: list[str] = []
+        monkeypatch.setattr(Bar, "update", lambda _self, _done, _total, note: notes.append(note))
         here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
         fakes = [serve(truth, kind=kind, faults=["drop", 503, "cut"]), serve(truth, kind=kind)]
         section = self.section(tmp_path, server=",".join(fake.url for fake in fakes), server_requests=3)
         assert everything(build_conversations(tiny_target, section, tmp_path / "there")) == everything(here)
         assert sum(len(fake.bodies) for fake in fakes) >= 8
+        assert "answer tokens/s, 3 requests at a time" in notes[-1]
 
     def test_an_interrupted_run_does_not_ask_again_for_what_is_there(
         self,

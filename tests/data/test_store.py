@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import headstart.support.files
 from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation
-from headstart.data.states.shards import Work, build_store, shard_size
+from headstart.data.states.shards import Capture, ShardIndex, StateKind, Work, build_store, shard_size
 from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.target.fitting import FINAL
@@ -290,6 +290,52 @@ class TestDamage:
             file.unlink()
         with pytest.raises(UserError, match=r"is missing\..*data build"):
             store.get(0)
+
+
+def poison(target: Target, monkeypatch: pytest.MonkeyPatch, *poisoned: list[int]) -> None:
+    """Have the target compute a NaN for these texts, as an overflow leaves it."""
+    stock = target.hidden_states
+
+    def hidden_states(rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> Any:
+        states = stock(rows, aux_layers)
+        for row, of_row in zip(rows, states, strict=True):
+            if list(row) in poisoned:
+                of_row[FINAL][3, 5] = torch.nan
+        return states
+
+    monkeypatch.setattr(target, "hidden_states", hidden_states)
+
+
+@pytest.mark.parametrize("states_dtype", ["auto", "fp8"])
+def test_conversations_with_states_that_are_not_finite_are_named_and_left_out(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states_dtype: str
+) -> None:
+    taken = conversations(tiny_target)
+    poison(tiny_target, monkeypatch, taken[2].tokens, taken[5].tokens)
+    for _ in range(2):  # the shards that are there say nothing of them
+        store = build(tmp_path, tiny_target, taken, states_dtype=states_dtype)
+        assert (len(store), store.dropped, store.not_finite) == (5, 0, {2: "c2", 5: "c5"})
+        assert "2 conversations are left out" in store.notice and "'c2', 'c5'" in store.notice
+        assert [store.number_of(index) for index in range(8)] == [0, 1, None, 2, 3, None, 4, None]
+        for index, item in enumerate(taken):
+            if (number := store.number_of(index)) is not None:
+                sample = store.get(number)
+                assert sample.tokens_T.tolist() == item.tokens and sample.supervised_T.tolist() == item.supervised
+                assert all(state_TE.isfinite().all() for state_TE in sample.states.values())
+    with pytest.raises(UserError, match="not finite in any of 1 conversations"):
+        build(tmp_path / "other", tiny_target, taken[2:3])
+    assert not (tmp_path / "other" / "manifest.json").exists()
+
+
+def test_states_that_writing_brought_along_are_kept_only_where_they_are_finite(
+    tiny_target: Target, tmp_path: Path
+) -> None:
+    taken = conversations(tiny_target, 3)
+    states = tiny_target.hidden_states([item.tokens for item in taken], AUX_LAYERS)
+    states[1][1][0, 0] = -torch.inf
+    Capture(tmp_path, tiny_target, AUX_LAYERS).keep(list(zip(taken, states, strict=True)))
+    lacking = ShardIndex(tmp_path, StateKind(tiny_target, AUX_LAYERS).owner).lacking(taken, AUX_LAYERS)
+    assert lacking == {AUX_LAYERS: [1]}
 
 
 def flip(file: Path, where: str) -> None:

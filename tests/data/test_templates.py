@@ -116,7 +116,7 @@ THINKS = (
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
 """As Qwen3's: a thinking block stands before answers to the last question, and an empty one before the last answer."""
-HARMONY = ("<|pad|>", "<|start|>", "<|call|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>")
+HARMONY = ("<|pad|>", "<|start|>", "<|call|>", "<|message|>", "<|channel|>", "<|end|>", "<|format|>", "<|return|>")
 CHANNELS = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] }}"
     "{% if m['role'] == 'assistant' %}{{ '<|channel|>final' }}{% endif %}{{ '<|message|>' + m['content'] }}"
@@ -187,10 +187,11 @@ THOUGHT = "<|channel|>analysis<|message|>Final? Say hi.<|end|><|start|>assistant
         (f"{THOUGHT}Hello é!<|return|>", "Hello é!"),
         ("<|channel|>final<|message|>Hello!<|return|>", "Hello!"),
         (f"{THOUGHT}One.<|end|><|start|>assistant<|channel|>final<|message|>Two.<|return|>", "One.Two."),
+        ("<|channel|>final <|format|>json<|message|>{}<|return|>", "{}"),
         (THOUGHT[:40], THOUGHT[:40]),
         ("Hello<|end|>!<|return|>", "Hello!"),
     ],
-    ids=["after an analysis", "at once", "twice", "cut before the answer", "without channels"],
+    ids=["after an analysis", "at once", "twice", "with a format", "cut before the answer", "without channels"],
 )
 def test_the_text_of_an_answer_is_that_of_its_channel(tiny_target: Target, written: str, text: str) -> None:
     decoder, forced = harmony(tiny_target, written)

@@ -82,7 +82,7 @@ def test_every_drafter(
     name: str, temperature: float, host: Target, target: Target, device: StandIn, tmp_path: Path
 ) -> None:
     answers = tmp_path / "answers.bin"
-    write_answers(answers, "0a" * 16, [[*text, *texts_of(host)[row]] for row, text in enumerate(TEXTS)], 1000)
+    write_answers(answers, [[*text, *texts_of(host)[row]] for row, text in enumerate(TEXTS)], 1_000_000)
     trained = build("eagle3", host).to(CUDA)
     trained.bind(target)
     heads = HeadDrafter(trained, SHAPE, "dynamic")

@@ -408,7 +408,7 @@ def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
         expected.tokens,
         expected_roots.root_tokens,
     )
-    for part in ("paths_BP", "counts_B", "tokens_BP"):
+    for part in ("paths_BP", "counts_B"):
         assert torch.equal(getattr(found, part), getattr(expected, part)), part
     assert torch.equal(roots.root_B, expected_roots.root_B)
     assert max(map(len, found.paths)) > 1 or seed, "some drafts are accepted"

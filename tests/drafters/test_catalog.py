@@ -60,7 +60,7 @@ def test_a_plus_in_a_path_does_not_join(tiny_target: Target) -> None:
         ("ngram:4", "takes no argument"),
         ("memory", "none came with these heads. Name a file for the answers to come: memory:FILE"),
         ("memory:", "names no file"),
-        ("memory:/nowhere/served", "Cannot write answers to /nowhere/served (No such file or directory)"),
+        ("memory:/nowhere/served", "Cannot keep answers in /nowhere/served (No such file or directory)"),
         ("early-exit:", "no number of layers"),
         ("early-exit:9", "Use 1 to 3"),
         ("draft-model", "names no model"),

@@ -1,4 +1,4 @@
-"""Drafting with modules that come with a target: against a plain reading of what is published, and losslessly."""
+"""Drafting with the module that comes with a target: against a plain reading of what is published, and losslessly."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
-from headstart.drafters import mtp
 from headstart.drafters.catalog import make_drafters
-from headstart.drafters.mtp import MtpDrafter
+from headstart.drafters.heads import ShippedDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
 from headstart.target.fitting import FINAL
-from headstart.tree.tree import Committed, Request, TreeBatch
+from headstart.target.model import Target
+from headstart.tree.tree import Committed
 from tests.shipped import KINDS, WEIGHTS, ShippedTarget, reload, ship
 
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6, 21, 44, 17]
@@ -32,8 +32,8 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ShippedTarget
 class Reference:
     """A module's entries one after the other, as the papers and loops write them down."""
 
-    def __init__(self, one: ShippedTarget, number: int) -> None:
-        self.one, self.layer, self.outer = one, one.layers[number], one.outer[number]
+    def __init__(self, one: ShippedTarget) -> None:
+        self.one, self.layer, self.outer = one, one.layers[0], one.outer[0]
         self.inputs: list[Tensor] = []
 
     def entry(self, state_E: Tensor, token: int) -> Tensor:
@@ -55,25 +55,16 @@ class Reference:
 
 
 @torch.inference_mode()
-def drafted_by_reference(one: ShippedTarget, text: list[int], chain: list[int], modules: int) -> list[Tensor]:
+def drafted_by_reference(one: ShippedTarget, text: list[int], chain: list[int]) -> list[Tensor]:
     """Logits after each token of a chain that follows a text."""
     layer = one.target.num_layers if one.before_norm else FINAL
     states_TE = one.target.hidden_states([text], [layer])[0][layer]
-    tokens = [*text, *chain]
-    found = []
-    if modules == 1:
-        module = Reference(one, 0)
-        for index, state_E in enumerate(states_TE):
-            made_E = module.entry(state_E, tokens[index + 1])
-        found.append(made_E)
-        for token in chain[1:]:
-            found.append(module.entry(found[-1], token))
-    else:
-        before = list(states_TE)
-        for depth in range(min(modules, len(chain))):
-            module = Reference(one, depth)
-            before = [module.entry(state_E, tokens[index + depth + 1]) for index, state_E in enumerate(before)]
-            found.append(before[-1])
+    tokens, module = [*text, *chain], Reference(one)
+    for index, state_E in enumerate(states_TE):
+        made_E = module.entry(state_E, tokens[index + 1])
+    found = [made_E]
+    for token in chain[1:]:
+        found.append(module.entry(found[-1], token))
     return [one.target.lm_head(made_E) for made_E in found]
 
 
@@ -85,27 +76,28 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_drafts_are_those_of_the_published_computation(kind: str, shipped: dict[str, ShippedTarget]) -> None:
-    """Two rows of different length, with rounds that accept more or less, and one without a draft."""
+    """Two rows of different length, with rounds that accept more or less, and one without a draft. Of two modules the
+    first takes every draft."""
     one = shipped[kind]
-    drafter = MtpDrafter(one.target, None if kind == "deepseek-two" else 3)
-    (layer,) = drafter.aux_layers
+    heads = ShippedDrafter(one.target).heads
+    (layer,) = heads.aux_layers
     texts = [TEXT, TEXT[::-1]]
     states = one.target.hidden_states(texts, [layer])
     known_BTE = torch.stack([of_text[layer] for of_text in states])
     read = [2, 5]
-    session = drafter.prefill([text[:length] for text, length in zip(texts, read, strict=True)], {layer: known_BTE})
+    session = heads.prefill([text[:length] for text, length in zip(texts, read, strict=True)], {layer: known_BTE})
     here_B1 = torch.zeros(2, 1, dtype=torch.long)
     for counts, drafts in (([3, 1], True), ([1, 2], False), ([2, 1], True), ([1, 1], True)):
-        for depth in range(drafter.draft_steps if drafts else 0):
+        for depth in range(3 if drafts else 0):
             tokens = [[text[length + depth]] for text, length in zip(texts, read, strict=True)]
-            logits_B1V = drafter.draft_step(session, torch.tensor(tokens), here_B1, depth)
+            logits_B1V = heads.draft_step(session, torch.tensor(tokens), here_B1, depth)
             for row, (text, length) in enumerate(zip(texts, read, strict=True)):
                 chain = text[length : length + depth + 1]
-                wanted = drafted_by_reference(one, text[:length], chain, len(drafter.modules))
+                wanted = drafted_by_reference(one, text[:length], chain)
                 assert_close(logits_B1V[row, 0], wanted[depth])
         accepted = [text[length : length + more] for text, length, more in zip(texts, read, counts, strict=True)]
         parts = [known_BTE[row, length : length + max(counts)] for row, length in enumerate(read)]
-        drafter.commit(session, Committed.of(accepted, {layer: torch.stack(parts)}))
+        heads.commit(session, Committed.of(accepted, {layer: torch.stack(parts)}))
         read = [length + more for length, more in zip(read, counts, strict=True)]
 
 
@@ -117,7 +109,7 @@ def test_text_is_that_of_plain_decoding(kind: str, shipped: dict[str, ShippedTar
     plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
     stock = target.model.generate(torch.tensor(texts[1:2]), max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert stock[0, 6:].tolist() == plain[1]
-    drafter = MtpDrafter(target)
+    drafter = ShippedDrafter(target)
     for drafters in ([drafter], [drafter, NgramDrafter()]):
         rows = DecodeLoop(target, *drafters).generate(texts, options)
         assert [row.tokens for row in rows] == plain
@@ -136,7 +128,7 @@ def _only_embeddings(model: Any) -> None:
         model.lm_head.weight.normal_(generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize("kind", ["deepseek", "deepseek-two"])
+@pytest.mark.parametrize("kind", ["deepseek"])
 def test_modules_that_know_the_target_have_every_draft_accepted(kind: str, tmp_path: Path) -> None:
     """The embedding that a module reads is that of the token after its state: the one that the next token follows
     from. Reading the state instead, it would draft the token that is there already."""
@@ -149,46 +141,9 @@ def test_modules_that_know_the_target_have_every_draft_accepted(kind: str, tmp_p
             tensors[name] = torch.cat([torch.eye(64), torch.zeros(64, 64)], dim=1)
     save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     target = reload(tmp_path)
-    drafter = MtpDrafter(target)
+    drafter = ShippedDrafter(target)
     (row,) = DecodeLoop(target, drafter).generate([[3, 9, 14]], DecodeOptions(max_new_tokens=25, ignore_end=True))
-    assert row.tokens_per_round == drafter.draft_steps + 1
-
-
-@torch.inference_mode()
-def test_caches_grow_and_rows_leave(shipped: dict[str, ShippedTarget], monkeypatch: pytest.MonkeyPatch) -> None:
-    one = shipped["deepseek"]
-    monkeypatch.setattr(mtp, "_SPARE", 0)
-    drafter = MtpDrafter(one.target, 3)
-    states_TE = one.target.hidden_states([TEXT], [FINAL])[0][FINAL]
-    session = drafter.prefill([TEXT[:2], TEXT[:3]], {FINAL: torch.stack([states_TE, states_TE])[:, :3]})
-    request = Request(4)
-    drafter.propose(session, TreeBatch.roots([TEXT[2], TEXT[3]]), request)
-    drafter.commit(
-        session, Committed.of([TEXT[2:3], TEXT[3:5]], {FINAL: torch.stack([states_TE[2:4], states_TE[3:5]])})
-    )
-    drafter.reorder(session, [1])
-    afresh = drafter.prefill([TEXT[:5]], {FINAL: states_TE[None, :5]})
-    roots = TreeBatch.roots([TEXT[5]])
-    assert drafter.propose(session, roots, request) == drafter.propose(afresh, roots, request)
-
-
-@pytest.mark.parametrize("kind", ["deepseek", "deepseek-two"])
-@torch.inference_mode()
-def test_what_is_kept_of_a_text_is_counted(
-    kind: str, shipped: dict[str, ShippedTarget], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once the caches have grown: keys and values of every module, states that were not read yet, and tokens."""
-    one, text = shipped[kind], [TEXT] * 2
-    monkeypatch.setattr(mtp, "_SPARE", 0)
-    drafter = MtpDrafter(one.target)
-    states_BTE = torch.stack([one.target.hidden_states([TEXT], [FINAL])[0][FINAL]] * 2)
-    session = drafter.prefill(text, {FINAL: states_BTE})
-    drafter.propose(session, TreeBatch.roots([5, 6]), Request(8))
-    stores = [store for cache in session.caches for store in cache._stores]
-    kept = [states_BTE, session.tokens_BT, *stores, *(queue.values_BPE for queue in session.queues[1:])]
-    held = sum(tensor.numel() * tensor.element_size() for tensor in kept)
-    counted = 2 * (len(TEXT) + drafter.max_nodes) * drafter.bytes_per_token
-    assert counted / 3 < held <= counted
+    assert row.tokens_per_round == 4
 
 
 def test_a_checkpoint_without_its_modules_is_told_what_to_name(
@@ -214,15 +169,32 @@ def test_modules_that_are_not_whole_are_refused(name: str, said: str, tmp_path: 
     del tensors[name]
     save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(UserError, match=said + r".*Fetch the checkpoint again"):
-        MtpDrafter(reload(tmp_path))
+        ShippedDrafter(reload(tmp_path))
 
 
-def test_packed_modules_and_too_many_steps_are_refused(shipped: dict[str, ShippedTarget], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"ships 2 multi-token-prediction modules.*3 drafts.*Ask for 2"):
-        make_drafters("mtp:3", shipped["deepseek-two"].target)
+def test_packed_modules_are_refused(tmp_path: Path) -> None:
     ship("deepseek", tmp_path)
     tensors = load_file(tmp_path / WEIGHTS)
     tensors["model.layers.2.self_attn.o_proj.weight_scale_inv"] = torch.ones(1)
     save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"packed in few bits.*in bfloat16"):
-        MtpDrafter(reload(tmp_path))
+        ShippedDrafter(reload(tmp_path))
+
+
+def test_in_bfloat16_a_router_keeps_its_bias_in_float32(shipped: dict[str, ShippedTarget]) -> None:
+    """As transformers loads it, since rounding it sends tokens to other experts."""
+    ours = shipped["deepseek"].target
+    model = type(ours.model).from_pretrained(ours.spec, dtype=torch.bfloat16)
+    heads = ShippedDrafter(Target(model, None, ours.spec)).heads
+    assert {weight.dtype for weight in heads.parameters()} == {torch.bfloat16}
+    (bias,) = (buffer for name, buffer in heads.named_buffers() if name.endswith("e_score_correction_bias"))
+    assert bias.dtype == torch.float32
+
+
+def test_a_layer_that_transformers_does_not_have_is_refused(
+    shipped: dict[str, ShippedTarget], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = shipped["mimo"].target
+    monkeypatch.setattr("headstart.heads.parts.native_module.CONFIG_MAPPING", {})
+    with pytest.raises(UserError, match=r"a layer of type 'qwen2', which transformers lacks.*another drafter"):
+        ShippedDrafter(target)

@@ -231,6 +231,9 @@ def test_variants_that_headstart_does_not_have_are_refused(theirs: Path, target:
     ):
         change(theirs, **settings)
         assert said in problem(theirs, target), settings
+        if "architectures" in settings:
+            (finding,) = check_export(theirs)
+            assert said in finding.problem and "Correct" not in finding.remedy, "another name would not make them these"
         (theirs / "config.json").write_text(json.dumps(config))
     (theirs / "mask_embedding.pt").touch()
     assert "an embedding of its own for the mask token" in problem(theirs, target)

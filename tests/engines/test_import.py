@@ -325,6 +325,17 @@ def test_a_map_of_ids_is_told_from_one_of_offsets(theirs: Path, target: Target, 
             assert torch.equal(heads.draft_to_target_D, ids)
 
 
+def test_a_draft_vocabulary_in_another_order_drafts_the_same(theirs: Path, target: Target, tmp_path: Path) -> None:
+    heads = import_heads(theirs, target, tmp_path / "ours")
+    tensors, order = load_file(theirs / "model.safetensors"), torch.arange(49, -1, -1)
+    ids = (tensors["d2t"] + torch.arange(50))[order]
+    changed = {"d2t": ids - torch.arange(50), "lm_head.weight": tensors["lm_head.weight"][order].contiguous()}
+    save_file({**tensors, **changed}, theirs / "model.safetensors")
+    turned = import_heads(theirs, target, tmp_path / "turned")
+    for name, tensor in heads.state_dict().items():
+        assert torch.equal(turned.state_dict()[name], tensor), name
+
+
 # -- rotary positions and context --------------------------------------------------------------------------------------
 
 LINEAR = {"rope_type": "linear", "factor": 4.0}

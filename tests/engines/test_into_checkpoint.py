@@ -17,8 +17,7 @@ from torch import Tensor
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
-from headstart.drafters.heads import HeadDrafter
-from headstart.drafters.mtp import MtpDrafter
+from headstart.drafters.heads import HeadDrafter, ShippedDrafter
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead
 from headstart.heads.io import WEIGHTS as HEADS
@@ -148,7 +147,7 @@ def test_a_trained_module_goes_back_to_where_it_came_from(kind: str, tmp_path: P
             assert os.path.samefile(out / file.name, file) is (untouched and file.suffix == ".safetensors")
 
     again = reload(out)
-    after = tokens_per_round(again, MtpDrafter(again, 3))
+    after = tokens_per_round(again, ShippedDrafter(again))
     assert after > before + 1.5, "in bfloat16, from the files alone"
     assert done.commands["vllm"] == (
         f"vllm serve {out} --speculative-config '" + '{"method": "mtp", "num_speculative_tokens": 3}' + "'"

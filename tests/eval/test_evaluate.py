@@ -201,6 +201,16 @@ def test_later_turns_read_the_plain_answers(tiny_target: Target, drafter: HeadDr
     assert results["per_prompt"][2]["prompt_tokens"] == len(second)
 
 
+def test_questions_are_asked_with_their_system_message(tiny_target: Target, drafter: HeadDrafter) -> None:
+    options = EvalOptions(max_new_tokens=4, multi_turn=True, baselines=False)
+    asked = [Question(i, "", ["Summarise.", "Shorter."], system=f"Text {'x' * 9 * i}") for i in range(2)]
+    results = evaluate(Drafts(tiny_target, drafter), asked, options, Console(quiet=True))
+    messages = [{"role": "system", "content": asked[1].system}, {"role": "user", "content": "Summarise."}]
+    read = tiny_target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    lengths = {row["id"]: row["prompt_tokens"] for row in results["per_prompt"]}
+    assert lengths["1"] == len(read) and lengths["1/2"] > len(read) + len("Shorter.")
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_every_method_stops_at_the_end_of_the_turn(batch: int, drafter: HeadDrafter) -> None:
     """A planted model whose answers end: every method cuts at the end-of-turn token and keeps it."""

@@ -15,7 +15,7 @@ from rich.console import Console
 from headstart.errors import UserError
 from headstart.eval.race import answer_text, conditions, frame, read_race, show_race
 from headstart.eval.race_svg import MOST_TOKENS, PAUSE_MS, race_svg
-from headstart.eval.replay import Race, contestants, end_ms, figures, pack
+from headstart.eval.replay import Race, contestants, end_ms, figures
 from headstart.eval.report import template
 from headstart.support.files import write_json
 from tests.eval.test_replay import planted
@@ -251,7 +251,7 @@ def test_a_terminal_replays_in_the_time_that_it_took(race: Race, monkeypatch: py
 
 def test_races_of_a_report_are_read(tmp_path: Path) -> None:
     environment = {"gpu": None, "cpu": "a processor", "threads": 2, "dtype": "float32", "date": "2026-11-04"}
-    results = {"settings": {"target": "tiny"}, "environment": environment, "replays": pack(planted(12))}
+    results = {"settings": {"target": "tiny"}, "environment": environment, "replays": planted(12)}
     write_json(tmp_path / "results.json", results)
     race, where = read_race(tmp_path)
     assert (race["rank"], where) == (planted(12)[2]["rank"], conditions("tiny", environment))

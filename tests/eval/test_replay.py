@@ -16,7 +16,7 @@ from headstart.eval.evaluate import evaluate
 from headstart.eval.figures import Prompt, Unit
 from headstart.eval.methods import Run
 from headstart.eval.options import EvalOptions
-from headstart.eval.replay import SHOWN, Race, beginning, contestants, end_ms, pack, races, replay, standing, unpack
+from headstart.eval.replay import SHOWN, Race, beginning, contestants, end_ms, races, replay, standing
 from headstart.target.model import Target
 from tests.eval.sources import Drafts
 
@@ -82,19 +82,6 @@ def test_prompts_are_spread_from_the_highest_speedup_to_the_lowest() -> None:
     assert [answer["name"] for answer in contestants(shown[0])] == ["plain", "heads"]
 
 
-def test_races_are_kept_whole() -> None:
-    """Also where an answer leaves the first one, ends before it, or goes on after it."""
-    shown = planted(3)
-    drafted = shown[0]["answers"][1]
-    drafted["tokens"][5], drafted["pieces"][5] = 77, " 77"
-    shorter, longer = shown[1]["answers"], shown[2]["answers"]
-    for answer in (shorter[1], longer[0]):
-        del answer["tokens"][-2:], answer["pieces"][-2:], answer["steps"][-1:]
-    packed = json.loads(json.dumps(pack(shown)))
-    assert [len(race["answers"][1]["tokens"]) for race in packed] == [3, 0, 2]
-    assert unpack(packed) == shown
-
-
 def test_what_does_not_fit_together_is_left_out() -> None:
     """A row that began anew when memory ran out has a token more than its rounds."""
     again = unit(0)
@@ -114,7 +101,7 @@ def results(tiny_target: Target, drafter: HeadDrafter) -> dict[str, Any]:
 def test_replays_are_the_answers_of_the_report(tiny_target: Target, results: dict[str, Any]) -> None:
     assert json.loads(json.dumps(results["replays"])) == results["replays"]
     assert {race["id"] for race in results["replays"]} == {"0", "1", "2"}
-    for race in unpack(results["replays"]):
+    for race in results["replays"]:
         row = next(row for row in results["per_prompt"] if row["id"] == race["id"])
         assert race["question"] == QUESTIONS[int(race["id"])].turns[0]
         assert [answer["name"] for answer in race["answers"]] == ["plain", "heads", "heads+ngram"]

@@ -17,7 +17,7 @@ from headstart.eval.divergence import Difference, Judgement
 from headstart.eval.figures import Unit, compare_rows, per_prompt, summarise
 from headstart.eval.groups import categories, places, prompt_lengths
 from headstart.eval.labels import BASELINES, OTHER, label_of
-from headstart.eval.replay import pack, races
+from headstart.eval.replay import races
 from headstart.eval.report import divergence_sentence, show_results, slower_than_tuned, verdicts, write_report
 from tests.eval.test_figures import unit
 
@@ -62,7 +62,7 @@ def measured() -> dict[str, Any]:
         "settings": {"heads_name": "tiny <heads>", "target": "tiny", "max_new_tokens": 8, "temperature": 0.0},
         "environment": {"cpu": "some | processor", "threads": 2, "dtype": "float32", "date": "today"},
         "per_prompt": per_prompt(units),
-        "replays": pack(races(units, None, "heads")),
+        "replays": races(units, None, "heads"),
     }
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
 from headstart.heads.io import WEIGHTS, load_heads
+from headstart.hub.engine_tuning import DraftsRow, EngineTuning, write_engine_tuning
 from headstart.hub.format import check_folder, export_heads, read_heads
 from headstart.target.model import Target
 from tests.hub.helpers import TUNING
@@ -38,6 +39,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> P
     heads.warm_start(tiny_target)
     folder = tmp_path_factory.mktemp("exported") / "heads"
     export_heads(folder, heads, tiny_target, {**TUNING, "calibration": CALIBRATION}, {}, [[1, 2, 3, 4]])
+    row = DraftsRow(1, 2, 20.0, 12.0, 0.9, (0.6, 0.3), 70.0, 50.0, 1.4)
+    write_engine_tuning(folder, EngineTuning("vllm", "0.32", "tiny", 4, 16, (4, 4), (row,)))
     return folder
 
 
@@ -106,6 +109,7 @@ CONFIG = [
 TENSORS = [
     (with_tensor(IDS, lambda ids: ids[[0, 0, *range(2, 50)]]), IDS),
     (with_tensor(IDS, number(0, -1)), IDS),
+    (with_tensor(IDS, lambda ids: ids.flip(0)), IDS),
     (with_tensor(IDS, number(49, 1 << 40)), IDS),
     (with_tensor(IDS, lambda ids: ids.float()), IDS),
     (with_tensor(IDS, lambda ids: ids[:49]), IDS),
@@ -169,11 +173,18 @@ TUNED = [
     (drop("draft_ms"), "draft_ms"),
     (lambda _: [], "calibration"),
 ]
+ENGINES = [
+    (put("vllm", "rows", 0, "drafts", -1), "vllm.rows.0.drafts"),
+    (put("vllm", "rows", 0, "plain_tokens_per_second", 0.0), "vllm.rows.0.plain_tokens_per_second"),
+    (put("vllm", "rows", 0, "expected", NAN), "vllm.rows.0.expected"),
+    (drop("vllm", "rows"), "vllm.rows"),
+]
 CHANGES = [
     *(("config.json", *case) for case in CONFIG),
     *((WEIGHTS, *case) for case in TENSORS),
     *(("tree.json", *case) for case in TREE),
     *(("calibration.json", *case) for case in TUNED),
+    *(("engines.json", *case) for case in ENGINES),
 ]
 
 
@@ -189,9 +200,10 @@ def test_what_is_not_as_it_should_be_is_refused_by_file_and_field(
         save_file(change(load_file(file)), file)
     else:
         file.write_text(json.dumps(change(json.loads(file.read_text()))))
-    needs_target = field == "aux_layers"
-    readers: list[Callable[[], Any]] = [lambda: read_heads(folder, tiny_target)]
-    if not needs_target:
+    readers: list[Callable[[], Any]] = []
+    if name != "engines.json":
+        readers.append(lambda: read_heads(folder, tiny_target))
+    if field != "aux_layers":
         readers.append(lambda: check_folder(folder))
     if name == WEIGHTS:
         readers.append(lambda: load_heads(folder))

@@ -221,7 +221,7 @@ def test_a_tree_deeper_than_the_heads_is_not_exported(tmp_path: Path, tiny_targe
 def test_no_folder_and_a_foreign_folder_are_refused(tmp_path: Path, tiny_target_folder: Path) -> None:
     with pytest.raises(UserError, match="No folder"):
         heads_target(tmp_path / "none")
-    with pytest.raises(UserError, match="not written by headstart export"):
+    with pytest.raises(UserError, match="holds no heads in headstart's own format"):
         heads_target(tiny_target_folder)
 
 

@@ -1,15 +1,15 @@
-"""The same bits: a node of a tree has the numbers that a single step after the same text gives, in every dtype."""
+"""The same bits: with the compiled kernels a node of a tree has the numbers of a single step after the same text."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
@@ -19,14 +19,15 @@ from headstart.target.attention import Scores, TreeMask, _reference, causal_atte
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.target.prepacked import MAX_ROWS
-from headstart.target.products import ALONE, SameBits, agreeing, same_bits
 from headstart.tree.tree import Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
-from tests.tiny import KINDS, PackedLinear, packed_model, tiny_model
+from tests.tiny import KINDS, packed_model, tiny_model
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8], [*range(1, 13)], [3]]
 AUX_LAYERS = (1, FINAL)
-SHORT = (torch.bfloat16, torch.float16)
+COMPILED = ("llama", "qwen3", "gemma3", "gpt_neox", "mistral", "phi3")
+"""Architectures that run on the compiled kernels throughout."""
+needs_kernels = pytest.mark.skipif(not prepacked.in_panels(torch.zeros(32, 32)), reason="C for AVX2 and AVX-512")
 
 
 @dataclass
@@ -99,14 +100,16 @@ def _tree(path: Sequence[int], vocab: int, draw: random.Random) -> tuple[list[in
     return tokens, parents, nodes
 
 
+@needs_kernels
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", COMPILED)
 def test_a_tree_has_the_bits_of_single_steps(kind: str, rows: int) -> None:
     """Logits, hidden states, and the keys and values that are kept of the accepted path."""
     found = compare(Target(tiny_model(kind).bfloat16(), exact="bits"), TEXTS[:rows])
     assert (found.logits, found.states, found.kept) == (0, 0, 0) and found.rows == 12 * rows
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_trees_of_more_tokens_than_are_replayed_otherwise_have_them_too(dtype: torch.dtype) -> None:
     texts, depth = TEXTS * 10, 6
@@ -115,10 +118,18 @@ def test_trees_of_more_tokens_than_are_replayed_otherwise_have_them_too(dtype: t
     assert (found.logits, found.states, found.kept) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_other_dtypes_have_them_too(dtype: torch.dtype) -> None:
-    found = compare(Target(tiny_model("llama").to(dtype), exact="bits"), TEXTS)
-    assert (found.logits, found.states, found.kept) == (0, 0, 0)
+@needs_kernels
+def test_one_tree_wider_than_any_that_is_replayed_otherwise_has_them_too() -> None:
+    target = Target(tiny_model("llama", max_length=400).bfloat16(), exact="bits")
+    single, drafted = target.new_cache(1, 340), target.new_cache(1, 340)
+    for cache in (single, drafted):
+        target.prefill(cache, [TEXTS[0]])
+    chain = Tree.chain_of([(7 * i) % 101 for i in range(MAX_ROWS + 40)])
+    logits_NV = target.forward_tree(drafted, TreeBatch.of([chain])).logits_BTV[0]
+    for node, token in enumerate(chain.tokens[:8]):
+        alone_V = target.forward_tree(single, TreeBatch.roots([token])).logits_BTV[0, 0]
+        single.commit([[0]])
+        assert torch.equal(alone_V, logits_NV[node])
 
 
 def test_without_them_rounding_differs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,110 +139,76 @@ def test_without_them_rounding_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.logits > found.rows / 4 and found.kept > 0  # 23 of 48 without AVX-512, more with it
 
 
+@needs_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_compiled_adds_up_in_one_order(dtype: torch.dtype) -> None:
-    """Rows have their own bits without being asked to, where products and attention are in C."""
-    if prepacked._compiled(dtype) is None or not cpu_attention.serves(1, dtype, torch.device("cpu")):
-        pytest.skip("nothing is compiled on this machine")
+    """Rows have their own bits without being asked to."""
     found = compare(Target(tiny_model("llama").to(dtype), exact="tokens"), TEXTS)
     assert (found.logits, found.states, found.kept) == (0, 0, 0)
 
 
-def test_the_order_of_slots_is_felt_without_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = _reference
-    monkeypatch.setattr("headstart.target.cpu_attention.serves", lambda *_: False)
-    monkeypatch.setattr("headstart.target.attention._reference", lambda *args, how, exactly=None: own(*args, how))
-    assert compare(Target(tiny_model("llama"), exact="bits"), TEXTS).logits > 0
-
-
-@pytest.mark.parametrize("tried", [True, False])
-def test_layers_that_sum_in_another_order_run_in_pieces(tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sums of these run backwards beyond 6 rows; whoever does not try it has other bits."""
-    own = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: _backwards(own, *args))
-    monkeypatch.setattr("headstart.target.products._KNOWN", {})
-    if not tried:
-        monkeypatch.setattr("headstart.target.products.same_bits", lambda *_: SameBits(4, 128))
-    monkeypatch.setattr("headstart.target.fitting.fits", lambda _: False)  # plain products, which are watched here
-    found = compare(Target(tiny_model("llama"), exact="bits"), TEXTS, rounds=2)
-    assert (found.logits == 0) == tried
-
-
-def _backwards(own: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A linear map whose sums run backwards beyond 6 rows."""
-    if x.shape[:-1].numel() > 6:
-        x, weight = x.flip(-1), weight.flip(-1)
-    out: Tensor = own(x, weight, bias)
-    return out
-
-
-def test_layers_that_cannot_be_tried_run_row_by_row() -> None:
-    target = Target(packed_model(tiny_model("llama").bfloat16(), 8), exact="bits")
-    packed = [module for module in target._fitting.matrices if isinstance(module, PackedLinear)]
-    assert len(packed) == 3 * 7 and all(same_bits(module) == ALONE for module in packed)
-    found = compare(target, TEXTS, rounds=2)
-    assert (found.logits, found.states, found.kept) == (0, 0, 0)
-
-
-def test_more_rows_than_fit_run_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whole and in pieces give the same; no piece is larger than allowed, and none lacks a row."""
-    seen: list[int] = []
-    monkeypatch.setattr("headstart.target.products.same_bits", lambda *_: SameBits(2, 5))
-    monkeypatch.setattr("headstart.target.fitting.fits", lambda _: False)  # plain products, which are watched here
-    target = Target(tiny_model("gpt_neox"), exact="bits")
-    own = nn.Linear.forward
-
-    def counted(module: nn.Linear, x: Tensor) -> Tensor:
-        seen.append(x.shape[:-1].numel())
-        return own(module, x)
-
-    monkeypatch.setattr(nn.Linear, "forward", counted)
-    compare(target, TEXTS, rounds=1)
-    steps = [count for count in seen if count > 1]
-    assert max(steps) <= max(5, max(map(len, TEXTS)) * len(TEXTS)) and 5 in steps
-
-
-@pytest.mark.parametrize(
-    ("rows", "same", "pieces"),
-    [
-        (1, SameBits(1, 32), [(0, 1)]),
-        (32, SameBits(2, 32), [(0, 32)]),
-        (64, SameBits(2, 32), [(0, 32), (32, 64)]),
-        (3, ALONE, [(0, 1), (1, 2), (2, 3)]),
-    ],
-)
-def test_pieces(rows: int, same: SameBits, pieces: list[tuple[int, int]]) -> None:
-    assert same.pieces(rows) == pieces
-
-
-def test_numbers_of_rows_that_agree() -> None:
-    one = torch.arange(64.0).view(64, 1) % 4
-    assert agreeing({n: one[:n] for n in (1, 2, 4, 16, 64)}) == SameBits(1, 64)
-    assert agreeing({n: one[:n] + (n == 1) for n in (1, 2, 4, 16, 64)}) == SameBits(2, 64)
-    assert agreeing({n: one[:n] + (n > 4) for n in (1, 2, 4, 16, 64)}) == SameBits(1, 4)
-    assert agreeing({n: one[:n] + n for n in (1, 2, 4, 16, 64)}) == SameBits(4, 4)
-    torn = one + (torch.arange(64)[:, None] > 31)  # rows of one product that differ by where they stand
-    assert agreeing({1: one[:1], 2: one[:2], 4: one[:4], 64: torn}) == SameBits(1, 4)
-
-
-def test_trying_notices_another_order_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer whose sums run backwards beyond 6 rows; ordinary numbers would seldom show it."""
-    own = torch.nn.functional.linear
-    monkeypatch.setattr(torch.nn.functional, "linear", lambda *args: _backwards(own, *args))
-    monkeypatch.setattr("headstart.target.products._KNOWN", {})
-    same = same_bits(nn.Linear(96, 40).bfloat16())
-    assert same.fewest <= 4 and same.maximum == 6
-
-
+@needs_kernels
 def test_bits_are_kept_where_they_are_asked_for() -> None:
-    assert Target(tiny_model("llama").bfloat16()).exact == "tokens", "they cost more than 3 % of a round"
+    assert Target(tiny_model("llama").bfloat16()).exact == "tokens"
     assert Target(tiny_model("llama").bfloat16(), exact="bits").exact == "bits"
     with pytest.raises(UserError, match="Did you mean 'bits'"):
         Target(tiny_model("llama"), exact="bit")  # type: ignore[arg-type]  # what a user may write
 
 
+@pytest.fixture
+def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine whose $CC does not exist, and what was compiled before forgotten."""
+    caches = (cpu_attention._compiled, prepacked._compiled, prepacked._works)
+    monkeypatch.setenv("CC", "no-such-compiler")
+    for cached in caches:
+        cached.cache_clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_without_a_compiler_they_are_refused_with_reason_and_remedy() -> None:
+    target = Target(tiny_model("llama").bfloat16())
+    with pytest.raises(UserError) as refused:
+        target.exact = "bits"
+    no_avx2 = torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512")
+    why = "this processor has no AVX2" if no_avx2 else "this machine has no C compiler"
+    assert why in refused.value.problem and target.name in refused.value.problem
+    assert no_avx2 or refused.value.remedy.startswith("Install gcc, or leave out --exact bits; in float32")
+    assert target.exact == "tokens"
+
+
+@needs_kernels
+def test_models_that_torch_computes_in_part_are_refused_by_name() -> None:
+    refusals = {
+        "gemma2": "torch computes its attention, which caps scores",
+        "mixtral": "some of its weights are packed, or not those of a linear layer",
+        "gpt2": "not those of a linear layer",
+        "phi3_long": "its rotary frequencies depend on the length of the text",
+    }
+    for kind, why in refusals.items():
+        with pytest.raises(UserError, match=why):
+            Target(tiny_model(kind).bfloat16(), exact="bits")
+    with pytest.raises(UserError, match="some of its weights are packed"):
+        Target(packed_model(tiny_model("llama").bfloat16(), 8), exact="bits")
+    with pytest.raises(UserError, match=r"in float16\. Use --dtype bfloat16, or leave out"):
+        Target(tiny_model("llama").half(), exact="bits")
+
+
+@needs_kernels
+def test_a_model_that_somebody_changes_afterwards_is_refused_before_the_next_text() -> None:
+    target = Target(tiny_model("llama"), exact="bits")
+    target.model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output)
+    with pytest.raises(UserError, match="has hooks or a forward of somebody else's"):
+        target.new_cache(1, 8)
+    target.exact = "tokens"
+    assert target.new_cache(1, 8).rows == 1
+
+
+@needs_kernels
 def test_a_released_model_computes_as_before() -> None:
-    model = tiny_model("mixtral").bfloat16()
+    model = tiny_model("llama").bfloat16()
     before = [dict(vars(module)) for module in model.modules()]
     target = Target(model, exact="bits")
     first = compare(target, TEXTS[:2], rounds=1)
@@ -240,6 +217,7 @@ def test_a_released_model_computes_as_before() -> None:
     assert compare(target, TEXTS[:2], rounds=1) == first, "and back again"
 
 
+@needs_kernels
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "qwen3"])
 def test_drafted_texts_are_the_plain_loops(kind: str, batch: int) -> None:
@@ -252,19 +230,6 @@ def test_drafted_texts_are_the_plain_loops(kind: str, batch: int) -> None:
     drafted = DecodeLoop(target, drafter).generate(prompts, options)
     assert [output.tokens for output in drafted] == [output.tokens for output in plain]
     assert max(output.tokens_per_round for output in drafted) > 1.2
-
-
-def test_the_same_of_attention_in_any_order_of_slots() -> None:
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, size, 16).bfloat16() for size in (6, 40, 40))
-    order = torch.randperm(40)
-    holes = torch.zeros(1, 1, 6, 40)
-    holes[..., 30:] = float("-inf")
-    one = _reference(query, key[:, :, :30], value[:, :, :30], None, Scores(), torch.float64)
-    two = _reference(query, key[:, :, order], value[:, :, order], holes[..., order], Scores(), torch.float64)
-    assert torch.equal(one, two) and one.dtype == torch.bfloat16
-    last = _reference(query[:, :, 5:], key[:, :, :30], value[:, :, :30], None, Scores(), torch.float64)
-    assert torch.equal(one[:, :, 5:], last)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

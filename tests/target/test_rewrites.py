@@ -78,14 +78,14 @@ def test_what_lies_between_products_is_in_c(kind: str, calls: tuple[int, ...], d
     if rewrites._compiled(dtype) is None:
         pytest.skip("C for AVX2 and AVX-512")
     model = tiny_model(kind).to(dtype)
-    in_c = Target(model, exact="bits")
+    in_c = Target(model)
     called = called_by(in_c)
     functions = [getattr(function, "__name__", type(function).__name__) for function, _ in called]
     around = [args[1:] for function, args in called if isinstance(function, products.Merged) and len(args) > 1]
     norms, _, gates, sums = zip(*around, strict=True)
     alone = tuple(functions.count(name) for name in ("normed", "gated", "JoinedSite"))
     assert (*alone, *(len(values) - values.count(None) for values in (norms, sums)), sum(gates)) == calls
-    on_torch = Target(tiny_model(kind).to(dtype), exact="bits")
+    on_torch = Target(tiny_model(kind).to(dtype))
     with mock.patch.object(rewrites, "call_c"):
         on_torch.record()
     # In bfloat16 a sum in another order rounds to a neighbour here and there, in 3 layers.
@@ -235,6 +235,6 @@ def test_layers_that_read_the_same_are_one_product() -> None:
 
 
 def test_large_layers_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_COPIED", 1)
+    monkeypatch.setattr(products, "_MERGED", 1)
     weights = [torch.zeros(4, 4)] * 3
     assert products.Merged.groups(weights, [None, None, torch.zeros(4)]) == [[0], [1], [2]]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from headstart.support.compiled import compiler
 from headstart.target import prepacked
-from headstart.target.model import Exact, Target
+from headstart.target.model import Target
 from headstart.target.steps import Steps
 from headstart.tree.tree import Tree, TreeBatch
 from tests.target.test_captured import TEXTS, captured_by, rounds, through_modules
@@ -39,7 +39,6 @@ def taken_steps() -> Iterator[list[int]]:
         yield taken
 
 
-@pytest.mark.parametrize("exact", ["tokens", "bits"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("kind", "calls"),
@@ -53,11 +52,9 @@ def taken_steps() -> Iterator[list[int]]:
         ("gpt_neox", [2, 2, 2]),
     ],
 )
-def test_steps_have_the_bits_of_one_after_the_other(
-    kind: str, calls: list[int], dtype: torch.dtype, exact: Exact
-) -> None:
+def test_steps_have_the_bits_of_one_after_the_other(kind: str, calls: list[int], dtype: torch.dtype) -> None:
     """Logits and states of all layers, of a token, a tree, and rows of several lengths."""
-    in_steps, alone = (Target(tiny_model(kind).to(dtype), exact=exact) for _ in range(2))
+    in_steps, alone = (Target(tiny_model(kind).to(dtype)) for _ in range(2))
     (replay,) = captured_by(in_steps)._replays.values()
     assert list(map(len, replay.steps)) == calls
     for rows, width in ((1, 1), (1, 7), (3, 5)):
@@ -65,8 +62,7 @@ def test_steps_have_the_bits_of_one_after_the_other(
             found = rounds(in_steps, rows, width)
         with mock.patch("headstart.target.captured.join_steps", return_value=[]):
             expected = rounds(alone, rows, width)
-        forwards = 0 if exact == "bits" and kind == "mixtral" else 3  # where experts multiply, modules do
-        assert len(taken) == (1 + forwards) * len(calls), "the reading of the text, too"
+        assert len(taken) == 4 * len(calls), "the reading of the text, too"
         assert all(map(torch.equal, found, expected))
 
 

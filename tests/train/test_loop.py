@@ -11,8 +11,9 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -197,6 +198,41 @@ def test_a_conversation_without_a_place_to_learn_from_is_a_step_like_others(
     result = train(made, tiny_target, silent, valid_store, tmp_path)
     assert result.steps == 8
     assert all(tensor.isfinite().all() for tensor in weights(result.last_folder).values())
+
+
+def test_steps_without_predictions_are_skipped_and_counted(
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: Any, tmp_path: Path
+) -> None:
+    """Answers of one token predict nothing; with momentum and weight decay a step of theirs would move the weights."""
+    silent: Any = Silent(train_store, set(range(24)) - {3})
+    made = recipe(batch_tokens=64, steps=30, eval_every=10, log_every=1, save_every=10)
+    result = train(made, tiny_target, silent, valid_store, tmp_path)
+    summary = json.loads((tmp_path / "result.json").read_text())
+    per_epoch = summary["steps"] / summary["epochs"]
+    learnt = summary["steps"] - summary["skipped_steps"]
+    assert result.steps == 30 and 30 // per_epoch <= learnt <= -(-30 // per_epoch)
+    assert f"{summary['skipped_steps']} of 30 steps had no predictions" in (tmp_path / "log.txt").read_text()
+    assert all(row["loss"] is None or row["loss"] > 0 for row in metrics(tmp_path))
+
+
+def test_steps_without_predictions_change_nothing(
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: Any, tmp_path: Path
+) -> None:
+    made = recipe(batch_tokens=64, steps=40, eval_every=100, save_every=1, keep_checkpoints=100)
+    train(made, tiny_target, cast(Any, Silent(train_store, set(range(24)) - {3})), valid_store, tmp_path)
+    saved = [load_file(path / "model.safetensors") for path in sorted((tmp_path / "checkpoints").iterdir())]
+    moved = sum(any(not torch.equal(before[name], after[name]) for name in before) for before, after in pairwise(saved))
+    skipped = json.loads((tmp_path / "result.json").read_text())["skipped_steps"]
+    assert 0 < moved <= 40 - skipped
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_validation_with_nothing_to_predict_is_refused(
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path, count: int
+) -> None:
+    with pytest.raises(UserError, match=r"validation data have nothing to predict.*"):
+        train(recipe(), tiny_target, train_store, cast(Any, Masked(valid_store, count)), tmp_path)
+    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 def test_nothing_supervised_is_an_error(

@@ -24,9 +24,10 @@ from headstart.train import trainer
 from headstart.train.checks import check_training
 from headstart.train.trainer import train
 from headstart.train.training_artifact import training
+from tests.data.test_store import poison
 from tests.forks import Forks
 from tests.train.conftest import clean_environment, conversations
-from tests.train.results import assert_same, metrics
+from tests.train.results import assert_same, metrics, weights
 from tests.train.test_golden import HEADS
 
 SUMS = {"rtol": 1e-5, "atol": 1e-5}
@@ -57,6 +58,18 @@ def test_online_states_are_the_stored_ones(train_store: StateStore, online: list
             assert state_TE.dtype == other.states[layer].dtype
             torch.testing.assert_close(state_TE, other.states[layer], **SUMS)
     assert torch.equal(computed.get(3).tokens_T, train_store.get(3).tokens_T)
+
+
+def test_a_conversation_with_states_that_are_not_finite_is_named_and_teaches_nothing(
+    tiny_target: Target, online: list[OnlineStates], recipe: Callable[..., Recipe], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    poison(tiny_target, monkeypatch, conversations(24, 0, tiny_target.vocab_size)[7].tokens)
+    with pytest.warns(UserWarning, match="conversation 7 .* not finite") as caught:
+        result = train(recipe(epochs=2), tiny_target, online[0], online[1], tmp_path)
+    assert sum("not finite" in str(warning.message) for warning in caught) == 1, "once"
+    assert online[0].not_finite == [7]
+    assert all(weight.isfinite().all() for weight in weights(result.last_folder).values())
 
 
 def test_conversations_are_not_kept(tiny_target: Target, states: Path) -> None:

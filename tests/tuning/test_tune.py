@@ -31,6 +31,7 @@ from headstart.tuning.acceptance import Drafts, measure_drafts, sampled_answers
 from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.stopwatch import Drafting
 from headstart.tuning.tune import Tuning, by_kind, choose, path_values, tune
+from tests.data.test_store import poison
 from tests.tiny import tiny_model
 
 
@@ -157,6 +158,16 @@ def test_heads_that_cannot_be_int8_are_timed_once_a_turn(monkeypatch: pytest.Mon
     text = Text(list(range(3, 23)), [False] * 6 + [True] * 14)
     found = tune(target, trained_like(target), [text], TuneSection(widths=(1, 4), context=16, max_nodes=6, max_rank=4))
     assert not found.packed and found.draft_ms == 2.0 and next(times, None) is None
+
+
+def test_a_text_with_states_that_are_not_finite_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=61))
+    heads, tokens = trained_like(target), [3, 50, 7, 8, 20, 44, 9, 11]
+    texts = [Text(one, [False, False, *[True] * 6]) for one in (tokens, tokens[::-1])]
+    poison(target, monkeypatch, tokens[::-1])
+    with pytest.warns(UserWarning, match="Text 1 .* not finite"):
+        drafts = measure_drafts(target, heads, texts, max_rank=5)
+    assert torch.equal(drafts.ranks_OK, measure_drafts(target, heads, texts[:1], max_rank=5).ranks_OK)
 
 
 def test_sampling_accepts_what_the_target_finds_likely_after_the_true_text() -> None:

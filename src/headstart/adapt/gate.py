@@ -19,7 +19,7 @@ from rich.console import Console
 
 from headstart.data.conversations.records import Conversation
 from headstart.errors import UserError
-from headstart.eval.figures import LEAST_UNITS, Interval, Totals, quotient_interval, rate_interval
+from headstart.eval.figures import LEAST_UNITS, Interval, Totals, rate_interval, relative_interval
 from headstart.heads.base import DraftHead
 from headstart.target.model import Target
 from headstart.tree.tree import RankPath
@@ -72,9 +72,7 @@ def compared(new: Rounds, old: Rounds, texts: Sequence[Conversation], traffic: b
     if not sums:
         nothing: Interval = {"mean": 0.0, "low": None, "high": None}
         return {**known, "before": nothing, "after": nothing, "change": nothing}
-    ratio = quotient_interval([after], [before], _SEED)
-    mean, low, high = ratio["mean"] - 1, ratio["low"], ratio["high"]
-    change = {"mean": mean, "low": None if low is None else low - 1, "high": None if high is None else high - 1}
+    change = relative_interval([after], [before], _SEED)
     return {**known, "before": rate_interval(before, _SEED), "after": rate_interval(after, _SEED), "change": change}
 
 

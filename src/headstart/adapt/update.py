@@ -232,6 +232,8 @@ class Update:
                 stores.append(
                     build_store(folder, texts, self.target, layers, budget_bytes=budget, shards=shards, work=work)
                 )
+            if stores[-1].notice:
+                tell(self.run.console, f"    {stores[-1].notice}")
         return stores[0], stores[1]
 
     def _tune(self, recipe: Recipe, plan: dict[str, Any]) -> None:

@@ -158,7 +158,7 @@ def plan(
     recipe: RecipeName,
     overrides: Overrides = None,
     run_dir: RunDir = None,
-    processes: Annotated[int, typer.Option(help="Plan for this many training processes, each on its own device.")] = 1,
+    processes: Annotated[int, typer.Option(help="Plan for this many training processes, each on its own GPU.")] = 1,
     prompt_tokens: Annotated[
         int | None, typer.Option(help="Assume prompts of this many tokens instead of reading some of them.")
     ] = None,
@@ -166,8 +166,8 @@ def plan(
 ) -> None:
     """Estimate the memory, disk space, network traffic and time that a run will take.
 
-    Times come from forwards measured here, if the target's weights are on this machine. The rest follows from its
-    config.json.
+    Times are estimated from about half a minute of decoding, reading and training, if the target's weights are on this
+    machine. Sizes follow from its config.json.
 
     Example: headstart plan quickstart data.conversations=5000
 

@@ -101,7 +101,7 @@ def audit(
 ) -> None:
     """Prove on your own target and heads that drafting does not change the output. Exits with 1 if it does.
 
-    The proof holds in float32, and in any dtype with --exact bits.
+    The proof holds in float32, and in bfloat16 with --exact bits.
 
     Greedy decoding must write the same tokens with every drafter as without. Sampling must draw each token as often as
     transformers does, with every verifier.

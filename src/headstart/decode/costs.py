@@ -102,10 +102,10 @@ class Measured:
 class Conditions:
     """What costs depend on beside the target and the heads.
 
-    The machine is what the GPU, or the processor, calls itself; threads are 0 where a GPU computes. Verifying a tree
-    takes longer where the bits are kept (`Target.exact`), and less long where the linear layers have prepacked weights,
-    or the forward is replayed; products and drafts are faster where they are compiled (`few_rows`), a few rows most of
-    all where weights are halves of floats, or multiplied by tiles.
+    The machine is what the GPU, or the processor, calls itself; threads are 0 where a GPU computes. Verifying a tree is
+    faster where the linear layers have prepacked weights, or the forward is replayed; products and drafts are faster
+    where they are compiled (`few_rows`), a few rows most of all where weights are halves of floats, or multiplied by
+    tiles.
     """
 
     machine: str
@@ -113,7 +113,6 @@ class Conditions:
     dtype: str
     threads: int
     torch: str
-    exact: str = "tokens"
     prepacked: bool = False
     quantization: str = "none"
     replayed: bool = False
@@ -128,12 +127,10 @@ class Conditions:
         on_gpu = device.type == "cuda"
         machine = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_model()}, {os.cpu_count()} cores"
         threads = 0 if on_gpu else torch.get_num_threads()
-        version, bits = str(torch.__version__), target.quantization
         return cls(
-            *(machine, device.type, dtype, threads, version),
-            exact=target.exact,
+            *(machine, device.type, dtype, threads, str(torch.__version__)),
             prepacked=target.prepacked,
-            quantization=bits,
+            quantization=target.quantization,
             replayed=target.replays,
             compiled=device.type == "cpu" and few_rows.compiled(target.dtype) is not None,
             halves=target.in_halves,

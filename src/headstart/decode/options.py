@@ -165,7 +165,7 @@ class DecodeOptions(SamplingOptions):
     drafter: str = option(
         "heads+ngram",
         "Draft with heads, none (plain decoding), ngram, memory[:FILE] (earlier answers: those of the training, and "
-        "those that FILE keeps from now on), lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own modules), "
+        "those that FILE keeps from now on), lookahead, early-exit[:LAYERS], mtp[:DRAFTS] (the target's own module), "
         "draft-model:SPEC, or several joined with +, such as heads+ngram.",
         metavar="NAME",
     )

@@ -211,8 +211,8 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
                 expected = mask_now + [False] * (len(item.tokens) - len(tokens))
         file = f"{split}.jsonl"
         yield _Masked(file, item.id, list(item.tokens), list(map(bool, item.supervised)), expected)
-        if split in stores and index < len(stores[split]):
-            folder, sample = stores[split].folder, stores[split].get(index)
+        if split in stores and (number := stores[split].number_of(index)) is not None:
+            folder, sample = stores[split].folder, stores[split].get(number)
             tokens = sample.tokens_T.tolist()
             if tokens != list(item.tokens):
                 raise UserError(
@@ -246,7 +246,8 @@ def _difference(item: _Masked, ends: frozenset[int]) -> tuple[str, int]:
 
 
 def states(subject: Subject) -> Finding:
-    """Whether the stored states are those of the target at the aux layers they are filed under, and finite."""
+    """Whether the stored states are those of the target at the aux layers they are filed under, and finite: all of
+    them, unless it is to be quick."""
     target = subject.target
     problems: dict[int, str] = {}
     distances: list[float] = []
@@ -256,7 +257,7 @@ def states(subject: Subject) -> Finding:
                 f"The states in {store.folder} are those of another model than {target.name}, or of other weights.",
                 "Use the target that the data were written with, or build the data again in another --run-dir.",
             )
-        for index in spread(len(store), 8 if subject.quick else 64):
+        for index in spread(len(store), 8 if subject.quick else len(store)):
             for aux_layer, state_TE in store.get(index).states.items():
                 if not state_TE.isfinite().all():
                     where = f"{called(aux_layer)}, conversation {index} of {store.folder}"
@@ -277,4 +278,7 @@ def states(subject: Subject) -> Finding:
             "target.dtype=float32 if numbers stay infinite; then train again.",
             **figures,
         )
-    return good("The stored states are the target's own at the layers they are filed under.", **figures)
+    notices = [store.notice for store in subject.stores.values() if store.not_finite]
+    return good(
+        " ".join(["The stored states are the target's own at the layers they are filed under.", *notices]), **figures
+    )

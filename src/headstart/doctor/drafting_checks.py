@@ -24,7 +24,7 @@ from headstart.eval.audit import random_weights
 from headstart.heads.base import DraftHead, HeadBatch, HeadConfig, family, make_config
 from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeShape
-from headstart.tuning.acceptance import Text, measure_drafts
+from headstart.tuning.acceptance import Drafts, Supervised, Text, measure_drafts
 from headstart.tuning.tune import by_kind, replay
 
 _COVERED = 0.85
@@ -54,14 +54,8 @@ Steps = dict[int, list[Tensor]]
 
 def vocabulary(subject: Subject) -> Finding:
     """Whether the heads can draft what the target says."""
-    target, ids_D = subject.target, subject.heads.draft_to_target_D.cpu()
+    ids_D = subject.heads.draft_to_target_D.cpu()
     size = len(ids_D)
-    again = "Train again: the draft vocabulary is then picked from the data."
-    if (ids_D.diff() <= 0).any() or ids_D[0] < 0 or ids_D[-1] >= target.vocab_size:
-        return bad(
-            "The draft vocabulary is invalid: its tokens are unsorted, repeated, or do not exist in the target.",
-            again,
-        )
     try:
         answers = [item for split in SPLITS for item in subject.conversations[split]]
     except Absent:
@@ -75,31 +69,22 @@ def vocabulary(subject: Subject) -> Finding:
         return bad(
             f"The draft vocabulary is truncated: {1 - covered:.1%} of the answers' tokens are not among its {size} "
             "tokens and can never be drafted.",
-            f"{again} If it was already, raise heads.draft_vocab_size.",
+            "Train again: the draft vocabulary is then picked from the data. If it was already, raise "
+            "heads.draft_vocab_size.",
             **figures,
         )
     return good(f"The draft vocabulary of {size} tokens covers {covered:.1%} of the answers' tokens.", **figures)
 
 
 def weights(subject: Subject) -> Finding:
-    """Whether the heads' weights are finite, and whether training moved them."""
+    """Whether training moved the heads' weights; heads with weights that are not finite are refused when they load."""
     heads = subject.heads
-    counts = {name: int((~tensor.isfinite()).sum()) for name, tensor in heads.state_dict().items()}
-    broken = {name: count for name, count in counts.items() if count}
-    if broken:
-        where = ", ".join(f"{count} numbers of {name!r}" for name, count in broken.items())
-        return bad(
-            f"The heads' weights are not finite: {where} are NaN or infinite.",
-            "Take heads of an earlier checkpoint, or train again with a lower train.lr; export again if the files were "
-            "damaged on the way.",
-            not_finite=broken,
-        )
     start = dict(untrained(heads.config, heads.draft_to_target_D, subject.target).named_parameters())
     if all(torch.equal(weight, start[name].to(weight)) for name, weight in heads.named_parameters()):
         real = decoded(subject, prompts_before(subject.heldout))
         if real.accepted >= _FULL * heads.draft_steps:
             return good(
-                f"All weights are finite and equal the warm start: {real.accepted:.2f} of {heads.draft_steps} "
+                f"The weights equal the warm start: {real.accepted:.2f} of {heads.draft_steps} "
                 "drafts a round are accepted without any training.",
                 accepted=real.accepted,
             )
@@ -108,7 +93,7 @@ def weights(subject: Subject) -> Finding:
             "Look at train/metrics.jsonl: raise train.minutes or train.steps, lower train.lr if the loss rose.",
         )
         return replace(untaught, stage="training")
-    return good("All weights are finite, and training changed them.")
+    return good("Training changed the weights.")
 
 
 def untrained(config: HeadConfig, vocabulary_D: Tensor, target: Target) -> DraftHead:
@@ -155,7 +140,7 @@ def equality(subject: Subject) -> Finding:
                         difference=difference,
                     )
     if not compared:
-        raise Absent(f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead")
+        raise _too_short(heads)
     return good(
         f"Drafting equals the training unroll at {compared} positions, in all {heads.draft_steps} steps.",
         positions=compared,
@@ -166,7 +151,7 @@ def equality(subject: Subject) -> Finding:
 def _compared_heads(subject: Subject) -> DraftHead:
     """The trained heads; of a recipe that has none yet, noise with its settings, in which a misalignment shows too."""
     if subject.heads_folder is not None or subject.recipe is None:
-        return subject.finite_heads
+        return subject.heads
     config = make_config(subject.recipe.heads, subject.target)
     vocabulary_D = torch.arange(config.draft_vocab_size or subject.target.vocab_size)
     return random_weights(untrained(config, vocabulary_D, subject.target))
@@ -236,7 +221,7 @@ def _drafted(target: Target, heads: DraftHead, item: Conversation, states: dict[
 
 def acceptance(subject: Subject) -> Finding:
     """Whether decoding accepts what training reached; and which of the two is low."""
-    heads = subject.finite_heads
+    heads = subject.heads
     real = decoded(subject, prompts_before(subject.heldout))
     figures = {"first_draft": real.first, "accepted": real.accepted, "accepted_as_predicted": real.predicted}
     drafts = f"{heads.draft_steps} drafts a round"
@@ -304,30 +289,32 @@ def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
     accepted = [done.emitted - 1 for row in rows for done in row.rounds]
     mean = sum(accepted) / max(1, len(accepted))
     texts = [Text.of(prompt, row.tokens) for prompt, row in zip(prompts, rows, strict=True)]
-    try:
-        ranks_OK = measure_drafts(target, heads, texts, max_rank=1).ranks_OK
-    except UserError:
-        raise Absent(f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead") from None
+    ranks_OK = _measured(target, heads, texts).ranks_OK
     return Decoded(mean, replay(ranks_OK, chain.paths) - 1, float((ranks_OK[:, 0] == 0).float().mean()))
+
+
+def _measured(target: Target, heads: DraftHead, texts: Sequence[Supervised]) -> Drafts:
+    try:
+        return measure_drafts(target, heads, texts, max_rank=1)
+    except UserError:
+        raise _too_short(heads) from None
+
+
+def _too_short(heads: DraftHead) -> Absent:
+    return Absent(f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead")
 
 
 def breadth(subject: Subject) -> Finding:
     """How much worse drafts are on text unlike the training's: what a chain gives on answers to other people's requests
     and on validation answers, by kind of prompt, with how unsure the target itself is of each."""
-    heads, target = subject.finite_heads, subject.target
+    heads, target = subject.heads, subject.target
     try:
         own = [item for item in subject.conversations["validation"] if any(item.supervised)]
     except Absent:
         own = []
 
     def fares(texts: Sequence[Conversation]) -> list[dict[str, Any]]:
-        try:
-            drafts = measure_drafts(target, heads, texts, max_rank=1)
-        except UserError:
-            raise Absent(
-                f"no answer is longer than the {heads.draft_steps + 1} tokens that the heads look ahead"
-            ) from None
-        return by_kind(drafts, [item.category for item in texts])
+        return by_kind(_measured(target, heads, texts), [item.category for item in texts])
 
     others = fares(subject.other_answers)[0]
     what = "the questions" if subject.question_prompts else "everyday requests that no data are made from"

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from headstart.data.conversations.records import Conversation, read_conversations
-from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs
+from headstart.data.prompts.chat import prompt_tokens, with_template_kwargs, with_tools
 from headstart.data.prompts.questions import Question, read_questions
 from headstart.data.states.shard_format import damaged
 from headstart.data.states.store import StateStore
@@ -63,13 +63,6 @@ class Subject:
         return heads.to(self.target.dtype).eval().requires_grad_(False)
 
     @property
-    def finite_heads(self) -> DraftHead:
-        """The heads, for checks that NaN in their weights would mislead."""
-        if not all(weight.isfinite().all() for weight in self.heads.parameters()):
-            raise Absent("the heads' weights are not finite (see weights)")
-        return self.heads
-
-    @property
     def in_int8(self) -> bool:
         """Whether what was trained on may have been written with products in 8 bits."""
         return self.recipe is not None and self.recipe.data.in_int8
@@ -113,7 +106,7 @@ class Subject:
     def other_answers(self) -> list[Conversation]:
         """Answers that the target writes now: to the questions, or to requests that no data are made from."""
         most = 3 if self.quick else 8
-        prompts = self.question_prompts or [self._prompt(text) for text in _QUESTIONS[:most]]
+        prompts = self.question_prompts or [self._prompt(Question("", "", [text])) for text in _QUESTIONS[:most]]
         answers = DecodeLoop(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))
         written = []
         for number, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -124,10 +117,10 @@ class Subject:
     @cached_property
     def question_prompts(self) -> list[list[int]]:
         """The first turn of each question as the target reads it, a few of them."""
-        return [self._prompt(question.turns[0]) for question in self.questions[: 3 if self.quick else 8]]
+        return [self._prompt(question) for question in self.questions[: 3 if self.quick else 8]]
 
-    def _prompt(self, text: str) -> list[int]:
-        return prompt_tokens([{"role": "user", "content": text}], self.target.tokenizer)
+    def _prompt(self, question: Question) -> list[int]:
+        return prompt_tokens(question.messages(1), with_tools(self.target.tokenizer, question.tools))
 
 
 def spread(count: int, maximum: int) -> list[int]:

@@ -8,20 +8,18 @@ from pathlib import Path
 from headstart.decode.loop import Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter, early_exit
+from headstart.drafters.heads import SHIPPED_STEPS, ShippedDrafter
 from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.memory import MemoryDrafter
-from headstart.drafters.mtp import MtpDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError, nearest
 from headstart.support.answer_file import AnswerFile
 from headstart.target.loading import DTYPES, load_target
 from headstart.target.model import Target
+from headstart.tree.calibration import DEEPEST
 
 DRAFTERS = ("none", "heads", "ngram", "memory", "lookahead", "early-exit", "mtp", "draft-model")
 """Names, which `DecodeOptions.drafter` explains. Two or more joined with + draft together, as in heads+ngram."""
-
-
-_MOST_STEPS = 16
 
 DEFAULT = DecodeOptions.drafter
 """What generation drafts with when nothing else is said: n-grams cost next to nothing and see what heads miss."""
@@ -111,7 +109,7 @@ def _single(name: str, target: Target, heads: Drafter | None, answers: Path | No
             layers = _count(name, "layers", target.num_layers) if colon else max(1, target.num_layers // 6)
             return DraftModelDrafter(early_exit(target, layers), target)
         case "mtp":
-            return MtpDrafter(target, _count(name, "drafts", _MOST_STEPS) if colon else None)
+            return ShippedDrafter(target, _count(name, "drafts", DEEPEST) if colon else SHIPPED_STEPS)
         case "draft-model":
             dtype = {kind: name for name, kind in DTYPES.items()}.get(target.dtype, "auto")
             return DraftModelDrafter(load_target(argument, dtype, str(target.device), exact="tokens"), target)

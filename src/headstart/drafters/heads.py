@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter, mul
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,14 +33,18 @@ from headstart.decode.options import TreeKind
 from headstart.drafters.captured import DraftGraphs, best_drafts
 from headstart.drafters.drawing import UNKNOWN, Draws, Growing, Leaf, Undrawn
 from headstart.heads.base import DraftHead, OneForwardHead
+from headstart.heads.mtp import shipped_heads
 from headstart.heads.parts.graphed import GraphedHead
 from headstart.support.uploads import upload, upload_into
 from headstart.target import few_rows
 from headstart.target.graphs import WIDTHS
+from headstart.target.model import Target
 from headstart.target.prepacked import refresh
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
+SHIPPED_STEPS = 3
+"""Drafts of a target's own module by default: it was trained for the first, and each further one is fed a guess."""
 MAX_RANK = 8
 """Children of a node at most, in a dynamic tree."""
 _PLACE = itemgetter(1, 2)
@@ -135,18 +139,20 @@ class HeadDrafter:
         self.heads.reorder(session, rows)
 
 
+class ShippedDrafter(HeadDrafter):
+    """Draft chains with the multi-token-prediction module that a target's checkpoint brings along, untrained."""
+
+    def __init__(self, target: Target, draft_steps: int = SHIPPED_STEPS) -> None:
+        heads = shipped_heads(target, draft_steps)
+        super().__init__(heads, TreeShape.chain(draft_steps), "dynamic", max_nodes=draft_steps + 1)
+        read = heads.trainable_parameters + target.lm_head_weight.numel()
+        self.draft_share = draft_steps * read / target.parameters
+
+    def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
+        return super().propose(session, roots, replace(request, chain=True))
+
+
 # -- growing ----------------------------------------------------------------------------------------------------------
-
-
-class Levels(Protocol):
-    """What `grow` takes of a `DraftHead`."""
-
-    draft_to_target_D: Tensor
-
-    @property
-    def draft_steps(self) -> int: ...
-
-    def draft_step(self, session: Any, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor: ...
 
 
 DepthLogits = Callable[[Any, Tensor, range], Tensor]
@@ -161,7 +167,7 @@ children are drawn."""
 
 @torch.no_grad()
 def grow(
-    heads: Levels,
+    heads: DraftHead,
     session: Any,
     roots: TreeBatch,
     request: Request,

@@ -25,14 +25,16 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from headstart.drafters.ngram import TextDrafter
 from headstart.errors import UserError
 from headstart.support.answer_file import AnswerFile, read_answers
-from headstart.tree.tree import Committed, Request, Tree, TreeBatch
+from headstart.tree.tree import Request, Tree, TreeBatch
 
 MOST_TOKENS = 1_000_000
 """Of an index; beyond it the oldest go."""
@@ -215,12 +217,13 @@ class _Row:
     """One row: the last tokens of its text, and how often continuations were right.
 
     Attributes:
+        parts: the index when the text began.
         any, new: trust in all continuations, and in those that other drafters did not propose.
-        ahead: whether the last token of the text is the root, which is committed later.
         seen: by path of tokens from the newest root on, what its places said.
         path: tokens since then.
     """
 
+    parts: Sequence[_Part]
     tail: list[int]
     any: _Trust = field(default_factory=lambda: _Trust.prior([1.0] * len(_CLASSES)))
     new: _Trust = field(default_factory=lambda: _Trust.prior(NEW))
@@ -238,11 +241,14 @@ class _Row:
             self.new.note(seen.kind, seen.new, token)
             self.path = (*self.path, token)
 
-    def grow(self, parts: Sequence[_Part], beside: Tree, max_nodes: int, minimum: float, chain: bool) -> Tree:
+    def grow(self, beside: Tree, max_nodes: int, minimum: float, chain: bool) -> Tree:
         """The most probable continuations after the root of a tree of other drafters, the best first; what is said of
         each next token is noted."""
-        ahead, lengths = find(parts, self.tail)
-        others = _Others(beside)
+        ahead, lengths = find(self.parts, self.tail)
+        others: dict[int, dict[int, tuple[int, float]]] = {}  # by node and token, the child and its probability or 0
+        probs = beside.accept_probs or [0.0] * beside.size
+        for child in range(1, beside.size):
+            others.setdefault(beside.parents[child], {})[beside.tokens[child]] = (child, probs[child])
         tree, numbers = Tree(beside.tokens[:1], accept_probs=[1.0]), count()
         self.seen, self.path = {}, ()
         # -probability, number, parent, token, places, node of the tree beside or -1, path
@@ -253,7 +259,7 @@ class _Row:
             if places and len(path) < AHEAD:
                 kind = _CLASS[min(LONGEST, lengths[places[0]] + len(path))]
                 said = _continuations(ahead, lengths, places, len(path))
-                known = others.after(other)
+                known = others.get(other, {})
                 trust = self.any.of(kind) if other < 0 else self.new.of(kind)
                 children = []
                 for share, token, agreeing in said:
@@ -271,20 +277,6 @@ class _Row:
             prob, _, parent, token, places, other, path = heappop(open_)
             prob = -prob
             node = tree.add(parent, token, prob)
-
-
-class _Others:
-    """The tree of other drafters, looked up node by node."""
-
-    def __init__(self, tree: Tree) -> None:
-        self._children: dict[int, dict[int, tuple[int, float]]] = {}
-        probs = tree.accept_probs or [0.0] * tree.size
-        for node in range(1, tree.size):
-            self._children.setdefault(tree.parents[node], {})[tree.tokens[node]] = (node, probs[node])
-
-    def after(self, node: int) -> dict[int, tuple[int, float]]:
-        """By token, its node after this one and that node's probability, 0 where it is not known."""
-        return self._children.get(node, {})
 
 
 def _continuations(
@@ -309,61 +301,42 @@ def _continuations(
     return [(weights[token] / total, token, following[token][:_AGREEING]) for token in ranked if token >= 0]
 
 
-class MemoryDrafter:
+class MemoryDrafter(TextDrafter):
     """Draft what the target wrote after the same words in earlier answers.
 
     Args:
         vocab_size: of the target.
-        shipped: answers that came with the heads; None where none did.
-        served: a file of answers that is read, and that `remember` adds to; None keeps nothing.
-        max_nodes: widest tree, root included.
-        minimum: drafts less likely to be accepted than this are never proposed, whatever the request says.
+        shipped: file of answers that came with the heads, if any did.
+        served: answers that `remember` adds to, and that other processes may add to; None keeps nothing.
+        limits: see `TextDrafter`.
     """
 
-    aux_layers: tuple[int, ...] = ()
-    draft_share = 0.005
-
     def __init__(
-        self,
-        vocab_size: int,
-        shipped: Path | None = None,
-        served: AnswerFile | None = None,
-        max_nodes: int = 32,
-        minimum: float = 0.03,
+        self, vocab_size: int, shipped: Path | None = None, served: AnswerFile | None = None, **limits: Any
     ) -> None:
-        self.max_nodes = max_nodes
-        self.minimum = minimum
+        super().__init__(**limits)
         self._vocab_size = vocab_size
         self._shipped = read_answers(shipped) if shipped is not None else []
         self._served = served
         self._lock = threading.Lock()
         self._index = self._fresh_index()
 
-    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> _Session:
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
         with self._lock:
             self._look_for_more()
-            return _Session(self._index.parts, [_Row(list(prompt[-LONGEST:])) for prompt in prompts])
+            return [_Row(self._index.parts, list(prompt[-LONGEST:])) for prompt in prompts]
 
-    def propose(self, session: _Session, roots: TreeBatch, request: Request) -> list[Tree]:
+    def propose(self, session: list[_Row], roots: TreeBatch, request: Request) -> list[Tree]:
         nodes, minimum = min(self.max_nodes, request.max_nodes), max(self.minimum, request.threshold)
         trees = []
-        for row, beside in zip(session.rows, request.beside or roots.trees, strict=True):
+        for row, beside in zip(session, request.beside or roots.trees, strict=True):
             row.append(beside.tokens[0])
             row.ahead = True
-            trees.append(row.grow(session.parts, beside, nodes, minimum, request.chain))
+            trees.append(row.grow(beside, nodes, minimum, request.chain))
         return trees
 
-    def commit(self, session: _Session, committed: Committed) -> None:
-        for row, tokens in zip(session.rows, committed.tokens, strict=True):
-            for token in tokens[row.ahead :]:
-                row.append(token)
-            row.ahead = False
-
-    def reorder(self, session: _Session, rows: Sequence[int]) -> None:
-        session.rows = [session.rows[row] for row in rows]
-
     def remember(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Add an answer to the file, where there is one; what keeps it from being added is a warning."""
+        """Add an answer to the file, if there is one; a failure is a warning."""
         if self._served is None:
             return
         kept = [*prompt[-CONTEXT:], *answer]
@@ -372,10 +345,8 @@ class MemoryDrafter:
                 self._look_for_more()
                 if not self._index.holds(kept):
                     self._served.add([kept])
-            except (OSError, UserError) as error:
-                why = (error.strerror if isinstance(error, OSError) else None) or error
-                problem = f"An answer was not added to {self._served.path} ({why})."
-                warnings.warn(problem, RuntimeWarning, stacklevel=2)
+            except UserError as error:
+                warnings.warn(f"An answer was not kept: {error.problem}", RuntimeWarning, stacklevel=2)
 
     def _look_for_more(self) -> None:
         """Take what processes have added to the file."""
@@ -390,11 +361,3 @@ class MemoryDrafter:
         index = Index(self._vocab_size)
         index.add(self._shipped)
         return index
-
-
-@dataclass
-class _Session:
-    """The rows of a call, and what was remembered when it began."""
-
-    parts: tuple[_Part, ...]
-    rows: list[_Row]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor
 
@@ -88,7 +89,6 @@ class _Row:
     Attributes:
         source: index of the token that the match (of this `length`) predicts next, -1 without a match.
         rates: by class of length, see `PRIORS`, from as many observations as are `seen`.
-        ahead: whether the last token of the text is the root, which is committed later.
     """
 
     index: Index = field(default_factory=Index)
@@ -128,12 +128,20 @@ class _Row:
         return tokens, accept_probs
 
 
-class NgramDrafter:
-    """Draft what followed the longest earlier occurrence of the text's end, in the prompt or in the answer.
+class TextRow(Protocol):
+    """A row that reads its text token by token; `ahead` if its last token is the root, which is committed later."""
+
+    ahead: bool
+
+    def append(self, token: int) -> None: ...
+
+
+class TextDrafter:
+    """A drafter that reads tokens and no hidden states.
 
     Args:
-        max_nodes: longest chain, root included.
-        minimum: drafts less likely to be accepted than this are never proposed, whatever the request says.
+        max_nodes: largest tree, root included.
+        minimum: acceptance probability below which nothing is proposed, whatever the request says.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -142,6 +150,19 @@ class NgramDrafter:
     def __init__(self, max_nodes: int = 32, minimum: float = 0.03) -> None:
         self.max_nodes = max_nodes
         self.minimum = minimum
+
+    def commit(self, session: list[TextRow], committed: Committed) -> None:
+        for row, tokens in zip(session, committed.tokens, strict=True):
+            for token in tokens[row.ahead :]:
+                row.append(token)
+            row.ahead = False
+
+    def reorder(self, session: list[TextRow], rows: Sequence[int]) -> None:
+        session[:] = [session[row] for row in rows]
+
+
+class NgramDrafter(TextDrafter):
+    """Draft what followed the longest earlier occurrence of the text's end, in the prompt or in the answer."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
         rows = []
@@ -162,12 +183,3 @@ class NgramDrafter:
             drafts, accept_probs = row.chain(longest, minimum)
             trees.append(Tree.chain_of([root, *drafts], [1.0, *accept_probs]))
         return trees
-
-    def commit(self, session: list[_Row], committed: Committed) -> None:
-        for row, tokens in zip(session, committed.tokens, strict=True):
-            for token in tokens[row.ahead :]:
-                row.append(token)
-            row.ahead = False
-
-    def reorder(self, session: list[_Row], rows: Sequence[int]) -> None:
-        session[:] = [session[row] for row in rows]

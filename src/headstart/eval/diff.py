@@ -28,9 +28,9 @@ from headstart.eval.figures import (
     Interval,
     Totals,
     difference_interval,
-    quotient_interval,
     rate_interval,
     ratio_interval,
+    relative_interval,
 )
 from headstart.eval.labels import PLAIN, label_of
 from headstart.eval.results import read_results
@@ -311,10 +311,10 @@ class _Drafter:
 def _changes(ours: _Drafter, theirs: _Drafter, same_speed: bool) -> Iterator[Change]:
     old, new = ours.emitted(), theirs.emitted()
     if sum(old.seconds_N) and sum(new.seconds_N):  # rounds, here
-        change = _relative(quotient_interval([new], [old], _SEED))
+        change = relative_interval([new], [old], _SEED)
         yield Change("tokens a round (τ)", "", rate_interval(old, _SEED), rate_interval(new, _SEED), change, True)
     before, after = (ratio_interval(each.drafted(), each.plain(), _SEED) for each in (ours, theirs))
-    change = _relative(quotient_interval([theirs.drafted(), ours.plain()], [theirs.plain(), ours.drafted()], _SEED))
+    change = relative_interval([theirs.drafted(), ours.plain()], [theirs.plain(), ours.drafted()], _SEED)
     yield Change("speed-up over plain", "x", before, after, change, same_speed)
     for position in count():
         old, new = ours.accepted(position), theirs.accepted(position)
@@ -322,12 +322,3 @@ def _changes(ours: _Drafter, theirs: _Drafter, same_speed: bool) -> Iterator[Cha
             return
         before, after = rate_interval(old, _SEED), rate_interval(new, _SEED)
         yield Change(f"accepted at {position + 1}", "%", before, after, difference_interval(new, old, _SEED))
-
-
-def _relative(ratio: Interval) -> Interval:
-    low, high = ratio["low"], ratio["high"]
-    return {
-        "mean": ratio["mean"] - 1,
-        "low": None if low is None else low - 1,
-        "high": None if high is None else high - 1,
-    }

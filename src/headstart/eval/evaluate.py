@@ -23,6 +23,7 @@ from headstart.data.prompts.chat import (
     prompt_tokens,
     template_kwargs,
     with_template_kwargs,
+    with_tools,
 )
 from headstart.data.prompts.questions import Question
 from headstart.decode.loop import Drafter, check
@@ -44,7 +45,7 @@ from headstart.eval.groups import categories, places, prompt_lengths
 from headstart.eval.labels import HEADS, LOOKUP, OTHER, PLAIN, STOCK
 from headstart.eval.methods import LOOKUP_TOKENS, Method, Ours, Source, Transformers, named, wanted, warm_up
 from headstart.eval.options import EvalOptions
-from headstart.eval.replay import pack, pieces_of, races
+from headstart.eval.replay import pieces_of, races
 from headstart.eval.tuned import tuned
 from headstart.support.terminal import progress_bar
 from headstart.target.model import Target
@@ -96,7 +97,7 @@ def evaluate(
     batches = _batches(templated, questions, options, methods, console)
     judged = _judge(target, units, options, list(methods), console)
     summary, rows = summarise(units, options.seed), per_prompt(units, tested)
-    answers = [(unit.runs[PLAIN].tokens[row], unit.runs[HEADS].tokens[row]) for unit in units for row in _rows(unit)]
+    answers = [pair for unit in units for pair in zip(unit.runs[PLAIN].tokens, unit.runs[HEADS].tokens, strict=True)]
     for difference in judged[HEADS].differences:
         texts = _texts(target.tokenizer, *answers[difference.prompt], difference.position)
         rows[difference.prompt]["divergence"] = difference.to_json() | texts
@@ -129,7 +130,7 @@ def evaluate(
         "settings": settings,
         "environment": environment(target, drafters),
         "per_prompt": rows,
-        "replays": pack(races(units, target.tokenizer, tested)),
+        "replays": races(units, target.tokenizer, tested),
     }
 
 
@@ -215,14 +216,14 @@ def _batches(
 
 def _conversations(target: Target, questions: Sequence[Question], units: list[Unit]) -> Iterator[list[Prompt]]:
     """The prompts of a batch of questions, turn by turn; a later turn reads the plain answers of the unit before."""
-    messages: list[list[dict[str, str]]] = [[] for _ in questions]
+    messages = [question.messages(0) for question in questions]
     for turn in range(max(len(question.turns) for question in questions)):
         prompts, numbers = [], [number for number, question in enumerate(questions) if turn < len(question.turns)]
         for number in numbers:
             question = questions[number].turns[turn]
             messages[number].append({"role": "user", "content": question})
             name = str(questions[number].question_id) + (f"/{turn + 1}" if turn else "")
-            tokens = prompt_tokens(messages[number], target.tokenizer)
+            tokens = prompt_tokens(messages[number], with_tools(target.tokenizer, questions[number].tools))
             prompts.append(Prompt(name, questions[number].category, tokens, question))
         yield prompts
         for number, answer in zip(numbers, units[-1].runs[PLAIN].tokens, strict=True):
@@ -240,17 +241,13 @@ def _judge(
         return dict.fromkeys(names, Judgement())
     judge = Judge(target, options)
     with console.status("comparing the words, in float32 where they differ") if console else nullcontext():
-        return {name: _of_method(judge, of_methods(units, name), name) for name in names}
-
-
-def _of_method(judge: Judge, units: Sequence[Unit], name: str) -> Judgement:
-    prompts = [tokens for unit in units for tokens in _tokens(unit)]
-    plain, other = ([tokens for unit in units for tokens in unit.runs[of].tokens] for of in (PLAIN, name))
-    return judge.judge(prompts, plain, other)
-
-
-def _rows(unit: Unit) -> range:
-    return range(len(unit.prompts))
+        judged = {}
+        for name in names:
+            within = of_methods(units, name)
+            prompts = [prompt.tokens for unit in within for prompt in unit.prompts]
+            plain, other = ([tokens for unit in within for tokens in unit.runs[of].tokens] for of in (PLAIN, name))
+            judged[name] = judge.judge(prompts, plain, other)
+        return judged
 
 
 def _texts(tokenizer: Any, plain: Sequence[int], drafted: Sequence[int], position: int) -> dict[str, str]:
@@ -260,10 +257,6 @@ def _texts(tokenizer: Any, plain: Sequence[int], drafted: Sequence[int], positio
     for name, answer in (("plain", plain), ("drafted", drafted)):
         texts[name] = pieces_of(tokenizer, before, answer[position : position + _AFTER])
     return {name: "".join(pieces) for name, pieces in texts.items()}
-
-
-def _tokens(unit: Unit) -> list[list[int]]:
-    return [prompt.tokens for prompt in unit.prompts]
 
 
 # -- checks ----------------------------------------------------------------------------------------------------------
@@ -296,10 +289,13 @@ def _check_fits(target: Target, tokenizer: Any, question: Question, options: Eva
     """Refuse a question that passes the context, with every answer at its longest."""
     if not question.turns:
         raise UserError(f"Question {question.question_id} has no turns.", "Give each question at least one turn.")
-    messages: list[dict[str, str]] = []
+    messages = question.messages(0)
     for turn in question.turns:
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
-    length, new = len(prompt_tokens(messages[:-1], tokenizer)), len(question.turns) * options.max_new_tokens
+    length, new = (
+        len(prompt_tokens(messages[:-1], with_tools(tokenizer, question.tools))),
+        len(question.turns) * options.max_new_tokens,
+    )
     if length + new > target.max_length:
         raise UserError(
             f"Question {question.question_id} ({length} tokens) plus {new} new tokens exceeds {target.name}'s "

@@ -246,6 +246,17 @@ def quotient_interval(above: Sequence[Totals], below: Sequence[Totals], seed: in
     return _interval(point, resampled_R, len(above[0].tokens_N))
 
 
+def relative_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
+    """`quotient_interval` less 1: a relative change."""
+    ratio = quotient_interval(above, below, seed)
+    low, high = ratio["low"], ratio["high"]
+    return {
+        "mean": ratio["mean"] - 1,
+        "low": None if low is None else low - 1,
+        "high": None if high is None else high - 1,
+    }
+
+
 def difference_interval(totals: Totals, base: Totals, seed: int) -> Interval:
     """One rate less another of the same units, with the 95 % interval of a paired bootstrap."""
     (rate, rate_R), (base_rate, base_rate_R) = totals.rates(seed), base.rates(seed)

@@ -7,14 +7,12 @@ Shape suffixes: B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
-import transformers
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
@@ -25,6 +23,7 @@ from headstart.decode.options import DecodeOptions, TreeKind
 from headstart.errors import UserError
 from headstart.eval.labels import LOOKUP, PLAIN, STOCK
 from headstart.heads.base import DraftHead
+from headstart.target.loading import silent
 from headstart.target.model import Target
 
 TREES: dict[str, TreeKind] = {"dynamic": "dynamic", "static": "static", "chain": "chain"}
@@ -175,7 +174,7 @@ class Transformers:
         device = self._target.device
         clock = _TokenTimes(len(prompts))
         devices = [device] if device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), _quiet(), self._target.stock() as model:
+        with torch.random.fork_rng(devices=devices), silent(), self._target.stock() as model:
             torch.manual_seed(seed)
             defaults = model.generation_config
             model.generation_config = GenerationConfig(max_new_tokens=max_new_tokens, **self._settings)
@@ -226,13 +225,3 @@ def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.devic
     tokens = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
     return torch.tensor(tokens, device=device), torch.tensor(mask, device=device)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    verbosity = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.logging.set_verbosity(verbosity)

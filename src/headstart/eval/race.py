@@ -30,7 +30,6 @@ from headstart.eval.replay import (
     figures,
     replay,
     standing,
-    unpack,
     visible,
 )
 from headstart.eval.results import read_results
@@ -68,7 +67,7 @@ def read_race(path: Path, prompt_id: str | None = None) -> tuple[Race, str]:
         UserError: a file without replays, or without this prompt's.
     """
     results, file = read_results(path)
-    races = unpack(results.get("replays") or [])
+    races: list[Race] = results.get("replays") or []
     if not races:
         raise UserError(f"{file} holds no replays.", "Name the results.json of a report; headstart eval writes them.")
     if prompt_id is None:

@@ -221,7 +221,7 @@ class _Scene:
         )
 
     def _name(self, times: Times) -> str:
-        frames = "".join(f"{percent(ms, self.turn_ms)}{{{style}}}" for ms, style in times)
+        frames = "".join(f"{round(100 * ms / self.turn_ms, 3):g}%{{{style}}}" for ms, style in times)
         return self.names.setdefault(frames, f"a{len(self.names)}")
 
     def svg(self, description: str, height: float, command: str | None) -> str:
@@ -240,12 +240,3 @@ class _Scene:
                 "</svg>\n",
             ]
         )
-
-
-def percent(ms: float, turn_ms: float) -> str:
-    """A time as the place of a keyframe.
-
-    >>> percent(250, 1000), percent(0, 1000)
-    ('25%', '0%')
-    """
-    return f"{100 * ms / turn_ms:.3f}".rstrip("0").rstrip(".") + "%"

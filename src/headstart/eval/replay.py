@@ -1,16 +1,13 @@
 """What was measured of a few answers, round by round: enough to watch them again in the time that they took.
 
-Every race (page, picture, terminal) is drawn from a report's replays alone. In results.json a race is as `Race` says,
-but shorter (`pack`): an answer has `same`, how many tokens it begins with that are those of the first answer, then its
-own `tokens` and `pieces`, and `steps` are lists, `[ms]` or `[ms, tokens]` where nothing was drafted, else
-`[ms, tokens, drafted_ms, nodes, kept, accepted]` with the text of the rejected drafts, if any, after them.
+Every race (page, picture, terminal) is drawn from a report's replays alone; results.json holds each as a `Race`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from itertools import groupby, islice, takewhile
+from collections.abc import Sequence
+from itertools import groupby, islice
 from typing import Any, NamedTuple, TypedDict
 
 from headstart.decode.loop import Round
@@ -197,84 +194,6 @@ def pieces_of(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> l
     if pieces:
         pieces[-1] += detokenizer.rest()
     return pieces
-
-
-# -- keeping ---------------------------------------------------------------------------------------------------------
-
-
-def pack(races: Sequence[Race]) -> list[dict[str, Any]]:
-    """Races as results.json holds them."""
-    return [{**race, "answers": [_packed(answer, race["answers"][0]) for answer in race["answers"]]} for race in races]
-
-
-def unpack(packed: Sequence[Mapping[str, Any]]) -> list[Race]:
-    """The inverse of `pack`."""
-    races: list[Race] = []
-    for race in packed:
-        first = race["answers"][0]
-        unpacked: list[Replay] = [
-            {
-                "name": answer["name"],
-                "tokens": first["tokens"][: answer["same"]] + answer["tokens"],
-                "pieces": first["pieces"][: answer["same"]] + answer["pieces"],
-                "steps": [_step(*values) for values in answer["steps"]],
-            }
-            for answer in race["answers"]
-        ]
-        races.append(
-            {
-                "id": race["id"],
-                "question": race["question"],
-                "rank": race["rank"],
-                "ranked": race["ranked"],
-                "answers": unpacked,
-            }
-        )
-    return races
-
-
-def _packed(answer: Replay, first: Replay) -> dict[str, Any]:
-    pairs = zip(*(zip(each["tokens"], each["pieces"], strict=True) for each in (answer, first)), strict=False)
-    same = 0 if answer is first else sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-    return {
-        "name": answer["name"],
-        "same": same,
-        "tokens": answer["tokens"][same:],
-        "pieces": answer["pieces"][same:],
-        "steps": [_values(step) for step in answer["steps"]],
-    }
-
-
-def _values(step: Step) -> list[float | str]:
-    """A step without what goes without saying.
-
-    >>> _values(_step(20.5)), _values(_step(20.5, 2)), _values(_step(20.5, 2, 10.0, 3, 1, 1))
-    ([20.5], [20.5, 2], [20.5, 2, 10.0, 3, 1, 1])
-    """
-    values: list[Any] = list(step.values())
-    if not step["nodes"]:
-        return values[:1] if step["tokens"] == 1 else values[:2]
-    return values if step["rejected"] else values[:-1]
-
-
-def _step(
-    ms: float,
-    tokens: int = 1,
-    drafted_ms: float | None = None,
-    nodes: int = 0,
-    kept: int = 0,
-    accepted: int = 0,
-    rejected: str = "",
-) -> Step:
-    return {
-        "ms": ms,
-        "tokens": tokens,
-        "drafted_ms": ms if drafted_ms is None else drafted_ms,
-        "nodes": nodes,
-        "kept": kept,
-        "accepted": accepted,
-        "rejected": rejected,
-    }
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from headstart.eval.figures import LEAST_ROUNDS, acceptance, folded, share_inter
 from headstart.eval.formats import cell, first_accepted, number, percent_of, shares, span, times, words
 from headstart.eval.groups import merged
 from headstart.eval.labels import BASELINES, HEADS, HEADS_NGRAM, LABELS, METHODS, PLAIN, label_of, temperature_of
-from headstart.eval.replay import LINGER_MS, by_step, closing, contestants, end_ms, featured, place, standing, unpack
+from headstart.eval.replay import LINGER_MS, by_step, closing, contestants, end_ms, featured, place, standing
 from headstart.eval.tuned import tree_svg
 from headstart.support.files import json_lines, write_text
 from headstart.support.terminal import format_moment, tell
@@ -92,7 +92,7 @@ def template(name: str) -> Template:
 
 def render(results: Mapping[str, Any], name: str) -> str:
     """A report by the name of its template."""
-    compare, races, tuned = results["compare"], unpack(results["replays"]), results["tuned"]
+    compare, races, tuned = results["compare"], results["replays"], results["tuned"]
     return template(name).render(
         summary=results["summary"],
         settings=results["settings"],

@@ -247,7 +247,7 @@ class DraftHead(nn.Module, ABC):
         return logits if self.finish is None else self.finish(logits)
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
-        """Draft only these distinct tokens of the target (int64 [D])."""
+        """Draft only these tokens of the target (sorted int64 [D])."""
         assert token_ids.shape == self.draft_to_target_D.shape, "the vocabulary has the configured size"
         self.draft_to_target_D.copy_(token_ids)
 

@@ -1,5 +1,5 @@
 """Multi-token prediction: a module that reads a state and the embedding of the token after it (DeepSeek-V3, arXiv
-2412.19437). These are trained here; `drafters/mtp.py` drafts with the modules that a target brings along as they are.
+2412.19437).
 
 The module norms the embedding of the next token and the state of this one, joins them by a linear map (`eh_proj`), runs
 a decoder layer and norms what comes out, which the target's own frozen LM head reads. It takes all draft steps, as
@@ -9,8 +9,8 @@ engines use a module that a target ships: its output stands for the next final s
     step 0   state(b), emb(c) -> d               sees the entries of a, b (b's is step 0)
     step 1   own output of step 0, emb(d) -> e   sees the entries of a, b, and itself
 
-With `heads.init=native` the module is the one that the target ships, in the target's own kind of layer. Trained, it
-goes back into a copy of the checkpoint (`headstart export --format checkpoint`).
+With `heads.init=native` the module is the one that the target ships, in the target's own kind of layer. Untrained, it
+is the drafter "mtp"; trained, it goes back into a copy of the checkpoint (`headstart export --format checkpoint`).
 
 Shape suffixes: B rows, W entries, E hidden size, M predictions, D draft vocabulary.
 """
@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from headstart.errors import UserError
-from headstart.heads.base import register
+from headstart.heads.base import make_config, register
 from headstart.heads.exchange.published import Published
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
@@ -43,6 +43,7 @@ from headstart.heads.parts.recurrent import UnrolledText
 from headstart.heads.parts.text_attention import attend, causal_attention
 from headstart.recipes.sections import FromTarget
 from headstart.target.frozen import FrozenModel
+from headstart.target.shipped import shipped_files
 
 
 class MtpConfig(FinalStateConfig):
@@ -65,7 +66,15 @@ class MtpConfig(FinalStateConfig):
     @classmethod
     def of_target(cls, target: FrozenModel, settings: Mapping[str, Any]) -> dict[str, Any]:
         values = super().of_target(target, settings)
-        return values | native_fields(target) if settings.get("init") == "native" else values
+        if settings.get("init") != "native":
+            return values
+        if (count := len(shipped_files(target).joins)) > 1:
+            raise UserError(
+                f"{target.name} ships {count} multi-token-prediction modules, one for each draft, and one that takes "
+                "every draft can be trained.",
+                "Decode with the first as it is (--drafter mtp), or leave out heads.init=native.",
+            )
+        return values | native_fields(target)
 
     def check(self) -> None:
         super().check()
@@ -87,6 +96,18 @@ class MtpModule(DraftLayer):
         self.hnorm = nn.RMSNorm(size, eps)
         self.eh_proj = Linear(2 * size, size, bias=False)
         self.norm = nn.RMSNorm(size, eps)
+
+
+def shipped_heads(target: FrozenModel, draft_steps: int) -> MtpHead:
+    """Build heads of the module that a target ships, untrained, in its dtype and on its device.
+
+    Of several modules, made for one draft each, the first takes every draft.
+    """
+    config = cast(MtpConfig, make_config({"family": "mtp", "draft_steps": draft_steps}, target))
+    heads = MtpHead(config.model_copy(update={"init": "native", **native_fields(target)})).to(target.dtype)
+    cast(NativeModule, heads.native).load(target)  # what transformers keeps in float32 stays so
+    heads.to(target.device).bind(target)
+    return heads
 
 
 @register

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from itertools import accumulate, cycle, islice
 from operator import eq, mul
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, PositiveFloat, PositiveInt, TypeAdapter, ValidationError
 
 from headstart.errors import UserError
 from headstart.servers.process import EngineAnswer, Server
@@ -39,14 +39,16 @@ class DraftsRow:
     decoding when drafts are accepted as in the heads' calibration.
     """
 
-    requests: int
-    drafts: int
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
+
+    requests: PositiveInt
+    drafts: PositiveInt
     round_ms: float
     plain_ms: float
     accepted: float
     by_position: tuple[float, ...]
     tokens_per_second: float
-    plain_tokens_per_second: float
+    plain_tokens_per_second: PositiveFloat
     expected: float
 
     @property
@@ -211,8 +213,11 @@ def read_engine_tunings(folder: Path) -> dict[str, EngineTuning]:
     try:
         return _TUNINGS.validate_json(file.read_bytes())
     except ValidationError as error:
-        problem = error.errors()[0]["msg"]
-        raise UserError(f"{file} cannot be read ({problem}).", "Delete it and tune for the engines again.") from None
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(
+            f"{file} cannot be read ({where}: {first['msg']}).", "Delete it and tune for the engines again."
+        ) from None
 
 
 def tuned_drafts(measured: Mapping[str, EngineTuning]) -> dict[str, dict[int, int]]:

@@ -33,7 +33,8 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import AGAIN, CONFIG, WEIGHTS, build_heads, settings_of, version_of, write_weights
 from headstart.hub.card import write_card
 from headstart.hub.engine_tuning import FILE as ENGINES
-from headstart.support.answer_file import check_answers, write_answers
+from headstart.hub.engine_tuning import read_engine_tunings
+from headstart.support.answer_file import read_answers, write_answers
 from headstart.support.files import no_folder, read_json, refuse_others, write_atomic, write_json
 from headstart.target.adapter import FILES as ADAPTER_FILES
 from headstart.target.adapter import KEPT as ADAPTER_KEPT
@@ -143,7 +144,7 @@ def export_heads(
             for name in ADAPTER_KEPT:
                 if (bundled / name).is_file():
                     copyfile(bundled / name, partial / BUNDLED / name)
-        write_answers(partial / ANSWERS, identity.fingerprint, answers, MOST_ANSWER_BYTES)
+        write_answers(partial / ANSWERS, answers, MOST_ANSWER_BYTES)
         write_card(partial, facts)
         copytree(_TEMPLATES / CUSTOM_GENERATE, partial / CUSTOM_GENERATE, ignore=ignore_patterns("__pycache__"))
 
@@ -177,13 +178,13 @@ def _read(folder: Path, config: dict[str, Any], target: Target | None) -> tuple[
     if not isinstance(calibration, dict):
         raise _not_ours(folder / CALIBRATION)
     calibration = {**calibration, "paths": [list(path) for path in shape.paths]}
-    with naming(folder / CALIBRATION):
+    with _naming(folder / CALIBRATION):
         Tuning.from_json(calibration)
     return heads, shape, calibration
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def _naming(path: Path) -> Iterator[None]:
     """Put a path before the problem of a UserError."""
     try:
         yield
@@ -221,7 +222,8 @@ def check_folder(folder: Path) -> DraftHead:
         if not (folder / name).is_file():
             raise UserError(f"{folder} has no {name}.", AGAIN)
     if (folder / ANSWERS).is_file():
-        check_answers(folder / ANSWERS)
+        read_answers(folder / ANSWERS)
+    read_engine_tunings(folder)
     return _read(folder, read_config(folder), None)[0]
 
 
@@ -239,6 +241,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{folder} has no {CONFIG}.", "Give a folder that headstart export wrote.")
     config = read_json(path, AGAIN)
+    if isinstance(config, dict) and "format" not in config and "model_type" in config:
+        raise no_heads(folder)
     version = config.get("format_version") if isinstance(config, dict) and config.get("format") == FORMAT else None
     if not isinstance(version, int) or version < 1:
         raise _not_ours(path)
@@ -257,13 +261,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     return {"heads": None, **config}
 
 
+def no_heads(place: Path | str) -> UserError:
+    """Explain how a model, or heads in an engine's format, are given to commands that take heads."""
+    return UserError(
+        f"{place} holds no heads in headstart's own format.",
+        "A model without heads decodes with --drafter ngram (in Python load(target=...)). To heads that others have "
+        "published add their model with --target.",
+    )
+
+
 def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
     """The tree, if the heads can draft it."""
     try:
         shape = TreeShape.from_paths(_PATHS.validate_python(tree["paths"]))
     except (ValidationError, TypeError, KeyError):
         raise UserError(f"{folder / TREE} holds no rank paths.", AGAIN) from None
-    with naming(folder / TREE):
+    with _naming(folder / TREE):
         heads.check_tree(shape)
     return shape
 

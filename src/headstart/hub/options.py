@@ -26,7 +26,7 @@ class LoadOptions:
     any_target: bool = option(False, "Accept a target that the heads were not trained on, if its sizes fit.")
     exact: Exact = option(
         "auto",
-        "bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower). "
+        "bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs with compiled kernels). "
         "tokens, which auto takes: equal up to rounding at near-ties.",
     )
     quantization: Quantization | None = option(

@@ -9,10 +9,11 @@ from huggingface_hub import snapshot_download
 
 from headstart.errors import UserError
 from headstart.heads.io import WEIGHTS, heads_folder
-from headstart.hub.format import ANSWERS, CARD, CUSTOM_GENERATE
+from headstart.hub.format import ANSWERS, CARD, CUSTOM_GENERATE, no_heads
 from headstart.support.files import no_folder
 from headstart.support.hub_errors import explained
 from headstart.target.identity import BUNDLED
+from headstart.target.loading import PACKAGED
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 """user/name, as the Hub writes it."""
@@ -45,6 +46,8 @@ def locate(heads: str | Path, revision: str | None = None, token: str | bool | N
                 "Leave the revision out, or give a Hub id that is not also a folder.",
             )
         return heads_folder(folder)
+    if str(heads) in PACKAGED or (folder.is_file() and folder.suffix == ".gguf"):
+        raise no_heads(heads)
     if isinstance(heads, Path) or not HUB_ID.fullmatch(heads):
         raise no_folder(heads, "Give a folder that headstart export wrote, or a Hub id (user/name).")
     try:

@@ -195,6 +195,8 @@ def _conversations(run: Run) -> Outcome:
             "question_id": item.id,
             "category": item.category,
             "turns": [turn["content"] for turn in item.messages if turn["role"] == "user"],
+            "system": next((turn["content"] for turn in item.messages[:1] if turn["role"] == "system"), ""),
+            "tools": item.tools,
         }
         for item in splits.heldout
     ]
@@ -231,7 +233,7 @@ def _states(run: Run) -> Outcome:
         parts = ["online", before(run, "target"), before(run, "conversations"), *map(str, aux_layers(run))]
         return Outcome("nothing to store: training computes them (data.states=online)", identity=" ".join(parts))
     stores = both_stores(run)
-    notice = f"; {stores['train'].notice}" if stores["train"].notice else ""
+    notice = "".join(f"; {split}: {store.notice}" for split, store in stores.items() if store.notice)
     size = format_bytes(sum(part.bytes for part in stores.values()))
     return Outcome(
         f"hidden states of {sum(part.tokens for part in stores.values())} tokens, {size}{notice}",

@@ -59,49 +59,50 @@ def dry_run(
     limit: float = SECONDS,
 ) -> Speeds:
     """Time decoding, reading that keeps the states `needed`, and training, which changes the heads."""
+    start, measured, longest = perf_counter(), list[str](), min(256, target.max_length)
     cache, root = target.new_cache(1, 2 * _TEXT), TreeBatch.roots([1], target.device)
-    target.prefill(cache, [_text(_TEXT, target)])
-    longest = min(256, target.max_length)
 
-    def decode(steps: int) -> int:
-        for _ in range(steps):
-            target.forward_tree(cache, root, needed)
-            cache.commit([[]])
-        return steps
+    def decode() -> None:
+        target.forward_tree(cache, root, needed)
+        cache.commit([[]])
 
     def read(size: int) -> int:
         length = min(size, longest)
         target.hidden_states([_text(length, target)] * (size // length), needed)
         return size // length * length
 
-    def update(steps: int) -> int:
-        for _ in range(steps):
-            for optimizer in optimizers:
-                optimizer.step()
-        return steps
+    def update() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def times(work: Callable[[], object]) -> Callable[[int], int]:
+        return lambda count: len([work() for _ in range(count)])
 
     def timed(what: str, work: Callable[[int], int], size: int, most: int, share: float) -> float:
-        """Return the seconds per unit of work. The size doubles until it takes a quarter of its share of the limit, so
-        that all sizes together take the share at most."""
+        """Return the seconds per unit of work. The size doubles until it takes a quarter of its share of what is left
+        of the limit, so that all sizes together take the share at most."""
         report(what)
         while True:
-            start = perf_counter()
+            begun = perf_counter()
             done = work(size)
             if target.device.type == "cuda":
                 torch.cuda.synchronize(target.device)
-            seconds = perf_counter() - start
-            if 2 * size > most or seconds > share * limit / 4:
+            seconds = perf_counter() - begun
+            if 2 * size > most or seconds >= share * left / 4:
                 measured.append(f"{done} {what} in {seconds:.2f} s")
                 return seconds / done
             size *= 2
 
-    measured = list[str]()
-    step = timed("decoding steps", decode, 1, 1024, 0.2)
-    token = timed("tokens read", read, _TEXT, 4 * longest, 0.2)
+    report("a warm-up")
+    target.prefill(cache, [_text(_TEXT, target)])
+    decode()
     trial, optimizers = _Trial(target, heads, needed, section, lengths), make_optimizers(heads, section)
-    learning = timed("tokens learned", trial.learn, trial.shortest, section.batch_tokens, 0.4)
-    batch = learning * section.batch_tokens + timed("updates of the heads", update, 1, 16, 0.2)
-    heads.zero_grad(set_to_none=True)
+    trial.learn(trial.shortest)
+    left = max(0.0, limit - (perf_counter() - start))
+    step = timed("decoding steps", times(decode), 1, 1024, 0.2)
+    token = timed("tokens read", read, _TEXT, 4 * longest, 0.2)
+    learning = timed("tokens learned", trial.learn, 2 * trial.shortest, section.batch_tokens, 0.4)
+    batch = learning * section.batch_tokens + timed("updates of the heads", times(update), 1, 16, 0.2)
     return Speeds(step, token, batch, trial.saved_bytes(section.batch_tokens), ", ".join(measured))
 
 
@@ -113,7 +114,7 @@ class _Trial:
     ) -> None:
         self._target, self._heads, self._section = target, heads, section
         self.shortest = max(_TEXT, heads.draft_steps + 5)
-        self._length = max(self.shortest, min(int(lengths.tokens), section.batch_tokens, target.max_length))
+        self._length = max(2 * self.shortest, min(int(lengths.tokens), section.batch_tokens, target.max_length))
         self._answers = min(1.0, lengths.answer / max(1.0, lengths.tokens))
         (self._states,) = target.hidden_states([_text(self.shortest, target)], needed)
         self._teacher = Teacher(target, heads.draft_to_target_D, section.loss_tokens)
@@ -152,10 +153,9 @@ class _Trial:
         return rows * length
 
     def saved_bytes(self, tokens: int) -> int:
-        """Extrapolate the bytes saved for the backward; autocast's copies of weights do not grow with the batch."""
+        """Extrapolate the bytes saved for the backward; weights among them do not grow with the batch."""
         (least, fewer), (most, more) = self._saved[0], self._saved[-1]
-        per_token = (more - fewer) / (most - least) if most > least else more / most
-        return int(more + per_token * (tokens - most))
+        return int(more + (more - fewer) / (most - least) * (tokens - most))
 
 
 def _text(length: int, target: Target) -> list[int]:

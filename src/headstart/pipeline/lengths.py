@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -23,6 +23,8 @@ SAMPLE = 1000
 """Rows of given prompts that are looked at."""
 _SELF_LONGEST = 200
 """Tokens of the longest self-written prompts with their template."""
+_TURN = 10
+"""Tokens that chat templates add to a further user turn and its answer, about."""
 
 
 @dataclass(frozen=True)
@@ -101,22 +103,20 @@ def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
 
 
 def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int) -> Lengths:
-    def count(text: str) -> int:
-        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    def count(messages: Sequence[Mapping[str, Any]]) -> int:
+        return sum(len(tokenizer(each["content"], add_special_tokens=False)["input_ids"]) for each in messages)
 
     try:
-        opening = len(prompt_tokens(prompt.opening, with_tools(tokenizer, prompt.tools)))
-        template = _turn_tokens(tokenizer) if len(prompt.messages) > len(prompt.opening) else 0
+        asked = len(prompt_tokens(prompt.opening, with_tools(tokenizer, prompt.tools)))
     except Unfit:
         return Lengths(0, 0, 0, 0)
+    turns, usual, first = 1, answer_tokens(data.max_new_tokens), len(prompt.opening)
     if not data.regenerate and prompt.messages[-1]["role"] == "assistant":
-        later = prompt.messages[len(prompt.opening) :]
-        answer = sum(count(message["content"]) for message in later if message["role"] == "assistant")
-        asked = sum(count(message["content"]) + template for message in later if message["role"] != "assistant")
-        return Lengths(min(opening + answer + asked, longest), answer, 0, 0)
-    asked, turns, usual = opening, 1, answer_tokens(data.max_new_tokens)
-    for message in prompt.asked[len(prompt.opening) :]:
-        further = count(message["content"]) + template
+        answers = [message for message in prompt.messages[first:] if message["role"] == "assistant"]
+        template = _TURN * (len(answers) - 1)
+        return Lengths(min(asked + count(prompt.messages[first:]) + template, longest), count(answers), 0, 0)
+    for message in prompt.asked[first:]:
+        further = count([message]) + _TURN
         room = longest - data.max_new_tokens - asked - turns * usual
         if further > min(room, data.max_prompt_tokens):
             break
@@ -124,10 +124,3 @@ def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, longest: int) 
         turns += 1
     cached = min(asked + turns * data.max_new_tokens, longest)
     return Lengths(min(asked + turns * usual, longest), turns * usual, turns, cached)
-
-
-def _turn_tokens(tokenizer: Any) -> int:
-    """What the template adds to one more user turn and its answer."""
-    first, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}
-    letters = 2 * len(tokenizer("a", add_special_tokens=False)["input_ids"])
-    return len(prompt_tokens([first, answer, first], tokenizer)) - len(prompt_tokens([first], tokenizer)) - letters

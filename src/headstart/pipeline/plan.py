@@ -81,24 +81,10 @@ def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) ->
     """
     if processes < 1:
         raise UserError(f"There is no plan for {processes} processes.", "Give --processes 1 or more.")
-    recipe, section = run.recipe, run.recipe.target
-    left, here = left_to_do(run, STAGES), weights_are_here(section.spec, section.revision)
-    if "target" in left and here and (record := run.whole_record("target")):
-        # Its files or settings are others than they were; the model may be the same.
-        vars(run)["target"] = loaded = run.load(section.adapter)
-        if loaded.whole_identity == record.identity:
-            left = left_to_do(run, STAGES, unchanged={"target"})
-    records = {stage.name: run.record(stage.name) for stage in STAGES if stage.name not in left}
-    done = {name: record for name, record in records.items() if record is not None}
-    folders = {name: referred(run.folder, name) for name in done}
-    plan = Plan(
-        left=left,
-        done={name: record.summary for name, record in done.items()},
-        seconds={name: record.seconds for name, record in done.items()},
-        disk={name: size(folder) for name, folder in folders.items() if folder is not None},
-    )
-    if not left.keys() - {"target"}:
+    recipe, section, plan = run.recipe, run.recipe.target, _finished(run)
+    if not plan.left.keys() - {"target"}:
         return plan
+    here = weights_are_here(section.spec, section.revision)
     bare, start = _resident(), perf_counter()
     if here:
         tell(run.console, f"Loading {section.spec} ...", style="dim")
@@ -138,10 +124,30 @@ def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) ->
         room=work.room("train"),
         free_bytes=free_disk(run.folder),
         seconds={"target": loading, **plan.seconds},
-        how=f"Measured here: loading, {speeds.measured}. The times of the other stages to do are estimated from that; "
-        "bytes are estimated from the recipe and the target's config.",
+        how=f"Measured here: loading, {speeds.measured}. Other times, and memory while training, are estimated from "
+        "that; the other bytes from the recipe and the target's config.",
     )
     return _estimate(run, replace(work, speeds=speeds, workers=workers), plan)
+
+
+def _finished(run: Run) -> Plan:
+    """Return a plan with the records of the stages that are done."""
+    section, left = run.recipe.target, left_to_do(run, STAGES)
+    record = run.whole_record("target") if "target" in left else None
+    if record is not None and weights_are_here(section.spec, section.revision):
+        # Files or settings changed; the model may be the same.
+        vars(run)["target"] = loaded = run.load(section.adapter)
+        if loaded.whole_identity == record.identity:
+            left = left_to_do(run, STAGES, unchanged={"target"})
+    records = {stage.name: run.record(stage.name) for stage in STAGES if stage.name not in left}
+    done = {name: record for name, record in records.items() if record is not None}
+    folders = {name: referred(run.folder, name) for name in done}
+    return Plan(
+        left=left,
+        done={name: record.summary for name, record in done.items()},
+        seconds={name: record.seconds for name, record in done.items()},
+        disk={name: size(folder) for name, folder in folders.items() if folder is not None},
+    )
 
 
 def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
@@ -154,14 +160,14 @@ def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
         work = replace(work, conversations=len(splits[0]), train_tokens=train, validation_tokens=validation)
     costs = {stage: cost(work) for stage, cost in COSTS.items() if stage in plan.left}
     timed = {stage: cost.seconds for stage, cost in costs.items()} if work.speeds.measured else {}
-    trains = "train" in plan.left
+    trains, processes = "train" in plan.left, work.processes
     plan = replace(
         plan,
         seconds={**plan.seconds, **timed},
         disk={**plan.disk, **{stage: cost.disk for stage, cost in costs.items()}},
         disk_bytes=sum(cost.disk for cost in costs.values()) + (work.checkpoint_bytes if trains else 0),
         memory={stage: cost.memory for stage, cost in costs.items()},
-        network=work.gradient_bytes,
+        network=int(8 * (processes - 1) / processes * work.learning),  # a ring all-reduce of float32 gradients
         steps=work.training()[0] if trains else None,
     )
     return replace(plan, facts=_facts(work, plan), problems=[*plan.problems, *_problems(work, plan)])
@@ -255,7 +261,9 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
             )
             facts.append((f"Memory {when}", about))
     if plan.steps is not None:
-        facts.append(("Training", f"about {plan.steps:.0f} steps of {work.step_tokens} tokens"))
+        section = work.recipe.train
+        tokens = section.batch_tokens * section.gradient_accumulation_steps * work.processes
+        facts.append(("Training", f"about {plan.steps:.0f} steps of {tokens} tokens"))
         if plan.network:
             facts.append(("Network", f"each process sends {format_bytes(plan.network)} per step (DDP)"))
     return facts

@@ -21,24 +21,14 @@ from headstart.target.outline import Outline
 from headstart.train.optimizers import Muon, make_optimizers
 from headstart.train.wrapped import learning_numbers
 
-_PROMPT_STEPS = 127
-"""Forwards in which a batch of self-prompts is written."""
-_PADDED = 1.08
-"""Tokens of training batches with padding, as a multiple of those without."""
-_FORWARD = 1 / 3
-"""Share of the forward in the time of a training step."""
-_SHAPES = 4
-"""Memory of many steps as a multiple of one, on a CPU with subsampled drafts: each step has other shapes, and the
-allocator keeps memory for all of them."""
-_DISK = 4e8
-"""Bytes a second at which heads are written."""
-_METHODS = 4
-"""Methods of every report: heads, plain, transformers' plain and its lookup. Each counts as plain decoding, and so does
-each drafter of eval.compare."""
-_TIMED = 32
-"""Forwards that tuning times for each width."""
-_CONVERSATION_BYTES = 21
-"""Bytes of a token in conversation files: as text and as an id, in a part and in a split."""
+_PROMPT_STEPS = 127  # forwards in which a batch of self-prompts is written
+_PADDED = 1.08  # tokens of training batches with padding, over those without
+_FORWARD = 1 / 3  # share of the forward in the time of a training step
+_SHAPES = 4  # on a CPU, subsampled steps have other shapes each, and the allocator keeps memory for several
+_DISK = 4e8  # bytes a second at which heads are written
+_METHODS = 4  # of every report: heads, plain, transformers' plain and its lookup; each counts as plain decoding
+_TIMED = 32  # forwards that tuning times for each width
+_CONVERSATION_BYTES = 21  # of a token in conversation files: as text and as an id, in a part and in a split
 
 
 @dataclass(frozen=True)
@@ -118,17 +108,6 @@ class Workload:
     @property
     def states(self) -> int:
         return min(self.wanted_states, int(1e9 * self.recipe.data.cache_gigabytes))
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of an optimiser step over all processes, padding included."""
-        section = self.recipe.train
-        return section.batch_tokens * section.gradient_accumulation_steps * self.processes
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Bytes that each process sends in a step: a ring all-reduce of float32 gradients."""
-        return int(2 * (self.processes - 1) / self.processes * 4 * self.learning)
 
     @property
     def checkpoint_bytes(self) -> int:

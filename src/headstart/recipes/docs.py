@@ -85,7 +85,8 @@ def markdown() -> str:
         "",
         "A recipe is a YAML file with these settings; `extends:` names another recipe to start from, packaged or a",
         "file. On the command line each can be given as `key=value`: `headstart run quickstart train.lr=3e-4`. An",
-        "unknown key is refused. `headstart recipes show NAME --all` prints the same with the values of a recipe.",
+        "unknown key is refused; a single value is taken as a list of one. `headstart recipes show NAME --all` prints",
+        "the same with the values of a recipe.",
         "",
         *_table(setting for setting in settings_of(Recipe) if "." not in setting.key),
     ]

@@ -160,10 +160,12 @@ def read_values(
 ) -> dict[str, Any]:
     """Read a recipe, the recipes it extends and the overrides, unchecked. Each level drops the settings of the earlier
     ones that depend on what it changes; settings of heads that depend on the target are kept without `families`."""
-    given, over = list(map(_parse_override, overrides)), dict[str, Any]()
+    given, over, values = list(map(_parse_override, overrides)), dict[str, Any](), dict[str, Any]()
     for override in given:
         _put(over, *override)
-    values = _without_stale(_read(name, Path(), [], families or {}), over, families or {})
+    for level in _levels(name, Path(), []):
+        values = _merge(_without_stale(values, level, families or {}), level)
+    values = _without_stale(values, over, families or {})
     for override in given:
         _put(values, *override)
     return values
@@ -197,8 +199,8 @@ def _are_minutes(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and 0 < value < inf
 
 
-def _read(name: str, folder: Path, seen: list[str], families: Mapping[str, type[HeadSettings]]) -> dict[str, Any]:
-    """Read a recipe and those it extends; a path in `extends` is relative to its file."""
+def _levels(name: str, folder: Path, seen: list[str]) -> list[dict[str, Any]]:
+    """Read the recipes that a recipe extends, and then itself; a path in `extends` is relative to its file."""
     known = packaged_recipes()
     path = known.get(name) or folder / Path(name).expanduser()
     if not path.is_file():
@@ -219,10 +221,7 @@ def _read(name: str, folder: Path, seen: list[str], families: Mapping[str, type[
     if isinstance(target := values.get("target"), str):
         values["target"] = {"spec": target}
     parent = values.pop("extends", None)
-    if not parent:
-        return values
-    base = _read(str(parent), path.parent, [*seen, resolved], families)
-    return _merge(_without_stale(base, values, families), values)
+    return [*(_levels(str(parent), path.parent, [*seen, resolved]) if parent else ()), values]
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -139,8 +139,8 @@ class TargetSection(Section):
     )
     exact: Literal["auto", "bits", "tokens"] = Field(
         "auto",
-        description="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs only, slower); "
-        "tokens, which auto takes: equal up to rounding at near-ties.",
+        description="bits: greedy text in bfloat16 equals plain decoding's token for token (CPUs with compiled "
+        "kernels); tokens, which auto takes: equal up to rounding at near-ties.",
     )
     trust_remote_code: Annotated[bool, _OF_TARGET] = Field(
         False, description="Run Python code from the target's folder or repository."

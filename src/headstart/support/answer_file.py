@@ -1,214 +1,153 @@
-"""Earlier answers of a target in one file: token ids, added by any number of processes, each record whole or ignored.
+"""Earlier answers of a target, as token ids: a database that processes add to, and the packed file beside heads.
 
-A record is a head (a mark, the target's fingerprint, length and checksum of what follows) and some answers, compressed.
-It is written at the end of the file at once, under the file's lock. What a process leaves half-written when it is
-killed is known by its checksum: it is skipped, and a warning says how much; what stands before and after it is whole.
+The database is SQLite's: it survives killed processes, and locks out other writers. The file that is published with
+heads is not one, because SQLite is not made for files from strangers.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import struct
+import random
+import sqlite3
 import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from headstart.errors import UserError
-from headstart.support.files import append_whole, write_atomic
 
 MOST_BYTES = 8_000_000
-"""Of a file that is added to: beyond it the older half of its records goes. About 4 million tokens."""
-_MARK = b"\x93answer\n"
-_HEAD = struct.Struct("<8s16sII")  # mark, fingerprint, bytes that follow, their CRC-32
-_END = -1  # after each answer of a record
-_TOGETHER = 16_384  # tokens of a record of `write_answers`: zlib looks 32 kB back
-
-
-class _Record(NamedTuple):
-    """A whole record: where it stands in the bytes that were read, whose answers they are, and they as packed."""
-
-    start: int
-    stop: int
-    target: bytes
-    packed: bytes
+"""Size at which the database drops the older half of its answers: about 4 million tokens."""
+_MARK = b"\x93answers\n"
+_APPLICATION = int.from_bytes(b"head")  # SQLite's application_id
+_END = -1  # follows each answer
+_PENDING = 66_000
+"""Bytes that zlib holds back before it writes a block, at most."""
+_CREATE = """
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS answers (id INTEGER PRIMARY KEY, target TEXT NOT NULL, packed BLOB NOT NULL);
+PRAGMA application_id = {application};
+PRAGMA user_version = {identity};
+COMMIT;
+"""
 
 
 class AnswerFile:
-    """A file of answers that processes share. An object serves one thread at a time.
+    """A SQLite database of answers, shared by processes and threads.
 
     Args:
-        path: of the file, which is made where there is none.
-        target: fingerprint of the target, see `headstart.target.identity`; answers of others are left alone.
+        path: created if it does not exist.
+        target: fingerprint of the target, see `headstart.target.identity`; `new` skips answers of other targets.
         most_bytes: see `MOST_BYTES`.
 
     Raises:
-        UserError: the file cannot be written or locked, or holds something else.
+        UserError: (from methods too) the file cannot be written or locked, is damaged, or holds something else.
     """
 
     def __init__(self, path: Path, target: str, most_bytes: int = MOST_BYTES) -> None:
         self.path = path
-        self._target = bytes.fromhex(target)
+        self._target = target
         self._most_bytes = most_bytes
-        self._inode = self._read_to = 0  # of the file that was read, and as far as it was
-        try:
-            with self._opened(fcntl.LOCK_SH) as file:
-                _check_ours(os.pread(file, len(_MARK), 0), path)
-        except OSError as error:
-            problem = f"Cannot write answers to {path} ({error.strerror or error})."
-            raise UserError(problem, "Name a file of yours, on a disk with locks.") from None
+        self._identity = self._read_to = 0  # the database that `new` read last, and its last row then
+        with self._opened() as database:
+            database.execute("DELETE FROM answers WHERE FALSE")  # fails where nothing can be written
 
     def add(self, answers: Sequence[Sequence[int]]) -> None:
-        """Add answers, in one record; an OSError where the system refuses, the file being as it was."""
-        record = _record(self._target, answers)
-        with self._opened(fcntl.LOCK_EX) as file:
-            append_whole(file, record)
-            if (size := os.fstat(file).st_size) > self._most_bytes:
-                self._shorten(file, size)
+        """Add answers as one row, whole or not at all."""
+        with self._opened() as database:
+            database.execute(
+                "INSERT INTO answers (target, packed) VALUES (?, ?)", (self._target, zlib.compress(_tokens(answers), 9))
+            )
+            if _number(database, "page_count") * _number(database, "page_size") > self._most_bytes:
+                database.execute("DELETE FROM answers WHERE id < (SELECT (min(id) + max(id) + 1) / 2 FROM answers)")
+                database.execute("VACUUM")
 
     def new(self) -> tuple[list[list[int]], bool]:
-        """Answers that were added since the last call, by any process, and whether the file is another one since then:
-        shortened, or deleted. Then they are all that it holds."""
-        try:
-            known = os.stat(self.path)
-        except FileNotFoundError:
-            known = None
-        if known is not None and (known.st_ino, known.st_size) == (self._inode, self._read_to):
-            return [], False
-        with self._opened(fcntl.LOCK_SH) as file:
-            now = os.fstat(file)
-            begun_anew = self._inode != 0 and (now.st_ino != self._inode or now.st_size < self._read_to)
-            begin = 0 if begun_anew else self._read_to
-            data = _read(file, begin, now.st_size)
-        _check_ours(data[: len(_MARK)] if begin == 0 else _MARK, self.path)
-        self._inode, self._read_to = now.st_ino, begin + len(data)
-        records = list(_whole(data))
-        _say_lost(len(data), records, self.path)
-        if others := sum(record.target != self._target for record in records):
-            warnings.warn(f"{others} records of {self.path} are another target's answers: ignored.", stacklevel=2)
-        return [answer for each in records if each.target == self._target for answer in _answers(each)], begun_anew
+        """Return the answers that any process has added since the last call, and whether the file was deleted since;
+        then they are all answers of the new file."""
+        with self._opened() as database:
+            identity = _number(database, "user_version")
+            begun_anew = self._identity not in (0, identity)
+            self._read_to = 0 if begun_anew else self._read_to
+            query = "SELECT id, target, packed FROM answers WHERE id > ? ORDER BY id"
+            rows = database.execute(query, (self._read_to,)).fetchall()
+        self._identity = identity
+        self._read_to = rows[-1][0] if rows else self._read_to
+        answers, damaged = list[list[int]](), 0
+        for _, target, packed in rows:
+            try:
+                answers += _unpacked(packed) if target == self._target else []
+            except (zlib.error, TypeError):
+                damaged += 1
+        if damaged:
+            warnings.warn(f"{damaged} rows of {self.path} are damaged: ignored.", RuntimeWarning, stacklevel=2)
+        if others := sum(target != self._target for _, target, _ in rows):
+            warnings.warn(f"{others} rows of {self.path} are another target's answers: ignored.", stacklevel=2)
+        return answers, begun_anew
 
     @contextmanager
-    def _opened(self, lock: int) -> Iterator[int]:
-        """The file, locked; again where another process has put a shorter one in its place meanwhile."""
-        while True:
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
-            try:
-                fcntl.flock(file, lock)
-                if _is_at(file, self.path):
-                    yield file
-                    return
-            finally:
-                os.close(file)  # which unlocks it
-
-    def _shorten(self, file: int, size: int) -> None:
-        """Keep the newest records, half of what there may be; other targets' among them."""
-        data, kept, room = _read(file, 0, size), list[bytes](), self._most_bytes // 2
-        for record in reversed(list(_whole(data))):
-            room -= record.stop - record.start
-            if room < 0 and kept:
-                break
-            kept.append(data[record.start : record.stop])
-        write_atomic(self.path, lambda partial: partial.write_bytes(b"".join(reversed(kept))))
+    def _opened(self) -> Iterator[sqlite3.Connection]:
+        """Connect to the database, for one operation: a connection survives neither a fork nor a deleted file."""
+        try:
+            if not self.path.exists():
+                self.path.touch()  # SQLite would leave out the group
+            with closing(sqlite3.connect(self.path, isolation_level=None)) as database:
+                database.execute("PRAGMA synchronous = OFF")  # an answer does not wait for the disk
+                if not _number(database, "page_count"):
+                    identity = random.SystemRandom().randrange(1, 1 << 31)
+                    database.executescript(_CREATE.format(application=_APPLICATION, identity=identity))
+                if _number(database, "application_id") != _APPLICATION:
+                    raise _no_answers(self.path)
+                yield database
+        except (OSError, sqlite3.Error) as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_NOTADB:
+                raise _no_answers(self.path) from None
+            reason = error.strerror if isinstance(error, OSError) else error
+            remedy = "Name a file of yours, on a disk with locks and room. If it is malformed, delete it."
+            raise UserError(f"Cannot keep answers in {self.path} ({reason}).", remedy) from None
 
 
-def write_answers(path: Path, target: str, answers: Iterable[Sequence[int]], most_bytes: int) -> None:
-    """Write a file of answers, in place: the first ones, as many as fit; none where there are no answers."""
-    records, size = list[bytes](), 0
-    for together in _grouped(answers):
-        record = _record(bytes.fromhex(target), together)
-        size += len(record)
-        if size > most_bytes:
+def write_answers(path: Path, answers: Iterable[Sequence[int]], most_bytes: int) -> None:
+    """Write the first answers to a file of at most `most_bytes`; no file if there are none."""
+    data, packer, kept = bytearray(_MARK), zlib.compressobj(9), 0
+    for answer in answers:
+        tokens = _tokens([answer])
+        if len(data) + len(tokens) > most_bytes - _PENDING:
             break
-        records.append(record)
-    if records:
-        path.write_bytes(b"".join(records))
+        data += packer.compress(tokens)
+        kept += 1
+    if kept:
+        path.write_bytes(data + packer.flush())
 
 
 def read_answers(path: Path) -> list[list[int]]:
-    """All answers of a file, of whatever target; a UserError where it holds something else."""
+    """Read a file that `write_answers` wrote; a UserError says that it is damaged or something else."""
     data = path.read_bytes()
-    _check_ours(data[: len(_MARK)], path)
-    records = list(_whole(data))
-    _say_lost(len(data), records, path)
-    return [answer for record in records for answer in _answers(record)]
-
-
-def check_answers(path: Path) -> None:
-    """See (UserError) that a file which `write_answers` wrote is whole, as far as its checksums say; cheap."""
-    data = path.read_bytes()
-    whole = sum(record.stop - record.start for record in _whole(data))
-    if not data or whole < len(data):
-        raise UserError(
-            f"{path} is cut short or damaged: {len(data) - whole} of its {len(data)} bytes are no whole answers.",
-            "Export or fetch the heads again, or delete the file: heads draft without it.",
-        )
-
-
-def _grouped(answers: Iterable[Sequence[int]]) -> Iterator[list[Sequence[int]]]:
-    together: list[Sequence[int]] = []
-    for answer in answers:
-        together.append(answer)
-        if sum(map(len, together)) >= _TOGETHER:
-            yield together
-            together = []
-    if together:
-        yield together
-
-
-def _record(target: bytes, answers: Sequence[Sequence[int]]) -> bytes:
-    tokens = np.array([token for answer in answers for token in (*answer, _END)], dtype="<i4")
-    packed = zlib.compress(tokens.tobytes(), 9)
-    return _HEAD.pack(_MARK, target, len(packed), zlib.crc32(target + packed)) + packed
-
-
-def _answers(record: _Record) -> list[list[int]]:
-    tokens = np.frombuffer(zlib.decompress(record.packed), dtype="<i4")
-    ends = np.flatnonzero(tokens == _END)
-    return [part[part != _END].tolist() for part in np.split(tokens, ends[:-1])]
-
-
-def _whole(data: bytes) -> Iterator[_Record]:
-    """The whole records among bytes that may begin or end anywhere."""
-    start = data.find(_MARK)
-    while start >= 0:
-        begin = start + _HEAD.size
-        if begin <= len(data):
-            _, target, length, checksum = _HEAD.unpack_from(data, start)
-            packed = data[begin : begin + length]
-            if len(packed) == length and zlib.crc32(target + packed) == checksum:
-                yield _Record(start, begin + length, target, packed)
-                start = data.find(_MARK, begin + length)
-                continue
-        start = data.find(_MARK, start + 1)
-
-
-def _read(file: int, begin: int, end: int) -> bytes:
-    parts = []
-    while begin < end and (part := os.pread(file, end - begin, begin)):
-        parts.append(part)
-        begin += len(part)
-    return b"".join(parts)
-
-
-def _is_at(file: int, path: Path) -> bool:
+    if not data.startswith(_MARK):
+        raise _no_answers(path)
     try:
-        return os.path.samestat(os.fstat(file), os.stat(path))
-    except FileNotFoundError:
-        return False
+        return _unpacked(data.removeprefix(_MARK))
+    except zlib.error as error:
+        raise UserError(
+            f"{path} is cut short or damaged ({error}).",
+            "Export or fetch the heads again, or delete the file: heads draft without it.",
+        ) from None
 
 
-def _check_ours(beginning: bytes, path: Path) -> None:
-    if not _MARK.startswith(beginning[: len(_MARK)]):
-        raise UserError(f"{path} holds something else than answers.", "Name another file, or one that does not exist.")
+def _no_answers(path: Path) -> UserError:
+    return UserError(f"{path} holds something else than answers.", "Name another file, or one that does not exist.")
 
 
-def _say_lost(size: int, records: Sequence[_Record], path: Path) -> None:
-    if lost := size - sum(record.stop - record.start for record in records):
-        problem = f"{lost} bytes of {path} are no whole record, as when a process is killed while it writes: ignored."
-        warnings.warn(problem, RuntimeWarning, stacklevel=3)
+def _tokens(answers: Sequence[Sequence[int]]) -> bytes:
+    return np.array([token for answer in answers for token in (*answer, _END)], "<i4").tobytes()
+
+
+def _unpacked(packed: bytes) -> list[list[int]]:
+    tokens = np.frombuffer(zlib.decompress(packed), "<i4")
+    return [part[:-1].tolist() for part in np.split(tokens, np.flatnonzero(tokens == _END) + 1)[:-1]]
+
+
+def _number(database: sqlite3.Connection, pragma: str) -> int:
+    return int(database.execute(f"PRAGMA {pragma}").fetchone()[0])

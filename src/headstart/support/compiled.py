@@ -33,6 +33,7 @@ _FLAGS = "-O3 -march=native -fassociative-math -fno-signed-zeros -fno-trapping-m
 _WIDE = "-mprefer-vector-width=512"
 _THREADED = "-Wl,-z,defs -Wl,-Bsymbolic"
 """Linking with threads, which only Linux has here: a compiler that means other threads fails."""
+_VECTORS = ("AVX2", "AVX512")
 _COMPILING = 60.0
 """Timeout of a compiler in seconds."""
 _HASH = 16
@@ -148,9 +149,18 @@ def _warn(kind: str, text: str) -> None:
 def vector_library(source: Path, dtype: torch.dtype, *names: str) -> Any:
     """`library` with threads, for bfloat16 or float32, of a source that is written for AVX2 and AVX-512; None where
     torch finds neither."""
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
+    if torch.backends.cpu.get_cpu_capability() not in _VECTORS:
         return None
     return library(source, [*names, *(["BFLOAT16"] if dtype == torch.bfloat16 else [])], threads=True)
+
+
+def why_no_vectors() -> tuple[str, str]:
+    """Say why `vector_library` returns None on this machine, and what to do about it."""
+    if torch.backends.cpu.get_cpu_capability() not in _VECTORS:
+        return "this processor has no AVX2", "Use another processor"
+    if not (program := compiler()):
+        return "this machine has no C compiler", "Install gcc"
+    return f"{shlex.join(program)} does not compile them for torch's threads", "Install gcc and set CC=gcc"
 
 
 @cache

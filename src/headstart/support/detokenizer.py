@@ -48,9 +48,8 @@ class AnswerMarkup:
 class IncrementalDetokenizer:
     """Text of a growing list of tokens, without breaking a character; the tokens `ends` are not text.
 
-    Where templates open the text of an answer with a header (`AnswerMarkup.opening`), and the tokens begin with such a
-    header, those of other messages are not text either. An answer that ends before its text begins is given out at the
-    end as a whole, with its special tokens.
+    A template may open the text of an answer with a header (`AnswerMarkup.opening`). Messages under other headers are
+    then skipped, too. An answer that ends before its text begins is returned by `rest`, with its special tokens.
 
     Text that ends with U+FFFD is held back, since the next token may complete its character. Only the newest piece and
     the tokens held back are decoded again, so the work does not grow with the text. The pieces do not depend on how
@@ -68,7 +67,8 @@ class IncrementalDetokenizer:
         self._ends = ends
         self._markup = markup
         self._skips = skip_special_tokens
-        self._read: list[int] = []  # of an answer with headers, all tokens
+        self._read: list[int] = []  # tokens that are not text
+        self._header = 0  # where the newest header starts in them
         self._in_text = self._has_text = not markup.opening
         self._context: list[int] = []  # tokens of the newest piece: they decide on the space after them
         self._held: list[int] = []
@@ -98,14 +98,17 @@ class IncrementalDetokenizer:
         return self._decode(self._held)
 
     def _is_text(self, token: int) -> bool:
-        """Whether a token is text: it stands between a header of answers and the next special token."""
+        """Whether a token stands between a header of answers and the next special token."""
         opening = self._markup.opening
-        if not self._read and (token,) != opening[:1]:  # a text without headers
-            self._markup, self._in_text, self._has_text = AnswerMarkup(), True, True
-        if not self._markup.opening or (self._in_text and token not in self._markup.special):
+        if opening and not self._read and token != opening[0]:  # a text without headers
+            self._markup, self._has_text, opening = AnswerMarkup(), True, ()
+        if not opening or (self._in_text and token not in self._markup.special):
             return True
+        if token == opening[0]:
+            self._header = len(self._read)
         self._read.append(token)
-        self._in_text = tuple(self._read[-len(opening) :]) == opening
+        header = self._read[self._header : self._header + len(opening) - 1]  # which may say more, such as a format
+        self._in_text = token == opening[-1] and (*header, token) == opening
         self._has_text |= self._in_text
         return False
 
@@ -151,5 +154,9 @@ def decode_text(tokenizer: Any, tokens: list[int], skip_special_tokens: bool = T
 
 def answer_text(tokens: Sequence[int], tokenizer: Any, ends: frozenset[int], markup: AnswerMarkup) -> str:
     """Decode a whole answer as `IncrementalDetokenizer` does piece by piece."""
+    if not markup.opening:
+        text = decode_text(tokenizer, [token for token in tokens if token not in ends])
+        if "\ufffd" not in text:  # where each character is complete, the pieces add up to it
+            return text
     pieces = IncrementalDetokenizer(tokenizer, ends, markup)
     return pieces.push(tokens) + pieces.rest()

@@ -46,13 +46,12 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     theirs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    of_this_machine = glob.escape(f"{path.name}.{socket.gethostname()}.")
-    for left in path.parent.glob(f"{of_this_machine}*{PARTIAL}"):
+    partial = partial_name(path)
+    for left in path.parent.glob(f"{glob.escape(f'{path.name}.{socket.gethostname()}')}.*{PARTIAL}"):
         process = left.name.split(".")[-2].partition("-")[0]
-        if process.isdecimal() and not runs(int(process)):
+        if left == partial or (process.isdecimal() and not runs(int(process))):  # ids are used again
             with suppress(OSError):
                 remove(left)
-    partial = partial_name(path)
     try:
         write(partial)
         for file in [] if partial.is_symlink() else [partial, *partial.rglob("*")]:
@@ -102,8 +101,8 @@ def replace(new: Path, path: Path) -> None:
 def _exchange(one: Path, other: Path) -> bool:
     """Exchange two names in one step; False where that fails or is not supported."""
     exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux
-    names = os.fsencode(one), os.fsencode(other)
-    return exchange is not None and exchange(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE) == 0
+    words = _HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE
+    return exchange is not None and exchange(*words) == 0
 
 
 def _mode_here(path: Path) -> int:

@@ -7,7 +7,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -51,7 +51,15 @@ def locked(folder: Path, remedy: str = "Wait for it, or choose another --run-dir
         problem = f"Cannot write in {folder}: {error.strerror}."
         raise UserError(problem, "Choose a folder of yours with --run-dir.") from None
     with handle:
-        if _lock(handle, folder, remedy):
+        try:
+            has_locks = _lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _HELD:
+                handle.seek(0)
+                raise Busy(handle.read().strip(), folder, Path(handle.name), remedy) from None
+            problem = f"Cannot lock {handle.name}: {error.strerror}."
+            raise UserError(problem, "Choose a folder on another disk with --run-dir.") from None
+        if has_locks:
             handle.truncate(0)
             print(_here(), file=handle, flush=True)
             yield
@@ -67,32 +75,25 @@ def locked(folder: Path, remedy: str = "Wait for it, or choose another --run-dir
 
 @contextmanager
 def one_at_a_time(file: Path) -> Iterator[None]:
-    """Wait until no other process holds a file, made if need be, and hold it; no process waits on a file system without
-    locks. An OSError if it cannot be opened."""
+    """Wait for a lock on a file, made if need be, and hold it; on a file system without locks, do not wait.
+
+    Raises:
+        OSError: the file cannot be opened.
+    """
     with file.open("a") as handle:
-        for lock in (fcntl.flock, fcntl.lockf):
-            try:
-                lock(handle, fcntl.LOCK_EX)
-                break
-            except OSError as error:
-                if error.errno not in _NO_LOCKS:
-                    raise
+        _lock(handle, fcntl.LOCK_EX)
         yield
 
 
-def _lock(handle: TextIO, folder: Path, remedy: str) -> bool:
-    """Lock the file; False where the file system has no locks."""
+def _lock(handle: TextIO, how: int) -> bool:
+    """Lock a file; False on a file system without locks."""
     for lock in (fcntl.flock, fcntl.lockf):
         try:
-            lock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(handle, how)
             return True
         except OSError as error:
-            if error.errno in _HELD:
-                handle.seek(0)
-                raise Busy(handle.read().strip(), folder, Path(handle.name), remedy) from None
             if error.errno not in _NO_LOCKS:
-                problem = f"Cannot lock {handle.name}: {error.strerror}."
-                raise UserError(problem, "Choose a folder on another disk with --run-dir.") from None
+                raise
     return False
 
 
@@ -104,7 +105,9 @@ def _claim(mark: Path, folder: Path, remedy: str) -> None:
                 file.write(_here())
             return
         except FileExistsError:
-            holder = mark.read_text(encoding="utf-8").strip()
+            holder = ""
+            with suppress(FileNotFoundError):  # released meanwhile
+                holder = mark.read_text(encoding="utf-8").strip()
             process, _, machine = holder.partition(" on ")
             if machine != socket.gethostname() or not process.isdecimal() or runs(int(process)):
                 raise Busy(holder, folder, mark, remedy) from None
@@ -123,5 +126,5 @@ def runs(process: int) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:  # another user's
-        return True
+        pass
     return True

@@ -1,15 +1,12 @@
 """The attention that every forward of a target runs through, registered with transformers as "headstart".
 
-Four things differ from transformers' own sdpa path:
+Three things differ from transformers' own sdpa path:
 
 - Texts are read with causal attention and no mask of text by text; longer ones a piece at a time.
 - For trees and single tokens, query heads that share a key-value head are folded into the query length instead of
   repeating keys and values in memory (5-7x faster for one token in a batch of 16-64 on a CPU), and the mask is that of
   the forward that runs in this thread.
 - A few tokens of each row on a CPU go row by row, in C, and have the bits of single steps (see `cpu_attention`).
-- Where a node of a tree must have them and C does not serve (no compiler, float16, capped scores, sinks), scores and
-  sums are in float64: the slots of a tree lie in another order than those of a text, which moves a sum by 1e-16 that
-  rounding to the target's dtype hides.
 
 Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new tokens, S slots in sight, D head size.
 """
@@ -129,7 +126,7 @@ class Running:
             nothing depends on it.
         ends: the least and the greatest of them.
         causal: whether its tokens are the end of one text, each seeing itself and all before it.
-        bits: whether a row must have the same bits whatever else is in the forward.
+        bits: whether a row must have the same bits whatever else is in the forward (see `Target.exact`).
         int8: whether products are in 8 bits, see `Target.in_int8`.
         spans: rows that attend together, as (start, stop, slots in sight of the longest of them); empty for all rows.
         slots_B: slots in sight of each row, its new tokens included, where `cpu_attention` serves the forward.
@@ -245,9 +242,8 @@ def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: 
     if near:
         key, value = key[:, :, near:], value[:, :, near:]
     query = query.reshape(rows, heads, groups * new_tokens, size)
-    if forward.bits:
-        out = _reference(query, key, value, mask, how=scores, exactly=torch.float64)
-    elif not scores.plain:
+    assert not forward.bits, "refused where C does not serve"
+    if not scores.plain:
         out = _reference(query, key, value, mask, how=scores)
     elif forward.spans and mask is not None:
         parts = [
@@ -332,32 +328,20 @@ def _causal_mask(new: int, seen: int, window: int | None, like: Tensor) -> Tenso
     return like.new_zeros(1, 1, new, seen).masked_fill_(~allowed, float("-inf"))
 
 
-def _reference(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    how: Scores = Scores(),
-    exactly: torch.dtype | None = None,
-) -> Tensor:
-    """Plain attention of [B, H, G * T, D], for scores that torch's own does not make, and for exact sums: `exactly` is
-    the dtype of scores, probabilities and sums; None for float32 scores, and the rest as the values are."""
-    scale, dtype = how.scale(query.shape[-1]), value.dtype
-    if exactly is not None:
-        query, key, value = query.to(exactly), key.to(exactly), value.to(exactly)
-    scores = torch.matmul(query, key.transpose(2, 3))
-    scores = (scores if exactly is not None else scores.float()).mul_(scale)
+def _reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Scores = Scores()) -> Tensor:
+    """Compute attention of [B, H, G * T, D] whose scores torch's own cannot make, with scores in float32."""
+    scores = torch.matmul(query, key.transpose(2, 3)).float().mul_(how.scale(query.shape[-1]))
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)
     if mask is not None:
         scores += mask
     if how.sink is None:
-        return torch.matmul(scores.softmax(-1).to(value.dtype), value).to(dtype)
+        return torch.matmul(scores.softmax(-1).to(value.dtype), value)
     rows, heads, folded = scores.shape[:3]
     groups = len(how.sink) // heads
     sink = how.sink.to(scores.dtype).reshape(1, heads, groups, 1, 1).expand(rows, -1, -1, folded // groups, -1)
     scores = torch.cat([scores, sink.reshape(rows, heads, folded, 1)], dim=-1)
-    return torch.matmul(scores.softmax(-1)[..., :-1].to(value.dtype), value).to(dtype)
+    return torch.matmul(scores.softmax(-1)[..., :-1].to(value.dtype), value)
 
 
 AttentionInterface.register(NAME, tree_attention)

@@ -104,6 +104,7 @@ class Captured:
 
     Attributes:
         graphs: CUDA graphs of the replay (see `headstart.target.graphs`), on a GPU.
+        rounds: why the bits of a token may depend on the other tokens of a replay on a CPU; None where they do not.
     """
 
     def __init__(self, model: Any, layers: Sequence[int], device: torch.device, packs: bool, int8: bool) -> None:
@@ -137,8 +138,7 @@ class Captured:
         self.products = rewrite(tape.graph, device, packs, int8)
         drop(weight for product in self.products for weight in product.weights)
         self._tape, self._weights, self._replays = tape, Weights(tape.graph), dict[frozenset[int], _Replay]()
-        # Other matrices know nothing of `Running.bits`.
-        self._has_bits = sum(len(product.sizes) for product in self.products) == sum(map(is_matrix, decoder.modules()))
+        self.rounds = self._why_it_rounds()
 
     def __call__(self, tokens_BT: Tensor, positions_BT: Tensor) -> dict[int, Tensor]:
         """States [B, T, E] by layer, in a forward of ours that has a cache."""
@@ -146,7 +146,7 @@ class Captured:
         assert forward is not None, "a forward of ours"
         replay = self._replays.get(forward.aux_layers) or self._giving(forward.aux_layers)
         function = replay.alone
-        if replay.steps and all(steps.serves(forward, count) for steps in replay.steps):
+        if replay.steps and all(steps.serves(forward) for steps in replay.steps):
             function, forward.weights = replay.in_steps, self._weights.now()
         states = function(tokens_BT.reshape(1, -1), positions_BT.reshape(1, -1), None, count)
         return {layer: state.view(*shape, -1) for layer, state in zip(replay.layers, states, strict=True)}
@@ -159,10 +159,18 @@ class Captured:
         return replay
 
     def serves(self, tokens: int, bits: bool) -> bool:
-        """Whether it replays a forward over so many tokens of all rows, with the bits that a row has alone or not."""
-        # Modules have other bits than a replay: where there is one with bits, plain steps and wide trees go through it.
-        # In 8 bits all go through it, so that weights have one copy.
-        return self._has_bits if bits else self._int8 or tokens <= MAX_ROWS
+        """Whether it replays a forward over so many tokens of all rows, which may have to keep its bits."""
+        # Modules have other bits. In 8 bits every forward is replayed, so that weights have one copy.
+        return bits or self._int8 or tokens <= MAX_ROWS
+
+    def _why_it_rounds(self) -> str | None:
+        matrices = sum(map(is_matrix, self._decoder.modules()))
+        if sum(len(product.sizes) for product in self.products if product.in_panels) < matrices:
+            return "torch multiplies by some of its weights"
+        sites = [node for node in self._tape.graph.nodes if isinstance(node.target, Site)]
+        if any(not node.target.scores.plain or node.args[3] is not None for node in sites):
+            return "torch computes its attention, which caps scores or has sinks"
+        return None
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the decoder has the modules and weights that it was recorded with, and the model nobody's hooks."""

@@ -1,4 +1,4 @@
-"""Whether forwards of ours give what the model itself gives, tried at every loading.
+"""Whether forwards of ours give what the model itself gives, tried at every loading, and whether bit for bit.
 
 Shape suffixes: K tokens of a path, V vocabulary, T tokens.
 """
@@ -10,7 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from headstart.errors import UserError
+from headstart.support.compiled import why_no_vectors
+from headstart.target import cpu_attention
+from headstart.target.captured import Recorded
+from headstart.target.fitting import Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree
+from headstart.target.prepacked import in_panels
 from headstart.tree.tree import Tree
 
 _CHECKED, _SMALL_WINDOW = 20, 512
@@ -61,4 +67,30 @@ def check_tree(
     if not difference <= explained:
         raise cannot_tree(
             target.name, f"logits of a tree differ from the model's own by {difference:.0%} of their spread"
+        )
+
+
+def refuse_rounding(target: FrozenModel, fitting: Fitting, record: Callable[[], Recorded]) -> None:
+    """Refuse exact="bits" where products or attention run without the compiled kernels; `record` records forwards."""
+    device, dtype, prepacked = target.device, target.dtype, fitting.prepacked
+    why, fix = None, ""
+    if device.type != "cpu":
+        why = "it is on a GPU"
+    elif dtype not in (torch.bfloat16, torch.float32):
+        why, fix = f"they do not compute in {target.dtype_name}", "Use --dtype bfloat16"
+    elif not in_panels(torch.zeros(32, 32, dtype=dtype)) or not cpu_attention.serves(1, dtype, device):
+        why, fix = why_no_vectors()
+    elif (captured := (recorded := record()).captured) is None:
+        why = recorded.refused
+    elif not prepacked:
+        why = "memory has no room for prepacked copies of its weights"
+    elif prepacked != fitting.matrices:
+        why = "some of its weights are packed, or not those of a linear layer"
+    else:
+        why = captured.rounds
+    if why is not None:
+        raise UserError(
+            f"exact='bits' needs the compiled CPU kernels, and {target.name} cannot run on them throughout: {why}.",
+            f"{f'{fix}, or leave' if fix else 'Leave'} out --exact bits; in float32 the tokens are those of plain "
+            "decoding.",
         )

@@ -7,8 +7,7 @@ threads, and the model's own `generate` in another, do not see each other.
 - Hooks on aux layers give the states to the forward that asks for them.
 - Rotary embeddings whose frequencies depend on the length of the text choose them for each token.
 - Linear attention keeps a copy of its state before the chain that is verified, see `chains`.
-- Linear layers multiply with prepacked weights where that is faster, and so many rows at a time that each row has the
-  bits it has alone in forwards that ask for it (see `products`).
+- Linear layers multiply with prepacked weights where that is faster (see `products`).
 - The LM head reads the tokens alone whose logits are wanted.
 
 Shape suffixes: B rows, T tokens of one forward, d components of a head.
@@ -80,7 +79,7 @@ class Fitting:
         """Have everything in place for a forward with these aux layers."""
         if type(vars(self._decoder).get("config")) is not Config:
             self._fit()
-        self._put(self.prepacked)
+        self._put_matrices()
         wanted: set[int | str] = {_CHOOSER, *aux_layers}
         missing = wanted - self._hooks.keys()
         if missing:
@@ -118,27 +117,24 @@ class Fitting:
         modules = [*self._lm_head.modules(), *self._decoder.modules()]
         return [module for module in dict.fromkeys(modules) if is_matrix(module)]
 
-    def ensure_bits(self) -> None:
-        """Have linear layers in place for a forward with `Running.bits`."""
-        self._put(self.matrices)
-
     @cached_property
     def prepacked(self) -> list[nn.Module]:
-        """Those whose weights are kept prepacked as well: none where memory has no room for all of them."""
+        """Linear layers with a prepacked copy of their weights: none where memory has no room for all of them."""
         modules = [module for module in self.matrices if can_prepack(module)]
         return modules if fits(cast(Tensor, module.weight) for module in modules) else []
 
     def _packed_weights(self) -> Iterator[Tensor]:
         return (cast(Tensor, module.weight) for module in self.prepacked)
 
-    def _put(self, matrices: list[nn.Module]) -> None:
-        if all(type(vars(module).get("forward")) is Matrix for module in (*matrices[:1], *matrices[-1:])):
+    def _put_matrices(self) -> None:
+        ends = *self.prepacked[:1], *self.prepacked[-1:]
+        if all(type(vars(module).get("forward")) is Matrix for module in ends):
             return  # another target of the same model may have fewer of its layers
         with self._lock:
-            for module in matrices:
+            for module in self.prepacked:
                 forward = vars(module).get("forward")
                 if type(forward) is not Matrix:  # what somebody put there is part of it
-                    self._replace(module, Matrix(module, forward, module in self.prepacked))
+                    self._replace(module, Matrix(module, forward))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._undo.append(partial(_restore, module, vars(module).get("forward")))

@@ -117,7 +117,7 @@ class SketchedWeight(TypedDict):
 class Sketch(TypedDict):
     """What `sketch` makes, as files hold it."""
 
-    architecture: str
+    architecture: Annotated[str, Field(pattern=r"^\S+( \d+){3}$")]
     vocabulary: str | None
     weights: dict[str, SketchedWeight]
     adapter: NotRequired[str]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -271,11 +272,28 @@ def tensor_files(folder: str, revision: str | None = None) -> dict[str, str]:
     return {}
 
 
+def gguf_library() -> Any:
+    """Import the package `gguf` with its `quants`; a UserError where it is not installed."""
+    try:
+        importlib.import_module("gguf.quants")
+        return importlib.import_module("gguf")
+    except ImportError:
+        raise UserError("GGUF files need the package gguf.", "Run: pip install gguf") from None
+
+
+def read_gguf(file: Path) -> Any:
+    """Open a GGUF file with its fields and tensors, which stay in the file; a UserError where it is not whole."""
+    try:
+        return gguf_library().GGUFReader(file)
+    except UserError:
+        raise
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError, OSError) as error:
+        raise UserError(f"{file} is cut short or damaged ({error}).", "Fetch it again.") from None
+
+
 def _dequantised(folder: Path, gguf: str) -> Path:
     """A GGUF file as an ordinary float32 model folder, converted once and kept in the user's cache: reading it takes a
     quarter of a minute each time, the folder a second."""
-    if importlib.util.find_spec("gguf") is None:
-        raise UserError("Reading a GGUF file needs the package gguf.", "Run: pip install gguf")
     file = folder / gguf
     stamp = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {transformers.__version__}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "gguf"
@@ -297,6 +315,7 @@ def _dequantised(folder: Path, gguf: str) -> Path:
         model.save_pretrained(partial)
 
     if not path.is_dir():
+        read_gguf(file)  # transformers raises many kinds of errors for files that are not whole
         elsewhere = "set XDG_CACHE_HOME to a folder of yours on another disk"
         need_disk(cache, 8 * file.stat().st_size, f"Converting {gguf}", f"or {elsewhere}")
         with ExitStack() as stack:

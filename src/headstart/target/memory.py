@@ -78,21 +78,3 @@ def check_status(status: Any, _function: Any, _arguments: Any) -> Any:
     if status == _NO_MEMORY:
         raise MemoryError("A kernel cannot allocate its scratch buffers: shorten the prompt, or batch less.")
     return status
-
-
-def most_resident() -> int:
-    """Bytes that this process has held at most, where the system says so; else what it holds now."""
-    try:
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return 1024 * int(line.split()[1])
-    except (OSError, ValueError):
-        pass
-    return int(psutil.Process().memory_info().rss)
-
-
-def forget_most_resident() -> int:
-    """Have `most_resident` begin anew, where the system can; returns the bytes that the process holds now."""
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    return int(psutil.Process().memory_info().rss)

@@ -26,7 +26,7 @@ from headstart.target.attention import PIECE, Running, leave_out_cudnn, run, spa
 from headstart.target.cache import LayerKeys, TreeCache
 from headstart.target.captured import Captured, Recorded
 from headstart.target.chains import ChainCache, has_running_states, read_chains
-from headstart.target.checking import FAILS, check_tree
+from headstart.target.checking import FAILS, check_tree, refuse_rounding
 from headstart.target.fitting import FINAL, Fitting
 from headstart.target.frozen import FrozenModel, cannot_tree, refuse_layers
 from headstart.target.graphs import Graphs, Inputs, Outputs
@@ -59,7 +59,7 @@ class Target(FrozenModel):
     a GPU leaves out cuDNN's attention for the rest of the process (see `leave_out_cudnn`).
 
     Args:
-        exact: see the attribute; "auto" keeps the tokens, since the bits cost more than 3 % of a round.
+        exact: see the attribute; "auto" promises the tokens.
 
     Attributes:
         kv_layers: what each layer keeps of a token.
@@ -102,8 +102,9 @@ class Target(FrozenModel):
         """What the verification of a tree keeps of what single steps give.
 
         "bits": logits, hidden states, keys and values of a node are those of a single step after the same text, bit for
-        bit, so that greedy text is the plain loop's in every dtype. "tokens": they are the same but for rounding, so
-        that in short dtypes a near-tie may turn out differently. It may be set at any time.
+        bit, so that greedy text in bfloat16 is the plain loop's. The compiled kernels are batch-invariant; where any
+        part of the target runs without them, it is refused. "tokens": they are the same up to rounding, so that a
+        near-tie in a short dtype may turn out differently. It may be set at any time.
         """
         return "tokens" if self._exact == "auto" else self._exact
 
@@ -111,24 +112,14 @@ class Target(FrozenModel):
     def exact(self, exact: Exact) -> None:
         if exact not in get_args(Exact):
             raise UserError(f"exact is {exact!r}.", nearest(exact, get_args(Exact)))
-        if exact == "bits" and self.chains_only:
-            raise UserError(
-                f"{self.name} has layers with running states, whose bits depend on how many tokens are read at once.",
-                "Leave out --exact bits; in float32 the tokens are those of plain decoding.",
-            )
-        if exact == "bits" and self.device.type == "cuda":
-            raise UserError(
-                "On a GPU, kernels are chosen by the size of a product, so that the bits of a token depend on how many "
-                "are read at once.",
-                "Leave out --exact bits; in float32 the tokens are those of plain decoding.",
-            )
+        if exact == "bits":
+            refuse_rounding(self, self._fitting, self.record)
         self._exact = exact
 
     @property
     def eager(self) -> str | None:
         """Why forwards run through the model's modules; None where forwards of a few tokens are replayed."""
-        self.record()
-        return self._recorded.refused
+        return self.record().refused
 
     @property
     def replays(self) -> bool:
@@ -187,19 +178,21 @@ class Target(FrozenModel):
         heads = max(layer.keys[0] for layer in self.kv_layers)
         numbers = max(sum(count * size for count, size in (layer.keys, layer.values)) for layer in self.kv_layers)
         query_heads = getattr(self.config, "num_attention_heads", None) or heads
-        item, bits = self.dtype.itemsize, self.exact == "bits"
+        item = self.dtype.itemsize
         reading = min(PIECE, slots) * slots * item + rows * slots * numbers * (query_heads // heads) * item
-        exactly = rows * slots * numbers * torch.float64.itemsize if bits else 0
         masks = (1 if self.window is None else 2) * (1 + query_heads // heads) * slots * item
-        scores = 2 * query_heads * slots * (torch.float64.itemsize if bits else item)
-        return max(reading, exactly), rows * (self.vocab_size * item + masks + scores)
+        scores = 2 * query_heads * slots * item
+        return reading, rows * (self.vocab_size * item + masks + scores)
 
     # -- forwards ------------------------------------------------------------------------------------------------
 
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
         """An empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
         self._fitting.refresh()
-        self.record()
+        if self.exact == "bits":  # adapters and hooks may have come since it was set
+            refuse_rounding(self, self._fitting, self.record)
+        else:
+            self.record()
         return self._empty_cache(rows, capacity)
 
     @torch.inference_mode()
@@ -295,10 +288,11 @@ class Target(FrozenModel):
         weakref.finalize(rounded, drop, [module.weight for module in modules])
         return self if rounded.eager is not None else rounded
 
-    def record(self) -> None:
-        """Record the forward of the model as it is now (see `captured`), where that is still to be done. The first
-        cache would do it; where time is measured, or somebody waits for the first token, it is done ahead."""
+    def record(self) -> Recorded:
+        """Record the forward of the model as it is now (see `captured`), unless that is done. The first cache calls
+        this; code that measures time calls it ahead, so that no first token waits for it."""
         self._recorded.renew(self.model, self._capture)
+        return self._recorded
 
     def release(self) -> None:
         """Take our hooks and configs off the model, which stays frozen; the next forward puts them back."""
@@ -372,7 +366,7 @@ class Target(FrozenModel):
             positions_BN = positions_BN.clamp(max=self.max_length - 1)
         mask = tree_mask(lengths_B1, batch.visible_BNN, positions_BN, self.window, self.dtype, seen)
         forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
-        # With bits every width must go the same way, so it asks as for one token.
+        # With bits attention of every width must run in C, as that of one token does.
         if cpu_attention.serves(1 if forward.bits else width, self.dtype, self.device):
             if len(lengths_B1) == 1:
                 forward.slots_B = torch.full((shape[0],), seen, device=self.device)
@@ -394,8 +388,6 @@ class Target(FrozenModel):
         self._check_aux_layers(sorted(forward.aux_layers))
         self._fitting.ensure(forward.aux_layers)
         forward.int8 = self._int8
-        if forward.bits:
-            self._fitting.ensure_bits()
         if cache is not None:
             cache.begin(tokens_BT.shape[1])
             if self._reads_again:

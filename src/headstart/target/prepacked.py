@@ -296,11 +296,16 @@ def drop(weights: Iterable[Tensor]) -> None:
 
 
 def multiplied(
-    rows: Tensor, weight_OI: Tensor, bias_O: Tensor | None, waits: bool = False, int8: bool = False
+    rows: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    waits: bool = False,
+    int8: bool = False,
+    any_rows: bool = False,
 ) -> Tensor | None:
-    """`F.linear` of a few rows [.., I], and of any number with weights in 8 bits, from the prepacked copy of the weight
-    (see `PackedCopy.of`): None where there is none, and where somebody wants gradients."""
-    few = int8 or rows.numel() <= MAX_ROWS * rows.shape[-1]
+    """`F.linear` of a few rows [.., I], or of any number of them, as with weights in 8 bits, from the prepacked copy of
+    the weight (see `PackedCopy.of`). None without a copy, and where gradients are needed."""
+    few = any_rows or int8 or rows.numel() <= MAX_ROWS * rows.shape[-1]
     if not rows.is_cpu or not few or rows.dtype != weight_OI.dtype:
         return None
     if torch.is_grad_enabled() and any(part is not None and part.requires_grad for part in (rows, weight_OI, bias_O)):

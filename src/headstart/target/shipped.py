@@ -1,9 +1,8 @@
 """Multi-token-prediction modules that a target's checkpoint brings along, read from its files.
 
 transformers leaves these tensors out when it loads a model. A module is a norm of the token's embedding and one of the
-state before it, a linear map that joins them, one decoder layer of the target's own kind, and a norm. The layer and
-that norm become a model of one layer of the target's class, which transformers fills and which takes token trees as any
-target does; its embeddings are whatever is joined. Three arrangements are published:
+state before it, a linear map that joins them, one decoder layer of the target's own kind, and a norm. Heads run it (see
+`headstart.heads.parts.native_module`). Three arrangements are published:
 
     DeepSeek-V3, GLM-4.5   model.layers.{L + k}.  enorm, hnorm, eh_proj, shared_head.norm and the layer; embedding first
     Qwen3-Next, Qwen3.5    mtp.                   pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, layers.{k}; the
@@ -11,7 +10,6 @@ target does; its embeddings are whatever is joined. Three arrangements are publi
     MiMo                   model.mtp_layers.{k}.  token_layernorm, hidden_layernorm, input_proj, final_layernorm and the
                                                   layer; the state first, read before the target's final norm
 
-Shape suffixes: B rows, W entries, E hidden size, V vocabulary, N numbers of all entries.
 """
 
 from __future__ import annotations
@@ -24,18 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.utils import cached_file
 
 from headstart.errors import UserError
-from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
 from headstart.target.loading import loadable_folder, silent, tensor_files
-from headstart.target.model import Target
-from headstart.tree.tree import Tree, TreeBatch
 
 _VOCABULARY = 8
 """Tokens of the model of one layer, whose own embeddings and LM head are not used."""
@@ -89,78 +83,6 @@ _SHARED = ("shared_head.head.weight", "embed_tokens.weight")
 """Copies of the target's LM head and embeddings that lie beside a module."""
 
 
-class Inputs(nn.Module):
-    """Stands for the embeddings of a model of one layer: entry i of a forward is row i of what was put there."""
-
-    weight: Tensor
-
-    def __init__(self, like: Tensor) -> None:
-        super().__init__()
-        self.register_buffer("weight", like, persistent=False)
-
-    def forward(self, index_BW: Tensor) -> Tensor:
-        return F.embedding(index_BW, self.weight)
-
-
-class ShippedModule:
-    """A model of one layer and the norm after it, the norms of embedding and state, and the joining map."""
-
-    def __init__(self, layer: Target, norms: tuple[nn.Module, nn.Module], join: nn.Module, state_first: bool) -> None:
-        self.layer, self._norms, self._join, self._state_first = layer, norms, join, state_first
-        self._inputs = Inputs(layer.embedding_weight.detach())
-        layer.model.set_input_embeddings(self._inputs)
-
-    @property
-    def parameters(self) -> int:
-        """Numbers that a draft reads, all experts counted."""
-        norms = sum(p.numel() for part in (*self._norms, self._join) for p in part.parameters())
-        return norms + sum(p.numel() for p in self.layer.layers.parameters())
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Of its keys and values, of each token of a row."""
-        return self.layer.kv_bytes_per_token
-
-    def new_cache(self, rows: int, capacity: int) -> TreeCache:
-        return self.layer.new_cache(rows, capacity)
-
-    def joined(self, embedded: Tensor, state: Tensor) -> Tensor:
-        parts = [self._norms[0](embedded), self._norms[1](state)]
-        joined: Tensor = self._join(torch.cat(parts[::-1] if self._state_first else parts, dim=-1))
-        return joined
-
-    def read(self, cache: TreeCache, joined_BWE: Tensor, counts: Sequence[int]) -> Tensor:
-        """Read and commit the first entries of each row, as many as `counts` says (one at least); what the module makes
-        of them, [B, W, E]."""
-        width = joined_BWE.shape[1]
-        self._inputs.weight = joined_BWE.flatten(0, 1)
-        entries = [list(range(row * width, row * width + count)) for row, count in enumerate(counts)]
-        made: Tensor = self.layer.prefill(cache, entries, (FINAL,)).aux_hidden_states[FINAL]
-        return F.pad(made, (0, 0, 0, width - made.shape[1]))
-
-    def read_tree(self, cache: TreeCache, joined_BWE: Tensor, parents: Sequence[Sequence[int]]) -> Tensor:
-        """The same of a tree of entries, given as each row's parents; nothing is committed. Rows may have fewer entries
-        than W."""
-        rows, width = joined_BWE.shape[:2]
-        self._inputs.weight = joined_BWE.flatten(0, 1)
-        entries = [list(range(row * width, row * width + len(parents[row]))) for row in range(rows)]
-        trees = [Tree(row, list(own)) for row, own in zip(entries, parents, strict=True)]
-        batch = TreeBatch.of(trees, joined_BWE.device)
-        made: Tensor = self.layer.forward_tree(cache, batch, (FINAL,)).aux_hidden_states[FINAL]
-        return made
-
-
-@dataclass(frozen=True)
-class Shipped:
-    """All modules of a target: the first reads its states at `state_layer`. LM head and embeddings are there where they
-    are not the target's."""
-
-    modules: list[ShippedModule]
-    state_layer: int
-    lm_head_VE: Tensor | None = None
-    embedding_VE: Tensor | None = None
-
-
 @dataclass(frozen=True)
 class ShippedFiles:
     """Where a checkpoint keeps its modules.
@@ -180,7 +102,7 @@ class ShippedFiles:
 
     @property
     def state_layer(self) -> int:
-        """The layer of the target whose states the first module reads."""
+        """The layer of the target whose states a module reads."""
         return FINAL if self.arrangement.final else self.target.num_layers
 
     def head(self, number: int) -> str:
@@ -279,17 +201,6 @@ def check_shipped(target: FrozenModel) -> None:
         load_layer(files, number, type(target.model), files.layer_config(number), target.dtype)
 
 
-def read_shipped(target: Target) -> Shipped:
-    """The modules that a target's checkpoint brings along.
-
-    Raises:
-        UserError: no such tensors, some of them missing, packed ones, or layers that cannot take token trees.
-    """
-    files = shipped_files(target)
-    modules = [_module(target, files, number) for number in range(len(files.joins))]
-    return Shipped(modules, files.state_layer, *files.other_weights())
-
-
 def load_layer(files: ShippedFiles, number: int, cls: Any, config: Any, dtype: torch.dtype) -> Any:
     """A model of one layer, of this class, with a module's layer and last norm; a `UserError` where it cannot be."""
     where, base = f"{files.below(number)}*", cls.base_model_prefix
@@ -311,20 +222,6 @@ def load_layer(files: ShippedFiles, number: int, cls: Any, config: Any, dtype: t
             "Fetch the checkpoint again, all of its files.",
         )
     return model
-
-
-def _module(target: Target, files: ShippedFiles, number: int) -> ShippedModule:
-    parts = files.parts(number)
-    model = load_layer(files, number, type(target.model), files.layer_config(number), target.dtype)
-    layer = Target(model.to(target.device), None, f"{target.name} {files.below(number)}*", "tokens")
-    norms = []
-    for weight in parts[:2]:
-        norm = copy.deepcopy(layer.decoder.norm)
-        norm.weight.copy_(weight)
-        norms.append(norm)
-    join = nn.Linear(parts[2].shape[1], parts[2].shape[0], bias=False, device=target.device, dtype=target.dtype)
-    join.requires_grad_(False).weight.copy_(parts[2])
-    return ShippedModule(layer, (norms[0], norms[1]), join, files.arrangement.state_first)
 
 
 def _config(known: Any, sparse: bool) -> Any:

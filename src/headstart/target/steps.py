@@ -253,26 +253,19 @@ class Steps:
         starts = list(accumulate(widths[len(kept) :], initial=0))
         self._between = starts.pop()
         self._starts = array("q", (start * self._dtype.itemsize for start in starts))
-        self._keep_bits: dict[tuple[int, int], bool] = {}
         self._laid: tuple[Any, ref[_Snapshot], Sequence[Place]] | None = None
 
     def __len__(self) -> int:
         return len(self._steps)
 
-    def serves(self, forward: Running, count: int) -> bool:
-        """Whether a forward over so many tokens can go this way: its attention is in C, and no product in pieces."""
+    def serves(self, forward: Running) -> bool:
+        """Whether a forward can go this way: its attention is in C, and its cache has the dtype of the steps."""
         if forward.slots_B is None:
             return False
         stores = forward.cache.layout[0] if self._attends else ()
-        if any(
-            (store.dtype, store.device.type) != (self._dtype, "cpu") for store in stores if store.is_floating_point()
-        ):
-            return False
-        asked = count, torch.get_num_threads()
-        if forward.bits and asked not in self._keep_bits:
-            products = [step.target for step in self._steps if isinstance(step.target, Merged)]
-            self._keep_bits[asked] = all(product.keeps_bits(count) for product in products)
-        return not forward.bits or self._keep_bits[asked]
+        return all(
+            (store.dtype, store.device.type) == (self._dtype, "cpu") for store in stores if store.is_floating_point()
+        )
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         """What others read of the results, [1, M, ..] each; keys and values go to the cache of the forward."""

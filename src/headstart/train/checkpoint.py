@@ -45,6 +45,7 @@ class TrainerState:
     Attributes:
         elapsed: seconds spent training, validation and checkpoints included, over all sessions.
         tokens: supervised predictions of the first draft step learnt from so far.
+        skipped: steps without any, which changed nothing.
         best_tau: best predicted tokens per round so far, measured at `best_step`; 0 before the first validation.
         lr: learning rate of the last step.
         budget: [steps, minutes, epochs] that the run was to train for.
@@ -57,6 +58,7 @@ class TrainerState:
     index: int = 0
     elapsed: float = 0.0
     tokens: int = 0
+    skipped: int = 0
     best_tau: float = 0.0
     best_step: int = 0
     lr: float = 0.0

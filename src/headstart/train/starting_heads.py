@@ -76,8 +76,7 @@ def take_over(heads: DraftHead, earlier: DraftHead) -> str:
     """
     ours_D, theirs_D = heads.draft_to_target_D.cpu(), earlier.draft_to_target_D
     ours_C = torch.isin(ours_D, theirs_D).nonzero()[:, 0]  # indices of the common tokens
-    order_D = theirs_D.argsort()  # the vocabulary of imported heads may be in any order
-    theirs_C = order_D[torch.searchsorted(theirs_D, ours_D[ours_C], sorter=order_D)]
+    theirs_C = torch.searchsorted(theirs_D, ours_D[ours_C])
     given = earlier.state_dict()
     complete, rows = 0, 0
     state = {name: tensor for name, tensor in heads.state_dict().items() if name != "draft_to_target_D"}

@@ -252,15 +252,19 @@ class _Trainer:
             if asked or fraction >= 1:
                 break
             state.lr = learning_rate_now(self.section, fraction, state)
-            loss = self._step(group, batches, max(count, 1), fraction)
-            losses.append(loss)
+            loss = self._step(group, batches, count, fraction) if count else None
+            if loss is None:  # no process has anything to predict
+                state.skipped += 1
+            else:
+                losses.append(loss)
             learnt += count
             state.advance(count, self.order.per_epoch)
             now = monotonic()
             speed = learnt / (now - started)
-            live = f"step {state.step} · loss {loss:.3f} · lr {state.lr:.1e} · {speed:,.0f} tok/s"
+            shown = "none" if loss is None else f"{loss:.3f}"
+            live = f"step {state.step} · loss {shown} · lr {state.lr:.1e} · {speed:,.0f} tok/s"
             display.step(self._fraction(self._elapsed()), now - self.started, live)
-            if state.step % self.section.log_every == 0:
+            if loss is not None and state.step % self.section.log_every == 0:
                 self._log({"loss": loss, "lr": state.lr, "tokens_per_second": speed, "grad_norm": self.grad_norm})
             if state.step % self.section.eval_every == 0:
                 self._validate(display, losses)
@@ -342,6 +346,8 @@ class _Trainer:
 
     def _finish(self) -> TrainResult:
         state = self.trainer_state
+        if state.skipped:
+            self.log.say(f"{state.skipped} of {state.step} steps had no predictions to learn from and were skipped.")
         best = next(row for row in self.records if row["step"] == state.best_step)
         result = TrainResult(self.folder / "best", self.folder / "last", state.step, best, self.coverage)
         with self._whole_heads():
@@ -351,6 +357,7 @@ class _Trainer:
                 self.folder / "result.json",
                 {
                     "steps": result.steps,
+                    "skipped_steps": state.skipped,
                     "epochs": state.epoch + state.index / self.order.per_epoch,
                     "elapsed_seconds": round(state.elapsed, 1),
                     "trainable_parameters": self.learning.trainable_parameters,

@@ -98,6 +98,5 @@ def not_finite(step: int, loss: float, group: list[Batch]) -> UserError:
     shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return UserError(
         f"The loss or its gradient is not finite at step {step} (loss {loss:g}), of training conversations {shown}.",
-        "Lower train.lr or raise train.warmup; the checkpoints before this step are kept. Where states are "
-        "not finite themselves, build the data again with target.dtype=float32.",
+        "Lower train.lr or raise train.warmup; the checkpoints before this step are kept.",
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headstart.data.states.store import States
 from headstart.errors import UserError
-from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.heads.base import HeadBatch, StepPrediction, supervised_origins
 from headstart.target.few_rows import argmax
 from headstart.target.fitting import FINAL
 from headstart.target.frozen import FrozenModel
@@ -130,5 +130,10 @@ def draftable_share(store: States, vocab_size: int, draft_to_target_D: Tensor) -
         raise UserError(
             "Nothing is supervised in the validation data.",
             "Raise data.validation, or look at the data with `headstart data show`.",
+        )
+    if not any(len(supervised_origins(mask_T[None], 0)) for mask_T in store.supervised()):
+        raise UserError(
+            "The validation data have nothing to predict: no answer has two tokens in a row.",
+            "Raise data.validation or data.max_new_tokens, or look at the data with `headstart data show`.",
         )
     return float(counts_V[draft_to_target_D.cpu()].sum() / counts_V.sum())

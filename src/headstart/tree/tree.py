@@ -390,11 +390,6 @@ class Committed:
         return [len(path) for path in self.paths]
 
     @cached_property
-    def tokens_BP(self) -> Tensor:
-        """The tokens on the target's device, int64, padded on the right."""
-        return self.batch.tokens_BN.gather(1, self.paths_BP)
-
-    @cached_property
     def states(self) -> dict[int, Tensor]:
         """{layer: [B, P, E]} of these tokens."""
         longest = self.paths_BP.shape[1]

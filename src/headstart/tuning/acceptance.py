@@ -8,6 +8,7 @@ Shape suffixes: B rows, T tokens, V vocabulary, D draft vocabulary, M prediction
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from headstart.data.conversations.records import Conversation
+from headstart.data.states.store import all_finite
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
@@ -106,6 +108,9 @@ def measure_drafts(
     progress = tracked(conversations, "measuring acceptance", len(conversations), console)
     for number, conversation in enumerate(progress):
         states = target.hidden_states([conversation.tokens], sorted({*heads.aux_layers, FINAL}))[0]
+        if not all_finite(states):
+            warnings.warn(f"Text {number} (from 0) is left out: its hidden states are not finite.", stacklevel=2)
+            continue
         tokens_BT = torch.tensor([list(conversation.tokens)], device=target.device)
         batch = HeadBatch(
             tokens_BT,

@@ -82,17 +82,18 @@ class Answers:
 
     def _given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
         """Encode a prompt with its own answers, up to the last one that fits: nothing is learnt after it."""
-        longest, window, end = self._settings.max_prompt_tokens, self._target.max_length, 0
+        longest, window = self._settings.max_prompt_tokens, self._target.max_length
+        end = before = 0
         tokens, supervised = encode(prompt.messages, with_tools(self._target.tokenizer, prompt.tools))
         spans = spans_of(supervised)
-        if lost := sum(message["role"] == "assistant" for message in prompt.messages) - len(spans):
-            left_out.add("earlier answers that the chat template rewrites", prompt.id, lost)
+        if rewritten := sum(message["role"] == "assistant" for message in prompt.messages) - len(spans):
+            left_out.add("earlier answers that the chat template rewrites", prompt.id, rewritten)
         for number, (start, stop) in enumerate(spans):
             cut = ""
-            if start - end > longest:
-                cut = f"over {longest} tokens"
-            elif start >= window:
+            if start >= window:
                 cut = f"that a context of {window} tokens does not hold"
+            elif start - before > longest and not rewritten:
+                cut = f"over {longest} tokens"
             if cut and not number:
                 raise Unfit(f"A prompt {cut}.", "Shorten it.", cut)
             if cut:
@@ -100,7 +101,7 @@ class Answers:
                 break
             if stop > window:
                 left_out.add(f"ends of answers that a context of {window} tokens does not hold", prompt.id)
-            end = min(stop, window)
+            end, before = min(stop, window), stop
         tokens, supervised, how = tokens[:end], supervised[:end], {"source": "given"}
         return Conversation(
             prompt.id, tokens, supervised, prompt.messages, prompt.category, sampling=how, tools=prompt.tools
@@ -199,16 +200,16 @@ class _Running:
         return False
 
     def _rendered(self, turn: list[Message]) -> list[int]:
-        """Tokens that these messages add; `Unfit` if the template refuses them or rewrites earlier turns."""
+        """Tokens that these messages add; `Unfit` if the template refuses them or rewrites earlier answers."""
         tokenizer = self._tokenizer
         if not self.tokens:
             return prompt_tokens(turn, tokenizer)
         before = render(self.messages, tokenizer, answer=False)
         after = render([*self.messages, *turn], tokenizer, answer=True)
-        if not after.startswith(before):
-            reason = "at which the chat template rewrites the answers before them"
-            raise Unfit("The chat template rewrites earlier turns.", "Give single turns.", reason)
-        return added_tokens(before, after, self.tokens[-1], tokenizer)
+        if after.startswith(before):
+            return added_tokens(before, after, self.tokens[-1], tokenizer)
+        reason = "at which the chat template rewrites the answers before them"
+        raise Unfit("The chat template rewrites earlier answers.", "Give single turns.", reason)
 
     def answer(self, tokens: list[int], target: Target) -> None:
         """Append the target's answer; an answer without an end token ends the conversation."""

@@ -20,7 +20,7 @@ AMOUNTS = {
 """Settings of the data that say how much of it there is, and not what it is."""
 OF_SERVERS = {"server", "server_requests"}
 """Settings that say who writes it. What counts is whether a server does: its numbers are not those of this process."""
-VERSION = 6
+VERSION = 7
 """Raised when the same settings come to mean other conversations."""
 _OF_FILES, _OF_SELF = {"split", "regenerate", "revision"}, {"seed_prompts"}
 _OF_SOME = {"prefix_tokens", "chat_template_kwargs", "exclude", "writing_dtype"}

@@ -1,4 +1,4 @@
-"""The mask of a given conversation: which of its tokens the assistant wrote.
+"""The loss mask of a given conversation: the tokens that the assistant wrote.
 
 Where the assistant's text lies is found by rendering the chat template, never by patterns of a model's markup:
 
@@ -6,13 +6,12 @@ Where the assistant's text lies is found by rendering the chat template, never b
     prefix   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
     span                                                            Hello.<|im_end|>
 
-The prefix is the rendering of the messages before the answer with the generation prompt: what the target reads just
-before it writes. It has to be the beginning of the whole rendering. Markup that the template puts between the prefix
-and a text without reasoning is not supervised, such as an empty thinking block. The span ends with the first special
-token after the answer's text: the one the target writes to end its turn. It is left out where the template ends the
-turn of the newest answer with another token. What the template adds after it is not supervised. An
-answer that calls tools ends with the last special token of its turn: some stand around the calls. Where it is not known
-where the turn ends, since a template renders the last answer in another way, it ends with the first after the calls.
+The prefix is the prompt of the answer: the messages before it, rendered with the generation prompt. The whole
+rendering has to begin with it. Markup that the template puts between the prefix and a text without reasoning is not
+supervised, such as an empty thinking block. The span ends with the first special token after the answer's text, unless
+the template ends the newest answer with another token: then the target never writes this one. An answer that calls
+tools ends with the last special token of its turn: some stand around the calls. If the end of the turn is unknown,
+since a template renders the last answer in another way, the span ends with the first special token after the calls.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from headstart.support.detokenizer import MARK
 def encode(
     messages: Sequence[Message], tokenizer: Any, *, max_tokens: int | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Tokens of a rendered conversation, and for each of them whether the assistant wrote it.
+    """Render and tokenize a conversation; return its tokens and their mask, true where the assistant wrote them.
 
     An answer that the template rewrites (it drops reasoning once another turn follows, for example) is not supervised.
     At most `max_tokens` tokens are kept, from the beginning.
@@ -69,8 +68,7 @@ def encode(
         supervised[first:stop] = [True] * (stop - first)
     if rewritten and not any(supervised):
         raise Unfit(
-            "The chat template rewrites each answer: what the target reads before it is not the beginning of the "
-            "rendered conversation.",
+            "The chat template rewrites each answer: the rendered conversation does not begin with the prompt of any.",
             "Let the target write the answers (data.regenerate=true).",
             "in which the chat template rewrites each answer",
         )

@@ -1,4 +1,4 @@
-"""What the target reads of a conversation: its messages, rendered by the tokenizer's chat template."""
+"""Messages of conversations, and their rendering by the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Message = dict[str, Any]
 "reasoning_content" and "tool_calls", a list of {"function": {"name", "arguments"}}."""
 
 NOT_UTF8 = "with text that is not UTF-8"
-"""The reason for which records with halves of characters are left out."""
+"""The reason for leaving out records with lone surrogates."""
 _ROLES = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt", "bing", "bard"), "assistant"),
-    **dict.fromkeys(("tool", "function"), "tool"),
+    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt", "bing", "bard", "function_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "ipython", "observation"), "tool"),
 }
 """By role or speaker, in lower case."""
 _TEXTS = ("text", "input_text", "output_text")
@@ -46,9 +46,9 @@ class Unfit(UserError):
 
 
 def prompt_tokens(messages: Sequence[Message], tokenizer: Any) -> list[int]:
-    """What the target reads before it answers: the rendered messages and the generation prompt.
+    """Tokenize rendered messages with the generation prompt.
 
-    A target without a chat template reads the text of a single user message as it is, and goes on with it.
+    A target without a chat template reads the text of a single user message as it is, and continues it.
     """
     if tokenizer is not None and not has_template(tokenizer) and [message["role"] for message in messages] == ["user"]:
         return list(tokenizer.encode(messages[0]["content"]))
@@ -102,16 +102,16 @@ def _rendered(messages: Sequence[Message], tokenizer: Any, answer: bool) -> str:
 
 
 def _called(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The functions that messages call with arguments."""
+    """List the functions that messages call with arguments."""
     functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     return [function for function in functions if isinstance(function.get("arguments"), dict)]
 
 
-def read_messages(turns: Iterable[Mapping[str, Any]]) -> list[Message]:
+def read_messages(turns: Iterable[Mapping[str, Any]], any_answerer: bool = False) -> list[Message]:
     """Normalise messages for chat templates: a known role, one text, calls of tools with their arguments as objects.
 
     Messages of the assistant with neither a text nor calls of tools are dropped: those answers were not given. Other
-    keys are kept unless they are null.
+    keys are kept unless they are null. `any_answerer`: an unknown role after the user is the assistant's.
 
     Raises:
         Unusable: an unknown role, a content other than text, or calls of tools in another shape.
@@ -119,7 +119,10 @@ def read_messages(turns: Iterable[Mapping[str, Any]]) -> list[Message]:
     messages = list[Message]()
     for turn in turns:
         speaker, content = turn.get("role"), turn.get("content")
-        if (role := _ROLES.get(speaker.lower()) if isinstance(speaker, str) else None) is None:
+        role = _ROLES.get(speaker.lower()) if isinstance(speaker, str) else None
+        if role is None and any_answerer and messages and messages[-1]["role"] == "user":
+            role = "assistant"
+        if role is None:
             raise Unusable(f"with a message of the role {speaker!r}")
         calls = _calls(turn) if role == "assistant" else []
         if content is None and role == "assistant" and not calls:
@@ -131,7 +134,7 @@ def read_messages(turns: Iterable[Mapping[str, Any]]) -> list[Message]:
 
 
 def _calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Calls of tools in an answer, with arguments as objects, which is how chat templates take them."""
+    """Return an answer's calls of tools with arguments as objects, the form that chat templates take."""
     called = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
     if not isinstance(called, list) or not all(isinstance(call, Mapping) for call in called):
         raise Unusable("with calls of tools that are no list")
@@ -150,7 +153,7 @@ def _calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any) -> str:
-    """The text of a content, whose parts are joined; `Unusable` where one of them is not text."""
+    """Return a content as one text, parts joined; raise `Unusable` for other kinds of content."""
     if isinstance(content, list):
         parts = [part if isinstance(part, Mapping) else {"text": part} for part in content]
         if other := next((kind for part in parts if (kind := part.get("type", "text")) not in _TEXTS), None):

@@ -8,9 +8,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from headstart.data.prompts.chat import Unfit, Unusable, check_offsets, has_template, prompt_tokens, with_tools
+from headstart.data.prompts.chat import (
+    NOT_UTF8,
+    Unfit,
+    Unusable,
+    check_offsets,
+    has_template,
+    prompt_tokens,
+    with_tools,
+)
 from headstart.data.prompts.overlap import Excluded, prompt_key
-from headstart.data.prompts.shapes import NOT_UTF8, SHAPES, Prompt, parse_prompt
+from headstart.data.prompts.shapes import SHAPES, Prompt, parse_prompt
 from headstart.data.prompts.sources import READY_MADE, find_origin, read_records
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection, PromptSource
@@ -22,17 +30,17 @@ CHAT = "of conversations, which a target without a chat template cannot answer"
 REPEATED = "repeated"
 OTHER_SPLIT = "that begin like a prompt of another split"
 _REMEDIES = {
-    r"ends? of answers|after an answer": "raise data.max_new_tokens",
+    "a context of": "shorten them, lower data.max_new_tokens, or use a longer context",
+    "ends of answers|after an answer": "raise data.max_new_tokens",
     r"over \d+ tokens": "raise data.max_prompt_tokens",
-    r"context of \d+ tokens|begins after \d+ tokens": "shorten them, or use a target with a longer context",
     f"^{REPEATED}": "let them differ in system message, tools or turns",
     OTHER_SPLIT: "lower data.heldout or data.validation",
     "a message of the role": "name speakers system, user, assistant or tool, or set data.regenerate=true",
-    "rewrites|an answer to learn from|does not render": "set data.regenerate=true",
+    "rewrites (earlier|each)|an answer to learn from|does not render|earlier answers": "set data.regenerate=true",
     "template refuses": "start with the user, after at most one system message, and alternate",
     NOT_UTF8: "replace lone surrogates (half of an emoji)",
     PLAIN: "give requests or conversations, or use a target without a chat template (a base model)",
-    CHAT: 'give rows of plain text, {"text": ..}, or use an instruction-tuned target',
+    CHAT: 'give rows of plain text ({"text": ..}), or use an instruction-tuned target',
 }
 """Remedy by pattern of a reason; the first that matches counts."""
 
@@ -160,7 +168,7 @@ class _Rule:
 
     def prompt(self, row: Mapping[str, Any], name: str) -> Prompt:
         """The prompt that a record makes; raises as `parse_prompt`, and when it is repeated, too long or excluded."""
-        prompt = parse_prompt(row, name)
+        prompt = parse_prompt(row, name, keeps_answers=self._keeps_answers)
         if prompt.plain is not self._plain:
             raise Unusable(PLAIN if prompt.plain else CHAT)
         system = [message["content"] for message in prompt.messages if message["role"] == "system"]

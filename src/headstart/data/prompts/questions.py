@@ -13,23 +13,31 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from headstart.data.prompts.chat import Unusable
-from headstart.data.prompts.shapes import NOT_UTF8, is_utf8, parse_prompt
+from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable
+from headstart.data.prompts.shapes import is_utf8, parse_prompt, tools_of
 from headstart.errors import UserError, close
 from headstart.support.files import read_jsonl
 
 
 @dataclass(frozen=True)
 class Question:
-    """One line of a question file: what the user says turn by turn, and the line's own id, or its number."""
+    """One line of a question file: the user's turns, the line's id or number, a system message and tools, if any."""
 
     question_id: str | int
     category: str
     turns: list[str]
+    system: str = ""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+    def messages(self, turns: int) -> list[Message]:
+        """The system message and the first turns, without answers."""
+        said = [("system", self.system)] * bool(self.system) + [("user", turn) for turn in self.turns[:turns]]
+        return [{"role": role, "content": text} for role, text in said]
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read a question file: JSON objects a line, with `turns` and optionally `category` and `question_id`.
+    """Read a question file: JSON objects a line, with `turns` and optionally `category`, `question_id`, `system` and
+    `tools`.
 
     A UserError names the file that is missing or empty, and the line that is malformed.
     """
@@ -42,17 +50,21 @@ def read_questions(path: Path) -> list[Question]:
                 'Write {"turns": ["first question", ...]}, each a text that is not blank.',
             )
         name = row.get("question_id", number)
-        category = row.get("category") or ""
-        if isinstance(name, bool) or not isinstance(name, str | int) or not isinstance(category, str):
+        category, system, tools = row.get("category") or "", row.get("system") or "", tools_of(row.get("tools"))
+        if (
+            isinstance(name, bool)
+            or not isinstance(name, str | int)
+            or not all(isinstance(text, str) for text in (category, system))
+        ):
             raise UserError(
-                f"{path}, line {number}: 'question_id' must be text or a whole number, and 'category' text.",
+                f"{path}, line {number}: 'question_id' must be text or a whole number, 'category' and 'system' text.",
                 "Correct the line.",
             )
-        if not is_utf8([name, category, turns]):
+        if not is_utf8([name, category, turns, system, tools]):
             raise UserError(
                 f"{path}, line {number}: a question {NOT_UTF8}.", "Replace lone surrogates (half an emoji)."
             )
-        questions.append(Question(name, category, list(turns)))
+        questions.append(Question(name, category, list(turns), system, tools))
     if not questions:
         raise UserError(f"{path} holds no question.", 'Write one {"turns": ["..."]} a line.')
     return questions

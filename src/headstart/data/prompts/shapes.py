@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from headstart.data.prompts.chat import Message, Unusable, read_messages, text_of
+from headstart.data.prompts.chat import NOT_UTF8, Message, Unusable, read_messages, text_of
 
 SHAPES = (
     '{"turns": [text, ...]}',
@@ -19,7 +19,6 @@ SHAPES = (
 )
 """Shapes of records that are understood; the first whose column is there and not null counts."""
 
-NOT_UTF8 = "with text that is not UTF-8"
 _COLUMNS = ("messages", "conversations", "turns", "instruction", "prompt", "conversation", "text")
 """The columns that tell a shape, in the order in which they are looked for."""
 _WITH_SYSTEM = ("conversations", "conversation", "instruction")
@@ -77,21 +76,21 @@ def is_utf8(value: Any) -> bool:
     return True
 
 
-def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
-    """A prompt from one record of any of `SHAPES`; `name` is its id when it has none of its own.
+def parse_prompt(row: Mapping[str, Any], name: str, *, keeps_answers: bool = False) -> Prompt:
+    """Parse one record of any of `SHAPES`; `name` is the id of a record without one.
 
-    Messages of the assistant with neither a text nor calls of tools are answers that were not given. The parts of a
-    content that is a list are put together when all of them are text.
+    Assistant messages with neither text nor tool calls are dropped. Text parts of a content list are joined. An unknown
+    role after the user is the assistant's, unless the caller trains on given answers (`keeps_answers`).
 
     Raises:
-        ValueError: a shape that is not understood; the message says what is wrong.
-        Unusable: the shape is right, but this record makes no prompt.
+        ValueError: unknown shape; the message says what is wrong.
+        Unusable: known shape, but no prompt.
     """
     present = [column for column in _COLUMNS if column in row]
     column = next((column for column in present if row[column] is not None), next(iter(present), None))
     if column is None:
         raise ValueError(f"unknown shape with the keys {', '.join(map(str, row)) or '(none)'}")
-    messages = _messages(row, column)
+    messages = _messages(row, column, keeps_answers)
     while messages and messages[0]["role"] == "assistant":  # a greeting that nobody asked for
         messages = messages[1:]
     user_texts = [message["content"] for message in messages if message["role"] == "user"]
@@ -102,16 +101,16 @@ def parse_prompt(row: Mapping[str, Any], name: str) -> Prompt:
         if system.strip():
             messages = [{"role": "system", "content": system}, *messages]
     own_id = next((row[key] for key in ("id", "question_id", "prompt_id") if row.get(key) is not None), name)
-    category, tools = str(row.get("category") or ""), _tools(row.get("tools"))
+    category, tools = str(row.get("category") or ""), tools_of(row.get("tools"))
     if not is_utf8([messages, category, str(own_id), tools]):
         raise Unusable(NOT_UTF8)
     return Prompt(messages, category, str(own_id), plain=column == "text", tools=tools)
 
 
-def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
+def _messages(row: Mapping[str, Any], column: str, keeps_answers: bool) -> list[Message]:
     value = row[column]
     if column in ("messages", "conversations", "conversation") or (column == "prompt" and isinstance(value, list)):
-        return _turns(value, column)
+        return _turns(value, column, keeps_answers)
     if column == "turns":
         if not isinstance(value, list):
             raise ValueError(f"'turns' is a {type(value).__name__}, not a list of texts")
@@ -127,7 +126,7 @@ def _messages(row: Mapping[str, Any], column: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 
 
-def _turns(value: Any, field: str) -> list[Message]:
+def _turns(value: Any, field: str, keeps_answers: bool) -> list[Message]:
     if not isinstance(value, list):
         raise ValueError(f"{field!r} is a {type(value).__name__}, not a list of messages")
     turns: list[dict[str, Any]] = []
@@ -141,15 +140,28 @@ def _turns(value: Any, field: str) -> list[Message]:
         if not isinstance(reasoning := kept.get("reasoning_content"), str) or not reasoning.strip():
             kept.pop("reasoning_content", None)
         role, content = turn.get(role_key, turn.get(other_role)), turn.get(text_key, turn.get(other_text))
+        if role == "function_call" and keeps_answers:  # of ShareGPT: the text is the call
+            kept["tool_calls"], content = _parsed_calls(text_of(content)), None
         turns.append({**kept, "role": role, "content": content})
-    messages = read_messages(turns)
-    first_call = next((i for i, message in enumerate(messages) if "tool_calls" in message), None)
+    messages = read_messages(turns, any_answerer=not keeps_answers)
+    calling = (
+        "tool_calls" in message or (message["role"] == "assistant" and not keeps_answers) for message in messages
+    )
+    first_call = next((i for i, calls in enumerate(calling) if calls), None)
     if any(message["role"] == "tool" for message in messages[:first_call]):
         raise Unusable("with a message of the role 'tool'")
     return messages
 
 
-def _tools(value: Any) -> list[dict[str, Any]]:
+def _parsed_calls(text: str) -> list[Any]:
+    try:
+        calls = json.loads(text)
+    except ValueError:
+        raise Unusable("with a call of a tool whose arguments are no JSON") from None
+    return calls if isinstance(calls, list) else [calls]
+
+
+def tools_of(value: Any) -> list[dict[str, Any]]:
     """Definitions of tools: a list, or its JSON. What a column of this name holds else, such as names, is not for the
     template."""
     try:

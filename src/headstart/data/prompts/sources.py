@@ -111,7 +111,8 @@ def _hash(path: Path) -> str:
     if path.is_file():
         return file_hash(path)[:32]
     if not path.is_dir():
-        raise UserError(f"{path} does not exist.", "Check the path.")
+        problem = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise UserError(f"{path} {problem}.", "Check the path; a pipe is read twice, so save it to a file first.")
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")):
         if file.is_file():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headstart.data.conversations.records import Conversation
-from headstart.data.states.store import Sample, States
+from headstart.data.states.store import Sample, States, all_finite
 from headstart.target.model import Target
 
 
@@ -39,6 +40,7 @@ class OnlineStates(States):
         self.hidden_size = target.hidden_size
         self.target_fingerprint = target.identity().fingerprint
         self.lengths, self._starts = list[int](), list[int]()
+        self.not_finite: list[int] = []
         tokens, supervised = array("i"), bytearray()
         of = [self.target_fingerprint, target.settings, target.dtype_name]
         digest = hashlib.sha256(json.dumps(["online", *of]).encode())
@@ -52,11 +54,23 @@ class OnlineStates(States):
         self._tokens_S, self._supervised_S = _tensor(tokens, torch.int32), _tensor(supervised, torch.bool)
 
     def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
-        layers = self.aux_layers if layers is None else layers
-        return [
-            Sample(self._tokens(index), self._supervised(index), states)
-            for index, states in zip(indices, self._states(tuple(indices), layers), strict=True)
-        ]
+        """Compute those of a batch. A conversation with states that are not finite teaches nothing, and a warning names
+        it once."""
+        layers, samples = self.aux_layers if layers is None else layers, list[Sample]()
+        for index, states in zip(indices, self._states(tuple(indices), layers), strict=True):
+            supervised_T = self._supervised(index)
+            if not all_finite(states):
+                supervised_T = torch.zeros_like(supervised_T)
+                states = {layer: torch.zeros_like(state_TE) for layer, state_TE in states.items()}
+                if index not in self.not_finite:
+                    self.not_finite.append(index)
+                    warnings.warn(
+                        f"The hidden states of conversation {index} (from 0) of {self.folder} are not finite: it is "
+                        f"left out ({len(self.not_finite)} so far). With target.dtype=float32 they may be.",
+                        stacklevel=2,
+                    )
+            samples.append(Sample(self._tokens(index), supervised_T, states))
+        return samples
 
     def _states(self, indices: tuple[int, ...], layers: Sequence[int]) -> list[dict[int, Tensor]]:
         """Of these conversations. With a sharded target every process asks, and all run the forward of each batch."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from headstart.data.conversations.jobs import JOBS, Board, Job, Workers, share
 from headstart.data.conversations.records import Conversation, tokens_key
 from headstart.data.states.shard_format import AUTO, KEY, checksums, encode
-from headstart.data.states.store import FORMAT, MANIFEST, StateStore, estimate_bytes
+from headstart.data.states.store import FORMAT, MANIFEST, StateStore, all_finite, estimate_bytes
 from headstart.errors import UserError
 from headstart.support.files import format_bytes, need_disk, write_atomic, write_json, write_tensors
 from headstart.target.model import Target
@@ -95,8 +95,8 @@ def build_store(
 ) -> StateStore:
     """Compute and keep the aux hidden states of conversations, but for those that a whole shard holds already.
 
-    A manifest that is there is replaced. Conversations are kept in their order, while they fit `budget_bytes`. Other
-    stores of the same target may share the folder of the `shards`, by default the store's own.
+    A manifest that is there is replaced. Conversations are kept in their order, while they fit `budget_bytes` and their
+    states are finite. Other stores of the same target may share the folder of the `shards`, by default the store's own.
 
     Raises:
         UserError: nothing to store, a budget too small for the first conversation, or too little free disk.
@@ -115,13 +115,24 @@ def build_store(
     total = sum(len(conversation.tokens) for conversation in kept)
     done = total - sum(len(kept[i].tokens) for _, numbers in planned for i in numbers)
     jobs = (_job(f"{place:06d}", kind, kept, shard, work) for place, shard in enumerate(planned))
-    for job, file in _computed(target, shards, jobs, board):
-        index.add(file)
+    lost = set[str]()
+    for job, result in _computed(target, shards, jobs, board):
+        if result["file"]:
+            index.add(shards / result["file"])
+        lost |= {tokens_key(job.what["rows"][i]) for i in result["not_finite"]}
         done += sum(map(len, job.what["rows"]))
         work.advance(done, total)
     board.clear()
-    manifest = _manifest(folder, index, kind, kept)
-    write_json(folder / MANIFEST, {**manifest, "dropped": len(conversations) - len(kept)}, indent=None)
+    not_finite = [(i, item.id) for i, item in enumerate(kept) if tokens_key(item.tokens) in lost]
+    dropped, left_out = len(conversations) - len(kept), {i for i, _ in not_finite}
+    kept = [item for i, item in enumerate(kept) if i not in left_out]
+    if not kept:
+        raise UserError(
+            f"The hidden states of {target.name} are not finite in any of {len(left_out)} conversations.",
+            "Load the target in float32 (target.dtype=float32), or check its weights.",
+        )
+    manifest = {**_manifest(folder, index, kind, kept), "dropped": dropped, "not_finite": not_finite}
+    write_json(folder / MANIFEST, manifest, indent=None)
     return StateStore(folder)
 
 
@@ -143,10 +154,12 @@ class Capture:
         self._shards, self._kind = shards, StateKind(target, self.aux_layers, states_dtype)
 
     def keep(self, written: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
-        """Write a shard of conversations and the states [T, E] of their tokens, by layer; needs free disk."""
-        if not written:
+        """Write a shard of conversations and the states [T, E] of their tokens, by layer, except for those with states
+        that are not finite; needs free disk."""
+        finite = [(conversation.tokens, states) for conversation, states in written if all_finite(states)]
+        if not finite:
             return
-        once = {tokens_key(conversation.tokens): (conversation.tokens, states) for conversation, states in written}
+        once = {tokens_key(tokens): (tokens, states) for tokens, states in finite}
         rows, states = [tokens for tokens, _ in once.values()], [states for _, states in once.values()]
         need_disk(self._shards, self._kind.bytes(sum(map(len, rows))), "Keeping hidden states")
         _write_shard(self._shards, self._kind, rows, states)
@@ -196,19 +209,22 @@ def compute_shard(
         check()
         computed = target.hidden_states([rows[i] for i in batch], layers)
         states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in computed), strict=True))
-    kind, in_order = StateKind(target, layers, what["states_dtype"]), [states[i] for i in range(len(rows))]
-    return {"file": _write_shard(shards, kind, rows, in_order).name}
+    kind, finite = (
+        StateKind(target, layers, what["states_dtype"]),
+        [i for i in range(len(rows)) if all_finite(states[i])],
+    )
+    file = _write_shard(shards, kind, [rows[i] for i in finite], [states[i] for i in finite]).name if finite else ""
+    return {"file": file, "not_finite": sorted({*range(len(rows))} - {*finite})}
 
 
-def _computed(target: Target, shards: Path, jobs: Iterable[Job], board: Board) -> Iterator[tuple[Job, Path]]:
+def _computed(target: Target, shards: Path, jobs: Iterable[Job], board: Board) -> Iterator[tuple[Job, dict[str, Any]]]:
     with Workers(target.device, 1) as workers:
 
         def compute(what: dict[str, Any]) -> dict[str, Any]:
             return compute_shard(target, what, shards, workers.check)
 
         waiting = iter(jobs)
-        for job, result in share(lambda *_: next(waiting, None), compute, workers, board):
-            yield job, shards / result["file"]
+        yield from share(lambda *_: next(waiting, None), compute, workers, board)
 
 
 def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[Conversation]) -> dict[str, Any]:

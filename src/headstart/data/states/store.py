@@ -19,7 +19,7 @@ import os
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +44,7 @@ from headstart.support.files import TensorPlace, format_bytes, read_json, tensor
 
 MANIFEST = "manifest.json"
 _TOKEN_BYTES = 5  # an int32 id and the mask
-FORMAT = 2
+FORMAT = 3
 _DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -90,6 +90,10 @@ def estimate_bytes(tokens: int, aux_layers: int, hidden: int, dtype: torch.dtype
     """
     of_state = hidden * dtype.itemsize if states_dtype == AUTO else hidden + SCALE_BYTES
     return tokens * (aux_layers * of_state + _TOKEN_BYTES)
+
+
+def all_finite(states: Mapping[int, Tensor]) -> bool:
+    return all(bool(state_TE.isfinite().all()) for state_TE in states.values())
 
 
 class States(ABC):
@@ -141,7 +145,11 @@ class States(ABC):
 
 
 class StateStore(States):
-    """A finished store; samples are numbered like the conversations it was built from.
+    """A finished store; samples are in the order of the conversations it was built from, see `number_of`.
+
+    Attributes:
+        dropped: how many conversations the byte budget left out.
+        not_finite: conversations that were left out for their states: their ids, by their index.
 
     A UserError says that the folder holds no finished store, or that a shard is missing, cut short or damaged.
     """
@@ -164,6 +172,7 @@ class StateStore(States):
         self._dtype: torch.dtype = getattr(torch, manifest["dtype"])
         self.lengths = manifest["lengths"]
         self.dropped: int = manifest["dropped"]
+        self.not_finite: dict[int, str] = dict(manifest["not_finite"])
         self.shards: Path = folder / manifest["shards"]
         self.files = [self.shards / file["file"] for file in manifest["files"]]
         self.bytes: int = sum(file["bytes"] for file in manifest["files"])
@@ -186,13 +195,26 @@ class StateStore(States):
 
     @property
     def notice(self) -> str:
-        """One sentence when the byte budget left conversations out, else empty."""
-        if not self.dropped:
-            return ""
-        return (
-            f"The byte budget holds {len(self)} of {len(self) + self.dropped} conversations "
-            f"({format_bytes(self.bytes)}); the last {self.dropped} are left out (raise data.cache_gigabytes for more)."
-        )
+        """Name the conversations that were left out, with the reason; empty if there are none."""
+        notices = []
+        if self.dropped:
+            notices.append(
+                f"The byte budget holds {len(self)} of {len(self) + self.dropped} conversations "
+                f"({format_bytes(self.bytes)}); the last {self.dropped} are left out (raise data.cache_gigabytes for "
+                "more)."
+            )
+        if names := list(self.not_finite.values()):
+            shown = ", ".join(map(repr, names[:8])) + (", ..." if len(names) > 8 else "")
+            notices.append(
+                f"{len(names)} conversations are left out, with hidden states that are not finite: {shown} (with "
+                "target.dtype=float32 they may be)."
+            )
+        return " ".join(notices)
+
+    def number_of(self, index: int) -> int | None:
+        """Map an index of the given conversations to a sample number; None if the conversation was left out."""
+        number = index - sum(left_out < index for left_out in self.not_finite)
+        return number if index not in self.not_finite and number < len(self) else None
 
     def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
         """Those of a batch; a damaged shard is put aside."""

@@ -64,6 +64,10 @@ def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder:
     return shlex.join(words)
 
 
+class NotFinite(Unusable):
+    """A file with states that are not finite."""
+
+
 class Import:
     """Takes states over into the shards of a folder; what lies there already is not taken again.
 
@@ -129,8 +133,11 @@ class Import:
             raise Unusable("it is of other token ids than were asked for")
         if (key := tokens_key(tokens)) not in self._wanted:
             raise Unusable("its token ids are of no conversation that lacks states")
-        conversation, layers = self._wanted.pop(key)
+        conversation, layers = self._wanted[key]
         states = {layer: self._state(states_TLE, layer) for layer in layers}
+        if not all(bool(state.isfinite().all()) for state in (states_TLE, *states.values())):
+            raise NotFinite("it has states that are not finite")
+        del self._wanted[key]
         self._gathered.setdefault(layers, []).append((conversation, states))
         self._bytes += sum(state.nbytes for state in states.values())
         if self._bytes >= self._shard_bytes:
@@ -165,8 +172,8 @@ class Import:
                 f"its states are {dtype_name(states_TLE.dtype)} and those of the run {self.target.dtype_name}: start "
                 f"vLLM with --dtype {self.target.dtype_name}"
             )
-        if not (states_TLE.isfinite().all() and states_TLE.any(dim=-1).all()):
-            raise Unusable("it has states that are not finite or that were never written")
+        if not states_TLE.any(dim=-1).all():
+            raise Unusable("it has states that were never written")
         return tokens, states_TLE
 
     def _state(self, states_TLE: Tensor, layer: int) -> Tensor:
@@ -244,12 +251,14 @@ def take_from_servers(
                     continue
                 try:
                     work.take(file, waiting[number].tokens)
+                    taken += 1
+                except NotFinite:
+                    work.left_out.setdefault("its states are not finite", []).append(waiting[number].id)
                 except Unusable as problem:
                     raise UserError(f"{file}, which vLLM wrote: {problem}.", _RESTART) from None
                 for path in (file, _lock_of(file)):
                     with suppress(OSError):
                         path.unlink()
-                taken += 1
         if refusals and not taken:
             raise refusals[0]
     finally:

@@ -159,6 +159,14 @@ class Published:
             rope = {"original_max_position_embeddings": self.layer.max_position_embeddings, **rope}
         return replace(self, layer=replace(self.layer, rope_parameters=rope, max_position_embeddings=tokens))
 
+    def in_order(self) -> Published:
+        """The same heads with rising ids of their draft tokens."""
+        if self.draft_ids_D is None:
+            return self
+        order_D = self.draft_ids_D.argsort()
+        moved = {name: tensor[order_D] for name, tensor in self.tensors.items() if name.startswith("lm_head")}
+        return replace(self, draft_ids_D=self.draft_ids_D[order_D], tensors={**self.tensors, **moved})
+
     @property
     def not_finite(self) -> list[str]:
         """Names of tensors with numbers that no draft can come of: infinite ones, or none at all (NaN)."""
@@ -243,12 +251,6 @@ def fill(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Copy published tensors to where heads keep them, in place; biases may be left out."""
     for name, place in places.items():
         place.copy_(tensors[name] if name in tensors or not name.endswith("bias") else torch.zeros_like(place))
-
-
-def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
-    """Whether these are distinct tokens of a vocabulary."""
-    inside = bool(((ids_D >= 0) & (ids_D < vocab_size)).all())
-    return inside and len(torch.unique(ids_D)) == len(ids_D)
 
 
 def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:

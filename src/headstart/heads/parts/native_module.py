@@ -78,18 +78,17 @@ class NativeSettings:
 
     @classmethod
     def of(cls, target: FrozenModel) -> NativeSettings:
-        """Those of the target's only module; a `UserError` where it has none, or several."""
+        """Describe the target's first module; a `UserError` where it has none."""
         files = shipped_files(target)
-        if (count := len(files.joins)) > 1:
-            raise UserError(
-                f"{target.name} ships {count} multi-token-prediction modules, one for each draft, and one that takes "
-                "every draft can be trained.",
-                "Decode with all of them as they are (--drafter mtp), or leave out heads.init=native.",
-            )
         config = files.layer_config(0)
         # Code that a target brings along is a class that builds on one of transformers': its layer is that one's.
         names = [(getattr(kind, "model_type", ""), kind) for kind in type(config).__mro__]
-        known = next(name for name, kind in names if name in CONFIG_MAPPING and CONFIG_MAPPING[name] is kind)
+        known = next((name for name, kind in names if name in CONFIG_MAPPING and CONFIG_MAPPING[name] is kind), None)
+        if known is None:
+            raise UserError(
+                f"The module that {target.name} ships has a layer of type {names[0][0]!r}, which transformers lacks.",
+                "Update transformers, or take another drafter.",
+            )
         settings = json.loads(config.to_json_string(use_diff=False)) | {"model_type": known}
         layer = {name: value for name, value in settings.items() if name not in _OF_THE_FILES}
         return cls(files.arrangement.name, files.head(0), files.state_layer, layer)
@@ -176,12 +175,12 @@ class NativeModule(nn.Module):
 
     @torch.no_grad()
     def load(self, target: FrozenModel) -> None:
-        """Take the numbers of the target's checkpoint, in place."""
+        """Take the numbers of the target's checkpoint, in the module's dtype."""
         files = shipped_files(target)
         with torch.device("meta"):
             kind = type(self.settings.model())
-        model = load_layer(files, 0, kind, self.settings.config(), torch.float32)
-        self.layer.load_state_dict(model.get_decoder().layers[0].state_dict())
+        model = load_layer(files, 0, kind, self.settings.config(), self.norm.weight.dtype)
+        self.layer.load_state_dict(model.get_decoder().layers[0].state_dict(), assign=True)
         parts = (self.enorm, self.hnorm, self.eh_proj, self.norm)
         for part, weight in zip(parts, files.parts(0), strict=True):
             part.weight.copy_(weight)

@@ -15,7 +15,7 @@ from headstart.heads.exchange.published import MARKOV_LM_HEAD, Published, digest
 from headstart.heads.io import heads_folder
 from headstart.hub.card import ENGINE_FILES, is_engine_folder, is_hub_id, is_untuned, write_engine_card
 from headstart.hub.engine_tuning import EngineTuning, read_engine_tunings, tuned_drafts
-from headstart.hub.engines.base import Finding, Format, infinite, rounded
+from headstart.hub.engines.base import Finding, Format, rounded
 from headstart.hub.engines.facts import facts_of_heads, facts_of_spec, facts_of_target
 from headstart.hub.engines.folders import FolderFormat, Sglang, Speculators, Vllm
 from headstart.hub.engines.gguf import Gguf
@@ -85,8 +85,6 @@ def export_for(
             raise UserError(f"{format.name} has no dtype {dtype!r}.", nearest(dtype, format.dtypes))
     refuse_used(out)
     published, facts = publish(heads, target, trust_remote_code)
-    for fault in infinite(published):
-        raise UserError(*fault)
     measured = read_engine_tunings(heads_folder(heads))
     engines, remarks = _served(asked, published, facts)
     remarks += [*_untuned(heads_folder(heads), measured), *_not_paying(asked, measured), *_uncorrected(published)]

@@ -139,8 +139,8 @@ def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | 
 
 
 def _faults(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits, facts: TargetFacts | None) -> Faults:
+    settings = settings_of(checkpoint, layout, facts)  # first: heads that headstart refuses need no other advice
     yield from _architecture(checkpoint, layout, traits)
-    settings = settings_of(checkpoint, layout, facts)
     yield from engine_limits(settings, traits, facts, checkpoint.written)
     if settings.layer is not None:
         yield from _rotary(checkpoint.settings)

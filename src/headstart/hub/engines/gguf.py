@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import BLOCKS, Layout, Published, are_tokens
+from headstart.heads.exchange.published import BLOCKS, Layout, Published
 from headstart.hub.engines.base import AGAIN, HEADS_GGUF, NOTE, Faults, Format, Written, note_of
 from headstart.hub.engines.faults import engine_limits, short_context, unchanged
 from headstart.hub.engines.gguf_file import (
@@ -26,7 +26,6 @@ from headstart.hub.engines.gguf_file import (
     GgufFile,
     file_of,
     frequency_factors,
-    library,
     permuted,
     permuted_heads,
     read_heads,
@@ -35,7 +34,9 @@ from headstart.hub.engines.gguf_file import (
     wrong_tensors,
 )
 from headstart.hub.engines.known_engines import LLAMA_CPP
+from headstart.hub.engines.parsing import are_tokens
 from headstart.hub.target_facts import TargetFacts, kind_of
+from headstart.target.loading import gguf_library, read_gguf
 
 HOOKS = frozenset(
     {
@@ -139,7 +140,7 @@ def write_gguf(file: Path, published: Published, facts: TargetFacts, dtype: str)
 
 
 def _write(file: Path, published: Published, facts: TargetFacts, tensors: _Stored, note: str = "") -> None:
-    gguf = library()
+    gguf = gguf_library()
     types = gguf.GGUFValueType
     writer = gguf.GGUFWriter(file, ARCHITECTURES[published.layout])
     writer.add_name(f"Draft heads for {facts.name}")
@@ -200,7 +201,7 @@ def _keys(published: Published) -> dict[str, Any]:
 
 def _stored(published: Published, dtype: str) -> _Stored:
     """Norms stay in float32, and so do matrices whose rows cannot be cut into blocks."""
-    gguf = library()
+    gguf = gguf_library()
     kinds = gguf.GGMLQuantizationType
     wanted = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16, "q8_0": kinds.Q8_0}[dtype]
     head_counts = permuted_heads(published)
@@ -226,8 +227,8 @@ def _stored(published: Published, dtype: str) -> _Stored:
 
 def _copy_tokenizer(writer: Any, file: Path, without: frozenset[str]) -> None:
     """Write the tokenizer's fields of another GGUF file, but for some of these names."""
-    gguf = library()
-    for key, field in gguf.GGUFReader(file).fields.items():
+    gguf = gguf_library()
+    for key, field in read_gguf(file).fields.items():
         if key.startswith("tokenizer.") and key not in without:
             kind = field.types[0]
             inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None

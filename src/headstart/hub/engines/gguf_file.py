@@ -10,7 +10,6 @@ Shape suffixes: D draft vocabulary, I inputs, N rows, R pairs of a head.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Mapping
@@ -34,6 +33,7 @@ from headstart.heads.exchange.published import (
 from headstart.hub.engines.base import AGAIN, NOTE, Faults, Written
 from headstart.hub.engines.known_engines import LLAMA_CPP
 from headstart.hub.engines.traits import tensor_faults
+from headstart.target.loading import gguf_library, read_gguf
 
 EAGLE3, BLOCK = "eagle3", "dflash"
 ARCHITECTURES = {Layout.EAGLE3: EAGLE3, **dict.fromkeys(BLOCKS, BLOCK)}
@@ -74,16 +74,6 @@ _REFUSED = (
 WINDOW, SLIDING, CAUSAL = (f"attention.{name}" for name in ("sliding_window", "sliding_window_pattern", "causal"))
 """Of block drafters: tokens that a slot of a sliding layer sees, which layers slide, and whether slots see none after
 them, in all layers."""
-
-
-def library() -> Any:
-    """The package `gguf` with its `quants`; a UserError where it is not installed."""
-    try:
-        gguf = importlib.import_module("gguf")
-        importlib.import_module("gguf.quants")
-    except ImportError:
-        raise UserError("GGUF files need the package gguf.", "Run: pip install gguf") from None
-    return gguf
 
 
 def tensor_names(published: Published) -> dict[str, str]:
@@ -157,10 +147,7 @@ class GgufFile:
         file = file_of(folder)
         if file is None:
             raise UserError(f"{folder} has no GGUF file, or several.", "Give the file itself.")
-        try:
-            reader = library().GGUFReader(file)
-        except (ValueError, IndexError, KeyError, OverflowError, MemoryError, UnicodeDecodeError, OSError) as error:
-            raise UserError(f"{file} is cut short or damaged ({error}).", "Fetch or export it again.") from None
+        reader = read_gguf(file)
         self.fields: dict[str, Any] = reader.fields
         self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
         self.architecture = str(self.value("general.architecture"))
@@ -291,7 +278,7 @@ def read_heads(file: GgufFile) -> Published:
     head_counts, weights = permuted_heads(settings), {}
     for name, in_file in tensor_names(settings).items():
         tensor = file.tensors[in_file]
-        numbers = library().quants.dequantize(np.array(tensor.data), tensor.tensor_type)
+        numbers = gguf_library().quants.dequantize(np.array(tensor.data), tensor.tensor_type)
         weight = torch.from_numpy(np.array(numbers, dtype=np.float32)).reshape(shapes[in_file])
         weights[name] = unpermuted(weight, head_counts[name]) if name in head_counts else weight
     return settings.with_tensors(weights)

@@ -68,7 +68,7 @@ def read_checked(folder: Path, target: Target) -> Published:
             "were not trained, and fewer drafts may be accepted.",
             stacklevel=3,
         )
-    return published.with_context(facts.context)
+    return published.with_context(facts.context).in_order()
 
 
 def untuned(heads: DraftHead, right: Sequence[float] | None = None) -> dict[str, Any]:

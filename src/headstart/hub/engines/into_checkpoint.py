@@ -61,8 +61,6 @@ def export_checkpoint(
     folder = heads_folder(heads)
     built = check_folder(folder)
     tensors = built.in_checkpoint()
-    if broken := next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None):
-        raise UserError(f"{broken} holds numbers that are not finite.", "Take another checkpoint of the training.")
     facts = facts_of_heads(folder, target, trust_remote_code)
     source = _source(facts)
     changed = _changed(source, tensors)

@@ -10,15 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.exchange.published import (
-    BLOCKS,
-    EMBEDDINGS,
-    LM_HEAD,
-    LayerSizes,
-    Layout,
-    Published,
-    are_tokens,
-)
+from headstart.heads.exchange.published import BLOCKS, EMBEDDINGS, LM_HEAD, LayerSizes, Layout, Published
 from headstart.hub.engines.base import DFLASH, DSPARK
 from headstart.hub.engines.checkpoint import ANOTHER, AUX_IDS, CONFIG, FETCH, Checkpoint, absolute_ids, small, whole
 from headstart.hub.engines.traits import OURS, tensor_faults
@@ -33,16 +25,15 @@ _STEPS = 5
 _WITHOUT = ("d2t", "t2d", "token_map", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that are not weights of the heads."""
 _MASK = "mask_embedding.pt"
-OF_DFLASH_2 = ("selector_", "conv_")
+_OF_DFLASH_2 = ("selector_", "conv_")
 """Prefixes of the settings of DFlash 2, for its selector and its convolutions over slots."""
 _OTHER_LAYERS = ("gemma", "cohere", "granite", "glm", "phi", "olmo", "minicpm", "stablelm", "nemotron")
 """Prefixes of model types with layers that norm, scale or rotate in other ways than Llama's."""
 _USUAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("rope_interleave", "attn_output_gate", "parallel_drafting"), (False,)),
+    **dict.fromkeys(("rope_interleave", "parallel_drafting"), (False,)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
     **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"), (1, 1.0)),
     **dict.fromkeys(("attention_multiplier", "scale_emb", "scale_depth", "attention_chunk_size"), ()),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0,)),
     "rope_is_neox_style": (True,),
     "hidden_activation": ("silu",),
 }
@@ -102,9 +93,9 @@ def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> 
 
 def settings_of(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
     """Everything of the heads but their tensors; errors are those of `read_published`."""
-    _refuse_unknown(checkpoint, layout)
     if layout is Layout.MEDUSA:
         return _medusa_settings(checkpoint)
+    _refuse_unknown(checkpoint, layout)
     return (_block_settings if layout in BLOCKS else _eagle_settings)(checkpoint, layout, facts)
 
 
@@ -115,15 +106,18 @@ def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
         raise UserError(
             f"architectures is {sorted(names)}, and headstart has the block drafters "
             f"{', '.join(sorted(_DFLASH | _DSPARK))}.",
-            "Take a checkpoint of one of these.",
+            ANOTHER,
         )
     if (kind := str(config.get("model_type", ""))).startswith(_OTHER_LAYERS):
         raise UserError(f"The checkpoint's layers are those of {kind}, and headstart's are Llama's.", ANOTHER)
     unusual = [name for name, usual in _USUAL.items() if config.get(name) not in (None, *usual)]
     if layout in BLOCKS:
-        unusual += [name for name in config if name.startswith(OF_DFLASH_2) and config[name]]
+        unusual += [name for name in config if name.startswith(_OF_DFLASH_2) and config[name]]
     for name in unusual:
-        raise UserError(f"The checkpoint has {name} = {config[name]!r}, which headstart's heads do not.", ANOTHER)
+        raise UserError(
+            f"The checkpoint has {name} = {config[name]!r}, which headstart's heads do not.",
+            f"Take another checkpoint, or delete {name} from its {CONFIG} if it is left over from the target's.",
+        )
     for section, known in _SECTIONS.items():
         settings = config.get(section)
         for name, value in settings.items() if isinstance(settings, Mapping) else ():
@@ -141,7 +135,8 @@ def _eagle_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
         raise UserError(
             f"The checkpoint's heads are {size} wide and their target {config['target_hidden_size']}.", ANOTHER
         )
-    if "sliding_attention" in (config.get("layer_types") or ()) or config.get("use_sliding_window"):
+    slides = config.get("use_sliding_window") and not config.get("max_window_layers")
+    if "sliding_attention" in (config.get("layer_types") or ()) or slides:
         raise UserError("The checkpoint's layers see a sliding window of the text; headstart's see all of it.", ANOTHER)
     fused = layout is Layout.EAGLE3
     return Published(
@@ -403,6 +398,12 @@ def kind_of_map(given_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str |
         return next(iter(possible), None)
     rising = len(given_D) > 1 and bool((given_D.diff() >= 1).all())
     return "ids" if rising else "offsets"
+
+
+def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
+    """Whether these are distinct tokens of a vocabulary."""
+    inside = bool(((ids_D >= 0) & (ids_D < vocab_size)).all())
+    return inside and len(torch.unique(ids_D)) == len(ids_D)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
