@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +12,10 @@ from headstart.decode.loop import DecodeLoop, Drafter
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
-from headstart.drafters.mtp import MtpDrafter
 from headstart.heads.parts.recurrent import RecurrentHead
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeShape
 from tests.heads.test_contract import build, shake
-from tests.shipped import ship
 from tests.tiny import tiny_model
 
 PIECE = 16
@@ -72,30 +69,21 @@ class Cancelled(BaseException):
     """Raised by a check."""
 
 
-def heads(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
-    return target, heads_of(target, "eagle3"), RecurrentHead, "_run"
+def heads(target: Target) -> tuple[Drafter, Any, str]:
+    return heads_of(target, "eagle3"), RecurrentHead, "_run"
 
 
-def draft_model(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
+def draft_model(target: Target) -> tuple[Drafter, Any, str]:
     drafter = DraftModelDrafter(Target(tiny_model("llama", vocab_size=61, seed=1)), target)
-    return target, drafter, drafter.draft, "_read_causal"
+    return drafter, drafter.draft, "_read_causal"
 
 
-def mtp(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:
-    shipped = ship("mimo", folder / "shipped").target
-    drafter = MtpDrafter(shipped)
-    return shipped, drafter, drafter.modules[0].layer, "_read_causal"
-
-
-@pytest.mark.parametrize("make", [heads, draft_model, mtp])
+@pytest.mark.parametrize("make", [heads, draft_model])
 def test_reading_is_cancelled_between_two_pieces(
-    make: Callable[[Target, Path], tuple[Target, Drafter, Any, str]],
-    target: Target,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Target], tuple[Drafter, Any, str]], target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoded, drafter, owner, name = make(target, tmp_path)
-    loop, prompt, pieces = DecodeLoop(decoded, drafter), [text(100)], list[int]()
+    drafter, owner, name = make(target)
+    loop, prompt, pieces = DecodeLoop(target, drafter), [text(100)], list[int]()
     for module in ("target.model", "heads.parts.recurrent"):
         monkeypatch.setattr(f"headstart.{module}.PIECE", PIECE)
     read = getattr(owner, name)
