@@ -129,10 +129,25 @@ def test_memory_for_graphs_is_bounded(device: StandIn, monkeypatch: pytest.Monke
     graphs = target._graphs
     assert graphs is not None and len(graphs._spares) == 4, "the oldest go"
     monkeypatch.setattr("headstart.target.graphs.free_bytes", lambda _: 3 * memory.bytes)
+    kept = target.spare_bytes
     cache = target.new_cache(1, 20)
-    assert not target.spare_bytes, "with little memory, others than this text's go"
-    del cache
-    assert target.spare_bytes == memory.bytes
+    assert cache.memory is not None
+    assert target.spare_bytes + cache.memory.bytes <= (3 * memory.bytes + kept) / 10, "with little memory, most go"
+    large = target.new_cache(4, 400)
+    assert large.memory is not None and not target.spare_bytes, "for a large text, all others go"
+
+
+def test_memory_returns_during_a_garbage_collection(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target(tiny_model("llama", vocab_size=VOCAB).to(CUDA))
+    caches = [target.new_cache(1, 20)]
+
+    def collecting(_: object) -> int:
+        caches.clear()
+        return 1 << 40
+
+    monkeypatch.setattr("headstart.target.graphs.free_bytes", collecting)
+    lent = target.new_cache(1, 20)
+    assert lent.memory is not None and target.spare_bytes == lent.memory.bytes, "the other one's"
 
 
 def halved_in_other_memory(model: Any) -> None:

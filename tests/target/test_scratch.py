@@ -54,28 +54,28 @@ import resource, torch
 from headstart.target import cpu_attention, few_rows, prepacked
 
 torch.set_num_threads(2)
-big = 1 << 21
-logits, rows, weight = torch.zeros(big, 1), torch.zeros(big // 16, 128), torch.zeros(32, 128)
-packed, out = prepacked.prepack(weight), torch.empty(big // 16, 32)
-queries, keys = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, big, 16)
-slots = torch.tensor([big])
+logits, rows, packed = torch.zeros(1 << 22, 2), torch.zeros(1 << 18, 128), prepacked.prepack(torch.zeros(32, 128))
+queries, keys = torch.zeros(1, 1, 1, 16), torch.zeros(1, 1, 1 << 23, 16)
 kernels = {
-    "choose": lambda: few_rows.argmax(logits),
-    "multiply": lambda: prepacked.product(rows, packed, None),
-    "attend": lambda: cpu_attention.few_tokens_attention(queries, keys, keys, slots, 1.0),
+    "choose": lambda count: few_rows.argmax(logits[:count]),
+    "multiply": lambda count: prepacked.product(rows[:count], packed, None),
+    "attend": lambda count: cpu_attention.few_tokens_attention(
+        queries, keys[:, :, :count], keys[:, :, :count], torch.tensor([min(count, 1 << 23)]), 1.0
+    ),
 }
 for kernel in kernels.values():
-    kernel()  # loads its library and starts its threads
+    kernel(64)  # loads its library and starts its threads
 used = 1024 * int(next(line for line in open("/proc/self/status") if line.startswith("VmSize")).split()[1])
 for name, kernel in kernels.items():
-    resource.setrlimit(resource.RLIMIT_AS, (used + (40 << 20), resource.RLIM_INFINITY))
+    # The result fits, 32 MB at most, and malloc's arena of another thread; the scratch buffer takes 128 MB at least.
+    resource.setrlimit(resource.RLIMIT_AS, (used + (112 << 20), resource.RLIM_INFINITY))
     try:
-        kernel()
+        kernel(1 << 23)
     except MemoryError as error:
         print(name, error)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY,) * 2)
-    kernel()
+    kernel(64)
 """
 
 

@@ -34,10 +34,10 @@ WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _LEAST_SEEN = 128
 """Slots that the smallest bucket has in sight: a fresh text does not pass through many."""
 _ROOMY = 0.25
-"""Share of the free memory up to which a cache may be larger than asked for, so that it serves the next call, and
-memories of earlier calls are kept beside it."""
-_KEPT = 4
-"""Memories that are kept for later calls; the least recently used one goes first."""
+"""Share of the free memory up to which a cache may be larger than asked for, so that it serves the next call."""
+_KEPT, _KEPT_SHARE = 4, 0.1
+"""Memories that are kept for later calls at most, and the share of the free memory that they may take with the next
+call's. The least recently used one goes first."""
 _TOO_LARGE = 4
 """How many times as large as asked for a memory may be that serves again."""
 
@@ -112,7 +112,7 @@ class Captures(Generic[M]):
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
         self._slot_bytes, self._device = slot_bytes, device
         self._spares: list[M] = []  # not in use, least recently used first
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.refused: str | None = None
 
     def refuse(self, reason: str) -> None:
@@ -134,18 +134,22 @@ class Captures(Generic[M]):
         are dropped once any of these weights has moved."""
         roomy = power(capacity)
         with self._lock:
+            spares, self._spares = self._spares, []  # a garbage collection in here may return others
             fitting = [
                 memory
-                for memory in self._spares
+                for memory in spares
                 if memory.rows >= rows
                 and memory.capacity >= capacity
                 and memory.rows * memory.capacity <= _TOO_LARGE * rows * roomy
             ]
             memory = min(fitting, key=lambda memory: memory.rows * memory.capacity, default=None)
             if memory is not None:
-                self._spares.remove(memory)
-            while self._spares and self._crowds(rows * roomy * self._slot_bytes):
-                self._spares.pop(0)
+                spares.remove(memory)
+            kept = sum(memory.bytes for memory in spares)
+            most = _KEPT_SHARE * (free_bytes(self._device) + kept) - rows * roomy * self._slot_bytes
+            while spares and kept > most:
+                kept -= spares.pop(0).bytes
+            self._spares = [*spares, *self._spares]
         if memory is not None:
             memory.clear()
         else:
@@ -157,11 +161,6 @@ class Captures(Generic[M]):
             memory.graphs.clear()
             memory.weights = places
         return memory
-
-    def _crowds(self, needed: int) -> bool:
-        """Whether the kept memories take room from a text of this size in bytes."""
-        kept = self.spare_bytes
-        return needed + kept > _ROOMY * (free_bytes(self._device) + kept)
 
     def until_gone(self, user: object, memory: M) -> None:
         """Have memory come back when its user is gone, unless its `lent` is detached before."""
