@@ -10,11 +10,13 @@ import sqlite3
 import subprocess
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import pytest
 
 from headstart.errors import UserError
+from headstart.support import answer_file
 from headstart.support.answer_file import AnswerFile, read_answers, write_answers
 
 TARGET, OTHER = "0a" * 16, "0b" * 16
@@ -61,6 +63,7 @@ def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
 ADDING = """
 import sys
 from pathlib import Path
+from headstart.support import answer_file
 from headstart.support.answer_file import AnswerFile
 print("ready", flush=True)
 sys.stdin.readline()
@@ -71,6 +74,7 @@ for number in range(int(sys.argv[3])):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from headstart.support import answer_file
 from headstart.support.answer_file import AnswerFile
 with AnswerFile(Path(sys.argv[1]), "0a" * 16)._opened() as database:
     database.execute("PRAGMA cache_size = 1")  # pages go to the file before the commit
@@ -232,3 +236,12 @@ def test_whatever_is_cut_off_of_what_is_shipped_is_noticed(tmp_path: Path) -> No
         (tmp_path / "f").write_bytes(data[:cut])
         with pytest.raises(UserError, match=r"cut short|something else"):
             read_answers(tmp_path / "f")
+
+
+@pytest.mark.parametrize("unpacked", [bytes(3), bytes(200_000_000)], ids=["no tokens", "far too many"])
+def test_a_file_that_unpacks_to_something_else_is_damaged(unpacked: bytes, tmp_path: Path) -> None:
+    write_answers(tmp_path / "f", answers(3), 100_000)
+    mark = (tmp_path / "f").read_bytes()[: len(answer_file._MARK)]
+    (tmp_path / "f").write_bytes(mark + zlib.compress(unpacked, 1))
+    with pytest.raises(UserError, match="damaged"):
+        read_answers(tmp_path / "f")

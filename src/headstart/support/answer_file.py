@@ -23,6 +23,8 @@ MOST_BYTES = 8_000_000
 _MARK = b"\x93answers\n"
 _APPLICATION = int.from_bytes(b"head")  # SQLite's application_id
 _END = -1  # follows each answer
+_MOST_UNPACKED = 64_000_000
+"""Bytes that one packed row or file may unpack to, four times what is ever written."""
 _PENDING = 66_000
 """Bytes that zlib holds back before it writes a block, at most."""
 _CREATE = """
@@ -145,7 +147,11 @@ def _tokens(answers: Sequence[Sequence[int]]) -> bytes:
 
 
 def _unpacked(packed: bytes) -> list[list[int]]:
-    tokens = np.frombuffer(zlib.decompress(packed), "<i4")
+    unpacker = zlib.decompressobj()
+    data = unpacker.decompress(packed, _MOST_UNPACKED)
+    if not unpacker.eof or len(data) % 4:
+        raise zlib.error("incomplete, or larger than any file of answers")
+    tokens = np.frombuffer(data, "<i4")
     return [part[:-1].tolist() for part in np.split(tokens, np.flatnonzero(tokens == _END) + 1)[:-1]]
 
 
