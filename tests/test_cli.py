@@ -468,7 +468,7 @@ def test_too_little_disk_is_refused(recipe: Path, tmp_path: Path, monkeypatch: p
     asked = ("run", recipe, "data.conversations=1000000000000", "data.cache_gigabytes=1e9", "--run-dir", tmp_path / "r")
     assert "are free" in refused(*asked)
 
-    monkeypatch.setattr("headstart.data.conversations.building.write_conversations", full)
+    monkeypatch.setattr("headstart.data.conversations.building.write_split", full)
     line = refused("data", recipe, "--run-dir", tmp_path / "run")
     assert "disk is full" in line
     monkeypatch.undo()
@@ -576,7 +576,7 @@ def test_ctrl_c_says_how_to_go_on(recipe: Path, tmp_path: Path, monkeypatch: pyt
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("headstart.data.conversations.building.write_conversations", interrupted)
+    monkeypatch.setattr("headstart.data.conversations.building.write_split", interrupted)
     monkeypatch.setattr(sys, "argv", ["headstart", "run", "tiny.yaml"])
     result = call("run", recipe, "--run-dir", tmp_path / "run")
     assert result.exit_code == 130

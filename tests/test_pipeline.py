@@ -98,7 +98,7 @@ def test_a_run_leaves_what_others_script_against(whole: tuple[Recipe, Path]) -> 
     assert len(answer.tokens) <= 4
     assert "### held-out prompts" in (folder / "heads" / "README.md").read_text()
     spans = [(each, span) for each in conversations(quiet(folder, recipe), "train") for span in each.supervised_spans]
-    trained = [each.tokens[max(0, begin - CONTEXT) : end] for each, (begin, end) in spans]
+    trained = [list(each.tokens[max(0, begin - CONTEXT) : end]) for each, (begin, end) in spans]
     assert read_answers(folder / "heads" / "answers.bin") == trained and len(trained) == 12
 
 
@@ -140,7 +140,7 @@ def once(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
 
 PLACES = (
     ("target", "headstart.pipeline.data_stages.Outcome", 0),
-    ("conversations", "headstart.data.conversations.building.write_conversations", 2),
+    ("conversations", "headstart.data.conversations.building.write_split", 2),
     ("states", "headstart.data.states.shards._manifest", 1),
     ("train", "headstart.train.checkpoint.save", 1),
     ("tune", "headstart.tuning.tune.measure_costs", 0),

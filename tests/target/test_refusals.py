@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
 import torch
 
@@ -91,7 +92,11 @@ def test_stop_strings_need_a_tokenizer() -> None:
 def test_a_cache_that_cannot_be_written_is_named_with_what_moves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
     (tmp_path / "cache").write_text("in its way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(UserError, match="cannot be kept in") as caught:
@@ -101,8 +106,9 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_moves_it(
 
 def test_gguf_files_need_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr("headstart.target.loading.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs the package gguf") as caught:
+    monkeypatch.setitem(sys.modules, "gguf", None)  # an import of it fails
+    monkeypatch.delitem(sys.modules, "gguf.quants", raising=False)
+    with pytest.raises(UserError, match="need the package gguf") as caught:
         load_target(str(tmp_path / "model.gguf"), device="cpu")
     assert "pip install gguf" in caught.value.remedy
 

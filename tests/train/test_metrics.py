@@ -104,7 +104,8 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens_ties_by_id() -> None:
 
 
 def test_coverage_is_the_share_of_supervised_tokens_that_can_be_drafted() -> None:
-    store: Any = SimpleNamespace(supervised_counts=lambda _: torch.tensor([6, 0, 3, 1]))
+    masks = [torch.ones(10, dtype=torch.bool)]
+    store: Any = SimpleNamespace(supervised_counts=lambda _: torch.tensor([6, 0, 3, 1]), supervised=lambda: masks)
     assert draftable_share(store, 4, torch.tensor([0, 3])) == pytest.approx(0.7)
 
 
