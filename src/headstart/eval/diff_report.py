@@ -54,9 +54,6 @@ def _table(diff: Diff, other: Comparison) -> Table:
     return table
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
-
-
 def value(change: Change, figure: Interval) -> str:
     """A figure of one report, in a cell."""
     return f"{100 * figure['mean']:.0f} %" if change.unit == "%" else f"{figure['mean']:.2f}{change.unit}"
@@ -125,9 +122,6 @@ def facts(reports: Sequence[Report]) -> list[tuple[str, list[Any]]]:
         ("measured", [format_moment(each["date"]) for each in environments]),
     ]
     return [(name, values) for name, values in rows if any(value is not None for value in values)]
-
-
-# -- all reports in one table ------------------------------------------------------------------------------------------
 
 
 class Line(NamedTuple):

@@ -201,9 +201,6 @@ def _logits(model: Any, tokens: Sequence[int], keep: int) -> Tensor:
     return logits_TV
 
 
-# -- float32 ---------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def in_float32(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
     """Let the model's forward compute in float32 with its own weights; the weights are as before when it ends.

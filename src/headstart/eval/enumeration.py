@@ -149,9 +149,6 @@ def _warpers(sampling: SamplingOptions) -> LogitsProcessorList:
     return warpers
 
 
-# -- the test --------------------------------------------------------------------------------------------------------
-
-
 def fit(counts: Mapping[Text, int], exact: Distribution) -> Fit:
     """Test samples (texts of `exact.depth` tokens, with how often each was drawn) against the exact distribution."""
     samples = sum(counts.values())

@@ -90,9 +90,6 @@ def conditions(target: str, environment: Mapping[str, Any]) -> str:
     return f"{target}, {environment['dtype']}, {device}, {format_moment(environment['date'])}"
 
 
-# -- on a terminal ---------------------------------------------------------------------------------------------------
-
-
 def show_race(race: Race, console: Console) -> None:
     """Play a race in real time, then say what came of it; where there is no terminal, only that."""
     answers = contestants(race)

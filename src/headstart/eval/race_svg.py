@@ -141,9 +141,6 @@ def _counters(scene: _Scene, answer: Replay, y: float) -> None:
     scene.text(figures(answer, end), _LEFT + _COLUMNS * _CELL, y, "f e", [(0.0, _HIDDEN), (end, _SEEN)])
 
 
-# -- layout ----------------------------------------------------------------------------------------------------------
-
-
 def _cells(text: str, start: Cell = (0, 0)) -> tuple[list[Cell | None], Cell]:
     """Where each character stands from a cell on, and where the text ends. Lines break between words; white space at a
     break stands nowhere, and empty lines take no room.
@@ -195,9 +192,6 @@ def _tail(step: Step, following: str, start: Cell) -> list[tuple[Cell, str]]:
 def _short(text: str, length: int) -> str:
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 1].rstrip() + "…"
-
-
-# -- drawing ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass

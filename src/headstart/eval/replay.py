@@ -196,9 +196,6 @@ def pieces_of(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> l
     return pieces
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-
 def standing(answer: Replay, ms: float) -> Standing:
     """Where an answer stands so many milliseconds after the call."""
     done = [step for step in answer["steps"] if step["ms"] <= ms]
