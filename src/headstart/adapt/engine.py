@@ -26,14 +26,12 @@ _PROMPTS, _TOKENS = 16, 64
 _CLOSE = 0.05
 """Relative difference in expected tokens per round that is needed to tell heads apart on this few answers."""
 _LOST = 0.1
-"""Tolerated relative shortfall from the expected tokens per round: engines round differently and draft past the end of
-a text."""
+"""Tolerated shortfall, relative: engines round differently and draft past the end of a text."""
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """Tokens per round of an engine that drafts chains of `drafts` tokens, and the expected value on the same answers
-    for each update of the heads, by number."""
+    """Tokens per round of an engine with chains of `drafts` tokens; `expected` by number of the heads' update."""
 
     tokens_per_round: float
     drafts: int
@@ -41,7 +39,7 @@ class Drafting:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the updates' expected tokens per round differ enough to tell which one drafts."""
+        """Whether the updates' expected tokens per round differ enough to identify the drafting one."""
         rates = self.expected.values()
         return len(rates) == 1 or max(rates) > (1 + _CLOSE) * min(rates)
 

@@ -37,7 +37,7 @@ def rounds_of(
     paths: Sequence[RankPath],
     console: Console | None = None,
 ) -> Rounds:
-    """Replay decoding of these texts with a static tree of these heads; texts too short to draft in are left out."""
+    """Replay decoding with a static tree of these heads; texts too short to draft in are omitted."""
     try:
         drafts = measure_drafts(target, heads, texts, 1 + max(max(path) for path in paths), console)
     except UserError:
@@ -56,8 +56,7 @@ def tokens_per_round(rounds: Rounds) -> float:
 
 
 def compared(new: Rounds, old: Rounds, texts: Sequence[Conversation], traffic: bool = False) -> dict[str, Any]:
-    """Return tokens per round before and after, and the relative change, each with its `Interval`: over the sources of
-    `traffic` if there are enough of them, else over texts."""
+    """Compare tokens per round, with intervals: over the sources of `traffic` if there are enough, else over texts."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     used = [text for text in texts if text.id in new and text.id in old]
     by_source = traffic and len({text.category or text.id for text in used}) >= LEAST_UNITS

@@ -62,8 +62,7 @@ class Waiting(UserError):
 
 @dataclass
 class Update:
-    """An update, under way or to come, of a run's heads from a log. `overrides` are settings of its training, as of a
-    recipe."""
+    """An update of a run's heads from a log. `overrides` are settings of its training, as of a recipe."""
 
     run: Run
     log: Path

@@ -23,11 +23,9 @@ from headstart.eval.replay import spread
 from headstart.target.fitting import FINAL
 
 _AGREE, _AGREE_IN_8_BITS = 0.95, 0.85
-"""Greedy answers match the target's argmax except at near-ties that another batch rounds differently: 1-2 % in
-bfloat16, about 5 % if they were generated with int8 products."""
+"""Argmax agreement of greedy answers. Near-ties flip in other batches: 1-2 % in bfloat16, 5 % with int8 products."""
 _EXCESS = 0.5
-"""Nats per token. Samples from the target have a surprisal equal to its entropy; over a few thousand tokens, within
-0.1."""
+"""Nats per token. The target's own samples have a surprisal equal to its entropy, within 0.1 over 1000s of tokens."""
 _TOKENS = 512
 """Maximum answer tokens judged: this many rows of logits are in memory at once."""
 _READ = 128
@@ -70,8 +68,7 @@ def _has_answer(item: Conversation) -> bool:
 
 
 def _rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[bool]]:
-    """Render a conversation with the target's current template, as tokens and mask. The target's own answers are
-    copied: re-tokenizing their text may give other tokens."""
+    """Render tokens and mask again, copying the target's own answers: their text may tokenize differently."""
     tokenizer, ends = with_tools(subject.target.tokenizer, item.tools), subject.target.end_tokens
     if _written(item) == "given":
         return encode(item.messages, tokenizer, max_tokens=len(item.tokens))
@@ -140,8 +137,7 @@ def _most_telling(subject: Subject) -> tuple[str, list[Conversation]]:
 
 @torch.no_grad()
 def _judged(subject: Subject, item: Conversation) -> tuple[int, int, float]:
-    """Return the number of supervised tokens, how many are the target's argmax, and their excess surprisal: negative
-    log-probability less entropy, summed, in nats."""
+    """Return supervised tokens, those at the argmax, and excess nats: negative log-probability less entropy, summed."""
     final_TE = subject.target.hidden_states([item.tokens], [FINAL])[0][FINAL]
     # Skip the first token of an answer: with a shifted mask it is the template's.
     later = [index for start, stop in item.supervised_spans for index in range(start + 1, stop)][:_TOKENS]

@@ -28,8 +28,7 @@ from headstart.tuning.acceptance import Drafts, Supervised, Text, measure_drafts
 from headstart.tuning.tune import by_kind, replay
 
 _COVERED = 0.85
-"""Coverage of the answers below which the draft vocabulary limits acceptance. 8192 of the packaged target's 49152
-tokens cover 93 %."""
+"""Below this coverage the draft vocabulary limits acceptance; 8192 of the packaged target's 49152 tokens give 0.93."""
 
 _TOLERANCE = 5e-3
 """Tolerance for equal logits, relative to the largest. Both sides are float32 from the same states: summation order
@@ -211,7 +210,7 @@ def _drafted(target: Target, heads: DraftHead, item: Conversation, states: dict[
 
 
 def acceptance(subject: Subject) -> Finding:
-    """Check that decoding accepts as many drafts as training predicts, and that both are high enough."""
+    """Check that decoding reaches the acceptance that training predicts, and that it is high enough."""
     heads = subject.heads
     real = decoded(subject, prompts_before(subject.heldout))
     figures = {"first_draft": real.first, "accepted": real.accepted, "accepted_as_predicted": real.predicted}
@@ -256,8 +255,7 @@ def prompts_before(items: Sequence[Conversation]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Drafts accepted per round in decoding with a chain, the training forward's prediction on the same texts, and the
-    accuracy of its first draft."""
+    """Drafts accepted per round of a chain, the training forward's prediction, and its accuracy at the first draft."""
 
     accepted: float
     predicted: float
@@ -296,8 +294,8 @@ def _too_short(heads: DraftHead) -> Absent:
 
 
 def breadth(subject: Subject) -> Finding:
-    """Report how much worse drafts are out of distribution: tokens per round of a chain on answers to other requests
-    and on validation answers, by kind of prompt, with the target's entropy on each."""
+    """Report a chain's tokens per round, and the target's entropy, on other requests and on each kind of validation
+    prompt."""
     heads, target = subject.heads, subject.target
     try:
         own = [item for item in subject.conversations["validation"] if any(item.supervised)]

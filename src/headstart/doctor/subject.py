@@ -40,8 +40,8 @@ class Absent(Exception):
 
 @dataclass
 class Subject:
-    """Inputs of the checks. Properties raise `Absent` for missing files, and UserError for unreadable ones. `quick`
-    samples less of everything."""
+    """Inputs of the checks. Properties raise `Absent` if files are missing, UserError if unreadable. `quick` samples
+    less."""
 
     target: Target
     recipe: Recipe | None = None
