@@ -31,7 +31,7 @@ _LOST = 0.1
 
 @dataclass(frozen=True)
 class Drafting:
-    """Tokens per round of an engine with chains of `drafts` tokens; `expected` by number of the heads' update."""
+    """Tokens per round of an engine with chains of `drafts` tokens; `expected` by update number."""
 
     tokens_per_round: float
     drafts: int

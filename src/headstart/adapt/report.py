@@ -20,7 +20,7 @@ from headstart.support.terminal import format_seconds, tell
 
 
 def summary(service: Service, log: Path | None) -> dict[str, Any]:
-    """Return updates, the version in service, and its acceptance by version and day, as JSON values."""
+    """Return updates, the version in service, and served acceptance by day and version, as JSON values."""
     updates = service.updates()
     cost = sum(update["training"]["seconds"] for update in updates)
     served = list(_served(log)) if log is not None else []

@@ -23,9 +23,9 @@ from headstart.eval.replay import spread
 from headstart.target.fitting import FINAL
 
 _AGREE, _AGREE_IN_8_BITS = 0.95, 0.85
-"""Argmax agreement of greedy answers. Near-ties flip in other batches: 1-2 % in bfloat16, 5 % with int8 products."""
+"""Required argmax agreement. Near-ties flip in other batches: 1-2 % in bfloat16, 5 % with int8 products."""
 _EXCESS = 0.5
-"""Nats per token. The target's own samples have a surprisal equal to its entropy, within 0.1 over 1000s of tokens."""
+"""Allowed excess surprisal in nats per token: 0 for the target's own samples, within 0.1 over a few thousand tokens."""
 _TOKENS = 512
 """Maximum answer tokens judged: this many rows of logits are in memory at once."""
 _READ = 128

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -181,10 +182,7 @@ def _unrolled(target: Target, heads: DraftHead, item: Conversation, states: dict
 def _origins(item: Conversation) -> list[int]:
     """Return the last token read when each round of `_ROUNDS` drafts, in the first answer."""
     start, stop = item.supervised_spans[0]
-    origins = [start - 1]
-    for count in _ROUNDS:
-        origins.append(origins[-1] + count)
-    return [origin for origin in origins if 0 <= origin < stop]
+    return [origin for origin in accumulate(_ROUNDS, initial=start - 1) if 0 <= origin < stop]
 
 
 @torch.no_grad()
@@ -294,8 +292,8 @@ def _too_short(heads: DraftHead) -> Absent:
 
 
 def breadth(subject: Subject) -> Finding:
-    """Report a chain's tokens per round, and the target's entropy, on other requests and on each kind of validation
-    prompt."""
+    """Report a chain's tokens per round, with the target's entropy, on other requests and on validation prompts by
+    kind."""
     heads, target = subject.heads, subject.target
     try:
         own = [item for item in subject.conversations["validation"] if any(item.supervised)]

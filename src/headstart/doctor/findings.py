@@ -18,8 +18,7 @@ _MARKS = {True: Text("✓", "green"), False: Text("✗", "bold red"), None: Text
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. The examination fills in the check's name, and its stage unless the check blames another
-    one.
+    """The result of one check. The examination adds the check's name, and its stage unless the check sets another.
 
     Attributes:
         ok: None if there was nothing to check.

@@ -31,7 +31,7 @@ from headstart.tuning.acceptance import Text
 SPLITS = ("train", "validation")
 
 _QUESTIONS = PROMPTS[8:]
-"""Prompts if there is neither a run nor a file of questions."""
+"""Prompts if no file of questions is given."""
 
 
 class Absent(Exception):
@@ -40,7 +40,7 @@ class Absent(Exception):
 
 @dataclass
 class Subject:
-    """Inputs of the checks. Properties raise `Absent` if files are missing, UserError if unreadable. `quick` samples
+    """Inputs of the checks. Properties raise `Absent` for missing data, UserError for unreadable data. `quick` reads
     less."""
 
     target: Target

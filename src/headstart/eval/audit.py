@@ -97,7 +97,8 @@ def run_audit(
     environment. Raises UserError, before anything runs, for unsupported settings.
     """
     options = _filled(options or AuditOptions())
-    started, target = perf_counter(), source.target
+    started = perf_counter()
+    target = source.target
     _check(target, prompts, options)
     drafters = {name: _drafters(source, name) for name in options.drafters if name != WRONG}
     of_heads = (part.heads.version for parts in drafters.values() for part in parts if isinstance(part, HeadDrafter))
@@ -276,8 +277,7 @@ class BitCount:
 
 @torch.inference_mode()
 def count_bits(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> BitCount:
-    """Compare logits of single steps and of trees on (prompt, answer) texts; `Target.exact` defines the expected
-    result."""
+    """Compare logits of single steps and of trees on (prompt, answer) texts; `Target.exact` sets the expectation."""
     rows = differ = 0
     for prompt, answer in list(texts)[:_TEXTS]:
         answer = answer[: min(_TOKENS, target.max_length - len(prompt)) // _DEPTH * _DEPTH]
@@ -447,6 +447,6 @@ def random_weights(heads: DraftHead, seed: int = 0) -> DraftHead:
     noisy = copy.deepcopy(heads, {id(value): value for value in members if isinstance(value, Tensor)})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in noisy.parameters():
+        for parameter in noisy.parameters():  # whatever requires_grad: loaded heads are frozen
             parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return noisy

@@ -63,7 +63,7 @@ class Judgement:
 
     Attributes:
         tokens_compared: positions up to and including each first difference.
-        margin_limit: largest explained margin; None without differences.
+        margin_limit: margin up to which differences are explained; None without differences.
     """
 
     prompts: int = 0

@@ -53,7 +53,7 @@ class Distribution:
     following: Mapping[Text, frozenset[int]] = field(repr=False, default_factory=dict)
 
     def possible(self, text: Text) -> bool:
-        """Return False for a text of probability zero; True for texts that were not enumerated."""
+        """Return False only for a text that is known to have probability zero."""
         for length in range(self.depth):
             known = self.following.get(text[:length])
             if known is None:
@@ -190,8 +190,8 @@ def least_seen(cells: int, samples: int, level: float) -> float | None:
     """Return the total variation from which a deviation fails the test with probability `SEEN`; None for a single cell.
 
     Under a deviation the statistic is noncentral chi-square, a Poisson mixture of central ones. Its noncentrality is
-    `samples` times the sum of squared deviations over probabilities, at least the square of their summed absolute
-    values (Cauchy-Schwarz), which is twice the total variation.
+    `samples` times the sum of squared deviations over probabilities, at least 4 times the squared total variation
+    (Cauchy-Schwarz).
 
     >>> round(least_seen(2, 100, 0.05) or 0, 4)  # of one normal variable: (1.9600 + 1.6449) / sqrt(100) / 2
     0.1802
@@ -225,8 +225,8 @@ def _reached(rising: Callable[[float], float], value: float) -> float:
 def expected_variation(probs_C: Tensor, samples: int) -> float:
     """Return the mean total variation of honest samples: half the sum of their mean absolute deviations.
 
-    Each share is nearly normal, with standard deviation sqrt(p (1 - p) / samples) and mean absolute deviation sqrt(2 /
-    pi) times that.
+    Each share is nearly normal with standard deviation sqrt(p (1 - p) / samples). Its mean absolute deviation is sqrt(2
+    / pi) times that.
 
     >>> round(expected_variation(torch.tensor([0.5, 0.5]), 100), 3)
     0.04

@@ -213,7 +213,8 @@ def _cut(tokens: list[int], ends: frozenset[int]) -> list[int]:
     >>> _cut([5, 2, 0, 0], frozenset({2}))
     [5, 2]
     """
-    return tokens[: next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))]
+    stop = next((index + 1 for index, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[:stop]
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:

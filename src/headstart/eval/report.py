@@ -41,7 +41,7 @@ _SLOWER = 1.3
 
 
 def write_report(results: Mapping[str, Any], out: Path) -> None:
-    """Write results.json, report.md and report.html atomically into the folder `out`.
+    """Write results.json, report.md and report.html into the folder `out`, each atomically.
 
     Entries of `results["summary"]` may be null, for figures that were not measured.
     """

@@ -256,8 +256,9 @@ class _Prepared:
     def decoder(self, model: Any, heads: str | Path, revision: str | None) -> Decoder:
         weight = model.get_output_embeddings().weight
         local = Path(heads).expanduser()
+        name = str(local.resolve()) if local.is_dir() else str(heads)
         kind = str(weight.dtype), str(weight.device)
-        key = (str(local.resolve()) if local.is_dir() else str(heads), revision, *kind)
+        key = (name, revision, *kind)
         if key in self.decoders:
             file, written, decoder = self.decoders[key]
             if file.is_file() and file.stat().st_mtime_ns == written:
