@@ -83,7 +83,6 @@ class Service:
 
     @property
     def serving(self) -> int:
-        """Number of the update in service."""
         return int(self._changes()[-1]["update"])
 
     @property
@@ -96,7 +95,6 @@ class Service:
         return [{"number": int(file.parent.name), **read_json(file)} for file in files]
 
     def add(self, number: int, heads: Path, figures: dict[str, Any]) -> None:
-        """Store the heads of a judged update with its figures."""
 
         def fill(partial: Path) -> None:
             give(heads, partial / "heads")

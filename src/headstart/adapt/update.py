@@ -86,7 +86,6 @@ class Update:
 
     @property
     def trained(self) -> bool:
-        """Whether there are heads to judge."""
         return self.planned and (self.folder / "heads").is_dir()
 
     @contextmanager
@@ -146,7 +145,6 @@ class Update:
         return judged
 
     def _plan(self) -> None:
-        """Choose the training texts and write them."""
         self.service.check_current()
         if not any(self.log.glob("*.jsonl")):
             raise Waiting(f"The log in {self.log} is empty.", "Serve with it first.")

@@ -63,7 +63,6 @@ def template(subject: Subject) -> Finding:
 
 
 def _has_answer(item: Conversation) -> bool:
-    """Return whether a conversation keeps the messages that it was rendered from."""
     return any(message["role"] == "assistant" for message in item.messages)
 
 

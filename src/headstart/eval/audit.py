@@ -368,7 +368,6 @@ def _again(
 
 
 def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, level: float) -> dict[str, Any]:
-    """Test samples against the enumerated distribution."""
     result = fit(Counter(tuple(output.tokens) for output in outputs), exact)
     problem = None
     if error := next((output.drafter_error for output in outputs if output.drafter_error), None):

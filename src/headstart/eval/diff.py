@@ -86,8 +86,6 @@ class Change(NamedTuple):
 
 
 class Fall(NamedTuple):
-    """A prompt that lost tokens per round."""
-
     id: str
     category: str
     base: float

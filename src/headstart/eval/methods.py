@@ -97,8 +97,6 @@ def wanted(names: Sequence[str], drafter: str) -> tuple[str, ...]:
 
 
 class Method(Protocol):
-    """One way of decoding."""
-
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
         """Decode a batch and time it."""
         ...

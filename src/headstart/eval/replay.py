@@ -208,14 +208,12 @@ def by_step(answer: Replay) -> list[tuple[list[str], Step]]:
 
 
 def figures(answer: Replay, ms: float) -> str:
-    """Format the speed of an answer so far."""
     now = standing(answer, ms)
     speed = f"{now.tokens_per_second(ms):.1f} tokens/s · τ {now.tokens_per_round:.2f}"
     return f"{speed} · {now.tokens} tokens · {ms / 1e3:.2f} s"
 
 
 def closing(plain: Replay, drafted: Replay) -> str:
-    """Summarise a race in a sentence."""
     speeds = [len(answer["tokens"]) / end_ms(answer) for answer in (drafted, plain)]
     length = min(len(drafted["tokens"]), len(plain["tokens"]))
     same = drafted["tokens"][:length] == plain["tokens"][:length]

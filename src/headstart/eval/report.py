@@ -91,7 +91,6 @@ def template(name: str) -> Template:
 
 
 def render(results: Mapping[str, Any], name: str) -> str:
-    """Render a report with a template."""
     compare, races, tuned = results["compare"], results["replays"], results["tuned"]
     return template(name).render(
         summary=results["summary"],
@@ -236,7 +235,6 @@ def what_if(tuned: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, 
 
 
 def settings_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Format settings and machine."""
     told = {name: value for name, value in results["settings"].items() if name != "heads"}
     for name in told.keys() & {"methods", "compare", "drafters"}:
         told[name] = list(map(label_of, told[name] or ()))
@@ -258,7 +256,6 @@ def tested(results: Mapping[str, Any]) -> str:
 
 
 def failed(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """List failed drafters with their errors."""
     return [(label_of(row["name"]), row["drafter_error"]) for row in results["compare"] if row["drafter_error"]]
 
 
@@ -315,12 +312,10 @@ def fewer(results: Mapping[str, Any]) -> str:
 
 
 def drafted_nothing(figures: Mapping[str, Any], results: Mapping[str, Any]) -> bool:
-    """Return whether a method, by its figures, decoded every prompt plainly."""
     return figures.get("undrafted_prompts") == len(results["per_prompt"])
 
 
 def over_plain(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    """Format a method's speed-up over the plain loop."""
     return "nothing drafted" if drafted_nothing(row, results) else times(row["speedup_vs_plain"])
 
 
@@ -381,7 +376,6 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
 
 
 def divergence_sentence(results: Mapping[str, Any]) -> str:
-    """Say whether the text stayed the same."""
     judged = results["summary"]["divergences"]
     prompts, differ = judged["prompts"], judged["count"]
     if not prompts:
