@@ -1,9 +1,9 @@
-"""Whether a serving engine drafts with the heads in service: told by the drafts that it accepts.
+"""Check, by its accepted drafts, whether a serving engine drafts with the heads in service.
 
-No engine takes new heads from a folder while it runs, so it is started again with them. vLLM 0.32 gets draft weights
-from a training process on its own GPUs alone (`/start_draft_weight_update`, by NCCL or CUDA IPC), and what it reads
-from a folder (`reload_weights`) are the target's; SGLang 0.5 reads one folder into target and drafter alike
-(`/update_weights_from_disk`); llama-server has no such call.
+Engines do not reload heads while running, so they must be restarted. vLLM 0.32 updates draft weights only from a
+training process on its own GPUs (`/start_draft_weight_update`, over NCCL or CUDA IPC), and `reload_weights` reads the
+target's; SGLang 0.5 reads one folder into target and drafter alike (`/update_weights_from_disk`); llama-server has no
+such call.
 """
 
 from __future__ import annotations
@@ -24,15 +24,14 @@ from headstart.tree.tree import TreeShape
 
 _PROMPTS, _TOKENS = 16, 64
 _CLOSE = 0.05
-"""Share by which expected tokens a round must differ for so few answers to tell heads apart."""
+"""Relative difference in expected tokens per round that is needed to tell heads apart on this few answers."""
 _LOST = 0.1
-"""Share of the expected tokens a round that an engine may lack: it rounds otherwise, and drafts at the end of texts."""
+"""Tolerated shortfall, relative: engines round differently and draft past the end of a text."""
 
 
 @dataclass(frozen=True)
 class Drafting:
-    """Tokens a round of an engine that drafts chains of so many tokens, and those that updates of the heads, by number,
-    come to on its own answers."""
+    """Tokens per round of an engine with chains of `drafts` tokens; `expected` by update number."""
 
     tokens_per_round: float
     drafts: int
@@ -40,18 +39,17 @@ class Drafting:
 
     @property
     def told_apart(self) -> bool:
-        """Whether the updates come to tokens a round that differ enough."""
+        """Whether the updates' expected tokens per round differ enough to identify the drafting one."""
         rates = self.expected.values()
         return len(rates) == 1 or max(rates) > (1 + _CLOSE) * min(rates)
 
     def is_of(self, number: int) -> bool:
-        """Whether the drafts are those of an update, rather than of another one that can be told apart or of none."""
+        """Whether the engine drafts with this update, as far as the updates can be told apart."""
         nearest = min(self.expected, key=lambda update: abs(self.expected[update] - self.tokens_per_round))
         heads = self.tokens_per_round > (1 - _LOST) * self.expected[number]
         return heads and (nearest == number or not self.told_apart)
 
     def __str__(self) -> str:
-        """As people read it."""
         each = ", ".join(f"{rate:.2f} by update {number}" for number, rate in self.expected.items())
         return (
             f"{self.tokens_per_round:.2f} tokens a round with {self.drafts} drafts; expected on these answers: {each}"
@@ -60,10 +58,10 @@ class Drafting:
 
 
 def drafting(url: str, update: Update) -> Drafting:
-    """Ask an engine at an address the newest prompts of the log, one at a time.
+    """Send the newest logged prompts to an engine, one by one, and measure its tokens per round.
 
     Raises:
-        UserError: it does not answer, drafts nothing, or answers others meanwhile.
+        UserError: the engine does not answer, drafts nothing, or served other requests meanwhile.
     """
     endpoint, remedy = Endpoint(url), "Give the address of an engine that serves the target with heads."
     try:

@@ -1,10 +1,8 @@
-"""Whether new heads may serve: on later traffic they must be better than those in service, on the run's own texts not
-worse.
+"""The gate for new heads: better than the heads in service on later traffic, and not worse on the run's own texts.
 
-Both draft the same static tree on the same texts, round after round: the tokens a round that decoding would have come
-to on just these answers. Rounds are paired by text. Of traffic, texts of one source are drawn together, so that the
-interval of the change covers how much sources differ. The run's own texts, whose kinds are what they are, are drawn one
-by one, and so is traffic of too few sources for an interval.
+Both draft the same static tree on the same texts, and are compared by the tokens per round of a replay. Rounds are
+paired by text. The bootstrap draws traffic by source, so that its interval covers the variation between sources; it
+draws the run's own texts, and traffic of too few sources, one by one.
 
 Shape suffixes: O origins, K steps.
 """
@@ -39,7 +37,7 @@ def rounds_of(
     paths: Sequence[RankPath],
     console: Console | None = None,
 ) -> Rounds:
-    """What decoding these texts with a tree of these heads would take; texts too short to draft in are left out."""
+    """Replay decoding with a static tree of these heads; texts too short to draft in are omitted."""
     try:
         drafts = measure_drafts(target, heads, texts, 1 + max(max(path) for path in paths), console)
     except UserError:
@@ -50,7 +48,7 @@ def rounds_of(
 
 
 def tokens_per_round(rounds: Rounds) -> float:
-    """Of all texts together; a UserError where none was long enough to draft in."""
+    """Average over all texts. Raises UserError if none was long enough to draft in."""
     if not rounds:
         raise UserError("No answer is long enough to draft in.", "Let the target write longer ones.")
     tokens, count = map(sum, zip(*rounds.values(), strict=True))
@@ -58,8 +56,7 @@ def tokens_per_round(rounds: Rounds) -> float:
 
 
 def compared(new: Rounds, old: Rounds, texts: Sequence[Conversation], traffic: bool = False) -> dict[str, Any]:
-    """Tokens a round before and after, and the relative change, each with its interval (`Interval`): over the sources
-    of `traffic`, where there are enough, else over texts."""
+    """Compare tokens per round, with intervals: over the sources of `traffic` if there are enough, else over texts."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     used = [text for text in texts if text.id in new and text.id in old]
     by_source = traffic and len({text.category or text.id for text in used}) >= LEAST_UNITS
@@ -77,9 +74,9 @@ def compared(new: Rounds, old: Rounds, texts: Sequence[Conversation], traffic: b
 
 
 def refusals(later: dict[str, Any], original: dict[str, dict[str, Any]], fall: float) -> list[str]:
-    """Why heads may not serve, as sentences; none where they may.
+    """List the reasons, as sentences, why the heads may not serve.
 
-    `original` compares them on the run's own validation texts, by the words for what they are compared with.
+    `original` maps the name of a baseline to the comparison with it on the run's own validation texts.
     """
     reasons = []
     low = later["change"]["low"]
@@ -97,7 +94,6 @@ def refusals(later: dict[str, Any], original: dict[str, dict[str, Any]], fall: f
 
 
 def in_words(figures: dict[str, Any]) -> str:
-    """A comparison as people read it."""
     before, after, change = figures["before"]["mean"], figures["after"]["mean"], figures["change"]
     interval = "" if change["low"] is None else f", {100 * change['low']:+.1f} to {100 * change['high']:+.1f} %"
     return f"{before:.3f} to {after:.3f} tokens a round ({100 * change['mean']:+.1f} %{interval})"

@@ -1,4 +1,4 @@
-"""What an update is made of, for the command line and Python. Imports no torch."""
+"""Options of an update, for the command line and Python. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from headstart.decode.options import explained, option
 
 LEAST = 16
-"""Requests that an update is judged by, at least."""
+"""Minimum number of later requests that judge an update."""
 
 
 @explained
 @dataclass(frozen=True)
 class AdaptOptions:
-    """What an update is made of, and when it may serve."""
+    """Options of an update, and of the gate that it must pass."""
 
     requests: int = option(256, "New requests that an update waits for.", minimum=4 * LEAST)
     recent: int = option(2048, "Most requests that an update is made of, the newest.", minimum=4 * LEAST)

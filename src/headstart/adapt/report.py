@@ -1,4 +1,4 @@
-"""What adapting has come to: updates with their figures, and what each version of the heads was worth in service."""
+"""Summary of adapting: updates with their figures, and acceptance in service of each version of the heads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from headstart.support.terminal import format_seconds, tell
 
 
 def summary(service: Service, log: Path | None) -> dict[str, Any]:
-    """Updates, what serves, and acceptance in service by version and day, as JSON values."""
+    """Return updates, the version in service, and served acceptance by day and version, as JSON values."""
     updates = service.updates()
     cost = sum(update["training"]["seconds"] for update in updates)
     served = list(_served(log)) if log is not None else []
@@ -29,7 +29,7 @@ def summary(service: Service, log: Path | None) -> dict[str, Any]:
 
 
 def _served(log: Path) -> Iterator[dict[str, Any]]:
-    """Tokens and rounds of our decoder's own answers, by day and version, in the order of time."""
+    """Yield tokens per round of our decoder's own answers, by day and version, in chronological order."""
     sums: dict[tuple[str, str], list[int]] = {}
     for file in segments(log):
         for line in file.read_bytes().splitlines():
@@ -45,7 +45,7 @@ def _served(log: Path) -> Iterator[dict[str, Any]]:
 
 
 def show_update(update: Mapping[str, Any], console: Console) -> None:
-    """Print the figures of an update, and why it does not serve where it was refused."""
+    """Print the figures of an update, and the reasons if it was refused."""
     spent, plan = format_seconds(update["training"]["seconds"]), update["plan"]
     tell(
         console,
@@ -61,7 +61,6 @@ def show_update(update: Mapping[str, Any], console: Console) -> None:
 
 
 def show(found: Mapping[str, Any], console: Console) -> None:
-    """Print a summary."""
     for update in found["updates"]:
         show_update(update, console)
     if found["served"]:

@@ -1,12 +1,12 @@
-"""Which heads of a run serve, which did before, and which were refused.
+"""Versions of a run's heads: in service, earlier, and refused.
 
-    RUN/adapt/heads -> updates/0002/heads    what serves: `headstart.load("RUN/adapt/heads", follow=True)`
-    RUN/adapt/service.json                   every change of it, the oldest first
-    RUN/adapt/updates/0000/heads             those of the run itself
+    RUN/adapt/heads -> updates/0002/heads    in service: `headstart.load("RUN/adapt/heads", follow=True)`
+    RUN/adapt/service.json                   history of the link, oldest first
+    RUN/adapt/updates/0000/heads             the run's own heads
     RUN/adapt/updates/0001/                  an update, accepted or refused: heads, and update.json with the figures
 
-Updates are written whole and never changed, so that whoever reads heads through the link reads those of one version.
-The run itself stays as it is.
+Updates are written atomically and never changed, so a reader of the link always sees one version. The run itself is
+never modified.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _FOLDER = "adapt"
 _HISTORY = "service.json"
 _FIGURES = "update.json"
 BUSY = "Wait for it, or stop it: what it has made is kept."
-"""What to do while another process adapts."""
+"""Remedy while another process adapts."""
 
 
 def recipe_of(run: Path) -> Path:
-    """The recipe of a run; a UserError where the folder is none."""
+    """Return the recipe file of a run. Raises UserError if the folder is not a run."""
     if not (run / RUN_RECIPE).is_file():
         remedy = "Give the folder of the run that trained the heads: its conversations keep them from forgetting."
         raise UserError(f"{run} is not the folder of a run.", remedy)
@@ -40,10 +40,10 @@ def recipe_of(run: Path) -> Path:
 
 
 class Service:
-    """The heads of a run in service; made at first use, with those of the run.
+    """The heads of a run in service; created on first use with the run's own heads.
 
     Raises:
-        UserError: the folder is no run, or it has no heads yet.
+        UserError: the folder is not a run, or has no heads yet.
     """
 
     def __init__(self, run: Path) -> None:
@@ -55,7 +55,7 @@ class Service:
                 self._begin(heads_folder(run))
 
     def _begin(self, heads: Path) -> None:
-        """Serve the heads of the run where nothing does, and mend what a killed process left."""
+        """Serve the run's own heads if none are in service, and repair the state after a killed process."""
         check_folder(heads)
         if not self.heads(0).is_dir():
             give(heads, self.heads(0))
@@ -65,12 +65,12 @@ class Service:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Work on it while no other process does; Busy (a UserError) where one does."""
+        """Hold the lock on the service. Raises Busy (a UserError) if another process has it."""
         with locked(self.folder, BUSY):
             yield
 
     def check_current(self) -> None:
-        """Refuse (UserError) to learn from heads that the run no longer has, since it was trained again."""
+        """Raise UserError if the run was trained again since adapting began."""
         run = self.folder.parent
         if version_of(heads_folder(run)) != version_of(self.heads(0)):
             raise UserError(
@@ -79,26 +79,22 @@ class Service:
             )
 
     def heads(self, number: int) -> Path:
-        """The folder of the heads of an update."""
         return self._update(number) / "heads"
 
     @property
     def serving(self) -> int:
-        """The number of the update that serves."""
         return int(self._changes()[-1]["update"])
 
     @property
     def next_number(self) -> int:
-        """Of an update that is to come."""
         return 1 + max(int(path.name) for path in (self.folder / "updates").glob("[0-9]*[0-9]"))
 
     def updates(self) -> list[dict[str, Any]]:
-        """The figures of all updates that were judged, in order, each with its `number`."""
+        """Return the figures of all judged updates in order, each with its `number`."""
         files = sorted((self.folder / "updates").glob(f"[0-9]*[0-9]/{_FIGURES}"))
         return [{"number": int(file.parent.name), **read_json(file)} for file in files]
 
     def add(self, number: int, heads: Path, figures: dict[str, Any]) -> None:
-        """Keep the heads of an update that was judged, with its figures."""
 
         def fill(partial: Path) -> None:
             give(heads, partial / "heads")
@@ -107,7 +103,7 @@ class Service:
         write_atomic(self._update(number), fill)
 
     def serve(self, number: int, why: str) -> None:
-        """Have these heads serve from now on; decoders that follow take them before their next request."""
+        """Put these heads in service; decoders that follow the link switch before their next request."""
         if not self.heads(number).is_dir():
             known = ", ".join(str(path) for path in range(self.next_number) if self.heads(path).is_dir())
             raise UserError(f"There is no update {number} in {self.folder}.", f"Here are: {known}.")
@@ -118,7 +114,7 @@ class Service:
 
     @property
     def earlier(self) -> int | None:
-        """The number of the update that served before, which `back` goes to; None where none did."""
+        """Number of the update that served before, for `back`; None if there was none."""
         stack: list[int] = []
         for change in self._changes():
             if change["why"] == "back":
@@ -128,7 +124,7 @@ class Service:
         return stack[-2] if len(stack) > 1 else None
 
     def back(self) -> None:
-        """Have the heads serve that served before."""
+        """Put the heads that served before back in service."""
         if (number := self.earlier) is None:
             raise UserError(
                 f"No heads served before those of update {self.serving}.", "There is nothing to go back to."

@@ -1,13 +1,13 @@
-"""One update of heads in service: learnt from recent traffic and the run's own conversations, then judged.
+"""One update of heads in service: trained on recent traffic and the run's own conversations, then judged.
 
-What an update is made of lies in the folder of the log, so that deleting the log deletes it, too:
+Its files are in the folder of the log, so that deleting the log deletes them too:
 
-    LOG/update/train.jsonl, validation.jsonl   what is learnt, and what chooses among the heads and tunes them
-    LOG/update/plan.json                       written after these: what they were made of
-    LOG/update/states, train, heads            hidden states, training, and the heads that came of it
+    LOG/update/train.jsonl, validation.jsonl   training texts; texts for model selection and tuning
+    LOG/update/plan.json                       written after these: their provenance
+    LOG/update/states, train, heads            hidden states, training, and the trained heads
 
-Each step completes what is there: a killed update goes on where it was. It is kept with the heads of the run once it
-was judged, and this folder is deleted.
+Each step completes what exists: a killed update resumes. Once judged, the update moves to the run's folder and this
+folder is deleted.
 """
 
 from __future__ import annotations
@@ -51,19 +51,18 @@ from headstart.tree.tree import TreeShape
 from headstart.tuning.tune import Tuning, tune
 
 _LATER = 4
-"""One of so many requests, the newest, is not learnt: what comes later judges."""
+"""The newest 1/4 of the requests is held out to judge the heads."""
 _VALIDATION = 8
-"""One of so many texts that could be learnt chooses among the heads of the training instead."""
+"""1/8 of the training texts is held out for model selection."""
 
 
 class Waiting(UserError):
-    """There is too little traffic yet."""
+    """Not enough traffic yet."""
 
 
 @dataclass
 class Update:
-    """The update of a run's heads from a log that is under way, or to come. `overrides` are settings of its training,
-    as of a recipe."""
+    """An update of a run's heads from a log. `overrides` are settings of its training, as of a recipe."""
 
     run: Run
     log: Path
@@ -82,17 +81,16 @@ class Update:
 
     @property
     def planned(self) -> bool:
-        """Whether it was chosen what is learnt."""
+        """Whether the training texts have been chosen."""
         return (self.folder / PLAN).is_file()
 
     @property
     def trained(self) -> bool:
-        """Whether there are heads to be judged."""
         return self.planned and (self.folder / "heads").is_dir()
 
     @contextmanager
     def _held(self) -> Iterator[None]:
-        """Work on it while nobody else makes an update from this log, or deletes it."""
+        """Hold the lock on the log against other updates and deletion."""
         if not self.log.is_dir():
             raise no_folder(self.log, "Serve with a log first: headstart chat HEADS --log FOLDER.")
         with locked(self.log, BUSY):
@@ -104,12 +102,12 @@ class Update:
             yield
 
     def train(self) -> Path:
-        """Make the heads of the update, or go on making them; returns their folder.
+        """Train the heads of the update, or resume training. Returns their folder.
 
         Raises:
             Waiting: too few requests since the update before.
-            Busy: another process adapts these heads, or from this log.
-            UserError: nothing that can be learnt from, or what training refuses.
+            Busy: another process adapts these heads, or uses this log.
+            UserError: nothing to learn from, or training refuses its settings.
         """
         with self._held():
             if not self.planned:
@@ -124,10 +122,10 @@ class Update:
         return self.folder / "heads"
 
     def gate(self) -> dict[str, Any]:
-        """Judge the heads of the update, keep them with what was found, and have them serve if they may; returns it.
+        """Judge the heads of the update, store them with the figures, and serve them if they pass. Returns the figures.
 
         Raises:
-            Waiting: too few requests came after those that were learnt.
+            Waiting: too few requests came after the training texts.
             UserError: no heads to judge.
         """
         service = self.service
@@ -146,10 +144,7 @@ class Update:
             delete_update(self.log)
         return judged
 
-    # -- what it is made of ----------------------------------------------------------------------------------------
-
     def _plan(self) -> None:
-        """Choose what is learnt, and write it."""
         self.service.check_current()
         if not any(self.log.glob("*.jsonl")):
             raise Waiting(f"The log in {self.log} is empty.", "Serve with it first.")
@@ -169,7 +164,7 @@ class Update:
         own = drawn(own, self.service.next_number)[: round(share * len(learnt))]
         texts = {"traffic": list(map(as_conversation, learnt)), "own": own}
         held = self._share_held([text for part in texts.values() for text in part])
-        if held < 1:  # of both alike, and the newest requests
+        if held < 1:  # the same share of both, keeping the newest requests
             texts = {name: part[len(part) - int(held * len(part)) :] for name, part in texts.items()}
             left_out.add("that data.cache_gigabytes has no room for", count=len(learnt) - len(texts["traffic"]))
         splits: dict[str, list[Conversation]] = {"train": [], "validation": []}
@@ -200,14 +195,14 @@ class Update:
             tell(self.run.console, f"    {left_out.notice}")
 
     def _share_held(self, texts: Sequence[Conversation]) -> float:
-        """The share of texts whose hidden states the recipe has room for."""
+        """Return the fraction of the texts that fits data.cache_gigabytes as hidden states."""
         data = self.run.recipe.data
         kind = StateKind(self.target, tuple(aux_layers(self.run)), data.states_dtype)
         needed = sum(kind.bytes(len(text.tokens)) for text in texts)
         return min(1.0, 1e9 * data.cache_gigabytes / max(needed, 1))
 
     def _recipe(self, plan: dict[str, Any]) -> Recipe:
-        """The run's recipe, with the training of the recipe `adapt` from the heads in service."""
+        """Return the run's recipe with the `adapt` recipe's training, started from the heads in service."""
         low_rank = yaml.safe_load(packaged_recipes()["adapt"].read_text(encoding="utf-8"))["train"]
         start = str(self.service.heads(plan["base"]))
         section = {"steps": None, "minutes": None, "epochs": 4, "joint": {"rank": 0}, **low_rank, "start_from": start}
@@ -217,7 +212,7 @@ class Update:
         return load_recipe(str(file), self.overrides)
 
     def _stores(self, recipe: Recipe) -> tuple[StateStore, StateStore]:
-        """Hidden states by prefill of what is learnt, but for those that the run has of its own conversations."""
+        """Prefill the texts for hidden states, reusing the run's shards of its own conversations."""
         shards, data = self._made("states/shards"), recipe.data
         kept = referred(self.run.folder, "states")
         for file in kept.glob("shard-*.safetensors") if kept is not None else ():
@@ -237,7 +232,7 @@ class Update:
         return stores[0], stores[1]
 
     def _tune(self, recipe: Recipe, plan: dict[str, Any]) -> None:
-        """Calibrate the heads anew, at the costs that those in service were measured at."""
+        """Recalibrate the heads at the costs measured for the heads in service."""
         heads = load_heads(self.folder / "train" / "best", self.target).to(self.target.dtype)
         texts = read_conversations(self.folder / "validation.jsonl")
         before = Tuning.from_json(self._read(plan["base"])[2])
@@ -247,11 +242,9 @@ class Update:
             "requests learnt": str(plan["requests"]),
             "conversations of the run": str(plan["own_conversations"]),
         }
-        kept = self.service.heads(plan["base"]) / ANSWERS  # of the run: what was served stays in the log
+        kept = self.service.heads(plan["base"]) / ANSWERS  # of the run's own texts: traffic stays in the log
         answers = read_answers(kept) if kept.is_file() else []
         export_heads(self.folder / "heads", heads, self.target, tuning.to_json(), {"training": facts}, answers)
-
-    # -- whether it may serve --------------------------------------------------------------------------------------
 
     def _judge(self, plan: dict[str, Any]) -> dict[str, Any]:
         left_out, target, console = LeftOut(), self.target, self.run.console
@@ -277,7 +270,7 @@ class Update:
         of_new = rounds_of(target, new, [*later, *own], paths, console)
         of_old = rounds_of(target, old, [*later, *own], paths, console)
         beside = {f"those in service (update {serving})": compared(of_new, of_old, own)}
-        if serving:  # falls that are too small to be seen do not add up
+        if serving:  # so that undetected small falls do not add up
             beside["those of the run"] = compared(of_new, rounds_of(target, self._read(0)[0], own, paths, console), own)
         on_later = compared(of_new, of_old, later, traffic=True)
         reasons = refusals(on_later, beside, self.options.fall)
@@ -297,7 +290,7 @@ class Update:
         return read_heads(self.service.heads(number), self.target)
 
     def _made(self, name: str = "") -> Path:
-        self.folder.mkdir(mode=0o700, exist_ok=True)  # others may read the log's folder, not what was said
+        self.folder.mkdir(mode=0o700, exist_ok=True)  # conversations stay private in a readable log folder
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder

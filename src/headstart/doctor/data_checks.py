@@ -1,4 +1,4 @@
-"""Is the data what I think, is the mask right, and do the states belong to this target?
+"""Checks of the data: chat template, answers, mask, and hidden states.
 
 Shape suffixes: T tokens, S supervised tokens, E hidden size, V vocabulary.
 """
@@ -23,22 +23,17 @@ from headstart.eval.replay import spread
 from headstart.target.fitting import FINAL
 
 _AGREE, _AGREE_IN_8_BITS = 0.95, 0.85
-"""Greedy answers are the target's own choice, but for near-ties that another batch rounds the other way: 1-2 % in
-bfloat16, some 5 % where they were written with products in 8 bits."""
+"""Required argmax agreement. Near-ties flip in other batches: 1-2 % in bfloat16, 5 % with int8 products."""
 _EXCESS = 0.5
-"""Nats a token. The target's own draws surprise it by the entropy; a few thousand of them stay within a tenth of a nat
-of that."""
+"""Allowed excess surprisal in nats per token: 0 for the target's own samples, within 0.1 over a few thousand tokens."""
 _TOKENS = 512
-"""Of an answer that are judged: so many rows of logits exist at once."""
+"""Maximum answer tokens judged: this many rows of logits are in memory at once."""
 _READ = 128
-"""Tokens of a conversation that are read again: a causal model's first states do not depend on the rest."""
-
-
-# -- the template ----------------------------------------------------------------------------------------------------
+"""Tokens of a conversation that are prefilled again: a causal model's first states do not depend on the rest."""
 
 
 def template(subject: Subject) -> Finding:
-    """Whether the target's chat template and tokenizer still give the tokens that are stored."""
+    """Check that the target's chat template and tokenizer still give the stored tokens."""
     tokenizer = subject.target.tokenizer
     count = 0
     differing: list[str] = []
@@ -47,7 +42,7 @@ def template(subject: Subject) -> Finding:
             continue
         count += 1
         tokens, _ = _rendered(item, subject)
-        stored = list(item.tokens[: len(tokens)])  # what stands after the last turn is the mask's concern
+        stored = list(item.tokens[: len(tokens)])  # `mask` checks the rest, after the last turn
         if stored != tokens:
             index = common_beginning([stored, tokens])
             was, now = (tokenizer.decode(text[index : index + 1]) for text in (stored, tokens))
@@ -68,13 +63,11 @@ def template(subject: Subject) -> Finding:
 
 
 def _has_answer(item: Conversation) -> bool:
-    """Whether a conversation keeps the messages that it was rendered from."""
     return any(message["role"] == "assistant" for message in item.messages)
 
 
 def _rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[bool]]:
-    """Tokens and mask of a conversation as the target's template gives them now. Answers that the target wrote are
-    taken over as they are stored: they are not what its tokenizer makes of the same text."""
+    """Render tokens and mask again, copying the target's own answers: their text may tokenize differently."""
     tokenizer, ends = with_tools(subject.target.tokenizer, item.tools), subject.target.end_tokens
     if _written(item) == "given":
         return encode(item.messages, tokenizer, max_tokens=len(item.tokens))
@@ -98,11 +91,8 @@ def _rendered(item: Conversation, subject: Subject) -> tuple[list[int], list[boo
     return tokens, mask
 
 
-# -- the answers -----------------------------------------------------------------------------------------------------
-
-
 def teacher(subject: Subject) -> Finding:
-    """Whether the target itself would write the answers that the heads learn from."""
+    """Check that the training answers are on-policy."""
     kind, items = _most_telling(subject)
     judged = [_judged(subject, item) for item in items]
     tokens, chosen, excess = (sum(column) for column in zip(*judged, strict=True))
@@ -129,14 +119,14 @@ def teacher(subject: Subject) -> Finding:
 
 
 def _written(item: Conversation) -> str:
-    """How the answers came to be, as the conversation says: greedy, sampled, or given with the prompts."""
+    """Return how the answers were generated: greedy, sampled, or given with the prompts."""
     if "temperature" not in item.sampling:
         return "given"
     return "sampled" if item.sampling["temperature"] else "greedy"
 
 
 def _most_telling(subject: Subject) -> tuple[str, list[Conversation]]:
-    """Some conversations of the kind that says most, greedy ones first."""
+    """Return conversations of the most informative kind, greedy first."""
     answered = [item for split in SPLITS for item in subject.conversations[split] if any(item.supervised)]
     for kind in ("greedy", "given", "sampled"):
         if items := [item for item in answered if _written(item) == kind]:
@@ -146,10 +136,9 @@ def _most_telling(subject: Subject) -> tuple[str, list[Conversation]]:
 
 @torch.no_grad()
 def _judged(subject: Subject, item: Conversation) -> tuple[int, int, float]:
-    """Supervised tokens; how many of them the target would choose; and by how many nats they surprise it more than its
-    own draws would on average (negative log-probability less entropy, summed)."""
+    """Return supervised tokens, those at the argmax, and excess nats: negative log-probability less entropy, summed."""
     final_TE = subject.target.hidden_states([item.tokens], [FINAL])[0][FINAL]
-    # The first token of an answer is left out: a shifted mask takes it from the template.
+    # Skip the first token of an answer: with a shifted mask it is the template's.
     later = [index for start, stop in item.supervised_spans for index in range(start + 1, stop)][:_TOKENS]
     log_SV = subject.target.lm_head(final_TE[[index - 1 for index in later]]).float().log_softmax(-1)
     tokens_S = torch.tensor([item.tokens[index] for index in later], dtype=torch.long, device=log_SV.device)
@@ -157,12 +146,9 @@ def _judged(subject: Subject, item: Conversation) -> tuple[int, int, float]:
     return len(later), int((log_SV.argmax(-1) == tokens_S).sum()), float(excess)
 
 
-# -- the mask ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Masked:
-    """A conversation's tokens and mask as one file stores them, and the mask they should have (None: not known)."""
+    """A conversation's tokens and mask as stored in one file, and the expected mask (None if unknown)."""
 
     file: str
     id: str
@@ -172,7 +158,7 @@ class _Masked:
 
 
 def mask(subject: Subject) -> Finding:
-    """Whether exactly the assistant's tokens are supervised, in the conversations and in the stores."""
+    """Check that exactly the assistant's tokens are supervised, in the conversations and in the stores."""
     items = list(_masks(subject))
     if not items:
         raise Absent("there are no conversations")
@@ -199,7 +185,7 @@ def mask(subject: Subject) -> Finding:
 
 
 def _masks(subject: Subject) -> Iterator[_Masked]:
-    """What the conversation files and the stores say of the same conversations."""
+    """Yield the masks of the same conversations from the conversation files and from the stores."""
     try:
         stores = subject.stores
     except (Absent, UserError):  # none yet, or `states` reports it
@@ -225,7 +211,7 @@ def _masks(subject: Subject) -> Iterator[_Masked]:
 
 
 def _difference(item: _Masked, ends: frozenset[int]) -> tuple[str, int]:
-    """How a mask is wrong, and by how many tokens it is late (early when negative; 0 where it is wrong otherwise)."""
+    """Describe how a mask is wrong, and by how many tokens it is late (negative: early; 0: wrong in another way)."""
     expected = item.expected or []
     late = item.mask.index(True) - expected.index(True)
     padding, size = [False] * abs(late), "one token" if abs(late) == 1 else f"{abs(late)} tokens"
@@ -243,12 +229,8 @@ def _difference(item: _Masked, ends: frozenset[int]) -> tuple[str, int]:
     return f"Token {index} is supervised and not the assistant's.", 0
 
 
-# -- the states --------------------------------------------------------------------------------------------------------
-
-
 def states(subject: Subject) -> Finding:
-    """Whether the stored states are those of the target at the aux layers they are filed under, and finite: all of
-    them, unless it is to be quick."""
+    """Check that stored states are finite (all of them, unless quick) and are the target's at their aux layers."""
     target = subject.target
     problems: dict[int, str] = {}
     distances: list[float] = []

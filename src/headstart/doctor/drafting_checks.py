@@ -1,4 +1,4 @@
-"""Does drafting equal training? Vocabulary and weights of the heads, logits step by step, and what decoding accepts.
+"""Checks of the heads: vocabulary, weights, drafting against the training unroll, and acceptance.
 
 Shape suffixes: B rows, T tokens, D draft vocabulary, M predictions, O origins, K steps, W width of a tree level.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -28,32 +29,28 @@ from headstart.tuning.acceptance import Drafts, Supervised, Text, measure_drafts
 from headstart.tuning.tune import by_kind, replay
 
 _COVERED = 0.85
-"""Coverage of the answers below which the vocabulary, not the heads, bounds acceptance: a draft outside it is always
-wrong. 8192 tokens of the packaged target's 49152 cover 93 %."""
+"""Below this coverage the draft vocabulary limits acceptance; 8192 of the packaged target's 49152 tokens give 0.93."""
 
 _TOLERANCE = 5e-3
-"""Largest difference of two logits that are the same, as a share of the largest logit. Both are computed in float32
-from the same states: sums in another order are off by 1e-6 of it, and a head that feeds back its own states can make a
-thousand times that of it in a few steps. Another state, token, position or norm changes logits by about their size."""
+"""Tolerance for equal logits, relative to the largest. Both sides are float32 from the same states: summation order
+gives 1e-6, amplified up to a thousandfold in a few steps by heads that feed back their states. A wrong state, token,
+position or norm gives about 1."""
 
 _ROUNDS = (1, 2, 3, 1, 4)
-"""Tokens committed in the rounds that are compared: whatever a family does after each length shows."""
+"""Tokens committed in the compared rounds, so that code that depends on this length is covered."""
 
 _LOW = 0.2
-"""Acceptance of the first draft below which drafting is hardly worth its cost."""
+"""Acceptance of the first draft below which drafting hardly pays."""
 
 _FULL = 0.95
-"""Of the drafts, the share that is as good as all: near-ties may go the other way."""
+"""Fraction of accepted drafts that counts as all: near-ties may differ."""
 
 Steps = dict[int, list[Tensor]]
 """Logits [D] of each draft step, by origin: the position of the last token read."""
 
 
-# -- the heads ---------------------------------------------------------------------------------------------------------
-
-
 def vocabulary(subject: Subject) -> Finding:
-    """Whether the heads can draft what the target says."""
+    """Check that the draft vocabulary covers the target's answers."""
     ids_D = subject.heads.draft_to_target_D.cpu()
     size = len(ids_D)
     try:
@@ -77,7 +74,7 @@ def vocabulary(subject: Subject) -> Finding:
 
 
 def weights(subject: Subject) -> Finding:
-    """Whether training moved the heads' weights; heads with weights that are not finite are refused when they load."""
+    """Check that training changed the weights. Loading already refuses weights that are not finite."""
     heads = subject.heads
     start = dict(untrained(heads.config, heads.draft_to_target_D, subject.target).named_parameters())
     if all(torch.equal(weight, start[name].to(weight)) for name, weight in heads.named_parameters()):
@@ -104,11 +101,8 @@ def untrained(config: HeadConfig, vocabulary_D: Tensor, target: Target) -> Draft
     return heads
 
 
-# -- equality --------------------------------------------------------------------------------------------------------
-
-
 def equality(subject: Subject) -> Finding:
-    """Whether drafting gives the logits that training unrolled, at the same positions, at every step."""
+    """Check that drafting gives the logits of the training unroll, at the same positions, at every step."""
     target, heads = subject.target, _compared_heads(subject)
     compared, largest = 0, 0.0
     for item in subject.heldout:
@@ -149,7 +143,7 @@ def equality(subject: Subject) -> Finding:
 
 
 def _compared_heads(subject: Subject) -> DraftHead:
-    """The trained heads; of a recipe that has none yet, noise with its settings, in which a misalignment shows too."""
+    """Return the trained heads, or random heads of the recipe if there are none: misalignment shows in both."""
     if subject.heads_folder is not None or subject.recipe is None:
         return subject.heads
     config = make_config(subject.recipe.heads, subject.target)
@@ -159,7 +153,7 @@ def _compared_heads(subject: Subject) -> DraftHead:
 
 @contextmanager
 def _in_float32(heads: DraftHead, target: Target) -> Iterator[None]:
-    """Heads in float32 for a while: in bfloat16 rounding grows from draft to draft as a mistake would."""
+    """Run the heads in float32: in bfloat16, rounding errors grow from step to step like a misalignment."""
     heads.float().bind(target)
     try:
         yield
@@ -169,7 +163,7 @@ def _in_float32(heads: DraftHead, target: Target) -> Iterator[None]:
 
 @torch.no_grad()
 def _unrolled(target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]) -> Steps:
-    """Logits as training computes them, where each step has them."""
+    """Compute the training unroll's logits, at origins that have all steps."""
     batch = HeadBatch(
         torch.tensor([list(item.tokens)], device=target.device),
         torch.tensor([list(item.supervised)], dtype=torch.bool, device=target.device),
@@ -186,17 +180,14 @@ def _unrolled(target: Target, heads: DraftHead, item: Conversation, states: dict
 
 
 def _origins(item: Conversation) -> list[int]:
-    """The last token read when each round of `_ROUNDS` drafts, in the first answer."""
+    """Return the last token read when each round of `_ROUNDS` drafts, in the first answer."""
     start, stop = item.supervised_spans[0]
-    origins = [start - 1]
-    for count in _ROUNDS:
-        origins.append(origins[-1] + count)
-    return [origin for origin in origins if 0 <= origin < stop]
+    return [origin for origin in accumulate(_ROUNDS, initial=start - 1) if 0 <= origin < stop]
 
 
 @torch.no_grad()
 def _drafted(target: Target, heads: DraftHead, item: Conversation, states: dict[int, Tensor]) -> Steps:
-    """Logits as decoding would draft them along this text: a prefill, then round after round."""
+    """Draft along this text as decoding does: a prefill, then round after round."""
     tokens, steps = list(item.tokens), Steps()
     origins = [origin for origin in _origins(item) if origin + heads.draft_steps < len(tokens)]
     if not origins:
@@ -216,11 +207,8 @@ def _drafted(target: Target, heads: DraftHead, item: Conversation, states: dict[
     return steps
 
 
-# -- acceptance ------------------------------------------------------------------------------------------------------
-
-
 def acceptance(subject: Subject) -> Finding:
-    """Whether decoding accepts what training reached; and which of the two is low."""
+    """Check that decoding reaches the acceptance that training predicts, and that it is high enough."""
     heads = subject.heads
     real = decoded(subject, prompts_before(subject.heldout))
     figures = {"first_draft": real.first, "accepted": real.accepted, "accepted_as_predicted": real.predicted}
@@ -265,8 +253,7 @@ def prompts_before(items: Sequence[Conversation]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Drafts accepted a round in real decoding with a chain, the same as the training forward predicts it on the very
-    same texts, and the share of positions where its first draft is right."""
+    """Drafts accepted per round of a chain, the training forward's prediction, and its accuracy at the first draft."""
 
     accepted: float
     predicted: float
@@ -274,7 +261,7 @@ class Decoded:
 
 
 def decoded(subject: Subject, prompts: Sequence[Sequence[int]]) -> Decoded:
-    """What decoding accepts after these prompts, with a chain as deep as the heads go in every round."""
+    """Decode after these prompts, drafting a chain of full depth in every round."""
     target, heads = subject.target, subject.heads
     chain = TreeShape.chain(heads.draft_steps)
     loop = DecodeLoop(target, HeadDrafter(heads, chain, "chain"))
@@ -305,8 +292,8 @@ def _too_short(heads: DraftHead) -> Absent:
 
 
 def breadth(subject: Subject) -> Finding:
-    """How much worse drafts are on text unlike the training's: what a chain gives on answers to other people's requests
-    and on validation answers, by kind of prompt, with how unsure the target itself is of each."""
+    """Report a chain's tokens per round, with the target's entropy, on other requests and on validation prompts by
+    kind."""
     heads, target = subject.heads, subject.target
     try:
         own = [item for item in subject.conversations["validation"] if any(item.supervised)]

@@ -1,11 +1,7 @@
-"""The examination: every check in the order in which data flow, so that an early mistake explains later findings.
+"""The examination: every check in the order of the data flow, so that an early mistake explains later findings.
 
-A check is a function `(subject) -> Finding`. It returns `good`, `bad` or `unknown`, raises `Absent` when what it looks
-at is not there, and may break: whatever it raises becomes a finding, because broken input is what the doctor is for.
-
-The checks answer four questions. Is the data what I think: `template`, `teacher`. Is the mask right: `mask`.
-Do the states belong to this target: `states`. Does drafting equal training: `vocabulary`, `weights`, `equality`,
-`acceptance`. A fifth is what to expect: `breadth` says where drafts are worse, and finds nothing wrong.
+A check is a function `(subject) -> Finding`. It returns `good`, `bad` or `unknown`, and raises `Absent` if its input is
+missing. Any other exception becomes a finding, because the doctor's input may be broken.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ CHECKS: list[tuple[str, Check]] = [
     ("decoding", acceptance),
     ("decoding", breadth),
 ]
-"""(the stage that it looks at, the check); a check is called what its function is called."""
+"""(stage, check); the function's name is the check's name."""
 
 
 def examine(
@@ -42,9 +38,9 @@ def examine(
     begin: Callable[[str, str], None] = lambda stage, name: None,
     checks: Sequence[tuple[str, Check]] = CHECKS,
 ) -> Iterator[Finding]:
-    """Run the checks; each finding comes as soon as it is there. No check ends the examination.
+    """Run the checks and yield each finding at once. No check ends the examination.
 
-    `begin` is told the stage and the name of each check before it runs.
+    `begin` is called with the stage and the name of each check before it runs.
     """
     reported: list[str] = []
     for stage, check in checks:
@@ -58,7 +54,7 @@ def examine(
 
 
 def _outcome(check: Check, subject: Subject, reported: Sequence[str]) -> Finding:
-    """What a check reports, or that it broke; an error that was reported already is not reported again."""
+    """Run a check and turn exceptions into findings; an error reported before is not repeated."""
     try:
         return check(subject)
     except Absent as absent:
@@ -67,7 +63,7 @@ def _outcome(check: Check, subject: Subject, reported: Sequence[str]) -> Finding
         if any(error.problem in sentence for sentence in reported):
             return unknown("Not checked, for a reason given above.")
         return bad(error.problem, error.remedy)
-    except Exception as error:  # whatever breaks a check is what the user came to hear about
+    except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return bad(

@@ -1,4 +1,4 @@
-"""What a check reports, and how reports are shown to people and written for programs."""
+"""Findings of the checks, their display and their JSON."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ _MARKS = {True: Text("✓", "green"), False: Text("✗", "bold red"), None: Text
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check reports. The examination fills in the check's name and its stage, unless the check has found that
-    another one is at fault.
+    """The result of one check. The examination adds the check's name, and its stage unless the check sets another.
 
     Attributes:
-        ok: true when all is well, false when something is wrong, None when there was nothing to look at.
-        sentence: what is so and where, in words.
-        remedy: what to do about it; empty unless something is wrong.
-        figures: the numbers that the sentence is about, for JSON.
+        ok: None if there was nothing to check.
+        remedy: empty unless something is wrong.
+        figures: the numbers behind the sentence, for JSON.
     """
 
     ok: bool | None
@@ -41,7 +39,6 @@ def good(sentence: str, **figures: Any) -> Finding:
 
 
 def bad(sentence: str, remedy: str, **figures: Any) -> Finding:
-    """Something is wrong: what and where, and what to do about it."""
     return Finding(False, sentence, remedy, figures)
 
 
@@ -50,7 +47,7 @@ def unknown(sentence: str, **figures: Any) -> Finding:
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """A table of all checks, then a paragraph for each problem: what, where, and how to fix it."""
+    """Print a table of all checks, then a paragraph with the fix for each problem."""
     table = Table("", "check", "stage", "finding", box=None, pad_edge=False)
     for finding in findings:
         short = finding.sentence if finding.ok is not False else "see below"
@@ -73,6 +70,6 @@ def show(findings: Sequence[Finding], console: Console) -> None:
 
 
 def write(findings: Sequence[Finding], path: str, file: Path) -> None:
-    """The findings as JSON: {"path", "ok", "findings": [{ok, sentence, remedy, figures, check, stage}]}."""
+    """Write the findings as JSON: {"path", "ok", "findings": [{ok, sentence, remedy, figures, check, stage}]}."""
     healthy = all(finding.ok is not False for finding in findings)
     write_json(file, {"path": path, "ok": healthy, "findings": [asdict(finding) for finding in findings]})

@@ -1,4 +1,4 @@
-"""What is examined: a recipe, a run or heads, with whatever of it is there. Everything is read when it is asked for."""
+"""The subject of an examination: a recipe, a run or heads, read lazily."""
 
 from __future__ import annotations
 
@@ -31,19 +31,17 @@ from headstart.tuning.acceptance import Text
 SPLITS = ("train", "validation")
 
 _QUESTIONS = PROMPTS[8:]
-"""Asked when there is neither a run nor a file of questions."""
+"""Prompts if no file of questions is given."""
 
 
 class Absent(Exception):
-    """What a check looks at is not there, and need not be; the text says what."""
+    """An optional input of a check is missing; the text names it."""
 
 
 @dataclass
 class Subject:
-    """What is examined. Its properties raise `Absent` for what is not there, and UserError for what cannot be read.
-
-    To be quick is to look at less of everything.
-    """
+    """Inputs of the checks. Properties raise `Absent` for missing data, UserError for unreadable data. `quick` reads
+    less."""
 
     target: Target
     recipe: Recipe | None = None
@@ -65,7 +63,7 @@ class Subject:
 
     @property
     def in_int8(self) -> bool:
-        """Whether what was trained on may have been written with products in 8 bits."""
+        """Whether the training data may have been generated with int8 products."""
         return self.recipe is not None and self.recipe.data.in_int8
 
     @cached_property
@@ -76,7 +74,7 @@ class Subject:
         return {split: read_conversations(file) for split, file in files.items()}
 
     def sampled(self) -> list[tuple[str, int, Conversation]]:
-        """Some conversations of each split, as (split, index in it, conversation)."""
+        """Sample conversations of each split, as (split, index in it, conversation)."""
         return [
             (split, index, items[index])
             for split, items in self.conversations.items()
@@ -85,7 +83,7 @@ class Subject:
 
     @cached_property
     def stores(self) -> dict[str, StateStore]:
-        """The run's hidden states by split; unless it is to be quick, all of them are read once."""
+        """The run's hidden states by split; all files are verified unless quick."""
         if self.run is None or not (self.run / STATES / "train").is_dir():
             raise Absent("there are no stored hidden states here")
         stores = {split: StateStore(self.run / STATES / split) for split in SPLITS}
@@ -96,7 +94,7 @@ class Subject:
 
     @cached_property
     def heldout(self) -> list[Conversation]:
-        """A few texts that the heads did not learn from: validation answers, or some that the target writes now."""
+        """A few texts outside the training set: validation answers, or answers that the target generates now."""
         most = 3 if self.quick else 8
         try:
             return [item for item in self.conversations["validation"] if any(item.supervised)][:most]
@@ -105,7 +103,7 @@ class Subject:
 
     @cached_property
     def other_answers(self) -> list[Conversation]:
-        """Answers that the target writes now: to the questions, or to requests that no data are made from."""
+        """Answers that the target generates now: to the questions, or to requests that no data are made from."""
         most = 3 if self.quick else 8
         prompts = self.question_prompts or [self._prompt(Question("", "", [text])) for text in _QUESTIONS[:most]]
         answers = DecodeLoop(self.target).generate(prompts, DecodeOptions(max_new_tokens=48 if self.quick else 96))
@@ -117,14 +115,11 @@ class Subject:
 
     @cached_property
     def question_prompts(self) -> list[list[int]]:
-        """The first turn of each question as the target reads it, a few of them."""
+        """The first turn of a few questions, as prompts."""
         return [self._prompt(question) for question in self.questions[: 3 if self.quick else 8]]
 
     def _prompt(self, question: Question) -> list[int]:
         return prompt_tokens(question.messages(1), with_tools(self.target.tokenizer, question.tools))
-
-
-# -- finding it ------------------------------------------------------------------------------------------------------
 
 
 def find_subject(
@@ -135,16 +130,15 @@ def find_subject(
     quick: bool = False,
     trust_remote_code: bool = False,
 ) -> Subject:
-    """What a user means by a name or path, with its target loaded: a packaged recipe, a recipe's file, the folder of a
-    run, a folder of heads, or a Hub id of heads.
+    """Resolve a name or path and load its target: a packaged recipe, a recipe file, a run folder, a folder of heads, or
+    a Hub id of heads.
 
     Args:
-        path: one of these.
-        run_dir: the run that a recipe or heads belong to; by default runs/<name>, and the folder that heads lie in.
-        questions: a file of what people will ask.
-        target: where the target is, when it is not where the recipe or the heads say.
-        quick: look at less.
-        trust_remote_code: run code that the target brings along; a recipe may say so itself.
+        run_dir: the run of a recipe or of heads; by default runs/<name>, or a parent folder of the heads.
+        questions: a file of the questions expected in use.
+        target: overrides the target of the recipe or the heads.
+        quick: sample less of everything.
+        trust_remote_code: run code of the target's repository; a recipe can set it as well.
     """
     asked = read_questions(questions) if questions else []
     if run_dir is not None and not run_dir.is_dir():
@@ -158,7 +152,7 @@ def find_subject(
     section = recipe.target
     revision, adapter = (None, None) if target else (section.revision, section.adapter)
     if recipe.train.joint.rank and heads_folder is not None:
-        # Conversations and states are those of the target before training has changed it, which is not looked at.
+        # The run's conversations and states are of the target before joint training, so they are not checked.
         run, adapter = None, str(heads_folder / ADAPTER)
     loaded = load_target(
         target or section.spec,
@@ -174,7 +168,7 @@ def find_subject(
 
 
 def _located(path: str, run_dir: Path | None) -> tuple[Recipe | None, Path | None, Path | None]:
-    """The recipe, the run and the folder of heads that a name or a path stands for."""
+    """Resolve a name or path to the recipe, the run and the folder of heads."""
     folder = Path(path).expanduser()
     if (folder / RUN_RECIPE).is_file():
         return load_recipe(str(folder / RUN_RECIPE)), folder, None
@@ -183,7 +177,7 @@ def _located(path: str, run_dir: Path | None) -> tuple[Recipe | None, Path | Non
         run = run_dir or Path("runs") / recipe.name
         return recipe, run if run.is_dir() else None, None
     if "/" not in path and not folder.is_dir():
-        load_recipe(path)  # names the recipe that was meant
+        load_recipe(path)  # suggests the closest recipe
     folder = locate(path)
     candidates = [run_dir] if run_dir else list(folder.absolute().parents)[:2]
     run_of_heads = next((parent for parent in candidates if (parent / RUN_RECIPE).is_file()), None)

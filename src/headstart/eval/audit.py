@@ -1,14 +1,14 @@
-"""The audit: proof that drafts change nothing, on a user's own target and heads.
+"""The audit: evidence that drafting changes nothing, on a user's own target and heads.
 
-Three parts, in float32 or where the bits are kept (`Target.exact`):
+Three parts, in float32 or with exact bits (`Target.exact`):
 
-- greedy: every drafter's tokens are those of plain decoding, at every batch size (in a short dtype, of the same batch);
-- bits: whether the logits of a tree are those of single steps to the last bit;
-- sampling: under every verifier, the first tokens after a prompt come with the frequencies that transformers' own model
-  and logits warpers give them (`headstart.eval.enumeration`). The first token comes from the prefill; those after it
-  were decided by drafting and verifying. Samples are drawn from a target that reads each text once
-  (`headstart.eval.remembering`); in float32 some are drawn again from the target itself, in batches on its own cache
-  with prompts of other lengths between, and the same seeds must draw the same tokens.
+- greedy: every drafter's tokens equal plain decoding's, at every batch size (in a short dtype, of the same batch);
+- bits: whether a tree's logits equal those of single steps to the last bit;
+- sampling: under every verifier, the first tokens after a prompt have the frequencies that transformers' own model and
+  logits warpers give them (`headstart.eval.enumeration`). The first token comes from the prefill, the others from
+  drafting and verifying. Samples are drawn from a target that caches each text (`headstart.eval.remembering`). In
+  float32 some are redrawn from the target itself, in batches with prompts of other lengths, and the same seeds must
+  give the same tokens.
 
 Shape suffix: V vocabulary.
 """
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from time import perf_counter
 from typing import Any
 
@@ -49,12 +49,12 @@ from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 SCHEMA_VERSION = 1
 """Of audit.json."""
 LEVEL = 0.01
-"""How often an honest audit is called not clean by chance, all sampling tests taken together (Bonferroni)."""
+"""False-alarm rate of the whole audit: all sampling tests together (Bonferroni)."""
 RANDOM, WRONG = "random heads", "always wrong"
 AUDITED = ("dynamic", "static", RANDOM, WRONG, "ngram", "heads+ngram", "lookahead")
-"""Drafters of the greedy proof."""
+"""Default drafters of the greedy proof."""
 TEMPERATURES = (0.7, 1.0)
-"""Of the sampling proof."""
+"""Default temperatures of the sampling proof."""
 PROMPTS = (
     "What is the capital of France?",
     "Say yes or no: is water wet?",
@@ -73,16 +73,16 @@ PROMPTS = (
     "Continue: 2, 4, 8, 16,",
     "Summarise in one sentence: The cat sat on the mat and looked at the moon until morning came.",
 )
-"""What is asked when the user brings no questions: short, of many kinds, some with a nearly certain answer."""
+"""Default questions: short and diverse, some with a nearly certain answer."""
 
 _CANDIDATES = 8
-"""Prompts that those of the sampling proof are chosen from: the first ones."""
+"""Number of leading prompts considered by the sampling proof."""
 _ROWS = 32
-"""Rows that are sampled together."""
+"""Batch size of sampling."""
 _DEPTH = 4
-"""Tokens of a text that a tree holds where bits are compared; each but the root stands after two wrong siblings."""
+"""Text tokens in each tree of the bit comparison; each but the root follows two wrong siblings."""
 _TEXTS, _TOKENS = 4, 16
-"""How many bits are compared at most: texts, and tokens of each."""
+"""Maximum texts of the bit comparison, and tokens of each."""
 
 Prompts = Sequence[Sequence[int]]
 
@@ -92,9 +92,9 @@ def run_audit(
 ) -> dict[str, Any]:
     """Run all proofs on these prompts, in token ids, at least two each; the target is in float32 or exact="bits".
 
-    Returns the content of audit.json: schema_version, clean, problems (a sentence each), prompts (as the target reads
-    them), greedy, sampling, bits (rows of logits compared, and how many differ in any bit), settings (with the version
-    of the heads), environment. What cannot be audited is a UserError before anything runs.
+    Returns the content of audit.json: schema_version, clean, problems (a sentence each), prompts (as text), greedy,
+    sampling, bits (rows of logits compared, and how many differ in any bit), settings (with the version of the heads),
+    environment. Raises UserError, before anything runs, for unsupported settings.
     """
     options = _filled(options or AuditOptions())
     started = perf_counter()
@@ -137,7 +137,7 @@ def run_audit(
 
 
 def _filled(options: AuditOptions) -> AuditOptions:
-    """The options with what they stand for when nothing was said; temperatures are those of the sampling proof."""
+    """Fill in defaults; temperatures are those of the sampling proof."""
     return replace(
         options,
         drafters=options.drafters or AUDITED,
@@ -166,14 +166,14 @@ def _check(target: Target, prompts: Prompts, options: AuditOptions) -> None:
 
 
 def _drafters(source: Source, name: str) -> tuple[Drafter, ...]:
-    """Drafters by their name in the audit. Where tuning found no tree that pays, heads are audited with a small one."""
+    """Resolve a drafter's name. Heads get a small tree if tuning found none that pays."""
     if name == RANDOM:
         return (HeadDrafter(random_weights(source.heads), _narrow(source.heads)),)
     return named(source, name) or (HeadDrafter(source.heads, _narrow(source.heads)),)
 
 
 def _narrow(heads: DraftHead) -> TreeShape:
-    """A small tree for drafters that know nothing."""
+    """Return a small tree for untrained drafters."""
     return TreeShape.from_paths([(0,) * min(2, heads.draft_steps), (1,)])
 
 
@@ -183,10 +183,10 @@ def _narrow(heads: DraftHead) -> TreeShape:
 def _greedy(
     source: Source, drafters: Mapping[str, tuple[Drafter, ...]], prompts: Prompts, options: AuditOptions, bar: Bar
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """A row for every drafter at every batch size, compared with plain decoding one prompt at a time; and its answers.
+    """Compare every drafter at every batch size with plain decoding, one prompt at a time; return the rows and the
+    plain answers.
 
-    Where bits are promised, in a short dtype, against plain decoding of the same batch: a prompt that is read beside
-    others rounds otherwise.
+    In a short dtype, compare with plain decoding of the same batch: batching changes rounding.
     """
     target, rows = source.target, list[dict[str, Any]]()
     judge = Judge(target)
@@ -204,9 +204,7 @@ def _greedy(
     }
     if WRONG in options.drafters:
         shape = _narrow(source.heads)
-        unused = unused_tokens(
-            (answer for plain in answers.values() for answer in plain), target.vocab_size, shape.width
-        )
+        unused = unused_tokens(chain.from_iterable(answers.values()), target.vocab_size, shape.width)
         drafters = {**drafters, WRONG: (AlwaysWrongDrafter(shape, unused),)}
     for name in options.drafters:
         for batch in options.batch_sizes:
@@ -240,8 +238,8 @@ def decode_in_batches(
     batch_size: int,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Generation]:
-    """Greedy outputs in the order of `prompts`, drafting in every round. Prompts of like length share a batch, the same
-    one for every loop; `advance` is told how many prompts are done after each."""
+    """Decode greedily, drafting in every round; return outputs in the order of `prompts`. Batches, of prompts of
+    similar length, are the same for every loop. `advance` is called with the size of each."""
     options = DecodeOptions(max_new_tokens=max_new_tokens, draft="on")
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
     outputs: dict[int, Generation] = {}
@@ -253,8 +251,7 @@ def decode_in_batches(
 
 
 def tokens_that_differ(plain: Sequence[Sequence[int]], outputs: Sequence[Generation]) -> dict[str, int]:
-    """Tokens of the plain answers, and at how many positions outputs differ from them (a missing or surplus token is
-    one too); drafts accepted, which are 0 when every draft was wrong; rounds."""
+    """Count plain tokens, differing positions (missing and surplus tokens too), accepted drafts, and rounds."""
     different = 0
     for answer, output in zip(plain, outputs, strict=True):
         different += sum(expected != token for expected, token in zip(answer, output.tokens, strict=False))
@@ -272,7 +269,7 @@ def tokens_that_differ(plain: Sequence[Sequence[int]], outputs: Sequence[Generat
 
 @dataclass(frozen=True)
 class BitCount:
-    """Rows of logits compared, and how many of them differ in at least one bit."""
+    """Rows of logits compared, and how many differ in at least one bit."""
 
     rows: int
     differ: int
@@ -280,8 +277,7 @@ class BitCount:
 
 @torch.inference_mode()
 def count_bits(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> BitCount:
-    """Read the first answers, of (prompt, answer) in token ids, one token at a time, and again in trees with wrong
-    siblings, and compare the logits. `Target.exact` says what to expect."""
+    """Compare logits of single steps and of trees on (prompt, answer) texts; `Target.exact` sets the expectation."""
     rows = differ = 0
     for prompt, answer in list(texts)[:_TEXTS]:
         answer = answer[: min(_TOKENS, target.max_length - len(prompt)) // _DEPTH * _DEPTH]
@@ -306,7 +302,7 @@ def count_bits(target: Target, texts: Sequence[tuple[Sequence[int], Sequence[int
 
 
 def _tree(tokens: Sequence[int], vocab_size: int) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, parents, and the nodes of the right path.
+    """Return tokens, parents, and the nodes of the right path.
 
     >>> _tree([5, 6], vocab_size=10)
     ([5, 7, 8, 6], [-1, 0, 0, 0], [0, 3])
@@ -323,7 +319,7 @@ def _tree(tokens: Sequence[int], vocab_size: int) -> tuple[list[int], list[int],
 
 
 def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar) -> list[dict[str, Any]]:
-    """A row for every verifier at every temperature, on the prompts that test it most sharply."""
+    """Test every verifier at every temperature, on the prompts that give the sharpest tests."""
     bar.update(title="sampling, choosing prompts")
     common = DecodeOptions(options.depth, seed=options.seed, ignore_end=True, top_p=options.top_p, draft="on")
     hottest = replace(common, temperature=max(options.temperature))
@@ -333,7 +329,7 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
     ]
     chosen = sorted(range(len(sharpness)), key=lambda number: (-sharpness[number], number))[: options.texts]
     level = LEVEL / (len(options.verifier) * len(options.temperature) * len(chosen))
-    # Without costs every tree is verified whole: in large batches costs would leave little of it.
+    # No costs: in large batches they would prune most of each tree.
     loop = DecodeLoop(RememberingTarget(source.target, options.depth - 1), *_drafters(source, "heads"))
     on_the_cache = DecodeLoop(source.target, *loop.drafters)
     exactly = source.target.dtype in (torch.float32, torch.float64)
@@ -363,7 +359,7 @@ def _sampling(source: Source, prompts: Prompts, options: AuditOptions, bar: Bar)
 def _again(
     loop: DecodeLoop, prompts: Prompts, number: int, asked: DecodeOptions, outputs: Sequence[Generation]
 ) -> dict[str, int]:
-    """Draw the first samples of a prompt again, every other prompt standing between; how many, and how many differ."""
+    """Redraw the first samples of a prompt in batches with other prompts; count samples and differences."""
     count = min(_ROWS, len(outputs))
     batch = [prompts[number if row % 2 == 0 else row // 2 % len(prompts)] for row in range(count)]
     drawn = loop.generate(batch, asked)
@@ -372,7 +368,6 @@ def _again(
 
 
 def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, level: float) -> dict[str, Any]:
-    """Samples against the enumerated distribution."""
     result = fit(Counter(tuple(output.tokens) for output in outputs), exact)
     problem = None
     if error := next((output.drafter_error for output in outputs if output.drafter_error), None):
@@ -394,19 +389,19 @@ def _tested(outputs: Sequence[Generation], exact: Distribution, verifier: str, l
 
 
 def _sharpness(exact: Distribution, samples: int) -> float:
-    """How much of a distribution can be tested: the probability in cells of their own, times their summed deviations.
+    """Return how testable a distribution is: the probability in cells of their own, times their summed deviations.
 
-    It is 0 for a certain text, and for one that is spread over a thousand rare ones.
+    It is 0 for a certain text, and for a distribution over a thousand rare ones.
     """
     kept = [prob for prob in exact.probs.values() if prob * samples >= MIN_EXPECTED]
     return sum(math.sqrt(prob * (1 - prob)) for prob in kept) * sum(kept)
 
 
-# -- drafters that take the paths which trained heads rarely take ----------------------------------------------------
+# -- drafters for code paths that trained heads rarely take -----------------------------------------------------------
 
 
 class AlwaysWrongDrafter:
-    """Fills a tree with fixed tokens, one per rank, none of which the target ever chooses; see `unused_tokens`."""
+    """Fills a tree with fixed tokens, one per rank, that the target never chooses; see `unused_tokens`."""
 
     aux_layers: tuple[int, ...] = ()
 
@@ -416,8 +411,7 @@ class AlwaysWrongDrafter:
         self.max_nodes = shape.size
         self._tokens = list(tokens)
 
-    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None:
-        return None
+    def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> None: ...
 
     def propose(self, session: None, roots: TreeBatch, request: Request) -> list[Tree]:
         shape = TreeShape.chain(min(self.shape.depth, request.max_nodes - 1))
@@ -426,11 +420,9 @@ class AlwaysWrongDrafter:
         drafts = [self._tokens[rank] for rank in shape.ranks[1:]]
         return [Tree([root, *drafts], list(shape.parents)) for root in roots.root_tokens]
 
-    def commit(self, session: None, committed: Committed) -> None:
-        return None
+    def commit(self, session: None, committed: Committed) -> None: ...
 
-    def reorder(self, session: None, rows: Sequence[int]) -> None:
-        return None
+    def reorder(self, session: None, rows: Sequence[int]) -> None: ...
 
 
 def unused_tokens(answers: Iterable[Sequence[int]], vocab_size: int, count: int) -> list[int]:
@@ -446,14 +438,14 @@ def unused_tokens(answers: Iterable[Sequence[int]], vocab_size: int, count: int)
 
 
 def random_weights(heads: DraftHead, seed: int = 0) -> DraftHead:
-    """A copy of these heads whose own weights are replaced by noise: normal, with a standard deviation of 0.05.
+    """Copy these heads with their own weights drawn from a normal distribution, standard deviation 0.05.
 
-    What is not theirs, such as the target's embeddings, is shared with the original.
+    Other tensors, such as the target's embeddings, are shared with the original.
     """
     members = [value for part in heads.modules() for value in [*vars(part).values(), *part.buffers(recurse=False)]]
     noisy = copy.deepcopy(heads, {id(value): value for value in members if isinstance(value, Tensor)})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in noisy.parameters():  # loaded heads are frozen: requires_grad says nothing here
+        for parameter in noisy.parameters():  # whatever requires_grad: loaded heads are frozen
             parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
     return noisy

@@ -1,4 +1,4 @@
-"""The evidence of an audit for people: audit.json, the same as Markdown, and a table on the terminal."""
+"""The audit's report: audit.json, Markdown, and a table on the terminal."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from headstart.support.terminal import tell
 
 
 def write_audit(results: Mapping[str, Any], out: Path) -> None:
-    """Write audit.json and audit.md into the folder `out`, each in one step."""
+    """Write audit.json and audit.md atomically into the folder `out`."""
     text = template("audit.md.j2").render(verdict=sentence(results), settings_rows=settings_rows(results), **results)
     write_json(out / "audit.json", results)
     write_text(out / "audit.md", text)
 
 
 def sentence(results: Mapping[str, Any]) -> str:
-    """The verdict."""
     tokens = sum(row["tokens"] for row in results["greedy"])
     samples = sum(row["samples"] for row in results["sampling"])
     if results["clean"]:
@@ -37,7 +36,7 @@ def sentence(results: Mapping[str, Any]) -> str:
 
 
 def _could_have_been_seen(results: Mapping[str, Any]) -> str:
-    """How small a fault would have shown, in a sentence or two."""
+    """State the smallest fault that the audit would have detected."""
     parts, sampled = list[str](), results["sampling"]
     if tokens := min((row["tokens"] for row in results["greedy"]), default=0):
         parts.append(f"a drafter that gets one token in {max(1, int(1 / (1 - (1 - SEEN) ** (1 / tokens))))} wrong")
@@ -50,7 +49,7 @@ def _could_have_been_seen(results: Mapping[str, Any]) -> str:
 
 
 def show_audit(results: Mapping[str, Any], console: Console) -> None:
-    """Print one line per check, then the verdict and what failed."""
+    """Print one line per check, then the verdict and the problems."""
     settings = results["settings"]
     version = f" ({settings['heads_version']})" if settings["heads_version"] else ""
     table = Table(title=f"Audit of {settings['heads_name']}{version}", title_justify="left")
@@ -67,7 +66,7 @@ def show_audit(results: Mapping[str, Any], console: Console) -> None:
 
 
 def _lines(results: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Check, what was compared, what was found, verdict."""
+    """Yield rows of check, comparison, result, verdict."""
     for row in results["greedy"]:
         yield (
             f"greedy, {label_of(row['drafter'])}, batch {row['batch_size']}",

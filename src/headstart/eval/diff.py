@@ -1,14 +1,13 @@
-"""Reports beside each other: the same prompts with other heads, another drafter or another version.
+"""Comparison of reports: the same prompts with other heads, another drafter or another version.
 
-The first report is the base, and the prompts are those that every report has. Speeds are compared as speed-ups over the
-plain loop of the same run, never as tokens per second: those also tell how busy a machine was. Intervals are those of
-the paired bootstrap in `headstart.eval.figures`: a resample draws questions, and takes what each report measured of
-them.
+The first report is the base; only prompts in every report count. Speed-ups over the plain loop of the same run are
+compared, not tokens per second, which depend on the machine's load. Intervals are paired bootstraps over questions
+(`headstart.eval.figures`).
 
-A regression is a fall of tokens a round or of the speed-up that is larger than the limit and whose interval excludes
-zero. The interval covers how much prompts differ, and the noise of each; it does not cover what shifts a whole run,
-such as a neighbour on the machine. That is what the limit is for. Acceptance by position says where a fall comes from
-and is not judged: of many figures, one falls by chance.
+A regression is a fall of tokens per round or of the speed-up that exceeds the limit and whose interval excludes zero.
+The interval covers the variation between prompts, but not shifts of a whole run, such as other load on the machine; the
+limit allows for those. Acceptance by position explains a fall and is not judged: with many figures, one falls by
+chance.
 """
 
 from __future__ import annotations
@@ -36,15 +35,15 @@ from headstart.eval.labels import PLAIN, label_of
 from headstart.eval.results import read_results
 
 WORST = 10
-"""Prompts that are listed, at most, of those that lost tokens a round."""
+"""Maximum number of prompts listed that lost tokens per round."""
 _SEED = 0
 _SETTINGS = (
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens"),
     *("stop_token_ids", "batch_size", "chat_template_kwargs"),
 )
-"""Settings that change what an answer is, or what it costs without drafts."""
+"""Settings that change the answers, or their cost without drafts."""
 _CONDITIONS = ("dtype", "device", "gpu", "cpu", "threads", "exact")
-"""Of the environment: what a speed-up depends on."""
+"""Entries of the environment that a speed-up depends on."""
 _VERSIONS = ("torch", "transformers")
 
 Row = Mapping[str, Any]
@@ -52,7 +51,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """A report that was read: the path that was typed, its place among the others as a letter, and its results."""
+    """A report: the path as typed, a letter for its position, and its results."""
 
     path: Path
     letter: str
@@ -60,17 +59,17 @@ class Report:
 
     @property
     def drafters(self) -> list[str]:
-        """Everything that drafted, the drafter under test first."""
+        """All drafters, the tested one first."""
         tested = self.results["summary"]["drafter"]
         return [tested, *(name for name in self.results["per_prompt"][0]["drafters"] if name != tested)]
 
 
 class Change(NamedTuple):
-    """A figure in the base and in another report, and how it changed.
+    """A figure in the base and in another report, and its change.
 
     Attributes:
-        unit: of both: "x" of a speed-up, "%" of a share (held as a fraction), nothing of tokens.
-        change: of shares their difference, of other figures relative to the base.
+        unit: "x" of a speed-up, "%" of a share (stored as a fraction), empty for tokens.
+        change: difference of shares, else relative to the base.
         judged: whether a fall can be a regression.
     """
 
@@ -82,13 +81,11 @@ class Change(NamedTuple):
     judged: bool = False
 
     def regressed(self, limit: float) -> bool:
-        """Whether it fell by more than the limit, and clearly."""
+        """Whether it fell by more than the limit, with an interval below zero."""
         return self.judged and self.change["mean"] < -limit and below(self.change)
 
 
 class Fall(NamedTuple):
-    """A prompt that lost tokens a round."""
-
     id: str
     category: str
     base: float
@@ -97,8 +94,7 @@ class Fall(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """A report beside the base: what to know of both, how the figures of each drafter changed, and the prompts that
-    lost most tokens a round."""
+    """A report against the base: cautions, changed figures by drafter, and the prompts that lost most."""
 
     report: Report
     cautions: list[str]
@@ -106,11 +102,10 @@ class Comparison:
     worst: list[Fall]
 
     def regressions(self, limit: float) -> list[tuple[str, Change]]:
-        """What fell too far, by drafter."""
         return [(name, change) for name, change in self._judged() if change.regressed(limit)]
 
     def unseen(self, limit: float) -> tuple[float, str, str] | None:
-        """The largest fall beyond the limit that is neither seen nor excluded, with its drafter and figure."""
+        """Return the largest fall beyond the limit that the intervals do not exclude, with its drafter and figure."""
         rest = [pair for pair in self._judged() if not pair[1].regressed(limit)]
         lows = [(change.change["low"] or 0.0, name, change.name) for name, change in rest]
         return min((entry for entry in lows if entry[0] < -limit), default=None)
@@ -121,8 +116,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Diff:
-    """All reports, on the prompts that each has; `left_out` are others. `limit` is the fall that is allowed, as a
-    fraction."""
+    """All reports, on their common prompts; `left_out` counts the others. `limit` is the allowed fall, a fraction."""
 
     base: Report
     others: list[Comparison]
@@ -132,22 +126,18 @@ class Diff:
 
     @property
     def reports(self) -> list[Report]:
-        """The base first."""
         return [self.base, *(other.report for other in self.others)]
 
     @property
     def regressed(self) -> bool:
-        """Whether any report did."""
         return any(other.regressions(self.limit) for other in self.others)
 
 
 def below(change: Interval) -> bool:
-    """Whether a whole interval lies below zero."""
     return change["high"] is not None and change["high"] < 0
 
 
 def above(change: Interval) -> bool:
-    """Whether a whole interval lies above zero."""
     return change["low"] is not None and change["low"] > 0
 
 
@@ -155,8 +145,7 @@ def diff(paths: Sequence[Path], limit: float) -> Diff:
     """Compare reports with the first of them.
 
     Raises:
-        UserError: one cannot be read, or they cannot be compared: another target, other settings, or too few prompts
-            that all of them have.
+        UserError: a report is unreadable, or they differ in target or settings, or share too few prompts.
     """
     reports = [Report(path, chr(ord("A") + place), _read(path)) for place, path in enumerate(paths)]
     base, *others = reports
@@ -171,9 +160,6 @@ def diff(paths: Sequence[Path], limit: float) -> Diff:
     return Diff(base, compared, len(shared), len(every) - len(shared), limit)
 
 
-# -- whether reports can be compared -----------------------------------------------------------------------------------
-
-
 def _read(path: Path) -> dict[str, Any]:
     results, file = read_results(path)
     if not results.get("per_prompt") or "drafters" not in results["per_prompt"][0]:
@@ -182,12 +168,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _key(row: Row) -> tuple[str, str, int]:
-    """What tells a prompt from others; of a later turn, the answers before it are known by their length."""
+    """Identify a prompt; in a later turn, the length stands for the earlier answers."""
     return row["id"], row["asked"], row["prompt_tokens"]
 
 
 def _check(base: Report, other: Report) -> None:
-    """Refuse reports whose figures would differ whatever drafts."""
+    """Refuse reports of different targets or settings."""
     ours, theirs = base.results["settings"], other.results["settings"]
     pair = f"{other.path} cannot be compared with {base.path}"
     if ours["target_fingerprint"] != theirs["target_fingerprint"]:
@@ -202,7 +188,7 @@ def _check(base: Report, other: Report) -> None:
 
 
 def _with(settings: Mapping[str, Any]) -> str:
-    """The options of `eval` that give these settings, as a shell takes them."""
+    """Return the `eval` options for these settings, in shell syntax."""
     given, without = list[str](), list[str]()
     for name, value in settings.items():
         option = f"--{name.replace('_', '-')}"
@@ -215,7 +201,7 @@ def _with(settings: Mapping[str, Any]) -> str:
 
 
 def _check_prompts(base: Report, shared: Sequence[Any], rows: Mapping[Any, Row], every: int) -> None:
-    """Refuse too few prompts, and batches that hold other prompts as well."""
+    """Refuse too few prompts, and batches that contain other prompts."""
     remedy = "Measure all reports on the same questions."
     if not shared:
         raise UserError("The reports have no prompt in common.", remedy)
@@ -250,9 +236,6 @@ def _differing(ours: Row, theirs: Row, names: Sequence[str]) -> str:
     return ", ".join(f"{name} {their}, not {our}" for name, our, their in pairs if our != their)
 
 
-# -- figures -----------------------------------------------------------------------------------------------------------
-
-
 def _compare(base: Report, other: Report, ours: Sequence[Row], theirs: Sequence[Row]) -> Comparison:
     same_speed = not _differing(base.results["environment"], other.results["environment"], _CONDITIONS)
     tested = base.drafters[0], other.drafters[0]
@@ -272,7 +255,7 @@ def _compare(base: Report, other: Report, ours: Sequence[Row], theirs: Sequence[
 
 @dataclass(frozen=True)
 class _Drafter:
-    """What a drafter did with the prompts; `grouped` are the rows of the base, whose groups hold for every report."""
+    """A drafter's counts, summed over the groups of `grouped`, the base's rows."""
 
     name: str
     rows: Sequence[Row]
@@ -288,7 +271,7 @@ class _Drafter:
         return self._totals(lambda row: (row["tokens"][PLAIN], row["seconds"][PLAIN]))
 
     def accepted(self, position: int) -> Totals:
-        """Of the rounds that reached a position (from 0), those that accepted it."""
+        """Rounds that accepted a position (from 0), over the rounds that reached it."""
 
         def counts(row: Row) -> tuple[float, float]:
             reached = self._of(row)["reached"]

@@ -1,4 +1,4 @@
-"""What a comparison of reports says, on a terminal and as one self-contained page."""
+"""A comparison of reports, on a terminal and as one self-contained page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from headstart.support.terminal import format_moment, tell
 
 
 def write_diff(diff: Diff, out: Path) -> None:
-    """Write the page, in one step."""
     page = template("diff.html.j2").render(
         diff=diff, facts=facts(diff.reports), sentences=sentences(diff), tables=beside(diff),
         value=value, changed=changed, verdict=verdict,
@@ -27,7 +26,7 @@ def write_diff(diff: Diff, out: Path) -> None:
 
 
 def show_diff(diff: Diff, console: Console) -> None:
-    """Print what was compared, a table for each report beside the base, in 80 columns, and what it comes to."""
+    """Print the reports, a table per comparison in 80 columns, and the conclusions."""
     for report in diff.reports:
         heads = report.results["settings"].get("heads", {})
         about = [heads.get("family"), heads.get("size"), format_moment(report.results["environment"]["date"])]
@@ -54,16 +53,12 @@ def _table(diff: Diff, other: Comparison) -> Table:
     return table
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
-
-
 def value(change: Change, figure: Interval) -> str:
-    """A figure of one report, in a cell."""
     return f"{100 * figure['mean']:.0f} %" if change.unit == "%" else f"{figure['mean']:.2f}{change.unit}"
 
 
 def changed(change: Change) -> str:
-    """A change with its interval, in a cell.
+    """Format a change with its interval.
 
     >>> interval = {"mean": -0.05, "low": -0.08, "high": 0.01}
     >>> changed(Change("speed-up", "x", interval, interval, interval))
@@ -75,7 +70,6 @@ def changed(change: Change) -> str:
 
 
 def verdict(change: Change, limit: float) -> str:
-    """What to make of a change, in a word or two."""
     if change.regressed(limit):
         return "regression"
     if change.unit == "x" and not change.judged:
@@ -84,7 +78,7 @@ def verdict(change: Change, limit: float) -> str:
 
 
 def sentences(diff: Diff) -> list[tuple[str, bool]]:
-    """What was compared, what fell, what may have fallen unseen, and what else to know; and whether it is bad."""
+    """List the conclusions, each with whether it is a regression."""
     beyond = f"{100 * diff.limit:g} %"
     without = f"; {diff.left_out} more are not in all reports, and left out" if diff.left_out else ""
     told = [(f"Compared on {diff.prompts} prompts that all reports have{without}.", False)]
@@ -103,7 +97,7 @@ def sentences(diff: Diff) -> list[tuple[str, bool]]:
 
 
 def facts(reports: Sequence[Report]) -> list[tuple[str, list[Any]]]:
-    """What each report is of: the rows of a table."""
+    """Return table rows that describe each report."""
     settings = [report.results["settings"] for report in reports]
     environments = [report.results["environment"] for report in reports]
     heads = [each.get("heads", {}) for each in settings]
@@ -127,15 +121,12 @@ def facts(reports: Sequence[Report]) -> list[tuple[str, list[Any]]]:
     return [(name, values) for name, values in rows if any(value is not None for value in values)]
 
 
-# -- all reports in one table ------------------------------------------------------------------------------------------
-
-
 class Line(NamedTuple):
     """A figure in every report.
 
     Attributes:
-        most: what the longest bar stands for.
-        cells: for each report, the base first, the figure and how it changed; None where it was not compared.
+        most: value of the longest bar.
+        cells: figure and change of each report, the base first; None if not compared.
     """
 
     name: str
@@ -144,7 +135,7 @@ class Line(NamedTuple):
 
 
 def beside(diff: Diff) -> dict[str, list[Line]]:
-    """The figures of each drafter."""
+    """Tabulate the figures of each drafter."""
     tables: dict[str, list[Line]] = {}
     for drafter in dict.fromkeys(name for other in diff.others for name in other.drafters):
         compared = [{change.name: change for change in other.drafters.get(drafter, ())} for other in diff.others]

@@ -1,10 +1,9 @@
-"""Where two greedy outputs part, and whether rounding explains it.
+"""First differences of greedy outputs, and whether rounding explains them.
 
-A tree forward and a one-token forward multiply matrices of different shapes, so their low-precision results round
-differently; where two tokens are nearly tied, either may come out on top. A difference is *explained* when, in float32
-and at the same prefix, both tokens lie within a margin of the best one. The margin is measured, not chosen: it is the
-largest error that the target's dtype makes in the gap between two leading logits, on the texts of this very run. A
-token that an implementation error puts forward lies outside it.
+Tree and single-token forwards multiply matrices of different shapes, so their low-precision results round differently,
+and near-ties can flip. A difference is *explained* if in float32, at the same prefix, both tokens are within a margin
+of the best one. The margin is measured: the largest error of the target's dtype in the gap between two leading logits,
+on the texts of this run. Implementation errors exceed it.
 
 Shape suffixes: T positions, V vocabulary, L leading tokens.
 """
@@ -26,11 +25,11 @@ from headstart.decode.sampling import process
 from headstart.target.model import Target
 
 EXACT_MARGIN = 1e-3
-"""Margin in float32, where results of different shapes agree to about 1e-5."""
+"""Margin in float32, where different shapes agree to about 1e-5."""
 LEADERS = 4
-"""How many of the best tokens of a position the rounding error is measured on."""
+"""Top tokens of each position on which the rounding error is measured."""
 MEASURED_PROMPTS = 16
-"""On how many of the diverging prompts the rounding error is measured, those with the largest margins first."""
+"""Diverging prompts on which the rounding error is measured, largest margins first."""
 
 Texts = Sequence[Sequence[int]]
 
@@ -41,8 +40,8 @@ class Difference:
 
     Attributes:
         prompt: index among the compared prompts.
-        tokens: (plain's token, the other's); None where one output had ended.
-        margin: how far, in float32 logits, the worse of both tokens lies below the best; None where an output ended.
+        tokens: (plain's token, the other's); None if that output had ended.
+        margin: distance of the worse token from the best, in float32 logits; None if an output had ended.
     """
 
     prompt: int
@@ -52,7 +51,7 @@ class Difference:
     explained: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """As per_prompt of results.json holds it."""
+        """Return the `divergence` entry of per_prompt in results.json."""
         entry = asdict(self)
         del entry["prompt"]
         return {**entry, "tokens": list(self.tokens)}
@@ -63,8 +62,8 @@ class Judgement:
     """All differences between the plain loop's outputs and another method's: one per prompt that differs.
 
     Attributes:
-        tokens_compared: positions compared, the first difference included; later ones follow from it.
-        margin_limit: the margin within which a difference is explained; None when there was none to judge.
+        tokens_compared: positions up to and including each first difference.
+        margin_limit: margin up to which differences are explained; None without differences.
     """
 
     prompts: int = 0
@@ -73,7 +72,6 @@ class Judgement:
     differences: list[Difference] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """The entry of results.json."""
         margins = [difference.margin for difference in self.differences if difference.margin is not None]
         return {
             "prompts": self.prompts,
@@ -86,20 +84,19 @@ class Judgement:
 
 
 class Judge:
-    """Decides which differences rounding explains, in float32: the target's own weights, cast a layer at a time.
+    """Decides which differences rounding explains, in float32: the target's own weights, cast layer by layer.
 
-    A repetition penalty moves logits, and before the shortest answer no token may end it: margins are measured after
-    both.
+    Margins are measured after the repetition penalty and the minimum length are applied.
     """
 
     def __init__(self, target: Target, options: DecodeOptions | None = None) -> None:
         self._target = target
         self._options = options or DecodeOptions()
-        self._last: dict[tuple[int, ...], Tensor] = {}  # float32 logits [V] after each prefix that was looked at
-        self._errors: dict[tuple[int, ...], float] = {}  # of each text that was measured
+        self._last: dict[tuple[int, ...], Tensor] = {}  # float32 logits [V] by prefix
+        self._errors: dict[tuple[int, ...], float] = {}  # by text
 
     def judge(self, prompts: Texts, plain: Texts, other: Texts) -> Judgement:
-        """Compare greedy outputs to the plain loop's, prompt by prompt, up to the first difference."""
+        """Compare greedy outputs with the plain loop's, up to each first difference."""
         pairs = enumerate(zip(plain, other, strict=True))
         firsts = [first_difference(number, expected, output) for number, (expected, output) in pairs]
         differences = [difference for difference in firsts if difference is not None]
@@ -112,7 +109,7 @@ class Judge:
             answer = plain[difference.prompt][: difference.position]
             margin = self.margin(prompts[difference.prompt], answer, difference.tokens)
             measured.append(replace(difference, margin=margin))
-        # The text where the gap is largest is where rounding must have done most: the error is measured there first.
+        # Measure the error first where the margin, and so presumably the rounding error, is largest.
         worst = sorted(measured, key=lambda difference: -(difference.margin or 0.0))[:MEASURED_PROMPTS]
         limit = self.limit([(prompts[difference.prompt], plain[difference.prompt]) for difference in worst])
         judged = [
@@ -122,12 +119,11 @@ class Judge:
         return Judgement(len(prompts), compared, limit, judged)
 
     def margin(self, prompt: Sequence[int], answer: Sequence[int], tokens: Sequence[int | None]) -> float | None:
-        """How far the worse of these tokens lies below the best one after a prompt and the beginning of its answer, in
-        float32 logits."""
+        """Return the distance, in float32 logits after this text, of the worst of these tokens from the best token."""
         if None in tokens:
             return None
         text = (*prompt, *answer)
-        if text not in self._last:  # several drafters often leave the plain loop at the same near-tie
+        if text not in self._last:  # drafters often diverge at the same near-tie
             self._last[text] = self._exact_logits(text, 1)[0]
         logits_V = self._last[text]
         not_yet = keeping_on(self._options, [prompt], self._target)
@@ -137,7 +133,7 @@ class Judge:
         return float(logits_V.max() - min(logits_V[token] for token in tokens if token is not None))
 
     def limit(self, texts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
-        """The margin that rounding explains: the largest error on all (prompt, answer) texts given so far."""
+        """Return the margin that rounding explains: the largest error on all (prompt, answer) texts so far."""
         if self._target.dtype in (torch.float32, torch.float64):
             return EXACT_MARGIN
         for prompt, answer in texts:
@@ -149,7 +145,7 @@ class Judge:
         return max(self._errors.values())
 
     def _exact_logits(self, tokens: Sequence[int], keep: int) -> Tensor:
-        """Float32 logits [keep, V] after the last `keep` tokens, by transformers' own attention."""
+        """Return float32 logits [keep, V] after the last `keep` tokens, with transformers' own attention."""
         with self._target.stock() as model:
             if self._target.dtype in (torch.float32, torch.float64):
                 return _logits(model, tokens, keep)
@@ -158,7 +154,7 @@ class Judge:
 
 
 def first_difference(prompt: int, plain: Sequence[int], other: Sequence[int]) -> Difference | None:
-    """Where `other` leaves `plain`; None when they are the same.
+    """Return the first difference between two outputs; None if they are equal.
 
     >>> difference = first_difference(0, [5, 6, 7], [5, 8])
     >>> difference.position, difference.tokens
@@ -175,9 +171,9 @@ def first_difference(prompt: int, plain: Sequence[int], other: Sequence[int]) ->
 
 
 def gap_error(rounded_TV: Tensor, exact_TV: Tensor, dtype: torch.dtype) -> float:
-    """The largest error that a dtype makes in the gap between two of the leading tokens of a position.
+    """Return the largest error of a dtype in the gap between two leading tokens of a position.
 
-    Never less than one step of the dtype at the size of the leading logits: two logits, each off by half a step.
+    At least one step of the dtype at the size of the leading logits: two logits, each off by half a step.
 
     >>> exact = torch.tensor([[20.0, 19.9, 3.0, 2.0]])
     >>> round(gap_error(exact + torch.tensor([[0.0, 0.3, 0.1, 0.0]]), exact, torch.bfloat16), 4)
@@ -201,16 +197,13 @@ def _logits(model: Any, tokens: Sequence[int], keep: int) -> Tensor:
     return logits_TV
 
 
-# -- float32 ---------------------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def in_float32(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Let the model's forward compute in float32 with its own weights; the weights are as before when it ends.
+    """Run the model's forward in float32 with its own weights, and restore them afterwards.
 
-    The results are those of `copy.deepcopy(model).float()`, bit for bit; the memory is that of the largest part (a
-    layer, or the LM head) instead of the whole model's, because each part is cast while its own forward runs. Decoder
-    layers are cast as a whole, since what is in one may read its neighbours' weights.
+    Results equal `copy.deepcopy(model).float()` bit for bit, but only the largest part (a layer, or the LM head) is in
+    memory twice: each part is cast during its own forward. Decoder layers are cast as a whole, because their parts may
+    read each other's weights.
     """
     layers = list(layers)
     inside = {id(part) for layer in layers for part in layer.modules()}
@@ -224,7 +217,7 @@ def in_float32(model: nn.Module, layers: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def _cast(module: nn.Module, hooks: ExitStack, recurse: bool) -> None:
-    """Cast what a module holds before its forward, and give it back afterwards, also when the forward raises."""
+    """Cast a module's tensors before its forward and restore them afterwards, also if the forward raises."""
     every = [*module.parameters(recurse), *module.buffers(recurse)]
     low = [tensor for tensor in every if tensor.is_floating_point() and tensor.dtype != torch.float32]
     if not low:

@@ -1,8 +1,7 @@
-"""Are samples drawn from the right distribution? The exact one, enumerated with transformers alone, and the test.
+"""Exact distributions of sampled texts, enumerated with transformers alone, and the test of samples against them.
 
-The first tokens after a prompt are enumerated with the untouched model, its own cache and transformers' own logits
-warpers: nothing of the code under test takes part. Samples are compared with them by Pearson's chi-square test and by
-total variation.
+The first tokens after a prompt are enumerated with the untouched model, its own cache and transformers' logits warpers,
+independently of the code under test. Samples are compared by Pearson's chi-square test and by total variation.
 
 Shape suffixes: V vocabulary, N texts of one length, T tokens, C cells.
 """
@@ -30,22 +29,22 @@ from headstart.decode.options import SamplingOptions
 from headstart.target.model import Target
 
 MIN_EXPECTED = 5.0
-"""Cells expected fewer times than this are pooled into one: the chi-square approximation wants no rarer ones."""
+"""Cells with a lower expected count are pooled, as the chi-square approximation requires."""
 SEEN = 0.95
-"""How often an audit finds what it is said to be able to see."""
+"""Power of the audit's statement about the smallest detectable fault."""
 _ROWS = 32
-"""Texts read in one forward while enumerating."""
+"""Batch size of the enumeration."""
 
 Text = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """The exact distribution of texts of a few tokens, enumerated as far as it was affordable.
+    """The exact distribution of texts of a few tokens, enumerated as far as affordable.
 
     Attributes:
-        rest: probability of all other texts together; they begin with a text that was not read on.
-        following: possible next tokens of each shorter text that was read on.
+        rest: total probability of the texts that were not enumerated.
+        following: possible next tokens of each shorter text that was extended.
     """
 
     depth: int
@@ -54,7 +53,7 @@ class Distribution:
     following: Mapping[Text, frozenset[int]] = field(repr=False, default_factory=dict)
 
     def possible(self, text: Text) -> bool:
-        """False for a text that has no probability; true for one that has, or that begins with a text not read on."""
+        """Return False only for a text that is known to have probability zero."""
         for length in range(self.depth):
             known = self.following.get(text[:length])
             if known is None:
@@ -70,10 +69,10 @@ class Fit:
 
     Attributes:
         chi_square: Pearson's statistic; it has `cells` - 1 degrees of freedom.
-        p_value: how often honest samples would fit at least as badly; 1 where there is only one cell.
+        p_value: probability that honest samples fit at least as badly; 1 for a single cell.
         total_variation: half the sum of |share - probability| over the cells.
-        expected_variation: what it is on average for honest samples of this number: sampling noise.
-        impossible: samples that have no probability at all; honest ones have none.
+        expected_variation: its mean for as many honest samples: sampling noise.
+        impossible: samples of probability zero.
     """
 
     samples: int
@@ -85,7 +84,6 @@ class Fit:
     impossible: int
 
     def clean(self, level: float) -> bool:
-        """Whether the samples pass at a level of significance."""
         return self.impossible == 0 and self.p_value >= level
 
 
@@ -93,9 +91,9 @@ class Fit:
 def enumerate_texts(
     target: Target, prompt: Sequence[int], sampling: SamplingOptions, depth: int, maximum: int = 64
 ) -> Distribution:
-    """The exact distribution of the first `depth` tokens after a prompt; run the target in float32.
+    """Return the exact distribution of the first `depth` tokens after a prompt; run the target in float32.
 
-    Of the texts of one length the most probable `maximum` are read on.
+    Of each length only the `maximum` most probable texts are extended.
     """
     assert not sampling.greedy and not sampling.processors, "sampling with settings that transformers has warpers for"
     warpers = _warpers(sampling)
@@ -124,7 +122,7 @@ def enumerate_texts(
 
 
 def _read_on(model: Any, prompt_1T: Tensor, read: Any, texts: Sequence[Text]) -> Tensor:
-    """Logits [N, V] after the prompt and each of these texts of one length, after the prompt's cache."""
+    """Return logits [N, V] after the prompt and each of these texts of one length, from the prompt's cache."""
     cache = copy.deepcopy(read.past_key_values)
     cache.batch_repeat_interleave(len(texts))
     tokens_NT = torch.tensor(texts, device=prompt_1T.device)
@@ -135,7 +133,7 @@ def _read_on(model: Any, prompt_1T: Tensor, read: Any, texts: Sequence[Text]) ->
 
 
 def _warpers(sampling: SamplingOptions) -> LogitsProcessorList:
-    """transformers' own processing for these settings, in the order in which its `generate` applies them."""
+    """Return transformers' processors for these settings, in the order of its `generate`."""
     warpers = LogitsProcessorList()
     if sampling.repetition_penalty != 1:
         warpers.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -149,16 +147,13 @@ def _warpers(sampling: SamplingOptions) -> LogitsProcessorList:
     return warpers
 
 
-# -- the test --------------------------------------------------------------------------------------------------------
-
-
 def fit(counts: Mapping[Text, int], exact: Distribution) -> Fit:
     """Test samples (texts of `exact.depth` tokens, with how often each was drawn) against the exact distribution."""
     samples = sum(counts.values())
     kept = [text for text, prob in exact.probs.items() if prob * samples >= MIN_EXPECTED]
     probs_C = torch.tensor([exact.probs[text] for text in kept], dtype=torch.float64)
     seen_C = torch.tensor([counts.get(text, 0) for text in kept], dtype=torch.float64)
-    # Everything rare stands together in a last cell. Too small for one of its own, it joins the least likely cell.
+    # Rare texts share a last cell. If that is too small as well, it is merged into the least likely cell.
     rare, seen_rare = max(0.0, 1.0 - float(probs_C.sum())), samples - float(seen_C.sum())
     if rare * samples >= MIN_EXPECTED or not kept:
         probs_C = torch.cat([probs_C, probs_C.new_tensor([rare])])
@@ -192,12 +187,11 @@ def chi_square_p(statistic: float, freedom: int) -> float:
 
 
 def least_seen(cells: int, samples: int, level: float) -> float | None:
-    """The total variation from which on a deviation fails the test in at least `SEEN` of cases; None where there is one
-    cell, in which nothing shows.
+    """Return the total variation from which a deviation fails the test with probability `SEEN`; None for a single cell.
 
-    Where shares deviate, the statistic is a noncentral chi-square variable, a Poisson mixture of central ones. Its
-    noncentrality is `samples` times the sum of squared deviations over probabilities, which is never less than the
-    square of their summed absolute values (Cauchy-Schwarz), twice the total variation.
+    Under a deviation the statistic is noncentral chi-square, a Poisson mixture of central ones. Its noncentrality is
+    `samples` times the sum of squared deviations over probabilities, at least 4 times the squared total variation
+    (Cauchy-Schwarz).
 
     >>> round(least_seen(2, 100, 0.05) or 0, 4)  # of one normal variable: (1.9600 + 1.6449) / sqrt(100) / 2
     0.1802
@@ -218,7 +212,7 @@ def least_seen(cells: int, samples: int, level: float) -> float | None:
 
 
 def _reached(rising: Callable[[float], float], value: float) -> float:
-    """The positive number at which a rising function comes to a value."""
+    """Return the positive argument at which an increasing function reaches a value, by bisection."""
     low, high = 0.0, 1.0
     while rising(high) < value:
         low, high = high, 2 * high
@@ -229,10 +223,10 @@ def _reached(rising: Callable[[float], float], value: float) -> float:
 
 
 def expected_variation(probs_C: Tensor, samples: int) -> float:
-    """Total variation that honest samples have on average: half the sum of their mean absolute deviations.
+    """Return the mean total variation of honest samples: half the sum of their mean absolute deviations.
 
-    Each share is close to normal, with standard deviation sqrt(p (1 - p) / samples), and its mean absolute deviation
-    is sqrt(2 / pi) of that.
+    Each share is nearly normal with standard deviation sqrt(p (1 - p) / samples). Its mean absolute deviation is sqrt(2
+    / pi) times that.
 
     >>> round(expected_variation(torch.tensor([0.5, 0.5]), 100), 3)
     0.04

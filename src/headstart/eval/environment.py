@@ -1,4 +1,4 @@
-"""The machine and the versions that a measurement belongs to."""
+"""Machine and versions of a measurement."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headstart.target.model import Target
 
 
 def environment(target: Target, drafters: Sequence[Any] = ()) -> dict[str, Any]:
-    """The machine, the versions, and how the target computes, and trained heads, if any draft."""
+    """Return the machine, the versions, and how the target and the drafters compute."""
     device = target.device
     drafts = [drafter.forwards for drafter in drafters if hasattr(drafter, "forwards")]
     return {
@@ -35,7 +35,7 @@ def environment(target: Target, drafters: Sequence[Any] = ()) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """The machine, and when it was measured."""
+    """Return the machine, the version of headstart, and the current time."""
     return {
         "cpu": cpu_model(),
         "cores": core_count(),

@@ -1,10 +1,10 @@
-"""`evaluate`: the same prompts through every method, in turn, and what came of it.
+"""`evaluate`: run the same prompts through every method, and compare.
 
-Machines drift: clocks throttle and neighbours come and go. So the methods take turns on each prompt, and start from
-another one on the next prompt; a slow minute then hurts all of them alike. transformers, which takes most of the time
-and whose ratios are large, answers one prompt in four where there are enough. Speed-ups are ratios of total throughput
-with paired bootstrap intervals. The plain loop is the baseline in the same runtime, `transformers.generate` the one
-that users have today, and its prompt lookup the strongest one that needs no training.
+Machines drift: clocks throttle and other load varies. So the methods alternate on each prompt, with a rotating start,
+and a slow minute affects all of them alike. transformers takes most of the time and its ratios are large, so it answers
+one prompt in four if there are enough. Speed-ups are ratios of total throughput with paired bootstrap intervals.
+Baselines are the plain loop in the same runtime, `transformers.generate`, and its prompt lookup, the strongest one that
+needs no training.
 """
 
 from __future__ import annotations
@@ -51,35 +51,27 @@ from headstart.support.terminal import progress_bar
 from headstart.target.model import Target
 
 SCHEMA_VERSION = 2
-"""Of results.json; raised when a key changes its meaning or goes."""
-_NOT_OF_RESULTS = (
-    "processors",
-    "stop",
-    "raw",
-    "tools",
-    "chat_template_kwargs",
-    "ignore_end",
-    "stop_test",
-)
-"""Options of decoding that measuring does not take."""
+"""Of results.json; raised when a key changes its meaning or is removed."""
+_NOT_OF_RESULTS = ("processors", "stop", "raw", "tools", "chat_template_kwargs", "ignore_end", "stop_test")
+"""Decoding options that do not apply to measuring."""
 _BEFORE, _AFTER = 16, 12
-"""Tokens that are shown of two answers before and after they part."""
+"""Tokens shown of two answers before and after they diverge."""
 _OF_A_BATCH = ("tokens_per_second", "speedup_vs_plain", "tokens_per_round", "nodes_per_round", "round_ms")
-"""What is kept of a drafter with other batches."""
+"""Figures kept of a drafter at other batch sizes."""
 _EVERY = 4
-"""Of so many questions, or batches of them, transformers answers one; of fewer where it would have no interval."""
+"""transformers answers one in four questions or batches, and more if it would otherwise have no interval."""
 
 
 def evaluate(
     source: Source, questions: Sequence[Question], options: EvalOptions | None = None, console: Console | None = None
 ) -> dict[str, Any]:
-    """Measure the drafter that the options name on questions, against the plain loop and transformers.
+    """Measure the drafter in the options on questions, against the plain loop and transformers.
 
-    A target without a chat template goes on with the text of each question as it is.
+    A target without a chat template continues the text of each question.
 
     Returns the content of results.json: schema_version, summary, compare, categories, prompt_lengths, places, batches,
     tuned (see `headstart.eval.tuned`), settings, environment, per_prompt and replays (of a few prompts, see
-    `headstart.eval.replay`). What cannot be measured is a UserError before anything runs.
+    `headstart.eval.replay`). Raises UserError, before anything runs, for settings that cannot be measured.
     """
     options = options or EvalOptions()
     target = source.target
@@ -135,8 +127,7 @@ def evaluate(
 
 
 def _predicted(source: Source, options: EvalOptions) -> float | None:
-    """The speed-up over the plain loop that tuning promised: of its own trees, greedy, one prompt at a time, in the
-    dtype it ran in."""
+    """Return tuning's predicted speed-up over plain, if it applies: own trees, greedy, batch size 1, same dtype."""
     tuned_dtype = source.calibration.get("settings", {}).get("dtype")
     comparable = options.drafter == "heads" and options.temperature == 0 and options.batch_size == 1
     if not comparable or tuned_dtype != source.target.dtype_name:
@@ -145,13 +136,10 @@ def _predicted(source: Source, options: EvalOptions) -> float | None:
     return speedup
 
 
-# -- running ---------------------------------------------------------------------------------------------------------
-
-
 def make_methods(
     source: Source, drafters: Sequence[Drafter], others: Mapping[str, Sequence[Drafter]], options: EvalOptions
 ) -> dict[str, Method]:
-    """Every way of decoding that is measured, by its name among the runs."""
+    """Return every measured way of decoding, by its name among the runs."""
     target, costs = source.target, source.costs
     methods: dict[str, Method] = {HEADS: Ours(target, drafters, options, costs), PLAIN: Ours(target, (), options)}
     if options.baselines:
@@ -199,7 +187,7 @@ def _batches(
     methods: Mapping[str, Method],
     console: Console | None,
 ) -> list[dict[str, Any]]:
-    """The same questions in batches of other sizes, through our loop: a row for each size and drafter."""
+    """Measure our loop on the same questions at other batch sizes: a row for each size and drafter."""
     ours = {name: method for name, method in methods.items() if isinstance(method, Ours)}
     rows = []
     for size in options.sweep_batch:
@@ -215,7 +203,7 @@ def _batches(
 
 
 def _conversations(target: Target, questions: Sequence[Question], units: list[Unit]) -> Iterator[list[Prompt]]:
-    """The prompts of a batch of questions, turn by turn; a later turn reads the plain answers of the unit before."""
+    """Yield a batch's prompts, turn by turn; later turns contain the plain answers of the unit before."""
     messages = [question.messages(0) for question in questions]
     for turn in range(max(len(question.turns) for question in questions)):
         prompts, numbers = [], [number for number, question in enumerate(questions) if turn < len(question.turns)]
@@ -230,13 +218,10 @@ def _conversations(target: Target, questions: Sequence[Question], units: list[Un
             messages[number].append({"role": "assistant", "content": target.text_of(answer)})
 
 
-# -- judging ---------------------------------------------------------------------------------------------------------
-
-
 def _judge(
     target: Target, units: Sequence[Unit], options: EvalOptions, names: Sequence[str], console: Console | None
 ) -> dict[str, Judgement]:
-    """How each method's words compare with the plain loop's; sampled ones do not: each draws its own random numbers."""
+    """Compare each method's text with the plain loop's; not if sampled, because random numbers differ."""
     if options.temperature != 0:
         return dict.fromkeys(names, Judgement())
     judge = Judge(target, options)
@@ -251,7 +236,7 @@ def _judge(
 
 
 def _texts(tokenizer: Any, plain: Sequence[int], drafted: Sequence[int], position: int) -> dict[str, str]:
-    """What was the same before two answers part, and how both go on."""
+    """Return the common text before two answers diverge, and both continuations."""
     before = plain[max(0, position - _BEFORE) : position]
     texts = {"before": pieces_of(tokenizer, [], before)}
     for name, answer in (("plain", plain), ("drafted", drafted)):
@@ -259,13 +244,10 @@ def _texts(tokenizer: Any, plain: Sequence[int], drafted: Sequence[int], positio
     return {name: "".join(pieces) for name, pieces in texts.items()}
 
 
-# -- checks ----------------------------------------------------------------------------------------------------------
-
-
 def _checked(
     target: Target, tokenizer: Any, questions: Sequence[Question], options: EvalOptions, console: Console | None
 ) -> list[Question]:
-    """The questions that are asked, with the turns that are asked; refuses what cannot be measured."""
+    """Select the questions and turns to ask; refuse settings that cannot be measured."""
     numbers = [(name, getattr(options, name)) for name in ("limit", "max_new_tokens", "batch_size")]
     for name, value in (*numbers, *(("sweep_batch", size) for size in options.sweep_batch)):
         if value is not None and value < 1:
@@ -276,7 +258,7 @@ def _checked(
         asked = [replace(question, turns=question.turns[:1]) for question in asked]
     if not asked:
         raise UserError("There are no questions.", "Give a question file with at least one line, or raise --limit.")
-    if tokenizer is None or options.multi_turn:  # a target without a template can go on with a text, once
+    if tokenizer is None or options.multi_turn:  # a target without a template can continue a text only once
         check_template(tokenizer)
     elif console is not None and not has_template(tokenizer):
         console.print(f"{target.name} has no chat template: it goes on with each question as it is.", style="dim")
@@ -286,16 +268,14 @@ def _checked(
 
 
 def _check_fits(target: Target, tokenizer: Any, question: Question, options: EvalOptions) -> None:
-    """Refuse a question that passes the context, with every answer at its longest."""
+    """Refuse a question that exceeds the context with answers of maximum length."""
     if not question.turns:
         raise UserError(f"Question {question.question_id} has no turns.", "Give each question at least one turn.")
     messages = question.messages(0)
     for turn in question.turns:
         messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": ""}]
-    length, new = (
-        len(prompt_tokens(messages[:-1], with_tools(tokenizer, question.tools))),
-        len(question.turns) * options.max_new_tokens,
-    )
+    length = len(prompt_tokens(messages[:-1], with_tools(tokenizer, question.tools)))
+    new = len(question.turns) * options.max_new_tokens
     if length + new > target.max_length:
         raise UserError(
             f"Question {question.question_id} ({length} tokens) plus {new} new tokens exceeds {target.name}'s "

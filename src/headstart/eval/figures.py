@@ -1,4 +1,4 @@
-"""From timed runs to the numbers of a report. Each number is defined here, once.
+"""Figures of a report, from timed runs. Each is defined here, once.
 
 Shape suffixes: N resampled units (questions or batches of them), R resamples.
 """
@@ -23,13 +23,13 @@ from headstart.eval.labels import HEADS, LABELS, METHODS, OTHER, PLAIN
 from headstart.eval.methods import Run
 
 RESAMPLES = 10_000
-"""Bootstrap resamples for each interval."""
+"""Bootstrap resamples per interval."""
 LEAST_UNITS = 5
-"""Units that an interval needs: resamples of fewer are much the same, and it would be too narrow."""
+"""Minimum units for an interval: with fewer, resamples are too similar and the interval too narrow."""
 
 
 class Interval(TypedDict):
-    """A point estimate ("mean") with its 95 % interval; without one below `LEAST_UNITS` units to draw from."""
+    """A point estimate ("mean") with its 95 % interval; None below `LEAST_UNITS` units."""
 
     mean: float
     low: float | None
@@ -39,7 +39,7 @@ class Interval(TypedDict):
 @dataclass(frozen=True)
 class Prompt:
     """One measured prompt: the tokens of a conversation up to the answer. The second turn of question 81 is "81/2".
-    `question` is what the user said last."""
+    `question` is the last user message."""
 
     id: str
     category: str
@@ -49,10 +49,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Unit:
-    """Prompts that were decoded together, and what each method did with them.
+    """Prompts decoded in one batch, and each method's run.
 
     Attributes:
-        group: what the bootstrap draws: turns of the same questions are not independent, so they share a group.
+        group: unit of the bootstrap; turns of the same questions are dependent and share a group.
     """
 
     group: int
@@ -61,17 +61,17 @@ class Unit:
 
 
 def of_methods(units: Sequence[Unit], *methods: str) -> list[Unit]:
-    """The units that all of these methods decoded."""
+    """Return the units with runs of all of these methods."""
     return [unit for unit in units if all(method in unit.runs for method in methods)]
 
 
 def method_rounds(units: Sequence[Unit], method: str) -> list[Round]:
-    """Rounds of all rows that a method decoded; none where it did not draft through our loop."""
+    """Return the rounds of all rows of a method; empty if it did not draft through our loop."""
     return [done for unit in of_methods(units, method) for row in unit.runs[method].rounds for done in row]
 
 
 def undrafted_prompts(units: Sequence[Unit], method: str) -> int:
-    """Prompts in whose answers nothing was ever drafted, because it would not have paid."""
+    """Count prompts without any drafts, because drafting would not have paid."""
     rows = [row for unit in of_methods(units, method) for row in unit.runs[method].rounds]
     return sum(all(done.nodes == 1 for done in row) and any(done.paused for done in row) for row in rows)
 
@@ -80,7 +80,7 @@ def undrafted_prompts(units: Sequence[Unit], method: str) -> int:
 
 
 def tokens_per_round(rounds: Sequence[Round]) -> float:
-    """τ: tokens emitted per round, the target's own included; plain decoding is 1.
+    """Return τ: tokens emitted per round, the target's own included; plain decoding is 1.
 
     >>> tokens_per_round([Round(3, emitted, 0, 0, 0) for emitted in (1, 3, 1)])  # (1 + 3 + 1) / 3
     1.6666666666666667
@@ -89,8 +89,8 @@ def tokens_per_round(rounds: Sequence[Round]) -> float:
 
 
 def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
-    """Conditional acceptance: of the rounds that drafted k tokens ahead or more and whose first k - 1 drafts were
-    accepted, the share whose k-th was accepted too. It ends at the last position that any round reached.
+    """Return conditional acceptance: of the rounds that drafted at least k tokens ahead and whose first k - 1 drafts
+    were accepted, the share that accepted the k-th. It ends at the last position that any round reached.
 
     >>> rounds = [Round(3, emitted, 0, 0, 0, depth=2) for emitted in (1, 3, 2)]
     >>> acceptance_by_position([*rounds, Round(2, 2, 0, 0, 0, depth=1)])  # 3 of 4, then 1 of 2
@@ -103,12 +103,12 @@ def acceptance_by_position(rounds: Sequence[Round]) -> list[float]:
 
 
 def rounds_by_position(rounds: Sequence[Round]) -> list[int]:
-    """How many rounds each share of `acceptance_by_position` is of."""
+    """Count the rounds behind each share of `acceptance_by_position`."""
     return [len(reached) for reached in _reached(rounds)]
 
 
 def _reached(rounds: Sequence[Round]) -> Iterator[list[Round]]:
-    """For each position, the rounds that drafted it after accepting all before it; as far as any did."""
+    """Yield, by position, the rounds that drafted it after accepting all before it, as long as there are any."""
     for position in range(1, max((done.depth for done in rounds), default=0) + 1):
         reached = [done for done in rounds if done.depth >= position and done.emitted >= position]
         if not reached:
@@ -117,8 +117,7 @@ def _reached(rounds: Sequence[Round]) -> Iterator[list[Round]]:
 
 
 def _drafting(run: Run, row: int) -> dict[str, Any]:
-    """The counts of a row, of which figures of several are made. `emitted` are the tokens of its rounds; `reached` and
-    `accepted` count rounds by position, see `acceptance_by_position`."""
+    """Count a row's tokens and rounds, with `reached` and `accepted` by position, see `acceptance_by_position`."""
     rounds = run.rounds[row]
     reached = list(_reached(rounds))
     return {
@@ -132,7 +131,7 @@ def _drafting(run: Run, row: int) -> dict[str, Any]:
 
 
 def share_interval(share: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of so many independent cases.
+    """Return Wilson's 95 % interval of a share of `count` independent cases.
 
     >>> low, high = share_interval(1.0, 10)
     >>> round(low, 3), round(high, 3)
@@ -144,18 +143,17 @@ def share_interval(share: float, count: int) -> tuple[float, float]:
 
 
 def accepted(row: Mapping[str, Any]) -> list[tuple[float, int]]:
-    """Acceptance at each position, with the rounds that it is of."""
+    """Return acceptance at each position, with the number of rounds behind it."""
     shares, rounds = row.get("acceptance_by_position") or (), row.get("rounds_by_position") or ()
     return list(zip(shares, rounds, strict=False))
 
 
 LEAST_ROUNDS = 30
-"""That a share of acceptance is shown of by itself: with 30 it is good to 18 points."""
+"""Minimum rounds of a share that is shown on its own: 30 give ±18 points."""
 
 
 def folded(row: Mapping[str, Any]) -> list[tuple[str, float, int]]:
-    """Acceptance by position as (position, share, rounds): from the first position that few rounds reached on, all in
-    one.
+    """Return acceptance as (position, share, rounds), with all positions from the first with few rounds pooled.
 
     >>> folded({"acceptance_by_position": [0.5, 0.5, 1.0], "rounds_by_position": [90, 20, 10]})
     [('1', 0.5, 90), ('2–3', 0.6666666666666666, 30)]
@@ -172,7 +170,7 @@ def folded(row: Mapping[str, Any]) -> list[tuple[str, float, int]]:
 
 
 def acceptance(share: float, rounds: int) -> str:
-    """A share with what it is worth.
+    """Format a share with its interval and rounds.
 
     >>> acceptance(7 / 9, 9)
     '78 % (45–94 %) of 9 rounds'
@@ -182,12 +180,12 @@ def acceptance(share: float, rounds: int) -> str:
 
 
 def node_counts(rounds: Sequence[Round]) -> list[list[int]]:
-    """How many rounds verified how many nodes, the root included, ascending: [nodes, rounds]."""
+    """Count rounds by verified nodes, the root included, ascending: [nodes, rounds]."""
     return [list(pair) for pair in sorted(Counter(done.nodes for done in rounds).items())]
 
 
 def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None:
-    """Mean milliseconds of a round, by part. The rows of a batch share its rounds: the longest row has them all."""
+    """Return mean milliseconds of a round, by part. Rows of a batch share its rounds; the longest row has all."""
     runs = [unit.runs[method] for unit in of_methods(units, method)]
     rounds = [done for run in runs for done in max(run.rounds, key=len, default=[])]
     if not rounds:
@@ -199,9 +197,9 @@ def mean_round_ms(units: Sequence[Unit], method: str) -> dict[str, float] | None
 # -- speed -----------------------------------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=1)  # most figures are of the same units, one after the other
+@lru_cache(maxsize=1)  # consecutive figures are mostly of the same units
 def _resamples(size: int, seed: int) -> NDArray[np.float64]:
-    """How often each of so many units is drawn, by resample."""
+    """Return how often each of `size` units is drawn, by resample."""
     return np.random.default_rng(seed).multinomial(size, np.full(size, 1 / size), RESAMPLES).astype(float)
 
 
@@ -212,22 +210,22 @@ class Totals(NamedTuple):
     seconds_N: Sequence[float]
 
     def rates(self, seed: int) -> tuple[float, NDArray[np.float64]]:
-        """Total tokens over total seconds: as measured, and of each bootstrap resample."""
+        """Return total tokens over total seconds: as measured, and of each resample."""
         counts_RN = _resamples(len(self.tokens_N), seed)
         tokens_N, seconds_N = np.asarray(self.tokens_N, float), np.asarray(self.seconds_N, float)
-        with np.errstate(invalid="ignore"):  # a resample may draw no unit that counts: it says nothing
+        with np.errstate(invalid="ignore"):  # 0 / 0 in a resample without any counts gives NaN
             return tokens_N.sum() / seconds_N.sum(), (counts_RN @ tokens_N) / (counts_RN @ seconds_N)
 
 
 def rate_interval(totals: Totals, seed: int) -> Interval:
-    """Total tokens over total seconds, with its 95 % bootstrap interval over units, see `Interval`."""
+    """Return total tokens over total seconds, with its 95 % bootstrap interval over units."""
     return _interval(*totals.rates(seed), len(totals.tokens_N))
 
 
 def ratio_interval(totals: Totals, base: Totals, seed: int) -> Interval:
-    """Speed-up: the ratio of two throughputs (total tokens over total seconds), with its 95 % interval.
+    """Return the speed-up: the ratio of two throughputs (total tokens over total seconds), with its 95 % interval.
 
-    Paired bootstrap: a resample draws units, and takes both methods' runs of each unit drawn.
+    Paired bootstrap: a resample draws units, and takes both methods' runs of each.
 
     >>> ratio_interval(Totals([10] * 5, [1] * 5), Totals([10] * 5, [2] * 5), seed=0)
     {'mean': 2.0, 'low': 2.0, 'high': 2.0}
@@ -236,8 +234,7 @@ def ratio_interval(totals: Totals, base: Totals, seed: int) -> Interval:
 
 
 def quotient_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
-    """Rates multiplied, over others multiplied, with the 95 % interval of a bootstrap that is paired as above: all of
-    them are of the same units."""
+    """Return a product of rates over another, of the same units, with its 95 % paired bootstrap interval."""
     point, resampled_R = 1.0, np.ones(RESAMPLES)
     for rate, rate_R in (totals.rates(seed) for totals in above):
         point, resampled_R = point * rate, resampled_R * rate_R
@@ -247,7 +244,7 @@ def quotient_interval(above: Sequence[Totals], below: Sequence[Totals], seed: in
 
 
 def relative_interval(above: Sequence[Totals], below: Sequence[Totals], seed: int) -> Interval:
-    """`quotient_interval` less 1: a relative change."""
+    """Return a relative change: `quotient_interval` less 1."""
     ratio = quotient_interval(above, below, seed)
     low, high = ratio["low"], ratio["high"]
     return {
@@ -258,7 +255,7 @@ def relative_interval(above: Sequence[Totals], below: Sequence[Totals], seed: in
 
 
 def difference_interval(totals: Totals, base: Totals, seed: int) -> Interval:
-    """One rate less another of the same units, with the 95 % interval of a paired bootstrap."""
+    """Return the difference of two rates of the same units, with its 95 % interval by paired bootstrap."""
     (rate, rate_R), (base_rate, base_rate_R) = totals.rates(seed), base.rates(seed)
     return _interval(rate - base_rate, rate_R - base_rate_R, len(totals.tokens_N))
 
@@ -271,7 +268,6 @@ def _interval(point: float, resampled_R: NDArray[np.float64], units: int) -> Int
 
 
 def _totals(units: Sequence[Unit], method: str) -> Totals:
-    """Tokens and seconds of a method, per group."""
     groups = dict.fromkeys(unit.group for unit in units)
     runs = [[unit.runs[method] for unit in units if unit.group == group] for group in groups]
     return Totals(
@@ -281,13 +277,13 @@ def _totals(units: Sequence[Unit], method: str) -> Totals:
 
 
 def rate(units: Sequence[Unit], method: str, seed: int) -> Interval | None:
-    """Tokens per second of a method, where it ran; None when it did not."""
+    """Return tokens per second of a method on the units that it ran on; None if there are none."""
     within = of_methods(units, method)
     return rate_interval(_totals(within, method), seed) if within else None
 
 
 def speedup(units: Sequence[Unit], base: str, seed: int, method: str = HEADS) -> Interval | None:
-    """A method's tokens per second over another's, where both ran; None when they did nowhere, or are the same."""
+    """Return a method's tokens per second over another's, on common units; None without any, or for the same method."""
     within = of_methods(units, method, base)
     if method == base or not within:
         return None
@@ -295,16 +291,15 @@ def speedup(units: Sequence[Unit], base: str, seed: int, method: str = HEADS) ->
 
 
 def speedups(units: Sequence[Unit], method: str, seed: int) -> dict[str, Interval | None]:
-    """Over each baseline, by the names of these figures in results.json."""
-    baselines = {name: label.speedup for name, label in LABELS.items() if label.speedup}
-    return {figure: speedup(units, base, seed, method) for base, figure in baselines.items()}
+    """Return speed-ups over each baseline, by their names in results.json."""
+    return {label.speedup: speedup(units, base, seed, method) for base, label in LABELS.items() if label.speedup}
 
 
 # -- tables ----------------------------------------------------------------------------------------------------------
 
 
 def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, Any]:
-    """What a report says of any method; what does not apply to it is None."""
+    """Return a report's figures of a method; inapplicable ones are None."""
     rounds, speed = method_rounds(units, method), rate(units, method, seed)
     errors = [unit.runs[method].drafter_error for unit in of_methods(units, method)]
     return {
@@ -329,8 +324,7 @@ def method_figures(units: Sequence[Unit], method: str, seed: int) -> dict[str, A
 def compare_rows(
     units: Sequence[Unit], judged: Mapping[str, Judgement], seed: int, drafter: str
 ) -> list[dict[str, Any]]:
-    """One row per method that ran, the drafter under test first: the `compare` of results.json. `judged` says how the
-    words of each method compare with the plain loop's."""
+    """Return one row per method that ran, the tested drafter first: `compare` of results.json."""
     return [
         {
             "name": drafter if method == HEADS else method.removeprefix(OTHER),
@@ -342,7 +336,7 @@ def compare_rows(
 
 
 def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
-    """The part of `summary` that follows from the runs."""
+    """Return the part of `summary` that is computed from the runs."""
     rounds = method_rounds(units, HEADS)
     speeds = {name: rate(units, name, seed) for name in METHODS}
     return {
@@ -354,10 +348,10 @@ def summarise(units: Sequence[Unit], seed: int) -> dict[str, Any]:
 
 
 def per_prompt(units: Sequence[Unit], drafter: str = HEADS) -> list[dict[str, Any]]:
-    """One row per prompt. In a batch each prompt is given an equal share of the batch's seconds.
+    """Return one row per prompt. The seconds of a batch are divided equally among its prompts.
 
-    `asked` is a hash of what the user said last; prompts of the same `group` are not independent. `drafters` has every
-    method that drafted through our loop, by its name in `compare`; the drafter under test is called `drafter` there.
+    `asked` hashes the last user message; prompts of the same `group` are dependent. `drafters` has every method that
+    drafted through our loop, by its name in `compare`; the tested one is called `drafter` there.
     """
     rows = []
     for number, unit in enumerate(units):
@@ -386,13 +380,13 @@ def per_prompt(units: Sequence[Unit], drafter: str = HEADS) -> list[dict[str, An
 
 
 PERCENTILES = {"p50": 1, "p95": 20, "p99": 100}
-"""How many values each takes: of fewer, the largest would stand for it."""
+"""Minimum number of values: with fewer, the percentile would just be the largest."""
 
 
 def _percentiles(
     units: Sequence[Unit], method: str, values: Callable[[Run], Iterable[float]]
 ) -> dict[str, float | None] | None:
-    """Percentiles of a method's milliseconds, and of how many values they are; None of those that too few make."""
+    """Return the count and percentiles of a method's milliseconds; None for percentiles of too few."""
     seen = [value for unit in of_methods(units, method) for value in values(unit.runs[method])]
     if not seen:
         return None
@@ -404,12 +398,12 @@ def _percentiles(
 
 
 def _first_ms(run: Run) -> Iterable[float]:
-    """Time to the first token of each row, prefill included."""
+    """Return the time to first token of each row, prefill included."""
     return (row[0] for row in run.token_ms if row)
 
 
 def _gaps_ms(run: Run) -> Iterable[float]:
-    """Time between tokens: the wait for an arrival, shared evenly by the tokens that came with it."""
+    """Yield the time between tokens: the wait for each arrival, divided equally among its tokens."""
     for row in run.token_ms:
         arrivals = [(ms, len(list(together))) for ms, together in groupby(row)]
         for (before, _), (now, tokens) in pairwise(arrivals):

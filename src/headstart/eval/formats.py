@@ -1,4 +1,4 @@
-"""How figures are written in the cells of a report."""
+"""Formatting of figures in the cells of a report."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from headstart.eval.figures import LEAST_ROUNDS, acceptance, accepted
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    """A number, or a dash when it was not measured.
+    """Format a number, or a dash for None.
 
     >>> number(1.234), number(None)
     ('1.23', '–')
@@ -17,11 +17,11 @@ def number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-_SHARES = 6  # positions that a cell shows
+_SHARES = 6  # positions per cell
 
 
 def shares(row: Mapping[str, Any]) -> str:
-    """Acceptance by position in one cell, in per cent: no more positions than fit, and none that few rounds reached.
+    """Format acceptance by position in per cent, up to `_SHARES` positions with enough rounds.
 
     >>> shares({"acceptance_by_position": [0.5, 0.25, 0.7], "rounds_by_position": [90, 45, 9]})
     '50 / 25 …'
@@ -35,12 +35,11 @@ def shares(row: Mapping[str, Any]) -> str:
 
 
 def first_accepted(row: Mapping[str, Any]) -> str:
-    """How often a first draft was accepted, in a cell."""
     return next((acceptance(*pair) for pair in accepted(row)), "–")
 
 
 def words(row: Mapping[str, Any]) -> str:
-    """Whether a compared method leaves the words as they are, in a cell.
+    """Say whether a method's text equals plain decoding's.
 
     >>> words({"divergences": {"prompts": 8, "count": 2, "unexplained": 0}})
     '2 of 8 differ, by rounding'
@@ -55,7 +54,7 @@ def words(row: Mapping[str, Any]) -> str:
 
 
 def times(ratio: Mapping[str, float | None] | None, interval: bool = True) -> str:
-    """A speed-up, with its interval when asked for; a few prompts have none.
+    """Format a speed-up, by default with its interval, if there is one.
 
     >>> times({"mean": 1.5, "low": 1.4, "high": 1.6}), times({"mean": 1.5, "low": None, "high": None}), times(None)
     ('1.50x (1.40–1.60)', '1.50x', '–')
@@ -67,7 +66,7 @@ def times(ratio: Mapping[str, float | None] | None, interval: bool = True) -> st
 
 
 def span(speed: Mapping[str, float | None] | None) -> str:
-    """The interval of a throughput in a cell.
+    """Format the interval of a throughput.
 
     >>> span({"mean": 20.0, "low": 19.0, "high": 21.0}), span({"mean": 20.0, "low": None, "high": None}), span(None)
     ('19.0–21.0', '–', '–')
@@ -76,7 +75,7 @@ def span(speed: Mapping[str, float | None] | None) -> str:
 
 
 def cell(value: Any) -> str:
-    """Any setting, on one line of a table.
+    """Format a setting on one line of a table.
 
     >>> cell(0.0), cell([1, "a|b"]), cell(None), cell(True)
     ('0', '1, a\\\\|b', '–', 'yes')
@@ -89,7 +88,7 @@ def cell(value: Any) -> str:
 
 
 def percent_of(value: float, most: float) -> str:
-    """How wide something is drawn, as CSS.
+    """Format a width as CSS.
 
     >>> percent_of(1, 3), percent_of(0, 0)
     ('33.33%', '0%')

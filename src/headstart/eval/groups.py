@@ -1,4 +1,4 @@
-"""How drafting went for some of the prompts, or in some places of the answers."""
+"""Drafting figures by group of prompts, and by position in the answer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from headstart.eval.labels import HEADS, METHODS
 
 
 def categories(units: Sequence[Unit], seed: int) -> list[dict[str, Any]]:
-    """One row per category, in order of appearance. Speeds are null where prompts of several were decoded together."""
+    """Return one row per category, in order of appearance. Speeds are null if prompts were decoded in batches."""
     names = dict.fromkeys(prompt.category for unit in units for prompt in unit.prompts)
     return [{"category": name, **_share(units, seed, lambda prompt: prompt.category, name)} for name in names]
 
 
 def prompt_lengths(units: Sequence[Unit], seed: int) -> list[dict[str, Any]]:
-    """The same by the octave of the prompt's tokens."""
+    """Return the same rows by octave of the prompt's tokens."""
 
     def length(prompt: Prompt) -> str:
         return octave(len(prompt.tokens), 32)
@@ -37,7 +37,7 @@ def prompt_lengths(units: Sequence[Unit], seed: int) -> list[dict[str, Any]]:
 
 
 def places(units: Sequence[Unit]) -> list[dict[str, Any]]:
-    """How drafting went by the octave of the token that a round began with; the prefill's is the first of an answer."""
+    """Return drafting figures by octave of the position at which a round starts; the prefill's token is position 1."""
     within: dict[int, list[Round]] = {}
     for row in (row for unit in units for row in unit.runs[HEADS].rounds):
         for place, done in zip(accumulate((done.emitted for done in row), initial=2), row, strict=False):
@@ -46,12 +46,12 @@ def places(units: Sequence[Unit]) -> list[dict[str, Any]]:
 
 
 def top(count: int, least: int) -> int:
-    """The end of the octave that a count lies in; the lowest reaches from 1 to `least`."""
+    """Return the end of a count's octave; the lowest octave is 1 to `least`."""
     return least << (-(-count // least) - 1).bit_length()
 
 
 def octave(count: int, least: int = 1) -> str:
-    """The octave of a count, as people write it.
+    """Format the octave of a count.
 
     >>> [octave(count) for count in (1, 2, 3, 9)], [octave(count, 32) for count in (5, 33, 129)]
     (['1', '2', '3–4', '9–16'], ['1–32', '33–64', '129–256'])
@@ -62,7 +62,7 @@ def octave(count: int, least: int = 1) -> str:
 
 
 def merged(counts: Sequence[Sequence[int]]) -> list[tuple[str, int]]:
-    """Counts of `node_counts` by octave.
+    """Sum `node_counts` by octave.
 
     >>> merged([[1, 5], [3, 1], [4, 2]])
     [('1', 5), ('3–4', 3)]
@@ -74,7 +74,7 @@ def merged(counts: Sequence[Sequence[int]]) -> list[tuple[str, int]]:
 
 
 def _share(units: Sequence[Unit], seed: int, name_of: Callable[[Prompt], str], name: str) -> dict[str, Any]:
-    """What came of the prompts of a name."""
+    """Return the figures of the prompts with a name."""
     alone = all(len(unit.prompts) == 1 for unit in units)
     within = [unit for unit in units if any(name_of(prompt) == name for prompt in unit.prompts)]
     pairs = [pair for unit in within for pair in zip(unit.prompts, unit.runs[HEADS].rounds, strict=True)]

@@ -1,5 +1,4 @@
-"""The ways of decoding that every report compares, and what each is called: one table for reports, cards and
-the project's own pages."""
+"""Names of the compared ways of decoding: one table for reports, cards and the project's own pages."""
 
 from __future__ import annotations
 
@@ -7,21 +6,21 @@ from dataclasses import dataclass
 
 HEADS, PLAIN, STOCK, LOOKUP = "heads", "plain", "transformers", "transformers_prompt_lookup"
 METHODS = (HEADS, PLAIN, STOCK, LOOKUP)
-"""The methods of every report, as results.json names them; `HEADS` stands for the drafter that the report is about."""
+"""Methods of every report, by their names in results.json; `HEADS` is the tested drafter."""
 OTHER = "other: "
-"""Before the names of compared drafters among a unit's runs, so that none is taken for a method of every report."""
+"""Prefix of compared drafters among a unit's runs, so that their names do not clash with `METHODS`."""
 HEADS_NGRAM = "heads+ngram"
-"""What decoding uses when nothing else is said; most reports compare it."""
+"""Default drafter of decoding; most reports include it."""
 
 
 @dataclass(frozen=True)
 class Label:
-    """What a method is called.
+    """Names of a method.
 
     Attributes:
-        name: in tables and in sentences; `short` where there is little room.
-        row: at the beginning of a row of benchmarks, in Markdown.
-        speedup: the figure of results.json that says how much faster the drafter is; empty for the drafter itself.
+        name: in tables and sentences; `short` for narrow columns.
+        row: start of a row of benchmarks, in Markdown.
+        speedup: figure of results.json with the speed-up over this method; empty for the drafter itself.
     """
 
     name: str
@@ -36,16 +35,13 @@ LABELS = {
     PLAIN: Label("the plain loop", "plain", "plain loop", "speedup_vs_plain"),
     STOCK: Label("transformers generate", "transformers", "`transformers.generate`", "speedup_vs_transformers"),
     LOOKUP: Label(
-        "transformers prompt lookup",
-        "prompt lookup",
-        "`transformers` prompt lookup",
-        "speedup_vs_prompt_lookup",
+        "transformers prompt lookup", "prompt lookup", "`transformers` prompt lookup", "speedup_vs_prompt_lookup"
     ),
 }
 
 
 def label_of(name: str) -> str:
-    """What a compared method is called where there is little room.
+    """Return the short name of a compared method.
 
     >>> label_of("transformers_prompt_lookup"), label_of("ngram"), label_of("early-exit:4")
     ('prompt lookup', 'n-gram', 'early-exit:4')
@@ -54,7 +50,7 @@ def label_of(name: str) -> str:
 
 
 def temperature_of(value: float) -> str:
-    """A temperature in words.
+    """Format a temperature.
 
     >>> temperature_of(0.0), temperature_of(0.7)
     ('greedy', 'temperature 0.7')
@@ -63,4 +59,4 @@ def temperature_of(value: float) -> str:
 
 
 BASELINES = {label.speedup: label for label in LABELS.values() if label.speedup}
-"""What the drafter is compared with, by the figure of results.json that does."""
+"""Baselines of the tested drafter, by the figure of results.json that compares with them."""

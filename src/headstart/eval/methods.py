@@ -1,6 +1,6 @@
-"""The ways of decoding that a report compares, each with the same call: a batch of prompts in, a timed `Run` out.
+"""The compared ways of decoding, all with the same call: a batch of prompts in, a timed `Run` out.
 
-Clocks start before the prompts become tensors and stop when the tokens are back as Python lists, for every method.
+For every method the clock starts before the prompts become tensors and stops when the tokens are Python lists.
 
 Shape suffixes: B rows, T tokens.
 """
@@ -27,17 +27,17 @@ from headstart.target.loading import silent
 from headstart.target.model import Target
 
 TREES: dict[str, TreeKind] = {"dynamic": "dynamic", "static": "static", "chain": "chain"}
-"""Names of the heads with each kind of tree; "heads" has the one that tuning found best."""
+"""Names of the heads with each kind of tree; "heads" uses the kind that tuning found best."""
 ALL = (*TREES, "ngram", "lookahead", "early-exit", "heads+ngram")
-"""What `--compare all` takes."""
+"""Meaning of `--compare all`."""
 LOOKUP_TOKENS = 4
-"""Drafts a round of transformers' prompt lookup."""
+"""Drafts per round of transformers' prompt lookup."""
 WARM_UP_TOKENS = 32
-"""Most tokens of the unmeasured generation that each method starts with, where nothing is captured."""
+"""Maximum tokens of each method's unmeasured first generation, without CUDA graphs."""
 
 
 class Source(Protocol):
-    """What is measured or audited: `headstart.decoder.Decoder`."""
+    """The system under test: `headstart.decoder.Decoder`."""
 
     @property
     def target(self) -> Target: ...
@@ -56,14 +56,14 @@ class Source(Protocol):
 
 @dataclass
 class Run:
-    """What one method did with one batch of prompts, by row.
+    """One method's results on one batch of prompts, by row.
 
     Attributes:
         tokens: emitted token ids, the end-of-turn token included.
         seconds: wall-clock time of the whole batch, prefill included.
-        token_ms: milliseconds since the call at which each token came.
+        token_ms: arrival of each token, in milliseconds since the call.
         rounds: empty for methods that do not draft through our loop.
-        drafter_error: what a drafter raised, when one did; decoding went on without it.
+        drafter_error: error of a failed drafter; decoding continued without it.
     """
 
     tokens: list[list[int]]
@@ -74,18 +74,17 @@ class Run:
 
     @property
     def count(self) -> int:
-        """Tokens emitted by all rows."""
         return sum(map(len, self.tokens))
 
 
 def named(source: Source, name: str) -> tuple[Drafter, ...]:
-    """Drafters by their name in a table: one of `TREES`, or what the catalog knows."""
+    """Resolve the name of a compared drafter: one of `TREES`, or a name in the catalog."""
     tree = TREES.get(name)
     return source.drafters("heads", tree) if tree else source.drafters(name)
 
 
 def wanted(names: Sequence[str], drafter: str) -> tuple[str, ...]:
-    """The names to compare beside the drafter under test, each once, without those that every report has anyway.
+    """Return the names to compare with the tested drafter, each once, without the baselines of every report.
 
     A name may be a comma-separated list, and "all" stands for `ALL`.
 
@@ -98,15 +97,13 @@ def wanted(names: Sequence[str], drafter: str) -> tuple[str, ...]:
 
 
 class Method(Protocol):
-    """One way of decoding."""
-
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> Run:
         """Decode a batch and time it."""
         ...
 
 
 class Ours:
-    """Our loop, with a drafter or without; length and seed come with each run, all else is in the options."""
+    """Our loop, with or without drafters; length and seed are set per run, all else in the options."""
 
     def __init__(
         self,
@@ -120,11 +117,11 @@ class Ours:
 
     @property
     def captures(self) -> bool:
-        """Whether its forwards are captured."""
+        """Whether forwards are captured as CUDA graphs."""
         return self._loop.target.device.type == "cuda"
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int, *, always: bool = False) -> Run:
-        """See `Method`; with `always` drafting never pauses."""
+        """Decode a batch and time it; with `always`, drafting never pauses."""
         options = replace(self._options, max_new_tokens=max_new_tokens, seed=seed)
         if always and options.draft == "auto":
             options = replace(options, draft="on")
@@ -141,8 +138,7 @@ class Ours:
 
 
 def warm_up(method: Method, prompts: Sequence[Sequence[int]], max_new_tokens: int, seed: int) -> None:
-    """Decode a batch unmeasured. Where forwards are captured the whole of it, with drafts in every round: each size
-    that is met is captured once, and later answers hardly meet others."""
+    """Decode a batch unmeasured. With CUDA graphs, decode it in full and always draft, to capture nearly every size."""
     if isinstance(method, Ours) and method.captures:
         method.run(prompts, max_new_tokens, seed, always=True)
     else:
@@ -150,10 +146,10 @@ def warm_up(method: Method, prompts: Sequence[Sequence[int]], max_new_tokens: in
 
 
 class Transformers:
-    """`generate` of transformers on the untouched model, plain or (one prompt at a time only) with its prompt lookup.
+    """transformers' `generate` on the untouched model, plain or (one prompt at a time only) with its prompt lookup.
 
-    The model's own generation defaults (repetition penalty, top-p, ...) are set aside, so that both loops draw from the
-    same distribution.
+    The model's own generation defaults (repetition penalty, top-p, ...) are disabled, so that both loops sample from
+    the same distribution.
     """
 
     def __init__(self, target: Target, options: DecodeOptions, lookup: bool = False) -> None:
@@ -191,7 +187,7 @@ class Transformers:
 
 
 class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers has no types
-    """Notes when `generate` hands over tokens; it hands the prompt over first."""
+    """Records when `generate` emits tokens; its first call has the prompt."""
 
     def __init__(self, rows: int) -> None:
         self.start = 0.0
@@ -202,15 +198,15 @@ class _TokenTimes(BaseStreamer):  # type: ignore[misc]  # transformers has no ty
     def put(self, value: Tensor) -> None:
         if self._prompt:
             self._prompt = False
-        else:  # one token of every row, or several of a single one
+        else:  # one token per row, or several of a single row
             self.token_ms += [1e3 * (perf_counter() - self.start)] * (value.numel() // self._rows)
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no tokens are buffered."""
 
 
 def _cut(tokens: list[int], ends: frozenset[int]) -> list[int]:
-    """Tokens up to the first one that ends the text, which is kept; what follows is padding.
+    """Truncate after the first end token: padding follows.
 
     >>> _cut([5, 2, 0, 0], frozenset({2}))
     [5, 2]
@@ -220,7 +216,7 @@ def _cut(tokens: list[int], ends: frozenset[int]) -> list[int]:
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids and attention mask [B, T], both int64."""
+    """Return token ids and attention mask [B, T], both int64."""
     width = max(map(len, prompts))
     tokens = [[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]

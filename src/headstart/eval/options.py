@@ -1,7 +1,4 @@
-"""What can be asked of `headstart eval` and `headstart audit`, defined once for Python and the command line.
-
-As in `headstart.decode.options`, nothing heavy is loaded here.
-"""
+"""Options of `headstart eval` and `headstart audit`, for Python and the command line. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from headstart.decode.options import DecodeOptions, explained, meaning, option
 @explained
 @dataclass(frozen=True)
 class EvalOptions(DecodeOptions):
-    """How to measure: `DecodeOptions` for every method as far as they apply to it, and what else there is to say."""
+    """Options of a measurement: `DecodeOptions` for every method as far as they apply to it, and more."""
 
     drafter: str = option("heads", meaning(DecodeOptions, "drafter").text, metavar="NAME")
     seed: int = option(0, "Seed for sampling; prompt b uses seed + b.")
@@ -44,7 +41,7 @@ class EvalOptions(DecodeOptions):
 @explained
 @dataclass(frozen=True)
 class AuditOptions:
-    """What to audit."""
+    """Options of an audit."""
 
     drafters: Sequence[str] = option(
         (),

@@ -1,9 +1,8 @@
-"""A race: one prompt decoded plainly and with drafts, one after the other, and both shown side by side on a terminal in
-the time that they took."""
+"""A race: one prompt decoded plainly and with drafts, one after the other, and replayed side by side in real time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -36,14 +35,14 @@ from headstart.eval.results import read_results
 from headstart.support.terminal import ACCEPTED, format_moment, tell
 
 DRAFTED, REJECTED = "dim italic", "strike red"
-"""Styles of drafts that are not decided yet, and of those that were rejected."""
+"""Styles of pending and of rejected drafts."""
 _FRAME_SECONDS = 0.05
-_NARROW = 76  # columns below which answers stand one above the other
-_AROUND = 2  # lines of a panel beside its text
+_NARROW = 76  # columns below which answers are stacked
+_AROUND = 2  # border lines of a panel
 
 
 def run_race(source: Source, prompt: Sequence[int], question: str, options: DecodeOptions) -> Race:
-    """Decode a prompt both ways, each alone and warmed up. A UserError where nothing would draft."""
+    """Decode a prompt both ways, one after the other, warmed up. Raises UserError if nothing would draft."""
     target, drafters = source.target, source.drafters(options.drafter, options.tree)
     if not drafters:
         raise UserError(f"Nothing drafts with --drafter {options.drafter} here.", "Name a drafter, such as ngram.")
@@ -61,10 +60,10 @@ def run_race(source: Source, prompt: Sequence[int], question: str, options: Deco
 
 
 def read_race(path: Path, prompt_id: str | None = None) -> tuple[Race, str]:
-    """A race of a report, by the id of its prompt or else the one in the middle, and where and when it was measured.
+    """Read a race of a report by its prompt's id, by default the median one, and the measurement's conditions.
 
     Raises:
-        UserError: a file without replays, or without this prompt's.
+        UserError: the file has no replays, or none of this prompt.
     """
     results, file = read_results(path)
     races: list[Race] = results.get("replays") or []
@@ -79,7 +78,7 @@ def read_race(path: Path, prompt_id: str | None = None) -> tuple[Race, str]:
 
 
 def conditions(target: str, environment: Mapping[str, Any]) -> str:
-    """Where and when a race was measured, in a line.
+    """Describe the place and time of a measurement in a line.
 
     >>> machine = {"gpu": None, "cpu": "AMD EPYC", "threads": 2, "dtype": "float32", "date": "2026-11-04T09:07+00:00"}
     >>> conditions("smollm2-135m", machine)
@@ -90,11 +89,8 @@ def conditions(target: str, environment: Mapping[str, Any]) -> str:
     return f"{target}, {environment['dtype']}, {device}, {format_moment(environment['date'])}"
 
 
-# -- on a terminal ---------------------------------------------------------------------------------------------------
-
-
 def show_race(race: Race, console: Console) -> None:
-    """Play a race in real time, then say what came of it; where there is no terminal, only that."""
+    """Play a race in real time, then print the result; without a terminal, only print the result."""
     answers = contestants(race)
     if console.is_terminal:
         tell(console, race["question"], style="bold")
@@ -116,7 +112,7 @@ def _play(answers: Sequence[Replay], console: Console) -> None:
 
 
 def frame(answers: Sequence[Replay], ms: float, console: Console) -> RenderableType:
-    """What a terminal shows after so many milliseconds: each answer's newest lines, and its figures so far."""
+    """Render each answer's newest lines and figures at time `ms`."""
     narrow = console.width < _NARROW
     width = (console.width if narrow else console.width // 2) - 4
     lines = max(len(answer_text(answer, end_ms(answer)).wrap(console, width)) for answer in answers)
@@ -146,21 +142,14 @@ def _panel(answer: Replay, ms: float, console: Console, width: int, height: int)
 
 
 def answer_text(answer: Replay, ms: float) -> Text:
-    """An answer as far as it is there, with the drafts of the moment after it."""
+    """Render an answer at time `ms`, followed by its pending or rejected drafts."""
     text, now = Text(), standing(answer, ms)
-    for pieces, style in _styled(answer, now.steps):
-        text.append(visible(pieces), style)
+    for pieces, step in by_step(answer)[: now.steps]:
+        text.append(visible("".join(pieces[: step["accepted"]])), ACCEPTED)
+        text.append(visible("".join(pieces[step["accepted"] :])))
     if now.drafting is not None:
-        step = now.drafting
-        kept = "".join(answer["pieces"][now.tokens : now.tokens + step["kept"]])
-        text.append(visible(kept + step["rejected"]), DRAFTED)
+        kept = "".join(answer["pieces"][now.tokens : now.tokens + now.drafting["kept"]])
+        text.append(visible(kept + now.drafting["rejected"]), DRAFTED)
     elif now.steps and now.steps < len(answer["steps"]):
-        newest = answer["steps"][now.steps - 1]
-        text.append(visible(newest["rejected"]), REJECTED)
+        text.append(visible(answer["steps"][now.steps - 1]["rejected"]), REJECTED)
     return text
-
-
-def _styled(answer: Replay, steps: int) -> Iterator[tuple[str, str]]:
-    for pieces, step in by_step(answer)[:steps]:
-        yield "".join(pieces[: step["accepted"]]), ACCEPTED
-        yield "".join(pieces[step["accepted"] :]), ""

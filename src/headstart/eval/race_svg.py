@@ -1,14 +1,15 @@
-"""A race as a picture that moves by itself: an SVG with CSS animation and no script, for pages and model cards.
+"""A race as an animated SVG: CSS animation and no script, for pages and model cards.
 
-Everything in it is from a replay: each token appears when it was there, in real time. After a few turns it stays at the
-end, which is all that readers who want less motion see.
+Everything in it is from a replay: each token appears in real time. It stops at the end after a few turns; with reduced
+motion only the end is shown.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from textwrap import wrap
 
 from markupsafe import escape
@@ -30,14 +31,14 @@ from headstart.eval.replay import (
 )
 
 MOST_TOKENS = 160
-"""Of an answer; of a longer one the beginning is shown, and the picture says so."""
+"""Longer answers are truncated, with a note in the picture."""
 PAUSE_MS = 3000.0
-"""At the end, before it begins again."""
+"""Pause at the end, before it restarts."""
 
 _COLUMNS = 54
-_CELL, _LINE = 8.1, 19  # pixels; a monospaced character of 13.5 px is about 0.6 of it wide
+_CELL, _LINE = 8.1, 19  # pixels; a monospaced character is about 0.6 of the font size (13.5 px) wide
 _LEFT, _WIDTH = 20, 478
-_COUNTS = 60  # how often a counter changes at most
+_COUNTS = 60  # maximum updates of a counter
 _SEEN, _HIDDEN = "opacity:1", "opacity:0"
 _DRAFTED = f"{_SEEN};fill:var(--draft);text-decoration:none"
 _KEPT = f"{_SEEN};fill:var(--kept);text-decoration:underline"
@@ -55,24 +56,24 @@ text{font:13px system-ui,-apple-system,"Segoe UI",sans-serif;fill:var(--ink);whi
 .t{animation:SECONDSs step-end TURNS}.b{transform-box:fill-box}
 @media(prefers-reduced-motion:reduce){.t{animation:none}}
 """
-_TURNS = 3  # then it stays at the end: not every reader of a picture can stop it
+_TURNS = 3  # then it stops: not every viewer can stop an animation
 
 Times = Sequence[tuple[float, str]]
-"""From which millisecond on which style holds."""
+"""Start time (ms) of each style."""
 Cell = tuple[int, int]
 """Row and column of a character."""
 
 
 def race_svg(race: Race, conditions: str, command: str | None = None) -> str:
-    """The picture of a race: plain decoding above, what drafts below. `conditions` say where and when it was measured,
-    `command` what was typed to draw it."""
+    """Draw a race, plain decoding on top, with the measurement's conditions and the command that drew it."""
     answers = [beginning(answer, MOST_TOKENS) for answer in contestants(race)]
     cut = any(
         len(answer["tokens"]) < len(whole["tokens"]) for answer, whole in zip(answers, contestants(race), strict=True)
     )
     scene = _Scene(max(map(end_ms, answers)) + PAUSE_MS)
     y = 30.0
-    scene.text(_short(race["question"], 52), _LEFT, y, "q")
+    question = " ".join(race["question"].split())
+    scene.text(question if len(question) <= 52 else question[:51].rstrip() + "…", _LEFT, y, "q")
     for answer in answers:
         y = _lane(scene, answer, y + 32)
     y += 30
@@ -90,11 +91,12 @@ def race_svg(race: Race, conditions: str, command: str | None = None) -> str:
 
 
 def _lane(scene: _Scene, answer: Replay, y: float) -> float:
-    """Draw an answer from a height on; returns the height of its last line."""
+    """Draw an answer below a height; return the height of its last line."""
     end = end_ms(answer)
     scene.text(label_of(answer["name"]), _LEFT, y, "n")
     _counters(scene, answer, y)
-    grown = [(step["ms"], share) for step, share in zip(answer["steps"], _shares(answer), strict=True)]
+    counts = accumulate(step["tokens"] for step in answer["steps"])
+    grown = [(step["ms"], count / len(answer["tokens"])) for step, count in zip(answer["steps"], counts, strict=True)]
     scene.bar(y + 8, [(0, "transform:scaleX(0)"), *((ms, f"transform:scaleX({share:.3g})") for ms, share in grown)])
     cells, last = _cells("".join(answer["pieces"]))
     top, place = y + 34, 0
@@ -122,16 +124,8 @@ def _lane(scene: _Scene, answer: Replay, y: float) -> float:
     return top + _LINE * last[0]
 
 
-def _shares(answer: Replay) -> Iterator[float]:
-    """How much of the answer is there after each step."""
-    done = 0
-    for step in answer["steps"]:
-        done += step["tokens"]
-        yield done / len(answer["tokens"])
-
-
 def _counters(scene: _Scene, answer: Replay, y: float) -> None:
-    """The figures of an answer, each time that they change."""
+    """Draw the figures of an answer at each update."""
     end = end_ms(answer)
     gap = max(100.0, end / _COUNTS)
     times = [gap * number for number in range(int(end / gap) + 1) if gap * number < end]
@@ -141,12 +135,9 @@ def _counters(scene: _Scene, answer: Replay, y: float) -> None:
     scene.text(figures(answer, end), _LEFT + _COLUMNS * _CELL, y, "f e", [(0.0, _HIDDEN), (end, _SEEN)])
 
 
-# -- layout ----------------------------------------------------------------------------------------------------------
-
-
 def _cells(text: str, start: Cell = (0, 0)) -> tuple[list[Cell | None], Cell]:
-    """Where each character stands from a cell on, and where the text ends. Lines break between words; white space at a
-    break stands nowhere, and empty lines take no room.
+    """Return the cell of each character, and the end of the text. Lines break between words; white space at a break has
+    no cell, and empty lines take no room.
 
     >>> _cells("a b\\n\\nc")
     ([(0, 0), (0, 1), (0, 2), None, None, (1, 0)], (1, 1))
@@ -172,7 +163,7 @@ def _cells(text: str, start: Cell = (0, 0)) -> tuple[list[Cell | None], Cell]:
 
 
 def _segments(text: str, cells: Sequence[Cell | None]) -> list[tuple[Cell, str]]:
-    """Characters that stand side by side, with the place of the first; without spaces at the ends."""
+    """Join adjacent characters, with the cell of the first; strip spaces at both ends."""
     lines: dict[int, tuple[Cell, str]] = {}
     for character, cell in zip(text, cells, strict=True):
         if cell is None or (character.isspace() and cell[0] not in lines):
@@ -183,7 +174,7 @@ def _segments(text: str, cells: Sequence[Cell | None]) -> list[tuple[Cell, str]]
 
 
 def _tail(step: Step, following: str, start: Cell) -> list[tuple[Cell, str]]:
-    """Where the rejected drafts of a step stand: in place of the text that came instead."""
+    """Place the rejected drafts of a step over the text that replaced them."""
     text = step["rejected"]
     row, column = start
     if following[:1].isspace() != text[:1].isspace() and column:  # a word of its own, or the end of the one before
@@ -192,17 +183,9 @@ def _tail(step: Step, following: str, start: Cell) -> list[tuple[Cell, str]]:
     return _segments(text, _cells(text, (row, column))[0])
 
 
-def _short(text: str, length: int) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= length else text[: length - 1].rstrip() + "…"
-
-
-# -- drawing ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass
 class _Scene:
-    """Elements of the picture and their keyframes; it begins again after `turn_ms`."""
+    """Elements of the picture and their keyframes; it restarts after `turn_ms`."""
 
     turn_ms: float
     names: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""A target that reads every text only once, for drawing thousands of samples after one prompt.
+"""A target with a cache of logits by text, for drawing thousands of samples after one prompt.
 
 Shape suffixes: B rows, N tree nodes, X = B * N, V vocabulary, E hidden size.
 """
@@ -16,26 +16,25 @@ from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Tree, TreeBatch
 
 MAX_TEXTS = 4000
-"""Texts that are remembered at most."""
+"""Maximum number of cached texts."""
 MAX_BYTES = 1 << 30
-"""Memory for their logits; a vocabulary of 50k takes 0.2 MB a text."""
+"""Memory for their logits; a vocabulary of 50k takes 0.2 MB per text."""
 _MAX_NODES = 256
-"""Nodes read in one forward."""
+"""Maximum nodes of one forward."""
 
 Text = tuple[int, ...]
 
 
 class RememberingTarget(Target):
-    """A view of a target that looks up what it has read before.
+    """A view of a target that caches logits by text.
 
-    Thousands of rows with the same prompt take the same few paths. The logits after a text depend on the row only by
-    rounding, so they are computed once, by the target's own tree forward on top of its own cache, and looked up after
-    that. The decode loop, drafter, rules and random streams run as always; only the batched cache is left out, which
-    the audit holds against it with the same seeds. All rows must have the same prompt, of at least two tokens. Logits
-    are good until the next forward.
+    Thousands of rows with the same prompt take the same few paths. The logits after a text are the same in every row up
+    to rounding, so they are computed once, by the target's own tree forward on its own cache. The decode loop, drafter,
+    rules and random streams run as always; only the batched cache is bypassed, and the audit covers it with the same
+    seeds. All rows must have the same prompt, of at least two tokens. Logits are valid until the next forward.
 
-    Texts longer than `horizon` are answered as their first `horizon` tokens are. This is another model, with the same
-    distribution of the first `horizon` + 1 tokens; trees reach far beyond them, and need not be read there.
+    Texts longer than `horizon` get the logits of their first `horizon` tokens. The distribution of the first `horizon`
+    + 1 tokens is unchanged, and trees that reach beyond need no further forwards.
     """
 
     def __init__(self, target: Target, horizon: int | None = None) -> None:
@@ -60,7 +59,7 @@ class RememberingTarget(Target):
             self._asked = prompt, tuple(aux_layers)
             self._known.clear()
             self._first = self.original.prefill(self.original.new_cache(1, len(prompt)), [prompt], aux_layers)
-            # The prompt's last token is the root of every tree read, so that one tree can hold many first tokens.
+            # The prompt's last token is the root of every tree, so that one tree holds many first tokens.
             self._cache = self.original.new_cache(1, len(prompt) + _MAX_NODES)
             self.original.prefill(self._cache, [prompt[:-1]])
         cache.prompt_length = len(prompt)
@@ -78,7 +77,7 @@ class RememberingTarget(Target):
             for text in _texts(committed, tree, batch.size)
         ]
         self._read(set(texts_X))
-        if len(texts_X) > len(self._logits_XV):  # kept from call to call: fresh memory costs more than the copy
+        if len(texts_X) > len(self._logits_XV):  # reused: allocation costs more than the copy
             self._logits_XV = torch.empty(len(texts_X), self.vocab_size, device=self.device)
         known_X = [self._known[text] for text in texts_X]
         logits_XV = torch.stack([logits_V for logits_V, _ in known_X], out=self._logits_XV[: len(texts_X)])
@@ -87,7 +86,7 @@ class RememberingTarget(Target):
         return TargetOutput(logits_XV.view(shape), {layer: state_XE.view(shape) for layer, state_XE in states.items()})
 
     def _read(self, texts: Collection[Text]) -> None:
-        """Compute what is not known yet, as trees after the prompt."""
+        """Compute missing texts, as trees after the prompt."""
         room = max(_MAX_NODES, min(MAX_TEXTS, MAX_BYTES // (4 * self.vocab_size)))
         if len(self._known.keys() | texts) > room:
             self._known.clear()
@@ -115,7 +114,7 @@ class RememberingTarget(Target):
 
 @dataclass
 class _Texts:
-    """What stands in for the cache: the tokens that each row has committed after the prompt."""
+    """Stand-in for the cache: the tokens that each row has committed after the prompt."""
 
     prompt_length: int
     rows_B: list[Text]
@@ -144,6 +143,6 @@ class _Texts:
 
 
 def _texts(committed: Text, tree: Tree, width: int) -> list[Text]:
-    """The text that ends with each node of a row; padding nodes stand for the root."""
+    """Return the text that ends at each node of a row; padding nodes repeat the root."""
     root = (*committed, tree.tokens[0])
     return [root, *((*root, *path) for path in tree.paths)] + [root] * (width - tree.size)

@@ -1,6 +1,6 @@
-"""What was measured of a few answers, round by round: enough to watch them again in the time that they took.
+"""Timed rounds of a few answers, enough to replay them in real time.
 
-Every race (page, picture, terminal) is drawn from a report's replays alone; results.json holds each as a `Race`.
+Every race (page, picture, terminal) is drawn from a report's replays alone; results.json stores each as a `Race`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,22 @@ from headstart.eval.methods import Run
 from headstart.support.detokenizer import IncrementalDetokenizer
 
 SHOWN = 5
-"""Prompts whose answers are kept at most: from the one with the highest speed-up to that with the lowest."""
+"""Maximum number of prompts with replays: from the highest to the lowest speed-up."""
 LINGER_MS = 150.0
-"""How long rejected drafts stay where one watches, struck out, unless the next are drafted before."""
+"""Time that rejected drafts stay visible, unless the next drafts come earlier."""
 _CONTROLS = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f\\ud800-\\udfff\\ufffe\\uffff]")
-_CONTEXT = 8  # tokens before a draft that decide how it is spelled
+_CONTEXT = 8  # preceding tokens for detokenizing drafts
 
 
 class Step(TypedDict):
     """A round of an answer; the first is the prefill, which drafts nothing.
 
     Attributes:
-        drafted_ms, ms: since the call, when the drafts were there and when they were decided.
-        tokens: how many tokens the answer has from this round. Where it is more than `accepted`, the last is the
-            target's own; the end of the answer may cut it off.
-        nodes: drafts that were verified.
-        kept: how many of their likeliest path, from its beginning, were accepted.
-        accepted: how many drafts were accepted; more than `kept` where another path was.
+        drafted_ms, ms: times since the call at which the drafts were ready and were decided.
+        tokens: tokens of the answer from this round: `accepted` drafts, then the target's own unless the answer ends.
+        nodes: verified drafts.
+        kept: accepted drafts at the start of the likeliest path.
+        accepted: accepted drafts; more than `kept` on another path.
         rejected: the rest of the likeliest path, as text.
     """
 
@@ -47,7 +46,7 @@ class Step(TypedDict):
 
 
 class Replay(TypedDict):
-    """An answer: its token ids, the text of each (joined, they are the answer), and the rounds that they came in."""
+    """An answer: its token ids, the text of each token (joined, the answer), and its rounds."""
 
     name: str
     tokens: list[int]
@@ -60,9 +59,9 @@ class Race(TypedDict):
 
     Attributes:
         id: the prompt's, as in `per_prompt`.
-        question: the newest words of the user.
-        rank, ranked: its place among so many prompts by the speed-up of what is run by default, or of the drafter under
-            test where that was not measured; 1 is the highest.
+        question: the last user message.
+        rank, ranked: place by speed-up among `ranked` prompts, 1 is the highest; of the default drafter if it was
+            measured, else of the tested one.
     """
 
     id: str
@@ -73,24 +72,24 @@ class Race(TypedDict):
 
 
 class Standing(NamedTuple):
-    """Where an answer stands at some time. `drafting` is the step whose drafts are there and not decided yet."""
+    """State of an answer at some time. `drafting` is the step with pending drafts."""
 
     steps: int
     tokens: int
     drafting: Step | None
 
     def tokens_per_second(self, ms: float) -> float:
-        """From the call on, the prefill included; `ms` is the time of this standing."""
+        """Return the speed since the call, prefill included; `ms` is the time of this state."""
         return 1e3 * self.tokens / ms if ms else 0.0
 
     @property
     def tokens_per_round(self) -> float:
-        """τ so far: the first token is the prefill's and counts in no round; before any round it is 1."""
+        """τ so far, without the prefill's token; 1 before any round."""
         return (self.tokens - 1) / (self.steps - 1) if self.steps > 1 else 1.0
 
 
 def races(units: Sequence[Unit], tokenizer: Any, drafter: str) -> list[Race]:
-    """The answers to keep, prompts in the order of their speed-up. `drafter` is what `HEADS` stands for."""
+    """Select the answers to replay, sorted by speed-up. `drafter` is the name of `HEADS`."""
     names = {PLAIN: PLAIN, HEADS: drafter, OTHER + HEADS_NGRAM: HEADS_NGRAM}
     ranked = []
     for unit in units:
@@ -115,7 +114,7 @@ def races(units: Sequence[Unit], tokenizer: Any, drafter: str) -> list[Race]:
 
 
 def visible(text: str) -> str:
-    """Text without the control characters that no picture may hold and that a terminal obeys; lines and tabs stay.
+    """Replace control characters other than newlines and tabs: SVG forbids them, and a terminal obeys them.
 
     >>> visible("a\\x1b[31mb\\n") == "a\\ufffd[31mb\\n"
     True
@@ -124,7 +123,7 @@ def visible(text: str) -> str:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """So many places of a list, evenly from the first to the last.
+    """Return up to `most` indices of a list, evenly spaced from the first to the last.
 
     >>> spread(12, 5), spread(2, 5), spread(0, 5)
     ([0, 3, 6, 8, 11], [0, 1], [])
@@ -134,12 +133,11 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def began_anew(run: Run, row: int) -> bool:
-    """Whether a row has more rounds than its answer shows, since memory ran out on the way."""
+    """Return whether a row has more rounds than its answer shows, because memory ran out on the way."""
     return _steps(run, row) is None
 
 
 def replay(name: str, run: Run, row: int, tokenizer: Any) -> Replay:
-    """One row of a run."""
     steps = _steps(run, row)
     assert steps is not None, "rounds and times fit together"
     tokens, before = run.tokens[row], 0
@@ -169,8 +167,7 @@ def replay(name: str, run: Run, row: int, tokenizer: Any) -> Replay:
 
 
 def _steps(run: Run, row: int) -> list[tuple[int, float, Round | None]] | None:
-    """Tokens, time and round of each arrival. None where they do not fit together: the row began anew when memory ran
-    out, or nothing drafted in it."""
+    """Return tokens, time and round of each arrival; None if they mismatch, after a restart for lack of memory."""
     arrivals = [(len(list(together)), ms) for ms, together in groupby(run.token_ms[row])]
     rounds = run.rounds[row] if run.rounds else []
     if not rounds:
@@ -184,7 +181,7 @@ def _steps(run: Run, row: int) -> list[tuple[int, float, Round | None]] | None:
 
 
 def pieces_of(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> list[str]:
-    """The text of each token after others; of a character that takes several tokens, the last has it."""
+    """Return the text of each token after others; the last token of a multi-token character has it."""
     if tokenizer is None:
         return [f" {token}" for token in tokens]
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -196,11 +193,8 @@ def pieces_of(tokenizer: Any, before: Sequence[int], tokens: Sequence[int]) -> l
     return pieces
 
 
-# -- reading ---------------------------------------------------------------------------------------------------------
-
-
 def standing(answer: Replay, ms: float) -> Standing:
-    """Where an answer stands so many milliseconds after the call."""
+    """Return the state of an answer `ms` milliseconds after the call."""
     done = [step for step in answer["steps"] if step["ms"] <= ms]
     coming = answer["steps"][len(done) : len(done) + 1]
     drafting = next((step for step in coming if step["drafted_ms"] <= ms), None)
@@ -208,20 +202,18 @@ def standing(answer: Replay, ms: float) -> Standing:
 
 
 def by_step(answer: Replay) -> list[tuple[list[str], Step]]:
-    """The pieces of text that each step added, with it."""
+    """Return each step with the pieces of text that it added."""
     pieces = iter(answer["pieces"])
     return [(list(islice(pieces, step["tokens"])), step) for step in answer["steps"]]
 
 
 def figures(answer: Replay, ms: float) -> str:
-    """How fast an answer is so far, in a line."""
     now = standing(answer, ms)
     speed = f"{now.tokens_per_second(ms):.1f} tokens/s · τ {now.tokens_per_round:.2f}"
     return f"{speed} · {now.tokens} tokens · {ms / 1e3:.2f} s"
 
 
 def closing(plain: Replay, drafted: Replay) -> str:
-    """What came of a race, in a sentence."""
     speeds = [len(answer["tokens"]) / end_ms(answer) for answer in (drafted, plain)]
     length = min(len(drafted["tokens"]), len(plain["tokens"]))
     same = drafted["tokens"][:length] == plain["tokens"][:length]
@@ -232,12 +224,11 @@ def closing(plain: Replay, drafted: Replay) -> str:
 
 
 def end_ms(answer: Replay) -> float:
-    """When the last token was there."""
     return answer["steps"][-1]["ms"]
 
 
 def beginning(answer: Replay, tokens: int) -> Replay:
-    """The first rounds of an answer, of so many tokens at most; the prefill in any case."""
+    """Truncate an answer to whole rounds of at most `tokens` tokens; keep the prefill in any case."""
     steps, count = answer["steps"][:1], answer["steps"][0]["tokens"]
     for step in answer["steps"][1:]:
         if count + step["tokens"] > tokens:
@@ -247,17 +238,17 @@ def beginning(answer: Replay, tokens: int) -> Replay:
 
 
 def featured(races: Sequence[Race]) -> Race:
-    """The race in the middle, which flatters nobody."""
+    """Return the race with the median speed-up."""
     return races[len(races) // 2]
 
 
 def contestants(race: Race) -> list[Replay]:
-    """Plain decoding, and what is run by default where it was measured, else the drafter under test."""
+    """Return plain decoding, and the default drafter if it was measured, else the tested one."""
     return [race["answers"][0], race["answers"][-1]]
 
 
 def place(race: Race) -> str:
-    """Where a prompt stands among those that were measured.
+    """Describe the rank of a prompt.
 
     >>> [place({"rank": rank, "ranked": 12}) for rank in (1, 4, 12)]
     ['highest speed-up of 12', 'speed-up 4 of 12', 'lowest speed-up of 12']

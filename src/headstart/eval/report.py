@@ -1,4 +1,4 @@
-"""A report for people: results.json, and the same figures as Markdown and as one self-contained HTML page."""
+"""A report: results.json, and the same figures as Markdown and as one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ DEFINITIONS = {
 
 
 _SLOWER = 1.3
-"""From how many times the plain step of tuning on a report speaks of it: cores that share no cache make 1.25."""
+"""Ratio to tuning's plain step above which a report warns: cores that share no cache make 1.25."""
 
 
 def write_report(results: Mapping[str, Any], out: Path) -> None:
-    """Write results.json, report.md and report.html into the folder `out`, each in one step.
+    """Write results.json, report.md and report.html into the folder `out`, each atomically.
 
-    Entries of `results["summary"]` may be null; the report then says that they were not measured.
+    Entries of `results["summary"]` may be null, for figures that were not measured.
     """
     write_text(out / "results.json", json_lines(results, 3) + "\n")
     write_text(out / "report.md", render(results, "report.md.j2"))
@@ -51,7 +51,7 @@ def write_report(results: Mapping[str, Any], out: Path) -> None:
 
 
 def show_results(results: Mapping[str, Any], title: str, console: Console) -> None:
-    """Print every method in a table that fits into 80 columns, what it comes to, and drafters that failed."""
+    """Print a table of all methods in 80 columns, the conclusions, and failed drafters."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("decoding", overflow="fold")
     for name in ("tokens/s", f"over {LABELS[PLAIN].short}", "τ"):
@@ -73,7 +73,7 @@ def show_results(results: Mapping[str, Any], title: str, console: Console) -> No
 
 
 def template(name: str) -> Template:
-    """One of the templates, with the filters below."""
+    """Load a template, with the filters below."""
     environment = Environment(
         loader=PackageLoader("headstart.eval"),
         autoescape=name.endswith(".html.j2"),
@@ -91,7 +91,6 @@ def template(name: str) -> Template:
 
 
 def render(results: Mapping[str, Any], name: str) -> str:
-    """A report by the name of its template."""
     compare, races, tuned = results["compare"], results["replays"], results["tuned"]
     return template(name).render(
         summary=results["summary"],
@@ -140,11 +139,9 @@ def render(results: Mapping[str, Any], name: str) -> str:
 
 
 def conditions(results: Mapping[str, Any]) -> list[str]:
-    """What the figures depend on, in a few words each; what was not noted is left out."""
+    """Describe the recorded conditions of the figures in a few words each."""
     settings, machine = results["settings"], results["environment"]
-    batch, longest, threads = (values.get(key) for values, key in (
-        (settings, "batch_size"), (settings, "max_new_tokens"), (machine, "threads"),
-    ))  # fmt: skip
+    batch, longest, threads = settings.get("batch_size"), settings.get("max_new_tokens"), machine.get("threads")
     heat, date = settings.get("temperature"), machine.get("date")
     heads, prompts, asked = settings.get("heads", {}), len(results["per_prompt"]), settings.get("questions_name")
     parts = [
@@ -162,7 +159,7 @@ def conditions(results: Mapping[str, Any]) -> list[str]:
 
 
 def cards(results: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The figures that decide, each with what it is: the default drafter before the one under test."""
+    """Return the headline figures with their captions: the default drafter before the tested one."""
     made = []
     for row in sorted(results["compare"], key=lambda row: row["name"] != HEADS_NGRAM):
         ratio = row["speedup_vs_plain"]
@@ -188,14 +185,14 @@ def _speed(row: Mapping[str, Any]) -> float:
 
 
 def fastest(compare: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The end of the bars of a speed, and whether there are intervals."""
+    """Return the end of the bars of a speed, and whether there are intervals."""
     speeds = [row["tokens_per_second_interval"] for row in compare]
     most = max(speed["high"] or speed["mean"] for speed in speeds)
     return {"most": most, "interval": any(speed["low"] is not None for speed in speeds)}
 
 
 def by_speedup(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any], float, float]]:
-    """The prompts with their tokens a second and their speed-up over the plain loop, the highest first."""
+    """Sort prompts by speed-up over the plain loop, highest first, as (row, tokens per second, speed-up)."""
     told = []
     for row in rows:
         speed, plain = (row["tokens"][name] / row["seconds"][name] for name in (HEADS, PLAIN))
@@ -204,7 +201,7 @@ def by_speedup(rows: Sequence[Mapping[str, Any]]) -> list[tuple[Mapping[str, Any
 
 
 def drafted_rounds(counts: Sequence[Sequence[int]]) -> tuple[float, int] | None:
-    """Mean nodes of the rounds that drafted, and how many these are; None where all did, or none.
+    """Return mean nodes of the rounds that drafted, and their number; None if all or none did.
 
     >>> drafted_rounds([[1, 5], [3, 1], [4, 1]]), drafted_rounds([[4, 2]])
     ((3.5, 2), None)
@@ -214,7 +211,7 @@ def drafted_rounds(counts: Sequence[Sequence[int]]) -> tuple[float, int] | None:
 
 
 def tree_words(tuned: Mapping[str, Any]) -> str:
-    """What is done with the tree that is drawn."""
+    """Explain how the drawn tree is used."""
     if not tuned["chosen"]:
         return "By its costs none pays here."
     if tuned["tree"] != "dynamic":
@@ -223,7 +220,7 @@ def tree_words(tuned: Mapping[str, Any]) -> str:
 
 
 def what_if(tuned: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What whatif.js computes from, and where its sliders start."""
+    """Return the inputs of whatif.js, and the initial values of its sliders."""
     chosen = tuned["nodes"][: tuned["chosen"]]
     start = {
         "depth": max((len(path) for path, _ in chosen), default=1),
@@ -238,7 +235,6 @@ def what_if(tuned: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, 
 
 
 def settings_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Settings and machine as people write them."""
     told = {name: value for name, value in results["settings"].items() if name != "heads"}
     for name in told.keys() & {"methods", "compare", "drafters"}:
         told[name] = list(map(label_of, told[name] or ()))
@@ -250,7 +246,7 @@ def settings_rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def tested(results: Mapping[str, Any]) -> str:
-    """What the report is about, in words.
+    """Name the tested drafter.
 
     >>> tested({"summary": {"drafter": "ngram"}})
     'n-gram'
@@ -260,12 +256,11 @@ def tested(results: Mapping[str, Any]) -> str:
 
 
 def failed(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Drafters that failed, each with its error."""
     return [(label_of(row["name"]), row["drafter_error"]) for row in results["compare"] if row["drafter_error"]]
 
 
 def undrafted(results: Mapping[str, Any]) -> list[str]:
-    """For how many prompts a method drafted nothing, a sentence each.
+    """List, in sentences, the methods that drafted nothing for some prompts.
 
     >>> undrafted({"compare": [{"name": "heads", "undrafted_prompts": 2}], "per_prompt": [1, 2, 3]})
     ['heads: nothing was drafted for 2 of 3 prompts, where plain decoding was expected to be faster.']
@@ -279,7 +274,7 @@ def undrafted(results: Mapping[str, Any]) -> list[str]:
 
 
 def slower_than_tuned(results: Mapping[str, Any]) -> list[str]:
-    """Whether plain steps, greedy and of one prompt, took longer than when costs were measured, a sentence then.
+    """Warn, in a sentence, if plain steps (greedy, one prompt) took longer than when costs were measured.
 
     >>> plain = {"name": "plain", "round_ms": {"draft": 0.0, "verify": 62.1, "host": 0.1}}
     >>> settings = {"batch_size": 1, "temperature": 0.0}
@@ -301,7 +296,7 @@ def slower_than_tuned(results: Mapping[str, Any]) -> list[str]:
 
 
 def fewer(results: Mapping[str, Any]) -> str:
-    """Who answered some of the prompts only, in a sentence; empty where all answered all.
+    """Name, in a sentence, methods that skipped some prompts; empty without any.
 
     >>> fewer({"compare": [{"name": "plain", "prompts": 8}, {"name": "ngram", "prompts": 2}], "per_prompt": [0] * 8})
     'n-gram: 2 of the 8 prompts, spread over all; what others are over it is of these.'
@@ -317,18 +312,15 @@ def fewer(results: Mapping[str, Any]) -> str:
 
 
 def drafted_nothing(figures: Mapping[str, Any], results: Mapping[str, Any]) -> bool:
-    """Whether a method, by its figures, decoded every prompt plainly."""
     return figures.get("undrafted_prompts") == len(results["per_prompt"])
 
 
 def over_plain(row: Mapping[str, Any], results: Mapping[str, Any]) -> str:
-    """The speed-up of a compared method over the plain loop, in a cell."""
     return "nothing drafted" if drafted_nothing(row, results) else times(row["speedup_vs_plain"])
 
 
 def verdicts(results: Mapping[str, Any]) -> list[str]:
-    """A sentence for the default drafter, where it was measured beside another, and one per baseline: faster, slower,
-    or not to be told apart."""
+    """Say, for the default drafter (if not the tested one) and per baseline: faster, slower, or no clear difference."""
     summary, key = results["summary"], LABELS[PLAIN].speedup
     told = [_verdict(summary, name, results) for name in BASELINES if summary[name]]
     for row in results.get("compare", ()):
@@ -359,7 +351,7 @@ def _uncapitalised(sentence: str) -> str:
 
 
 def target_remarks(settings: Mapping[str, Any]) -> list[str]:
-    """What to know of a target that is not the model as it was published, in sentences.
+    """List remarks, in sentences, on a target that differs from the published model.
 
     >>> target_remarks({"target": "tiny"})
     []
@@ -384,7 +376,6 @@ def target_remarks(settings: Mapping[str, Any]) -> list[str]:
 
 
 def divergence_sentence(results: Mapping[str, Any]) -> str:
-    """Whether the text stayed the same, in a sentence."""
     judged = results["summary"]["divergences"]
     prompts, differ = judged["prompts"], judged["count"]
     if not prompts:

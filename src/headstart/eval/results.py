@@ -1,4 +1,4 @@
-"""Reading what `headstart eval` has written."""
+"""Reader of the results that `headstart eval` writes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FILE = "results.json"
 
 
 def read_results(path: Path) -> tuple[dict[str, Any], Path]:
-    """The results of a report, by its folder, by that of a run, or by results.json itself; and where that file is."""
+    """Read a report, given its folder, its run's folder, or results.json; also return the path of that file."""
     inside = (path / FILE, path / "report" / FILE)
     file = next((file for file in inside if file.is_file()), inside[0]) if path.is_dir() else path
     results = read_json(file)

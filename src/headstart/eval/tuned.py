@@ -1,4 +1,4 @@
-"""The tree that heads draft, as results.json keeps it and as a report draws it, with what its choice followed from."""
+"""The tuned tree of the heads in results.json and in reports, with the inputs of its choice."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from headstart.tree.tree import RankPath, TreeShape
 from headstart.tuning.tune import Tuning, path_prob
 
 _SHOWN = 15
-"""Nodes that are drawn: more are hardly ever accepted."""
+"""Maximum nodes drawn: further ones are rarely accepted."""
 _WIDE, _HIGH = 76, 30  # pixels from one node to the next
 
 
 def tuned(source: Source, drafter: str, tree: TreeKind | None) -> dict[str, Any] | None:
-    """What tuning measured of the heads, at what drafting costs here; None where no tuned heads draft.
+    """Return tuning's measurements of the heads, at this machine's costs of drafting; None if no tuned heads draft.
 
-    `nodes` are (path of ranks, probability that all of it is accepted), the likeliest first; the first `chosen` of them
-    are the best static tree. `acceptance`, of each depth and rank after the best draft of each depth above, and `kinds`
-    are as in `Tuning`; `costs` are milliseconds, see `Costs`.
+    `nodes` are (path of ranks, probability that all of it is accepted), likeliest first; the first `chosen` are the
+    best static tree. `acceptance`, by depth and rank after the best draft of each depth above, and `kinds` are as in
+    `Tuning`; `costs` are milliseconds, see `Costs`.
     """
     costs = source.costs
     if costs is None or "heads" not in parts_of(drafter) or not source.calibration.get("acceptance"):
@@ -50,7 +50,7 @@ def tuned(source: Source, drafter: str, tree: TreeKind | None) -> dict[str, Any]
 
 
 def tree_svg(kept: Mapping[str, Any]) -> Markup:
-    """The tree from left to right, a column for each depth; what follows the best draft stands in line with it."""
+    """Draw the tree from left to right, a column per depth; the best child is in line with its parent."""
     probs: dict[RankPath, float] = {(): 1.0} | {tuple(path): prob for path, prob in kept["nodes"]}
     chosen = {tuple(path) for path, _ in kept["nodes"][: kept["chosen"]]} | {()}
     lines: dict[RankPath, int] = {}
@@ -80,7 +80,7 @@ def tree_svg(kept: Mapping[str, Any]) -> Markup:
 
 
 def _stand(path: RankPath, paths: Sequence[RankPath], lines: dict[RankPath, int], free: count[int]) -> None:
-    """The line of a node, which is that of its first child, and those of all below it."""
+    """Assign a line to a node, its first child's, and to all nodes below it."""
     children = [child for child in paths if len(child) == len(path) + 1 and child[:-1] == path]
     for child in children:
         _stand(child, paths, lines, free)

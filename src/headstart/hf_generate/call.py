@@ -1,7 +1,7 @@
-"""`custom_generate` for transformers: from a call of a model's `generate` to the decode loop, and back.
+"""`custom_generate` for transformers: run the decode loop for a call of a model's `generate`.
 
-A `Target` freezes its model, puts it in eval mode and hooks its layers. Here the model belongs to somebody else: all of
-that is taken back when the call ends, and what was prepared is kept for the next call without keeping the model alive.
+A `Target` freezes its model, puts it in eval mode and hooks its layers. The model belongs to the caller, so all of that
+is undone after the call. Prepared state is cached for the next call, without keeping the model alive.
 
 Shape suffixes: B rows (num_return_sequences included), L prompt tokens with padding, N new tokens, S = L + N.
 """
@@ -43,7 +43,7 @@ def custom_generate(heads: str | Path, *, revision: str | None = None, tokenizer
     Args:
         heads: a folder of heads, the folder of a run, or a Hub id (user/name).
         revision: branch, tag or commit of heads on the Hub.
-        tokenizer: of the model; needed for `stop_strings` only.
+        tokenizer: the model's; needed only for `stop_strings`.
     """
     return CustomGenerate(heads, revision, tokenizer)
 
@@ -57,9 +57,9 @@ def generate(
     revision: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """What `model.generate(..., custom_generate=HEADS, trust_remote_code=True)` runs when HEADS are a repository.
+    """Implement `model.generate(..., custom_generate=HEADS, trust_remote_code=True)` for heads in a Hub repository.
 
-    The arguments are those of `model.generate`; all but those named here go on to it.
+    Arguments that are not named here are passed on to `model.generate`.
     """
     heads = _caller_argument("custom_generate")
     if not isinstance(heads, str):
@@ -72,7 +72,7 @@ def generate(
             "model.generation_config has stop strings.", "Set them to None there, and give stop_strings to generate."
         )
     if generation_config is not None and generation_config.stop_strings is not None:
-        # transformers asks for a tokenizer at the sight of them, and has none left when it calls a callable.
+        # With stop strings set, transformers requires a tokenizer, but passes none on to a callable.
         generation_config = copy.deepcopy(generation_config)
         stop_strings = stop_strings if stop_strings is not None else generation_config.stop_strings
         generation_config.stop_strings = None
@@ -82,14 +82,14 @@ def generate(
 
 @dataclass
 class SpeculativeOutput(GenerateDecoderOnlyOutput):  # type: ignore[misc]  # transformers has no types
-    """What `return_dict_in_generate=True` gives: `sequences`, and τ of each row, float [B]."""
+    """Output with `return_dict_in_generate=True`: `sequences`, and τ of each row, float [B]."""
 
     tokens_per_round: Tensor | None = None
 
 
 @dataclass(eq=False)
 class CustomGenerate:
-    """What transformers calls instead of its own loop; made by `custom_generate`."""
+    """Callable that transformers runs instead of its own loop; see `custom_generate`."""
 
     heads: str | Path
     revision: str | None = None
@@ -111,17 +111,17 @@ class CustomGenerate:
         verifier: str = DecodeOptions.verifier,
         **model_kwargs: Any,
     ) -> Any:
-        """Decode a batch that transformers has prepared: `input_ids` are int64 [B, L], padded on the left.
+        """Decode a batch prepared by transformers: `input_ids` are int64 [B, L], left-padded.
 
-        `drafter`, `tree`, `draft`, `deterministic` and `verifier` are as in `DecodeOptions`, and can be given to
+        `drafter`, `tree`, `draft`, `deterministic` and `verifier` are as in `DecodeOptions`, and can be passed to
         `model.generate`.
 
         Returns:
-            int64 [B, S], rows that ended early padded on the right; a `SpeculativeOutput` with
+            int64 [B, S], right-padded after rows that ended early; a `SpeculativeOutput` with
             `return_dict_in_generate`.
 
         Raises:
-            UserError: heads of another model, or an argument that decoding with heads cannot honour.
+            UserError: the heads are another model's, or an argument is not supported with heads.
         """
         streamer = _caller_argument("streamer")
         check_mode(model, generation_config, _caller_argument("assistant_model"), _caller_argument("synced_gpus"))
@@ -136,7 +136,7 @@ class CustomGenerate:
             options = DecodeOptions(
                 max_new_tokens=ending.limit - input_ids.shape[1],
                 seed=int(torch.randint(1 << 48, ())) if generation_config.do_sample else 0,
-                ignore_end=True,  # `text` knows the ends of this call
+                ignore_end=True,  # `text` checks the end tokens of this call
                 processors=chain.processors(input_ids[group[0], :padding].tolist()),
                 verifier=verifier,
                 draft=draft,
@@ -164,7 +164,7 @@ class CustomGenerate:
 
 
 class _Text:
-    """The new tokens of a batch while they come in: where each row ends, what the streamer has seen."""
+    """The new tokens of a batch: end of each row, and progress of the streamer."""
 
     def __init__(self, input_ids_BL: Tensor, ending: Ending, pad: Tensor | None, streamer: Any) -> None:
         rows, self._length = input_ids_BL.shape
@@ -177,11 +177,11 @@ class _Text:
         self._streamed = 0
         self._tokens: list[list[int]] = [[] for _ in range(rows)]
         self._ended = [False] * rows
-        # Criteria get views of this, so that a long text is not copied for each token.
+        # Criteria get views of this buffer, to avoid copying the text for each token.
         self._seen_BS = torch.nn.functional.pad(input_ids_BL, (0, ending.limit - self._length))
 
     def ends(self, row: int, tokens: list[int]) -> bool:
-        """Whether a row ends with the last of these tokens, which are all of its new ones so far."""
+        """Return whether a row ends with the last of `tokens`, all of its new tokens so far."""
         length = self._length + len(tokens)
         done = tokens[-1] in self._ending.ends or length >= self._ending.limit
         if self._ending.criteria:
@@ -191,19 +191,19 @@ class _Text:
         return done
 
     def add(self, row: int, tokens: list[int]) -> None:
-        """Take a row's next tokens, and hand on to the streamer what all rows have reached."""
+        """Append a row's next tokens, and stream the positions that all rows have reached."""
         self._tokens[row].extend(tokens)
         while self._streamer is not None and self._complete(self._streamed):
             self._streamer.put(torch.tensor(self._column(self._streamed)))
             self._streamed += 1
 
     def sequences_BS(self) -> Tensor:
-        """Prompts and new tokens, rows that ended early padded on the right."""
+        """Return prompts and new tokens, right-padded."""
         columns = [self._column(index) for index in range(max(map(len, self._tokens)))]
         return torch.cat([self._prompt_BL, self._prompt_BL.new_tensor(columns).T], dim=-1)
 
     def _complete(self, index: int) -> bool:
-        """Whether every row has reached this place or ended before it, and one has reached it."""
+        """Return whether every row has reached this position or ended before it, and at least one has reached it."""
         reached = [len(tokens) > index for tokens in self._tokens]
         return any(reached) and all(map(or_, reached, self._ended))
 
@@ -212,9 +212,9 @@ class _Text:
 
 
 def _caller_argument(name: str) -> Any:
-    """An argument of the call of `generate` that is running; transformers does not hand all of them to a callable.
+    """Return an argument of the enclosing call of `generate`; transformers does not pass all of them to a callable.
 
-    A streamer that is not handed on would never be ended, and whoever reads from it would wait for ever.
+    An unknown streamer would never be ended, and its reader would block forever.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not _GENERATE:
@@ -225,14 +225,11 @@ def _caller_argument(name: str) -> Any:
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__
 
 
-# -- a plain transformers model as a target, for the time of one call --------------------------------------------------
-
-
 @contextmanager
 def decoder_for(model: Any, heads: str | Path, revision: str | None = None) -> Iterator[Decoder]:
-    """A decoder of this model and these heads; the model is as before when the block ends.
+    """Wrap the model as a target and yield a decoder with these heads; restore the model afterwards.
 
-    Calls for the same model wait for each other. While the block runs, the model's own `forward` is not to be used.
+    Calls for the same model are serialised. Do not use the model's own `forward` inside the block.
     """
     prepared = _PREPARED.setdefault(model, _Prepared())
     with prepared.lock, _restored(model):
@@ -246,14 +243,13 @@ def decoder_for(model: Any, heads: str | Path, revision: str | None = None) -> I
 
 @dataclass
 class _Prepared:
-    """What is ready for one model.
+    """Cached state of one model.
 
-    All heads share a target, with its prepacked weights, for each dtype and device. Decoders are kept by heads,
-    revision, dtype and device; with the file of the heads and when it was written, to notice heads that were exported
-    again.
+    All heads share a target, with its prepacked weights, per dtype and device. A decoder is keyed by heads, revision,
+    dtype and device, and stored with the heads' file and its mtime, to detect a new export.
     """
 
-    lock: threading.RLock = field(default_factory=threading.RLock)  # one call at a time
+    lock: threading.RLock = field(default_factory=threading.RLock)
     targets: dict[tuple[str, str], Target] = field(default_factory=dict)
     decoders: dict[tuple[str, str | None, str, str], tuple[Path, int, Decoder]] = field(default_factory=dict)
 
@@ -273,7 +269,7 @@ class _Prepared:
         try:
             decoder = load(folder, target)
         finally:
-            target.model = weakref.proxy(model)  # what is kept here must not keep the model
+            target.model = weakref.proxy(model)  # the cache must not keep the model alive
         self.targets[kind] = target
         self.decoders[key] = (folder / WEIGHTS, (folder / WEIGHTS).stat().st_mtime_ns, decoder)
         return decoder
@@ -284,7 +280,7 @@ _PREPARED: weakref.WeakKeyDictionary[Any, _Prepared] = weakref.WeakKeyDictionary
 
 @contextmanager
 def _restored(model: Any) -> Iterator[None]:
-    """Undo everything that wrapping a model as a target and decoding with it changes about it."""
+    """Undo every change of a model by wrapping it as a target and decoding with it."""
     training = [(module, module.training) for module in model.modules()]
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:

@@ -1,7 +1,7 @@
-"""What a call of transformers' `generate` asks for, in the decode loop's terms; what cannot be had is refused here.
+"""Translation of a call of transformers' `generate` to the decode loop; unsupported arguments are refused here.
 
-transformers hands over lists of logits processors and stopping criteria that it built from the generation config, with
-the caller's own among them. What the decode loop does itself is taken out of them, so that nothing is applied twice.
+transformers builds lists of logits processors and stopping criteria from the generation config and the caller's own.
+The parts that the decode loop implements are removed, so that nothing is applied twice.
 
 Shape suffixes: B rows (num_return_sequences included), L prompt tokens with padding, V vocabulary.
 """
@@ -43,7 +43,7 @@ _WARPERS = (
     (TopKLogitsWarper, "top_k"),
     (TemperatureLogitsWarper, "temperature"),
 )
-"""What the decode loop does itself, last applied first, with the name of the value in both."""
+"""Processors that the decode loop implements, last applied first, with the name of their value in both."""
 
 _STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 _WHOLE_BATCH = (
@@ -51,10 +51,10 @@ _WHOLE_BATCH = (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
 )
-"""Processors that tell rows apart by their index in the batch; the decode loop calls them one row at a time."""
+"""Processors that index rows of the batch; the decode loop calls them with one row."""
 
 _OWN = {"attention_mask", "position_ids", "past_key_values", "cache_position", "logits_to_keep", "use_cache"}
-"""Model arguments that transformers prepares and the decode loop has its own of; the first three are checked."""
+"""Model arguments prepared by transformers that the decode loop replaces; the first three are checked."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -63,7 +63,7 @@ def _cannot(problem: str, remedy: str = "Leave it out") -> UserError:
 
 
 def check_mode(model: Any, config: Any, assistant_model: Any, synced_gpus: Any) -> None:
-    """Refuse (UserError) ways of generating that heads have no part in, and outputs that are not kept."""
+    """Raise UserError for generation modes and outputs that heads do not support."""
     if model.config.is_encoder_decoder:
         raise _cannot(f"{type(model).__name__} is an encoder-decoder.", "Take a decoder-only model")
     mode = config.get_generation_mode(assistant_model)
@@ -81,14 +81,14 @@ def check_mode(model: Any, config: Any, assistant_model: Any, synced_gpus: Any) 
 
 @dataclass(frozen=True)
 class Prompts:
-    """The rows of a batch: token ids without padding, and how many padding tokens stood before each."""
+    """The rows of a batch: token ids without padding, and the amount of padding before each."""
 
     rows: list[list[int]]
     padding: list[int]
 
     @classmethod
     def read(cls, input_ids_BL: Tensor, model_kwargs: Mapping[str, Any]) -> Prompts:
-        """Take the padding off; a UserError where it is elsewhere than on the left, or inputs are more than tokens."""
+        """Strip the padding. Raises UserError for padding that is not on the left, and for inputs other than tokens."""
         for name, value in model_kwargs.items():
             if value is not None and name not in _OWN and not name.startswith("output_"):
                 raise _cannot(f"{name} cannot be given together with heads.")
@@ -114,7 +114,7 @@ class Prompts:
         return cls([ids[skip:] for ids, skip in zip(input_ids_BL.tolist(), padding, strict=True)], padding)
 
     def groups(self, together: bool) -> list[list[int]]:
-        """Row numbers to decode in one batch: all of them, or those with the same padding."""
+        """Return the rows to decode in one batch: all of them, or rows with the same padding."""
         if together:
             return [list(range(len(self.rows)))]
         return [[row for row, skip in enumerate(self.padding) if skip == size] for size in sorted(set(self.padding))]
@@ -122,9 +122,9 @@ class Prompts:
 
 @dataclass(frozen=True)
 class LogitsChain:
-    """A list of logits processors: `settings` of DecodeOptions for what the decode loop does itself, and the `rest`.
+    """A list of logits processors: `settings` of DecodeOptions that the decode loop implements, and the `rest`.
 
-    The loop applies the rest in its order before the settings, but for the repetition penalty.
+    The loop applies the repetition penalty first, then the rest in order, then the other settings.
     """
 
     settings: dict[str, Any]
@@ -132,9 +132,9 @@ class LogitsChain:
 
     @classmethod
     def read(cls, processors: Sequence[Any], do_sample: bool, prompts: Prompts) -> LogitsChain:
-        """Take what the decode loop does itself off the ends of the list, where its order is the loop's.
+        """Take processors off the ends of the list while the decode loop implements them in the same order.
 
-        A UserError for a processor that cannot be applied at the nodes of a token tree.
+        Raises UserError for a processor that cannot be applied at the nodes of a token tree.
         """
         rest = list(processors)
         for processor in rest:
@@ -151,7 +151,7 @@ class LogitsChain:
         return cls(settings, rest)
 
     def processors(self, padding_ids: list[int]) -> tuple[Processor, ...]:
-        """The rest, for rows that stood after this padding."""
+        """Return the rest, for rows that had this padding."""
         skip = len(padding_ids)
         chosen = [
             RepetitionPenaltyLogitsProcessor(processor.penalty, skip)
@@ -164,7 +164,7 @@ class LogitsChain:
 
 @dataclass(frozen=True)
 class Padded:
-    """A processor that sees the padding which its row came with: some count positions from the start of it."""
+    """A processor that sees the padding of its row: some count positions from its start."""
 
     processor: Any
     padding_ids: list[int]
@@ -177,7 +177,7 @@ class Padded:
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a row ends: at a length with the padded prompt, at a token, or by criteria that see one row at a time."""
+    """End of a row: a length with the padded prompt, end tokens, or criteria called with one row."""
 
     limit: int
     ends: frozenset[int]
@@ -185,7 +185,7 @@ class Ending:
 
     @classmethod
     def read(cls, criteria: Sequence[Any], stop_strings: str | Sequence[str] | None, tokenizer: Any) -> Ending:
-        """Take the token limit and the end-of-text tokens out of a list of stopping criteria."""
+        """Extract the token limit and the end tokens from a list of stopping criteria."""
         rest = StoppingCriteriaList(c for c in criteria if type(c) not in (MaxLengthCriteria, EosTokenCriteria))
         if stop_strings:
             if tokenizer is None:
@@ -213,10 +213,10 @@ def _check_processor(processor: Any, prompts: Prompts) -> None:
 
 
 def _usual(warper: Any) -> bool:
-    """Whether a warper leaves out what it leaves out entirely, down to one token."""
+    """Return whether a warper filters with -inf, down to a single token."""
     return getattr(warper, "min_tokens_to_keep", 1) == 1 and getattr(warper, "filter_value", -math.inf) == -math.inf
 
 
 def _ignored(processor: Any) -> Any:
-    """What a repetition penalty leaves out: nothing (None), the same number of tokens in every row, or a tensor [B]."""
+    """Return the prompt tokens that a repetition penalty ignores: None, one number for all rows, or a tensor [B]."""
     return processor.prompt_ignore_length if type(processor) is RepetitionPenaltyLogitsProcessor else None
