@@ -76,7 +76,7 @@ def drafting(url: str, update: Update) -> Drafting:
     counted = engine.counters() - before
     if not counted["drafts"] or not texts:
         raise UserError(f"{url} counts no drafts.", f"{remedy} llama-server counts with --metrics.")
-    drafts = round(counted["draft_tokens"] / counted["drafts"])
+    drafts = max(1, round(counted["draft_tokens"] / counted["drafts"]))
     written = sum(sum(text.supervised) for text in texts)
     if counted["drafts"] + counted["accepted_tokens"] > written + len(texts) * drafts:
         raise UserError(f"{url} answered others meanwhile.", "Ask it while it is idle.")

@@ -335,7 +335,7 @@ def _verdict(figures: Mapping[str, Any], key: str, results: Mapping[str, Any]) -
     ratio, name = figures[key], BASELINES[key].name
     interval = f"{ratio['mean']:.2f}x (95 % interval {ratio['low'] or 0:.2f} to {ratio['high'] or 0:.2f})"
     if key == LABELS[PLAIN].speedup and drafted_nothing(figures, results):
-        chance = f"{ratio['mean']:.2f}x its speed is chance"
+        chance = f"the {ratio['mean']:.2f}x difference is within noise"
         return f"Nothing was drafted, because {name} was expected to be faster: {chance}."
     if ratio["low"] is None:
         return f"{ratio['mean']:.2f}x the speed of {name}, on too few prompts for an interval."
