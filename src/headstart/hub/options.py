@@ -30,9 +30,7 @@ class LoadOptions:
         "tokens, which auto takes: equal up to rounding at near-ties.",
     )
     quantization: Quantization | None = option(
-        None,
-        "Quantise the target's linear layers (needs torchao).",
-        shown="as when the heads were exported or tuned",
+        None, "Quantise the target's linear layers (needs torchao).", shown="as when the heads were exported or tuned"
     )
     revision: str | None = option(None, "Branch, tag or commit of heads on the Hub.")
     trust_remote_code: bool = option(False, "Run Python code from the target's folder or repository.")

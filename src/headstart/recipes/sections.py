@@ -11,15 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from headstart.errors import UserError
@@ -326,9 +318,7 @@ class JointSection(Section):
         0.4, ge=0, lt=1, description="Share of the run, at its start, in which the heads learn alone."
     )
     heads_weight: float = Field(
-        0.2,
-        gt=0,
-        description="Weight of the heads' loss; the loss that keeps the target close to itself has weight 1.",
+        0.2, gt=0, description="Weight of the heads' loss; the loss that keeps the target close to itself has weight 1."
     )
 
 
@@ -342,8 +332,7 @@ class TrainSection(Section):
     epochs: int = Field(50, ge=1, description="Most passes over the data.")
     batch_tokens: int = Field(4096, ge=64, description="Tokens of a batch, padding included.")
     packing: bool = Field(
-        False,
-        description="Pack the conversations of a batch into one row without padding; none attends to another.",
+        False, description="Pack the conversations of a batch into one row without padding; none attends to another."
     )
     anchors: int | None = Field(
         None,
