@@ -1,4 +1,4 @@
-"""How heads and their target are loaded, defined once for Python and the command line. Imports no torch."""
+"""Options for loading heads and their target, for Python and the command line. Imports no torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LoadOptions:
 
 
 class LoadKeywords(TypedDict, total=False):
-    """The fields of `LoadOptions` as keyword arguments; what they mean is said there."""
+    """The fields of `LoadOptions` as keyword arguments."""
 
     dtype: Dtype
     device: str
