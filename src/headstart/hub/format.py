@@ -77,7 +77,7 @@ class HeadsAdapter(BaseModel):
 
 
 class HeadsTarget(BaseModel):
-    """The heads' target in config.json; `spec` is empty for a local path that was removed before upload."""
+    """The heads' target in config.json; `spec` is empty if others cannot resolve it."""
 
     spec: str
     name: str

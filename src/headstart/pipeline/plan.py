@@ -138,12 +138,11 @@ def _finished(run: Run) -> Plan:
             left = left_to_do(run, STAGES, unchanged={"target"})
     records = {stage.name: run.record(stage.name) for stage in STAGES if stage.name not in left}
     done = {name: record for name, record in records.items() if record is not None}
-    folders = {name: referred(run.folder, name) for name in done}
     return Plan(
         left=left,
         done={name: record.summary for name, record in done.items()},
         seconds={name: record.seconds for name, record in done.items()},
-        disk={name: size(folder) for name, folder in folders.items() if folder is not None},
+        disk={name: size(folder) for name in done if (folder := referred(run.folder, name)) is not None},
     )
 
 
@@ -251,11 +250,9 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
     ):
         if stage in plan.memory:
             needed, room = format_bytes(plan.memory[stage]), work.room(stage)
-            about = (
-                f"at least {needed}"
-                if room is None
-                else f"about {needed} of {format_bytes(room)} available to a process"
-            )
+            about = f"at least {needed}"
+            if room is not None:
+                about = f"about {needed} of {format_bytes(room)} available to a process"
             facts.append((f"Memory {when}", about))
     if plan.steps is not None:
         section = work.recipe.train

@@ -140,8 +140,7 @@ def _sources(data: DataSection) -> str:
 
 def _answers(run: Run) -> Iterator[list[int]]:
     """Yield the target's own training answers, each after the last CONTEXT tokens of its prompt."""
-    data = run.recipe.data
-    if data.own_answers:
+    if run.recipe.data.own_answers:
         for conversation in each_conversation(conversation_files(run)["train"]):
             for start, stop in conversation.supervised_spans:
                 yield list(conversation.tokens[max(0, start - CONTEXT) : stop])
@@ -152,10 +151,13 @@ def _training_facts(run: Run) -> dict[str, str]:
     result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
     learnt = conversations(run, "train") if run.recipe.data.online else StateStore(run.folder / STATES / "train")
     source = "written by the target itself" if data.prompts == "self" else _sources(data)
+    answers = "the target's own" if data.own_answers else "as given"
+    if data.own_answers and data.in_int8:
+        answers += ", with products in 8 bits where a CPU computes faster with them"
     return {
         "recipe": run.recipe.name,
         "prompts": source,
-        "answers": _answers_are(data),
+        "answers": answers,
         **({"chat template variables": json.dumps(data.chat_template_kwargs)} if data.chat_template_kwargs else {}),
         "training conversations": str(len(learnt)),
         "steps": f"{result['steps']} of at most {training.batch_tokens * training.gradient_accumulation_steps} tokens; "
@@ -164,14 +166,6 @@ def _training_facts(run: Run) -> dict[str, str]:
         **({"the target's adapter": _adapter_facts(run, result)} if training.joint.rank else {}),
         "supervised tokens that the heads can draft": f"{result['coverage']:.1%}",
     }
-
-
-def _answers_are(data: DataSection) -> str:
-    if not data.own_answers:
-        return "as given"
-    return "the target's own" + (
-        ", with products in 8 bits where a CPU computes faster with them" if data.in_int8 else ""
-    )
 
 
 def _adapter_facts(run: Run, result: dict[str, Any]) -> str:
@@ -184,8 +178,8 @@ def _adapter_facts(run: Run, result: dict[str, Any]) -> str:
 
 
 def _eval_settings(run: Run) -> dict[str, Any]:
-    settings = {**flat("eval", run.recipe.eval), **where(run)}
-    return {**settings, "the questions' file": content(run.recipe.eval.questions)}
+    section = run.recipe.eval
+    return {**flat("eval", section), **where(run), "the questions' file": content(section.questions)}
 
 
 def _eval(run: Run) -> Outcome:

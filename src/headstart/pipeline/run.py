@@ -119,22 +119,12 @@ class Run:
         device, trusted = self.device or section.device, section.trust_remote_code
         with self.console.status(f"loading {escape(section.spec)}"):
             try:
-                target = (
-                    load_sharded_target(
-                        section.spec, section.dtype, device, section.revision, trust_remote_code=trusted
-                    )
-                    if sharded
-                    else load_target(
-                        section.spec,
-                        dtype=section.dtype,
-                        device=device,
-                        revision=section.revision,
-                        exact=section.exact,
-                        adapter=adapter,
-                        quantization=section.quantization,
-                        trust_remote_code=trusted,
-                    )
-                )
+                what = section.spec, section.dtype, device, section.revision
+                if sharded:
+                    target = load_sharded_target(*what, trust_remote_code=trusted)
+                else:
+                    how = section.exact, adapter, section.quantization
+                    target = load_target(*what, *how, trust_remote_code=trusted)
             except UserError as error:
                 raise NoTarget(error.problem, error.remedy) from error
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, self.recipe.data.chat_template_kwargs))
@@ -312,8 +302,7 @@ def _wanted(run: Run, stage: Stage) -> Record:
     record = run.record(stage.name)
     if record is not None and all(record.settings.get(key) == settings[key] for key in settings if _of_recipe(key)):
         settings |= {key: value for key, value in record.settings.items() if _is_elsewhere(key, settings)}
-    fingerprint = _hash([stage.name, stage.version, settings, earlier])
-    return Record(fingerprint, stage.version, settings, earlier)
+    return Record(_hash([stage.name, stage.version, settings, earlier]), stage.version, settings, earlier)
 
 
 def _of_recipe(key: str) -> bool:
@@ -370,8 +359,7 @@ def _hash(value: Any) -> str:
 
 def flat(prefix: str, section: Section, leave_out: set[str] | None = None) -> dict[str, Any]:
     """Return the settings of a section by dotted key."""
-    values = section.model_dump(mode="json", exclude=leave_out)
-    return {f"{prefix}.{key}": value for key, value in values.items()}
+    return {f"{prefix}.{key}": value for key, value in section.model_dump(mode="json", exclude=leave_out).items()}
 
 
 def content(source: str | Path) -> str | None:

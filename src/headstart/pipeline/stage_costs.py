@@ -200,14 +200,12 @@ class Workload:
         if self._captured:  # twice: while a shard is written
             row += 2 * cached * self.state_bytes
         seconds = self._writing(self.conversations + data.validation + data.heldout)
-        memory = self.held + self.workers * int(data.batch_size * row)
-        return Cost(seconds, _CONVERSATION_BYTES * self.tokens, memory)
+        return Cost(seconds, _CONVERSATION_BYTES * self.tokens, self.held + self.workers * int(data.batch_size * row))
 
     def states_cost(self) -> Cost:
-        target = self.target
         if self.recipe.data.online:
             return Cost(0.1, 0, 0)
-        tokens = 0 if self._captured else self.states / self.state_bytes
+        target, tokens = self.target, 0 if self._captured else self.states / self.state_bytes
         reading = 2048 * target.hidden_size * target.dtype.itemsize * (4 + len(self.needed))
         memory = self.held + reading + shard_size(self.states)
         return Cost(0.1 + tokens * self.speeds.token / self.at_once, self.states + self._teacher_bytes, memory)
@@ -244,8 +242,7 @@ class Workload:
         if section.questions != "heldout":
             prompts = len(read_questions(Path(section.questions).expanduser()))
         tokens = min(prompts, section.limit or prompts) * answer_tokens(section.max_new_tokens)
-        seconds = (_METHODS + len(section.compare)) * tokens * self.speeds.step
-        return Cost(seconds, 250_000, self._decoding_bytes)
+        return Cost((_METHODS + len(section.compare)) * tokens * self.speeds.step, 250_000, self._decoding_bytes)
 
 
 def optimizer_bytes(heads: DraftHead, section: TrainSection) -> int:

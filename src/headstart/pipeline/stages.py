@@ -25,7 +25,7 @@ def stages_until(name: str) -> tuple[Stage, ...]:
 
 
 def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
-    """Raise UserErrors now that would otherwise stop one of these stages after minutes of work."""
+    """Raise a UserError early for inputs that would stop one of the stages after minutes of work."""
     names = {stage.name for stage in stages}
     if "train" in names:
         check_training(recipe)

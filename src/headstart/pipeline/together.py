@@ -24,8 +24,6 @@ from headstart.support.artifacts import referred
 from headstart.support.lock import Busy
 from headstart.train.processes import count_processes, is_main, join_processes, tell_all, together
 
-_STAGES = ("conversations", "states")
-"""Stages with jobs."""
 _IDLE = 0.5
 """Seconds between polls of an idle helper."""
 
@@ -59,7 +57,7 @@ class _Helper:
 
     def help(self) -> int:
         """Do the available jobs; returns their number."""
-        folders = [referred(self._run.folder, stage) for stage in _STAGES]
+        folders = (referred(self._run.folder, stage) for stage in ("conversations", "states"))  # stages with jobs
         boards = [Board(folder / JOBS) for folder in folders if folder is not None]
         if not any(board.names() for board in boards):
             return 0

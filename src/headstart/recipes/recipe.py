@@ -144,8 +144,7 @@ def head_settings() -> dict[str, type[HeadSettings]]:
 def packaged_recipes() -> dict[str, Path]:
     """Return the packaged recipes by name, the zoo last."""
     folder = Path(str(resources.files("headstart") / "recipes"))
-    files = [file for pattern in ("*.yaml", "zoo/*.yaml") for file in sorted(folder.glob(pattern))]
-    return {file.stem: file for file in files}
+    return {file.stem: file for pattern in ("*.yaml", "zoo/*.yaml") for file in sorted(folder.glob(pattern))}
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:

@@ -154,14 +154,13 @@ def _wrong_setting(value: Any, name: str, expected: str) -> UserError:
 
 def _files(folder: Path) -> list[Path]:
     """List the safetensors files of a folder: those in its index, else all."""
-    indices = sorted(folder.glob(_INDEX))
-    if indices:
+    if indices := sorted(folder.glob(_INDEX)):
         index = read_json(indices[0], _AGAIN)
         named = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(named, dict) or not named:
             raise UserError(f"{indices[0]} names no files.", _AGAIN)
-        files = []
-        for name in sorted({str(value) for value in named.values()}):
+        names = sorted({str(value) for value in named.values()})
+        for name in names:
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise UserError(
                     f"{indices[0]} names the file {name!r}, which is not a safetensors file beside it.",
@@ -169,13 +168,10 @@ def _files(folder: Path) -> list[Path]:
                 )
             if not (folder / name).is_file():
                 raise UserError(f"{folder} lacks {name}, which its index names.", _AGAIN)
-            files.append(folder / name)
+        return [folder / name for name in names]
+    if files := sorted(folder.glob("*.safetensors")):
         return files
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
-    if pickled:
+    if pickled := sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern)):
         raise UserError(
             f"{folder} has its weights in {pickled[0]}, a pickled file, which can run any program when it is read.",
             "Take a revision with safetensors files, or convert it where you trust it "

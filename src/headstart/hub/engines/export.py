@@ -176,9 +176,7 @@ def _embeddings(target: FrozenModel | str | None, facts: TargetFacts) -> torch.T
     if isinstance(target, FrozenModel):
         return target.embedding_weight.detach()
     embeddings_VE = read_embeddings(_spec(facts))
-    if embeddings_VE is None:
-        return _load(facts, "auto").embedding_weight.detach()
-    return embeddings_VE
+    return _load(facts, "auto").embedding_weight.detach() if embeddings_VE is None else embeddings_VE
 
 
 def _load(facts: TargetFacts, dtype: str) -> Target:

@@ -93,9 +93,8 @@ def _config_facts(spec: str, trust_remote_code: bool) -> dict[str, Any]:
     config = load_config(spec, trust_remote_code) if spec else None
     if config is None:
         return {}
-    tokens = {name: getattr(config, name, None) for name in _SPECIAL}
     return {
         "context": _context(config),
         "architectures": tuple(config.architectures or ()),
-        "tokens": {name: number for name, number in tokens.items() if isinstance(number, int)},
+        "tokens": {name: number for name in _SPECIAL if isinstance(number := getattr(config, name, None), int)},
     }

@@ -63,7 +63,10 @@ class Gguf(Format):
         return _limits(published, facts, None)
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
-        write_gguf(folder / HEADS_GGUF, published, facts, dtype)
+        file, tensors = folder / HEADS_GGUF, _stored(published, dtype)
+        _write(file, published, facts, tensors)
+        held = replace(read_heads(GgufFile(file)), steps=published.steps)  # the note's digest is of the file's numbers
+        _write(file, published, facts, tensors, note=json.dumps(note_of(held, facts)))
 
     def holds(self, folder: Path) -> bool:
         return file_of(folder) is not None
@@ -93,16 +96,10 @@ def _limits(settings: Published, facts: TargetFacts | None, written: Written | N
 
 def _faults(file: GgufFile, facts: TargetFacts | None) -> Faults:
     settings, written = read_settings(file), file.written
-    sound = True
-    for fault in (
-        *_limits(settings, facts, written),
-        *short_context(settings, facts),
-        *wrong_tensors(settings, file.shapes),
-        *_wrong_keys(file, settings),
-    ):
-        sound = False
-        yield fault
-    if sound and written is not None:
+    faults = [*_limits(settings, facts, written), *short_context(settings, facts)]
+    faults += [*wrong_tensors(settings, file.shapes), *_wrong_keys(file, settings)]
+    yield from faults
+    if not faults and written is not None:
         yield from unchanged(read_heads(file), written, facts)
 
 
@@ -130,15 +127,8 @@ _Stored = dict[str, tuple[np.ndarray[Any, Any], Any]]
 """Raw data and type of the file's tensors."""
 
 
-def write_gguf(file: Path, published: Published, facts: TargetFacts, dtype: str) -> None:
-    """Write heads for llama.cpp; a UserError without the gguf package or the target's tokenizer."""
-    tensors = _stored(published, dtype)
-    _write(file, published, facts, tensors)
-    held = replace(read_heads(GgufFile(file)), steps=published.steps)
-    _write(file, published, facts, tensors, note=json.dumps(note_of(held, facts)))  # digest of the numbers in the file
-
-
 def _write(file: Path, published: Published, facts: TargetFacts, tensors: _Stored, note: str = "") -> None:
+    """Write a file; a UserError without the gguf package or the target's tokenizer."""
     gguf = gguf_library()
     types = gguf.GGUFValueType
     writer = gguf.GGUFWriter(file, ARCHITECTURES[published.layout])

@@ -42,7 +42,7 @@ def _eagle3_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
             f"vLLM takes the nested layer ids {list(nested)} as they are, one layer before those that SGLang reads.",
             f"Write {AUX_IDS} = {[layer + 1 for layer in nested]} at the top of {CONFIG}.",
         )
-    count = checkpoint.config.get("num_aux_hidden_states") or len(nested or [0] * 3)
+    count = checkpoint.config.get("num_aux_hidden_states") or len(nested or ()) or 3
     if checkpoint.is_speculators:
         count = 3
     if (ids := top or nested) and len(ids) != count:
@@ -50,22 +50,20 @@ def _eagle3_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
             f"vLLM fuses {count} layers of such heads, and there are {len(ids)} layer ids.",
             f"Export with --format vllm, or write num_aux_hidden_states = {len(ids)} into {CONFIG}.",
         )
-    layers = checkpoint.config.get("transformer_layer_config")
-    kind = layers.get("model_type") if isinstance(layers, dict) else None
-    normed = (
-        kind == "qwen3"
-        if checkpoint.is_speculators
-        else EAGLE3_NORMED in (checkpoint.config.get("architectures") or [])
-    )
+    model_type, architecture = ("qwen3", EAGLE3_NORMED) if settings.qk_norm else ("llama", EAGLE3)
+    if checkpoint.is_speculators:
+        layers = checkpoint.config.get("transformer_layer_config")
+        kind = layers.get("model_type") if isinstance(layers, dict) else None
+        normed, given = kind == "qwen3", f"model_type {kind!r}"
+        remedy = f"Write model_type = {model_type} into transformer_layer_config of {CONFIG}."
+    else:
+        normed, given = EAGLE3_NORMED in (checkpoint.config.get("architectures") or []), "these architectures"
+        remedy = f"Write architectures = [{architecture!r}] and model_type = {model_type!r} into {CONFIG}."
     if normed != settings.qk_norm:
-        given = f"model_type {kind!r}" if checkpoint.is_speculators else "these architectures"
-        right = ("qwen3" if settings.qk_norm else "llama", EAGLE3_NORMED if settings.qk_norm else EAGLE3)
         yield (
             f"vLLM {'norms' if normed else 'does not norm'} queries and keys of layers with {given}, and the file "
             f"{'has' if settings.qk_norm else 'lacks'} such norms.",
-            f"Write model_type = {right[0]} into transformer_layer_config of {CONFIG}."
-            if checkpoint.is_speculators
-            else f"Write architectures = [{right[1]!r}] and model_type = {right[0]!r} into {CONFIG}.",
+            remedy,
         )
     has_bias = any(name.endswith("o_proj.bias") for name in checkpoint.shapes)
     if checkpoint.settings.get("attention_bias") and not has_bias:
@@ -266,11 +264,10 @@ def serve_commands(
 
     `drafts` are measured chain lengths by engine and concurrent requests.
     """
-    makers = {engine: KNOWN_ENGINES[engine].command for engine in engines}
     return {
         engine: make(str(folder), published, facts, drafts.get(engine, {1: usual_drafts(published)}))
-        for engine, make in makers.items()
-        if make is not None
+        for engine in engines
+        if (make := KNOWN_ENGINES[engine].command) is not None
     }
 
 

@@ -28,7 +28,7 @@ _MASK = "mask_embedding.pt"
 _OF_DFLASH_2 = ("selector_", "conv_")
 """Prefixes of DFlash 2's settings: its selector and its convolutions over slots."""
 _OTHER_LAYERS = ("gemma", "cohere", "granite", "glm", "phi", "olmo", "minicpm", "stablelm", "nemotron")
-"""Prefixes of model types whose layers norm, scale or rotate unlike Llama's."""
+"""Prefixes of model types with norms, scaling or RoPE unlike Llama's."""
 _USUAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("rope_interleave", "parallel_drafting"), (False,)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
@@ -409,8 +409,7 @@ def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
 def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
     """Read the tensors by published name, after a check of names and shapes."""
     shapes = {name: shape for name, shape in checkpoint.shapes.items() if name not in _WITHOUT}
-    wanted = settings.expected()
-    for problem, remedy in tensor_faults(wanted, tensors_beside(settings, shapes), shapes, OURS):
+    for problem, remedy in tensor_faults(settings.expected(), tensors_beside(settings, shapes), shapes, OURS):
         raise UserError(f"{checkpoint.folder}: {problem}", remedy)
     tensors = {}
     for name in shapes:
