@@ -78,7 +78,7 @@ def _export(run: Run) -> Outcome:
 def keep_untuned(run: Run) -> bool:
     """Export the heads of a trained, untuned run as a chain; returns False if there is nothing to do.
 
-    Needs only the teacher. A UserError where the run has tuned heads of an earlier training.
+    Needs only the teacher, except after joint training. A UserError where the tuned heads are of an earlier training.
     """
     trained, note = run.whole_record("train"), run.folder / "stages" / _UNTUNED
     kept = _kept_training(run, note)

@@ -119,12 +119,12 @@ class Run:
         device, trusted = self.device or section.device, section.trust_remote_code
         with self.console.status(f"loading {escape(section.spec)}"):
             try:
-                what = section.spec, section.dtype, device, section.revision
+                source = section.spec, section.dtype, device, section.revision
                 if sharded:
-                    target = load_sharded_target(*what, trust_remote_code=trusted)
+                    target = load_sharded_target(*source, trust_remote_code=trusted)
                 else:
-                    how = section.exact, adapter, section.quantization
-                    target = load_target(*what, *how, trust_remote_code=trusted)
+                    options = section.exact, adapter, section.quantization
+                    target = load_target(*source, *options, trust_remote_code=trusted)
             except UserError as error:
                 raise NoTarget(error.problem, error.remedy) from error
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, self.recipe.data.chat_template_kwargs))
@@ -174,7 +174,7 @@ class Record:
     Attributes:
         fingerprint: hash of the stage's version, `settings` by dotted key, and `before`, the identities of its inputs.
         whole: whether it is finished.
-        identity: hash that later stages depend on; new for each build unless the stage returns one.
+        identity: string that later stages depend on; new for each build unless the stage returns one.
         seconds: time spent, interrupted attempts included.
         artifact: the run's reference when the stage finished; empty for stages without artifacts.
     """
