@@ -1,4 +1,4 @@
-"""Model cards: what the heads are, how to use them, and what was measured; no figure that nobody measured."""
+"""Model cards: description, usage and measured figures only."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from headstart.target.loading import PACKAGED
 from headstart.tree.tree import TreeShape
 
 LICENSES = {"smollm2-135m": "apache-2.0"}
-"""Licences of the packaged targets. Heads that start from a target's LM head are derived from it."""
+"""Licences of the packaged targets: heads that start from a target's LM head are derived works."""
 OF_THE_TARGET = "license-of-the-target-model"
 ENGINE_FILES = ("README.md", "config.json", "heads.gguf", "model.safetensors")
-"""All that a folder of formats of engines holds."""
+"""Files of a folder in engine formats."""
 ENGINE_MARK = "<!-- written by headstart export -->"
-"""By which a folder is known as one that may be written anew."""
+"""Marks the card of a folder that an export may overwrite."""
 _ENGINES_SECTION = re.compile(r"^## In serving engines\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write README.md beside the other files of an exported folder, also to add figures measured later.
+    """Write README.md of an exported folder; called again to add later figures.
 
-    `facts` may have "measurements", a list of {"name": what was asked, "results": content of an eval's results.json},
-    and "training", {label: value} rows about the training.
+    `facts` may have "measurements", a list of {"name": prompts, "results": content of an eval's results.json}, and
+    "training", {label: value} rows.
     """
     config = read_json(folder / "config.json")
     spec = config["target"]["spec"]
@@ -67,12 +67,12 @@ def write_card(folder: Path, facts: Mapping[str, Any]) -> None:
 
 
 def is_untuned(folder: Path) -> bool:
-    """Whether the heads of a folder draft a chain that nobody has tuned."""
+    """Whether the heads of a folder draft an untuned chain."""
     return not (read_json(folder / "calibration.json").get("settings") or {}).get("conditions")
 
 
 def add_engine_figures(folder: Path) -> None:
-    """Write what was measured in serving engines into a folder's card, in place of what it said of them before."""
+    """Replace the measurements in serving engines in a folder's card."""
     section = environment().get_template("engines.md.j2").render(**_engine_figures(read_engine_tunings(folder)))
     text = _ENGINES_SECTION.sub("", (folder / "README.md").read_text(encoding="utf-8"))
     before, heading, after = text.partition("## Training\n")
@@ -91,8 +91,7 @@ def write_engine_card(
     commands: Mapping[str, Sequence[str]],
     measured: Mapping[str, EngineTuning],
 ) -> None:
-    """Write README.md beside files for engines; `commands` are the words that serve them from a folder "HEADS"."""
-    hub_id = facts.spec if is_hub_id(facts.spec) else None
+    """Write README.md of an engine export; `commands` are command lines that serve from a folder "HEADS"."""
     metadata = {
         **_license_and_base(facts.spec),
         "pipeline_tag": "text-generation",
@@ -116,7 +115,7 @@ def write_engine_card(
         mark=ENGINE_MARK,
         name=facts.name,
         kind=kind_of(published),
-        hub_id=hub_id,
+        hub_id=facts.spec if is_hub_id(facts.spec) else None,
         variables=facts.chat_template_kwargs,
         commands={engine: shlex.join(words) for engine, words in commands.items()},
         plain_is_faster=[name for name, tuning in measured.items() if name in commands and not tuning.drafts],
@@ -127,23 +126,22 @@ def write_engine_card(
 
 
 def _engine_figures(measured: Mapping[str, EngineTuning]) -> dict[str, Any]:
-    """What the templates take of what was measured in serving engines."""
+    """Return the template variables for measurements in serving engines."""
     return {"engine_rows": engine_rows(measured), "engine_setting": setting_of(measured)}
 
 
 def _metadata(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The YAML block that the Hub reads."""
-    family = str(config["heads"]["family"])
+    """Return the YAML metadata for the Hub."""
     return {
         **_license_and_base(config["target"]["spec"]),
         "library_name": "headstart",
         "pipeline_tag": "text-generation",
-        "tags": ["headstart", "speculative-decoding", "draft-heads", "custom_generate", family],
+        "tags": ["headstart", "speculative-decoding", "draft-heads", "custom_generate", str(config["heads"]["family"])],
     }
 
 
 def _license_and_base(spec: str) -> dict[str, str]:
-    """The heads' licence, which is a packaged target's, and the target's Hub id."""
+    """Return the licence (that of a packaged target) and the target's Hub id."""
     licence = {"license": LICENSES[spec]} if spec in LICENSES else {"license": "other", "license_name": OF_THE_TARGET}
     return {**licence, **({"base_model": spec, "base_model_relation": "adapter"} if is_hub_id(spec) else {})}
 
@@ -159,7 +157,7 @@ def is_hub_id(spec: str) -> bool:
 
 
 def _setting(results: Mapping[str, Any]) -> str:
-    """One sentence with everything a figure depends on; what was not recorded is left out."""
+    """Describe the measurement's settings, as far as they were recorded."""
     settings, machine = results.get("settings", {}), results.get("environment", {})
     heat, date = settings.get("temperature"), machine.get("date")
     parts = [
@@ -180,7 +178,7 @@ def _setting(results: Mapping[str, Any]) -> str:
 
 
 def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(figure, value) of everything that was measured."""
+    """Return (figure, value) pairs of all measurements."""
     summary = results["summary"]
     rows: list[tuple[str, str]] = []
     for method, speed in (summary.get("tokens_per_second") or {}).items():
@@ -210,7 +208,7 @@ def _rows(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _interval(ratio: Mapping[str, float | None]) -> str:
-    """A speed-up with its interval; a few prompts have none."""
+    """Format a speed-up with its interval, which is missing for very few prompts."""
     interval = "" if ratio["low"] is None else f" (95 % interval {ratio['low']:.2f} to {ratio['high']:.2f})"
     return f"{ratio['mean']:.2f}x{interval}"
 

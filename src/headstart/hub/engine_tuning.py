@@ -1,10 +1,9 @@
-"""How many drafts pay in a serving engine on this machine: measured in the engine itself, and kept beside the heads.
+"""Tuning of the number of drafts in a serving engine, stored with the heads.
 
-Engines draft chains of a number of tokens that is fixed when they start, or for each number of requests at a time.
-For each number that is tried the engine runs twice, with heads and without, and both answer the same prompts in
-turns: machines whose speed changes from minute to minute then favour neither. What a round takes is nearly the same
-for all texts; how many drafts are accepted is not, and is taken from the calibration of the heads, which has seen
-more texts than can be asked here.
+Engines draft chains of a length that is fixed at start, or per number of concurrent requests. Two servers, with heads
+and without, answer the same prompts alternately, so that changes in machine speed favour neither. The time of a round
+is nearly the same for all texts, acceptance is not: the latter comes from the heads' calibration, which covers more
+texts.
 """
 
 from __future__ import annotations
@@ -27,16 +26,15 @@ FILE = "engines.json"
 """In a folder of heads."""
 DRAFTS = (1, 2, 3, 5)
 Start = Callable[[Sequence[str], str], Server]
-"""Makes a server from arguments that add heads (none for plain decoding) and a word for its log."""
+"""Starts a server from arguments that add heads (none for plain decoding) and a name for its log."""
 
 
 @dataclass(frozen=True)
 class DraftsRow:
-    """What chains of a number of `drafts` came to, with so many `requests` at a time.
+    """Measurement of chains of `drafts` tokens with `requests` concurrent requests.
 
-    Tokens/s are those of a request, with its prompt; milliseconds are without. `accepted` are drafts a round on the
-    prompts that were asked, `by_position` those at each place of the chain. `expected` is the speed-up over plain
-    decoding when drafts are accepted as in the heads' calibration.
+    Tokens/s are per request and include prefill, milliseconds do not. `accepted` is drafts per round on these prompts,
+    `by_position` the same per position. `expected` is the speed-up over plain decoding at the calibration's acceptance.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(allow_inf_nan=False)
@@ -53,16 +51,13 @@ class DraftsRow:
 
     @property
     def speedup(self) -> float:
-        """Measured, over plain decoding, prompts included."""
+        """Measured speed-up over plain decoding, prefill included."""
         return self.tokens_per_second / self.plain_tokens_per_second
 
 
 @dataclass(frozen=True)
 class EngineTuning:
-    """What was measured in an engine, and the number of drafts that follows.
-
-    `same_texts` are the answers that were the same with heads as without, and all that were asked.
-    """
+    """Measurements in an engine; `same_texts` is (answers identical with and without heads, all answers)."""
 
     engine: str
     version: str
@@ -75,22 +70,20 @@ class EngineTuning:
 
     @property
     def machine(self) -> str:
-        """Where it was measured."""
         named = " and ".join(str(self.environment[key]) for key in ("gpu", "cpu") if self.environment.get(key))
         cores = f", {self.environment['cores']} cores" if self.environment.get("cores") else ""
         return f"{named}{cores}" if named else "one machine"
 
     @property
     def best(self) -> dict[int, DraftsRow]:
-        """For each number of requests at a time, the number of drafts with the highest expected speed-up."""
-        rows = sorted(self.rows, key=lambda row: (row.requests, row.expected))
-        return {row.requests: row for row in rows}
+        """The row with the highest expected speed-up for each number of concurrent requests."""
+        return {row.requests: row for row in sorted(self.rows, key=lambda row: (row.requests, row.expected))}
 
     @property
     def drafts(self) -> dict[int, int]:
-        """From so many requests at a time on (the first is 1), the number of drafts that pays most, or 0.
+        """Best number of drafts, or 0, by the smallest number of concurrent requests it holds for (the first is 1).
 
-        Empty when plain decoding is always faster.
+        Empty if plain decoding is always faster.
         """
         changes: dict[int, int] = {}
         for requests, row in self.best.items():
@@ -108,7 +101,7 @@ _TUNINGS = TypeAdapter(dict[str, EngineTuning])
 
 @dataclass(frozen=True)
 class Asked:
-    """What engines are asked, how many requests at a time, and the heads' acceptance as in `Tuning`."""
+    """Prompts for the engine, numbers of concurrent requests, and the heads' acceptance as in `Tuning`."""
 
     prompts: Sequence[Sequence[int]]
     max_new_tokens: int
@@ -118,7 +111,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Compared:
-    """A number of drafts beside plain decoding: the answers' tokens with heads, and how many are the same without."""
+    """Measurement of a number of drafts, its answers' tokens, and how many equal those of plain decoding."""
 
     row: DraftsRow
     drafted: Sequence[tuple[int, ...]]
@@ -132,10 +125,10 @@ def tune_engine(
     asked: Asked,
     progress: Callable[[str], None],
 ) -> tuple[str, list[Compared]]:
-    """Time plain decoding and chains of each length in a serving engine; returns its version and a comparison each.
+    """Time plain decoding and chains of each length in a serving engine; returns its version and the measurements.
 
-    `drafting` gives the arguments that add heads which draft so many tokens. A UserError where there are no prompts, or
-    the engine does not start, answer or draft.
+    `drafting` returns the arguments that add heads for a number of drafts. A UserError without prompts, or where the
+    engine does not start, answer or draft.
     """
     if not asked.prompts:
         raise UserError("There are no prompts to ask the engine.", "Give conversations with questions.")
@@ -151,14 +144,14 @@ def tune_engine(
 
 
 def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, requests: int = 1) -> Compared:
-    """Ask both servers the same prompts in turns, another one first each time; a UserError where nothing is drafted.
+    """Send both servers the same prompts, alternating which goes first; a UserError if nothing is drafted.
 
-    So many `requests` are under way at a time: all prompts are asked, some again where the last of them are fewer.
+    Always `requests` are concurrent: the last batch is filled up with prompts from the start.
     """
     servers = (plain, drafted)
     prompts = list(islice(cycle(asked.prompts), -(-len(asked.prompts) // requests) * requests))
     for server in servers:
-        server.answers(prompts[:requests], min(8, asked.max_new_tokens))  # buffers are made and caches are warmed
+        server.answers(prompts[:requests], min(8, asked.max_new_tokens))  # warm-up
     counted: Counter[str | int] = Counter()
     answers: tuple[list[EngineAnswer], list[EngineAnswer]] = ([], [])
     reading_seconds = [0.0, 0.0]
@@ -176,11 +169,10 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, re
     plain_tokens, tokens = (sum(len(answer.tokens) for answer in given) for given in answers)
     plain_seconds, seconds = (sum(answer.seconds for answer in given) for given in answers)
     plain_ms = 1e3 * (plain_seconds - reading_seconds[0]) / max(1, plain_tokens - len(prompts))
-    # Every pass after the first writes a token of the target's and what was accepted. Drafts may be accepted beyond the
-    # end of an answer, which cuts them off, and a pass may draft nothing: the larger count is the right one.
+    # Each forward after prefill yields one token plus the accepted drafts. Drafts accepted beyond the end of an answer
+    # are cut off, and a forward may draft nothing: the larger count is right.
     rounds = max(counted["drafts"], tokens - len(prompts) - counted["accepted_tokens"])
     round_ms = 1e3 * (seconds - reading_seconds[1]) / rounds
-    first_ranks = [level[0] for level in asked.acceptance[:drafts]]
     row = DraftsRow(
         requests=requests,
         drafts=drafts,
@@ -190,7 +182,7 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, re
         by_position=tuple(counted[place] / counted["drafts"] for place in range(drafts)),
         tokens_per_second=tokens / seconds,
         plain_tokens_per_second=plain_tokens / plain_seconds,
-        expected=(1 + sum(accumulate(first_ranks, mul))) * plain_ms / round_ms,
+        expected=(1 + sum(accumulate((level[0] for level in asked.acceptance[:drafts]), mul))) * plain_ms / round_ms,
     )
     texts = [[answer.tokens for answer in given] for given in answers]
     return Compared(row, texts[1], same=sum(map(eq, *texts)))
@@ -200,13 +192,13 @@ def measure_drafts(plain: Server, drafted: Server, drafts: int, asked: Asked, re
 
 
 def write_engine_tuning(folder: Path, tuning: EngineTuning) -> None:
-    """Keep it with the heads, in place of what was measured in that engine before."""
+    """Store a tuning with the heads, replacing the engine's earlier one."""
     measured = {**read_engine_tunings(folder), tuning.engine: tuning}
     write_json(folder / FILE, {engine: asdict(known) for engine, known in measured.items()})
 
 
 def read_engine_tunings(folder: Path) -> dict[str, EngineTuning]:
-    """What was measured with these heads, by engine; a UserError where the file is not one of ours."""
+    """Read the tunings of these heads by engine; a UserError for an invalid file."""
     file = folder / FILE
     if not file.is_file():
         return {}
@@ -214,19 +206,17 @@ def read_engine_tunings(folder: Path) -> dict[str, EngineTuning]:
         return _TUNINGS.validate_json(file.read_bytes())
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise UserError(
-            f"{file} cannot be read ({where}: {first['msg']}).", "Delete it and tune for the engines again."
-        ) from None
+        problem = f"{file} cannot be read ({'.'.join(map(str, first['loc']))}: {first['msg']})."
+        raise UserError(problem, "Delete it and tune for the engines again.") from None
 
 
 def tuned_drafts(measured: Mapping[str, EngineTuning]) -> dict[str, dict[int, int]]:
-    """Tokens of the chain that pay most, by engine and by requests at a time, where any pay."""
+    """Return the best chain length by engine and concurrent requests, for engines where drafting pays."""
     return {name: tuning.drafts for name, tuning in measured.items() if tuning.drafts}
 
 
 def engine_rows(measured: Mapping[str, EngineTuning]) -> list[dict[str, str]]:
-    """A row of the cards' table for each number of drafts in each engine."""
+    """Build the card's table, one row per engine and number of drafts."""
     return [
         {
             "engine": " ".join((name, tuning.version)).strip(),
@@ -247,10 +237,9 @@ def engine_rows(measured: Mapping[str, EngineTuning]) -> list[dict[str, str]]:
 
 
 def setting_of(measured: Mapping[str, EngineTuning]) -> str:
-    """What the figures depend on, as a sentence."""
-    parts = [
+    """Describe how the figures were measured."""
+    return " ".join(
         f"{name}: {tuning.prompts} prompts, greedy, at most {tuning.max_new_tokens} new tokens, on {tuning.machine}; "
         f"{tuning.same_texts[0]} of {tuning.same_texts[1]} answers are the same with heads as without."
         for name, tuning in measured.items()
-    ]
-    return " ".join(parts)
+    )

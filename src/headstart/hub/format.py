@@ -1,19 +1,18 @@
-"""Our folder format: everything that decoding with heads needs, in a few files and folders.
+"""Headstart's folder format for heads. Folders are written atomically.
 
-    config.json         format version, the target (what to load, name, fingerprint and sketch: which model it is; the
-                        variables of its chat template), the heads' family and settings
-    heads.safetensors   the heads' parameters and draft vocabulary; its header names their version
-    tree.json           the tuned tree, as rank paths; no paths means that plain decoding is fastest
-    calibration.json    what the tree follows from: costs and acceptance as measured, and on which machine
+    config.json         format version, target (spec, name, fingerprint, sketch, chat template variables), family and
+                        settings of the heads
+    heads.safetensors   parameters and draft vocabulary; the header has the heads' version
+    tree.json           the tuned tree as rank paths; empty if plain decoding is fastest
+    calibration.json    measured costs and acceptance, and the machine
     README.md           the model card
-    answers.bin         of the training's answers those that fit into a megabyte, for the drafter "memory"; see
+    answers.bin         up to a megabyte of training answers for the drafter "memory", see
                         `headstart.support.answer_file`
-    engines.json        what was measured in serving engines, where anything was
-    adapter/            of the target, where it has one that is not on the Hub; as peft saves adapters
-    custom_generate/    lets transformers decode with the heads: model.generate(..., custom_generate=FOLDER)
+    engines.json        measurements in serving engines, if any
+    adapter/            the target's adapter in peft's format, if it is not on the Hub
+    custom_generate/    for transformers: model.generate(..., custom_generate=FOLDER)
 
-Loading needs none of README.md, answers.bin (which must be whole where it is), engines.json and custom_generate. A
-folder is written whole or not at all.
+README.md, answers.bin, engines.json and custom_generate are optional on loading, but answers.bin must be intact.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from headstart.tuning.tune import Tuning
 
 FORMAT = "headstart"
 FORMAT_VERSION = 1
-"""Raised when a folder written now could not be read, or would be read wrongly, by an older headstart."""
+"""Raise it when older versions of headstart cannot read new folders correctly."""
 
 TREE = "tree.json"
 CALIBRATION = "calibration.json"
@@ -64,21 +63,21 @@ FILES = (
     *(WEIGHTS, TREE, ENGINES),
     *(f"{BUNDLED}/{file}" for file in ADAPTER_KEPT),
 )
-"""Everything that an exported folder holds; what else lies there is somebody's own."""
+"""All files of an exported folder; anything else there is not ours."""
 _PATHS = TypeAdapter(
     Annotated[list[Annotated[list[NonNegativeInt], Field(min_length=1, max_length=64)]], Field(max_length=1023)]
 )
 
 
 class HeadsAdapter(BaseModel):
-    """The adapter of the target that heads belong to; without a `spec` it lies in the folder."""
+    """The target's adapter; it is in the folder of the heads if `spec` is empty."""
 
     spec: str
     hash: str
 
 
 class HeadsTarget(BaseModel):
-    """The target that heads belong to, as config.json has it; an empty `spec` where only its owner can find it."""
+    """The heads' target in config.json; `spec` is empty if others cannot resolve it."""
 
     spec: str
     name: str
@@ -89,11 +88,11 @@ class HeadsTarget(BaseModel):
     chat_template_kwargs: dict[str, Any] = {}
 
     def adapter_spec(self, folder: Path) -> str | None:
-        """The adapter as `load_target` takes it, of heads in `folder`."""
+        """Return the adapter for `load_target`, for heads in `folder`."""
         return None if self.adapter is None else self.adapter.spec or str(folder / BUNDLED)
 
     def rendering(self, target: Target) -> Target:
-        """The target, whose chat template gets the variables that the heads were trained with, where it has them."""
+        """Apply the chat template variables of the training, as far as the target's template has them."""
         known = {key: value for key, value in self.chat_template_kwargs.items() if has_variable(target.tokenizer, key)}
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, known))
 
@@ -106,11 +105,10 @@ def export_heads(
     facts: Mapping[str, Any],
     answers: Iterable[Sequence[int]] = (),
 ) -> None:
-    """Write heads, in the dtype they have, with all that decoding with them needs, in place of what is there.
+    """Write a folder of heads in their dtype, replacing an earlier one.
 
-    `tuning` is `Tuning.to_json()`, whose tree must be no deeper and wider than that of the heads (UserError). `facts`
-    are for the model card, see `headstart.hub.card.write_card`. `answers` of the target, in token ids, are kept as far
-    as they fit into `MOST_ANSWER_BYTES`.
+    `tuning` is `Tuning.to_json()`; a UserError if the heads cannot draft its tree. `facts` go to
+    `headstart.hub.card.write_card`. `answers` are token ids, kept up to `MOST_ANSWER_BYTES`.
     """
     paths = [list(path) for path in tuning["paths"]]
     _shape({"paths": paths}, heads, folder)
@@ -152,15 +150,15 @@ def export_heads(
 
 
 def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[DraftHead, TreeShape, dict[str, Any]]:
-    """Read an exported folder, ready to decode with; `any_target` takes any target whose sizes fit.
+    """Read an exported folder for decoding; `any_target` accepts any target of the right sizes.
 
     Returns:
-        The heads (frozen, in the target's dtype and on its device), the tree, and the calibration with the tree's
-        `paths` in it, as `Tuning.from_json` takes it.
+        The heads (frozen, in the target's dtype and on its device), the tree, and the calibration for
+        `Tuning.from_json`.
 
     Raises:
-        UserError: a file is missing or cut short, a newer headstart wrote the folder, the target is another model, or
-            the tree is deeper or wider than the heads.
+        UserError: a missing or damaged file, a folder of a newer headstart, another target, or a tree that the heads
+            cannot draft.
     """
     config = read_config(folder)
     if not any_target:
@@ -170,7 +168,6 @@ def read_heads(folder: Path, target: Target, any_target: bool = False) -> tuple[
 
 
 def _read(folder: Path, config: dict[str, Any], target: Target | None) -> tuple[DraftHead, TreeShape, dict[str, Any]]:
-    """Heads, tree and calibration, all checked."""
     heads = build_heads(config["heads"], folder / WEIGHTS, target, dtype=None if target is None else target.dtype)
     heads.version = version_of(folder)
     shape = _shape(read_json(folder / TREE, AGAIN), heads, folder)
@@ -185,7 +182,7 @@ def _read(folder: Path, config: dict[str, Any], target: Target | None) -> tuple[
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put a path before the problem of a UserError."""
+    """Prefix the problem of a UserError with a path."""
     try:
         yield
     except UserError as error:
@@ -193,7 +190,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def _check_target(folder: Path, theirs: HeadsTarget, target: Target) -> None:
-    """Refuse a model that the heads were not trained on; every rounding of the same model passes."""
+    """Raise a UserError for a model that the heads were not trained on; any rounding of the same model passes."""
     given = target.identity()
     if given.fingerprint == theirs.fingerprint or (why := target.differs_from(theirs.sketch)) is None:
         return
@@ -209,13 +206,12 @@ def _check_target(folder: Path, theirs: HeadsTarget, target: Target) -> None:
 
 
 def heads_target(folder: Path) -> HeadsTarget:
-    """The target that heads belong to; errors are those of `read_config`."""
+    """Read the heads' target; errors as in `read_config`."""
     return HeadsTarget.model_validate(read_config(folder)["target"])
 
 
 def check_folder(folder: Path) -> DraftHead:
-    """Read a folder without its target, and refuse (UserError) anything that is missing, damaged or out of range.
-    Returns the heads, which are not bound."""
+    """Check a folder without its target; a UserError for missing, damaged or invalid files. Returns unbound heads."""
     adapter = heads_target(folder).adapter
     bundled = [f"{BUNDLED}/{name}" for name in ADAPTER_FILES] if adapter is not None and not adapter.spec else []
     for name in (*_NEEDED, *bundled):
@@ -228,13 +224,13 @@ def check_folder(folder: Path) -> DraftHead:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether the config of a folder says that headstart wrote it, whatever became of the rest."""
+    """Whether a folder's config is in headstart's format; other files are not checked."""
     config = read_json(folder / CONFIG, AGAIN)
     return isinstance(config, dict) and config.get("format") == FORMAT
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of an exported folder; a UserError where it is not ours, or of a newer headstart."""
+    """Read config.json of an exported folder; a UserError where it is not ours, or of a newer headstart."""
     if not folder.is_dir():
         raise no_folder(folder, "Give a folder that headstart export wrote, or a Hub id (user/name).")
     path = folder / CONFIG
@@ -262,7 +258,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def no_heads(place: Path | str) -> UserError:
-    """Explain how a model, or heads in an engine's format, are given to commands that take heads."""
+    """Build the error for a model, or heads in an engine's format, in place of heads."""
     return UserError(
         f"{place} holds no heads in headstart's own format.",
         "A model without heads decodes with --drafter ngram (in Python load(target=...)). To heads that others have "
@@ -271,7 +267,7 @@ def no_heads(place: Path | str) -> UserError:
 
 
 def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
-    """The tree, if the heads can draft it."""
+    """Parse the tree; a UserError if the heads cannot draft it."""
     try:
         shape = TreeShape.from_paths(_PATHS.validate_python(tree["paths"]))
     except (ValidationError, TypeError, KeyError):
@@ -282,13 +278,13 @@ def _shape(tree: Any, heads: DraftHead, folder: Path) -> TreeShape:
 
 
 def _absolute(spec: str) -> str:
-    """A target in a local folder is found from wherever the heads are loaded on this machine."""
+    """Make the path of a local target absolute."""
     path = Path(spec).expanduser()
     return str(path.resolve()) if spec and spec not in PACKAGED and path.exists() else spec
 
 
 def named(target: FrozenModel) -> str:
-    """What people call a target, with what was done to it at loading: never somebody's path."""
+    """Return a target's display name, with adapter and quantization, but without local paths."""
     if target.spec in PACKAGED:
         return target.named(PACKAGED[target.spec].title)
     path = Path(target.spec).expanduser()
@@ -300,7 +296,7 @@ def _not_ours(path: Path) -> UserError:
 
 
 def refuse_other_files(folder: Path) -> None:
-    """Refuse (UserError) to replace a folder that holds, or may hold, anything but exported heads."""
+    """Raise a UserError if a folder to replace holds anything but exported heads."""
     refuse_others(folder, {name.partition("/")[0] for name in FILES})
     if folder.exists() and any(folder.iterdir()):
         read_config(folder)

@@ -1,4 +1,4 @@
-"""How heads and their target are loaded, defined once for Python and the command line. Imports no torch."""
+"""Options for loading heads and their target, for Python and the command line. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ class LoadOptions:
         "tokens, which auto takes: equal up to rounding at near-ties.",
     )
     quantization: Quantization | None = option(
-        None,
-        "Quantise the target's linear layers (needs torchao).",
-        shown="as when the heads were exported or tuned",
+        None, "Quantise the target's linear layers (needs torchao).", shown="as when the heads were exported or tuned"
     )
     revision: str | None = option(None, "Branch, tag or commit of heads on the Hub.")
     trust_remote_code: bool = option(False, "Run Python code from the target's folder or repository.")
@@ -53,7 +51,7 @@ class LoadOptions:
 
 
 class LoadKeywords(TypedDict, total=False):
-    """The fields of `LoadOptions` as keyword arguments; what they mean is said there."""
+    """The fields of `LoadOptions` as keyword arguments."""
 
     dtype: Dtype
     device: str

@@ -1,4 +1,4 @@
-"""Getting heads: from a folder, or from the Hub."""
+"""Locating heads in a folder or on the Hub."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from headstart.target.identity import BUNDLED
 from headstart.target.loading import PACKAGED
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-"""user/name, as the Hub writes it."""
+"""user/name on the Hub."""
 
 
 def fetch(repo_id: str, revision: str | None = None, token: str | bool | None = None) -> Path:
-    """Download a repository of heads into the Hub's cache, as far as it is not there; returns its folder there."""
+    """Download a repository of heads into the Hub's cache; returns its folder."""
     with explained("Cannot fetch", repo_id, revision):
-        # Only our own files: an id of a whole model, given by mistake, is refused after a few kilobytes.
+        # Only our files: the id of a model, given by mistake, costs a few kilobytes.
         ours = ["*.json", WEIGHTS, CARD, ANSWERS, f"{CUSTOM_GENERATE}/*", f"{BUNDLED}/*"]
         return Path(snapshot_download(repo_id, revision=revision, token=token, allow_patterns=ours))
 
 
 def has_heads(path: str) -> bool:
-    """Whether what a user named is a folder here with heads, or that of a run."""
+    """Whether a path is a local folder of heads or of a run with heads."""
     folder = Path(path).expanduser()
     return folder.is_dir() and (heads_folder(folder) / WEIGHTS).is_file()
 
 
 def locate(heads: str | Path, revision: str | None = None, token: str | bool | None = None) -> Path:
-    """The folder of heads that a user named by its path, by that of the run they belong to, or by a Hub id.
+    """Resolve a folder of heads, a run's folder or a Hub id, local folders first.
 
-    A folder that exists comes before a Hub id. A UserError where there is neither, or a run has no heads yet.
+    A UserError where none exists, or a run has no heads yet.
     """
     folder = Path(heads).expanduser()
     if folder.is_dir():

@@ -1,4 +1,4 @@
-"""Sharing heads: an exported folder becomes a repository on the Hub."""
+"""Upload of heads and conversations to the Hub."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ given ones. The licence of the prompts holds for them.
 
 @dataclass(frozen=True)
 class Upload:
-    """What a push did, or with `dry_run` would do: then `url` and `commit` are empty.
+    """Result of a push; `url` and `commit` are empty after a dry run.
 
-    `files` are (path in the repository, size in bytes); what is `left_out` headstart did not write.
+    `files` are (path in the repository, size in bytes); `left_out` are files not written by headstart.
     """
 
     repo_id: str
@@ -58,14 +58,13 @@ def push(
     revision: str | None = None,
     message: str = MESSAGE,
 ) -> Upload:
-    """Create a repository, and the branch `revision` of it, if there is none, and upload an exported folder to it in
-    one commit.
+    """Upload an exported folder in one commit; creates the repository and the branch `revision` if missing.
 
-    Only what headstart wrote is uploaded, and no path of this machine with it: a target in a local folder keeps its
-    name and fingerprint, and whoever loads the heads says where it lies.
+    Uploads only files written by headstart, without local paths: a local target keeps its name and fingerprint, and
+    users of the heads pass its location. A dry run needs no token.
 
-    With `private` the repository is created so, and one that exists has to be so already. A dry run needs no token. A
-    UserError where the folder is not whole, the token may not write there, or it is public and should not be.
+    A UserError where the folder is incomplete, the token lacks write access, or an existing repository is public and
+    `private` is set.
     """
     folder = heads_folder(folder)
     ours: Sequence[str] = FILES
@@ -78,7 +77,7 @@ def push(
         if not (folder / CARD).is_file():
             raise UserError(f"{folder} has no {CARD}.", "Export the heads again; the model card is written with them.")
     contents, left_out = _contents(folder, ours), _left_out(folder, ours)
-    # Files of a format that this folder does not have, from an earlier push: the new card says nothing of them.
+    # Files of other engine formats from an earlier push: the new card does not mention them.
     gone = set(ENGINE_FILES) - set(contents) if ours is ENGINE_FILES else set[str]()
     how = _How(private, dry_run, revision, message)
     return replace(_upload(repo_id, contents, how, gone), left_out=left_out)
@@ -93,8 +92,8 @@ def push_conversations(
     revision: str | None = None,
     message: str = DATA_MESSAGE,
 ) -> Upload:
-    """Create a dataset repository, and upload what a run learned from and was judged on as its splits `train` and
-    `validation`, with a card; see `push`. Recipes read it as `data.prompts=user/name`."""
+    """Upload a run's training and validation conversations as a dataset with a card; other arguments as in `push`.
+    Recipes read it as `data.prompts=user/name`."""
     folder = run / _CONVERSATIONS
     splits = [split for split in ("train", "validation") if (folder / f"{split}.jsonl").is_file()]
     if not splits:
@@ -116,7 +115,7 @@ def push_conversations(
 
 @dataclass(frozen=True)
 class _How:
-    """How something is uploaded; `kind` is that of the repository, as the Hub calls it."""
+    """Options of an upload; `kind` is the Hub's repository type."""
 
     private: bool
     dry_run: bool
@@ -126,10 +125,13 @@ class _How:
 
 
 def _upload(repo_id: str, contents: Mapping[str, bytes | Path], how: _How, gone: Collection[str] = ()) -> Upload:
-    """Upload files by their names in the repository, and delete those of the `gone` that are there."""
+    """Upload files by name in the repository, and delete the `gone` ones that exist there."""
     if not HUB_ID.fullmatch(repo_id):
         raise UserError(f"{repo_id!r} is not a Hub id.", "Write it as user/name.")
-    files = tuple((name, _size(content)) for name, content in contents.items())
+    files = tuple(
+        (name, len(content) if isinstance(content, bytes) else content.stat().st_size)
+        for name, content in contents.items()
+    )
     if how.dry_run:
         return Upload(repo_id, files)
     if huggingface_hub.get_token() is None:
@@ -157,7 +159,7 @@ def _upload(repo_id: str, contents: Mapping[str, bytes | Path], how: _How, gone:
 
 
 def _contents(folder: Path, ours: Sequence[str]) -> dict[str, bytes | Path]:
-    """What is uploaded, by its path in the repository: the weights as they lie there, texts without local paths."""
+    """Map paths in the repository to their content: binary files unchanged, texts without local paths."""
     files = [name for name in ours if (folder / name).is_file()]
     texts = {
         name: (folder / name).read_text(encoding="utf-8")
@@ -169,13 +171,13 @@ def _contents(folder: Path, ours: Sequence[str]) -> dict[str, bytes | Path]:
         texts = {name: text.replace(path, Path(path).name) for name, text in texts.items()}
     if ours is FILES and json.loads((folder / CONFIG).read_text(encoding="utf-8"))["target"]["spec"] in local:
         config = json.loads(texts[CONFIG])
-        config["target"]["spec"] = ""  # a bare name would be looked for as if it were somewhere
+        config["target"]["spec"] = ""  # a bare name would be resolved as a spec
         texts[CONFIG] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     return {name: texts[name].encode() if name in texts else folder / name for name in files}
 
 
 def _local_paths(value: Any) -> Iterator[str]:
-    """Everything in the content of a JSON file that names a path on this machine."""
+    """Yield all strings in a JSON value that are local paths."""
     if isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _local_paths(inner)
@@ -185,12 +187,8 @@ def _local_paths(value: Any) -> Iterator[str]:
             yield value
 
 
-def _size(content: bytes | Path) -> int:
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
-
-
 def _left_out(folder: Path, files: Sequence[str]) -> tuple[str, ...]:
-    """What is not ours, folders with a slash; of a folder with something of ours, what in it is not."""
+    """List files that are not ours, including those inside our folders; other folders end with a slash."""
     ours = {part for name in files for part in (name, name.partition("/")[0])}
     folders = [folder, *(folder / name for name in ours if (folder / name).is_dir())]
     paths = {path.relative_to(folder).as_posix(): path for place in folders for path in place.iterdir()}

@@ -1,4 +1,4 @@
-"""What formats and cards need to know of a target, and what they call heads."""
+"""Facts of a target for formats and cards, and display names of layouts."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """What formats say of a target, or depend on.
+    """Facts of a target that formats record or depend on.
 
-    `context` is the target's longest text in tokens, 0 if unknown. `spec` is what `load_target` takes, `folder` what
-    transformers loads, or a Hub id: empty where there is none here. `tokens` are special tokens' ids by their name in a
-    config; `trust_remote_code` says whether code that comes along with the target may run.
+    `context` is in tokens, 0 if unknown. `spec` is for `load_target`, `folder` (or a Hub id) for transformers; both are
+    empty if the target is not on this machine. `tokens` are special token ids by config key. `trust_remote_code` allows
+    the target's own code to run.
     """
 
     spec: str
@@ -42,11 +42,11 @@ class TargetFacts:
     trust_remote_code: bool = False
     context: int = 0
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Variables of the chat template that the heads were trained with."""
+    """Chat template variables of the training."""
 
     @property
     def server_options(self) -> list[str]:
-        """Options that vLLM and SGLang serve the target with; both call them the same."""
+        """Options for the target, the same for vLLM and SGLang."""
         trust = ["--trust-remote-code"] if self.trust_remote_code else []
         return trust + self.template_option("--default-chat-template-kwargs")
 
@@ -55,5 +55,5 @@ class TargetFacts:
 
 
 def kind_of(published: Published) -> str:
-    """What the arrangement is called in messages."""
+    """Return the display name of the layout."""
     return _KINDS[published.layout]

@@ -1,4 +1,4 @@
-"""What commands do with heads that are there already: measure, tune, copy."""
+"""Commands on existing heads: measure, tune, copy."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def report(
     training: Mapping[str, str] | None = None,
     engines: Mapping[str, EngineTuning] | None = None,
 ) -> dict[str, Any]:
-    """Measure loaded heads on questions and write results.json, report.md and report.html; returns the results.
-    `training` are rows about how the heads were trained, `engines` what was measured with them in serving engines."""
+    """Measure loaded heads on questions, write results.json, report.md and report.html, and return the results.
+    `training` and `engines` add rows about the heads' training and their measurements in serving engines."""
     results = evaluate(decoder, questions, options, console)
     results["settings"]["command"] = typed()
     with suppress(UserError):  # a target alone
@@ -60,29 +60,26 @@ def report(
 
 
 def with_engines(results: dict[str, Any], measured: Mapping[str, EngineTuning]) -> dict[str, Any]:
-    """Results with what was measured in serving engines, where anything was."""
+    """Add the measurements in serving engines to results, if there are any."""
     engines = [{**asdict(tuning), "setting": setting_of({name: tuning})} for name, tuning in measured.items()]
     return {**results, "engines": engines} if engines else results
 
 
 def add_engines_to_report(run: Path) -> None:
-    """Write what was measured in serving engines with the heads of a run into its report, where it has one."""
+    """Add the measurements in serving engines to a run's report, if it has one."""
     file, measured = run / REPORT / RESULTS, read_engine_tunings(run / HEADS)
     if measured and file.is_file():
         write_report(with_engines(read_json(file), measured), run / REPORT)
 
 
 def retune(decoder: Decoder, folder: Path, validation: Path | None, console: Console) -> str:
-    """Tune the heads of a folder on this machine, in place; returns what came of it.
-
-    `validation` is a file of tokenised conversations; by default that of the run which the folder is part of.
-    """
+    """Tune the heads of a folder in place and return a summary. `validation`: see `validation_file`."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not a folder here.", "Tuning writes into the folder: give a copy of the heads.")
     refuse_other_files(folder)
     texts = read_conversations(validation_file(folder, validation))
     tuning = tune(decoder.target, decoder.heads, texts, console=console)
-    # What was measured belongs to the tree before; what the heads learned from stays true.
+    # Earlier measurements belong to the earlier tree; facts about training stay true.
     facts = {"training": read_config(folder).get("training", {})}
     answers = read_answers(decoder.answers) if decoder.answers is not None else []
     with keeping_engine_tunings(folder):
@@ -92,7 +89,7 @@ def retune(decoder: Decoder, folder: Path, validation: Path | None, console: Con
 
 @contextmanager
 def keeping_engine_tunings(folder: Path) -> Iterator[None]:
-    """A block that replaces a folder of heads; what was measured in serving engines stays where the heads do."""
+    """Keep the measurements in serving engines while a folder is rewritten, unless its weights change."""
     kept = (folder / FILE).read_bytes() if (folder / FILE).is_file() else None
     before = content(folder / WEIGHTS)
     yield
@@ -102,7 +99,7 @@ def keeping_engine_tunings(folder: Path) -> Iterator[None]:
 
 
 def validation_file(folder: Path, named: Path | None) -> Path:
-    """The conversations that heads are tuned on: those named, or those of the run that the folder is part of."""
+    """Return the file of tokenised conversations to tune on; by default the validation split of the folder's run."""
     file = named or folder.parent / CONVERSATIONS / "validation.jsonl"
     if not file.is_file():
         raise UserError(
@@ -113,15 +110,14 @@ def validation_file(folder: Path, named: Path | None) -> Path:
 
 
 def copy_heads(heads: Path, out: Path) -> None:
-    """Copy a whole folder of heads to one of its own, which must not hold anything else yet."""
+    """Copy a folder of heads; a UserError where `out` holds other files."""
     check_folder(heads)
     refuse_other_files(out)
-
     write_atomic(out, lambda partial: copytree(heads, partial))
 
 
 def tokenizer_for(file: Path, target: str | None, trust_remote_code: bool) -> Any:
-    """The tokenizer that a conversation file was written with: `target`'s, or that of the run the file lies in."""
+    """Return the tokenizer of a conversation file: `target`'s, or the one kept in the file's run."""
     if target is not None:
         return load_target(target, trust_remote_code=trust_remote_code).tokenizer
     for folder in file.resolve().parents:
@@ -142,7 +138,7 @@ def describe_tuning(tuning: Tuning) -> str:
 
 
 def describe_kinds(kinds: Sequence[Mapping[str, Any]]) -> str:
-    """The least and the most that a chain gives on answers to prompts of a kind; empty where there are no two kinds.
+    """Describe the prompt kinds with the lowest and highest τ of a chain; empty with fewer than two kinds.
 
     >>> of_all = {"kind": "", "tau": 2.2, "entropy": 1.5}
     >>> summary = {"kind": "summary", "tau": 1.9, "entropy": 1.7}

@@ -1,4 +1,4 @@
-"""The stages before any training: loading the target, its conversations, its hidden states on them."""
+"""Stages before training: load the target, write conversations, compute their hidden states."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ from headstart.pipeline.run import (
     STATES,
     TARGET,
     Outcome,
-    Record,
     Run,
     Stage,
     before,
@@ -42,11 +41,11 @@ from headstart.target.frozen import FrozenModel
 from headstart.target.teacher import save_teacher, teacher_folder, teacher_problem
 
 _TOKENIZER = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
-"""Files of the target's tokenizer, as the target's stage keeps them."""
+"""Tokenizer files that the target stage keeps."""
 _WEIGHTS = (".safetensors", ".bin", ".gguf")
 _SPLITS = ("train", "validation")
 _STATES_VERSION = 1
-"""Raised when the same settings come to mean other states; that of conversations is in their room."""
+"""Raise it when the same settings produce other states; conversations have a version of their own."""
 
 
 def _token_bytes(run: Run) -> int:
@@ -61,7 +60,7 @@ def states_artifact(run: Run) -> Artifact:
         "target": target.identity().fingerprint,
         "settings": target.settings,
         "dtype": target.dtype_name,
-        # Those kept while writing are rounded so: not for runs that write in full.
+        # States captured while writing in int8 are rounded: not for runs that write in full precision.
         **({"writing_dtype": "int8"} if run.recipe.data.in_int8 else {}),
     }
     return artifact(run.folder, "states", Path(target.name).name, identity)
@@ -71,15 +70,14 @@ def _target_settings(run: Run) -> dict[str, Any]:
     target = run.recipe.target
     paths = [Path(spec).expanduser() for spec in (target.spec, target.adapter) if spec]
     folders = [sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path] for path in paths]
-    # A config that came alone is no target: the one that the run began with lies elsewhere.
+    # A folder with a config and no weights is not the target that the run began with.
     files = [file for held in folders if any(file.suffix in _WEIGHTS for file in held) for file in held]
     stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
     return {**flat("target", target, target.unset()), "the target's files": stamps}
 
 
 def check_formats(run: Run, target: FrozenModel) -> list[str]:
-    """What the user should know of the formats in `export.formats`, as sentences; refuses settings of heads that one of
-    them cannot hold."""
+    """Return remarks on `export.formats`; a UserError where one of them cannot hold the heads."""
     formats = run.recipe.export.formats
     if not formats:
         return []
@@ -105,16 +103,15 @@ def _target(run: Run) -> Outcome:
     if run.recipe.data.minutes is None and not run.recipe.data.online:
         _need_room_for_states(run)
     target.tokenizer.save_pretrained(run.folder / TARGET / "tokenizer")
-    kind = target.dtype_name
-    where = "not loaded while servers write" if target.device.type == "meta" else f"{kind} on {target.device}"
+    loaded = f"{target.dtype_name} on {target.device}"
+    where = "not loaded while servers write" if target.device.type == "meta" else loaded
     return Outcome(
-        f"{target.name}, {target.parameters / 1e6:.1f} M parameters, {where}",
-        identity=target.whole_identity,
+        f"{target.name}, {target.parameters / 1e6:.1f} M parameters, {where}", identity=target.whole_identity
     )
 
 
 def _need_room_for_states(run: Run) -> None:
-    """Refuse a run whose hidden states the disk cannot hold, as far as the recipe lets them grow."""
+    """Raise a UserError if the disk cannot hold the hidden states within data.cache_gigabytes."""
     data, target = run.recipe.data, run.described
     lengths = counted_lengths(data, target.tokenizer, target.max_length, prompts_of(data, target.tokenizer))
     size = int((data.conversations + data.validation) * lengths.tokens) * _token_bytes(run)
@@ -123,7 +120,7 @@ def _need_room_for_states(run: Run) -> None:
 
 
 def aux_layers(run: Run) -> list[int]:
-    """Hidden states that the recipe's heads need, FINAL among them. Remembered, so that asking again loads no model."""
+    """Return the hidden states that the heads read, FINAL included. Cached in a file: later calls load no model."""
     file, record = run.folder / "data" / "taps.json", run.whole_record("target")
     key = {"heads": run.recipe.heads.to_recipe(), "target": record.identity if record else ""}
     if file.is_file() and (known := read_json(file)).items() >= key.items():
@@ -138,12 +135,11 @@ def aux_layers(run: Run) -> list[int]:
 
 def _conversation_settings(run: Run) -> dict[str, Any]:
     data = run.recipe.data
-    excluded = {"the excluded questions": [content(file) for file in data.exclude]} if data.exclude else {}
     contents = [_prompts_content(source.source) for source in data.sources]
     return {
         **flat("data", data, OF_SERVERS | data.unset()),
         **({"data.server": True} if data.server else {}),
-        **excluded,
+        **({"the excluded questions": [content(file) for file in data.exclude]} if data.exclude else {}),
         "the prompts' content": _prompts_content(data.prompts) if isinstance(data.prompts, str) else contents,
         "states of a token": len(aux_layers(run)),
         **{name: content(run.folder / TARGET / "tokenizer" / name) for name in _TOKENIZER},
@@ -151,44 +147,38 @@ def _conversation_settings(run: Run) -> dict[str, Any]:
 
 
 def _prompts_content(source: str) -> str | None:
-    """Hash of a file or folder of prompts on this machine; None for everything else."""
+    """Return the hash of a local file or folder of prompts; None for other sources."""
     return find_origin(source).content if is_here(source) else None
-
-
-def _of_data(record: Record) -> dict[str, Any]:
-    """The settings of the data that a record has, by their names there."""
-    settings = record.settings.items()
-    return {key.removeprefix("data."): value for key, value in settings if key.startswith("data.")}
 
 
 def _conversations(run: Run) -> Outcome:
     data, target = run.recipe.data, run.described
     slug = "-".join([*["self"] * (data.self_share > 0), *(Path(source.source).stem for source in data.sources)][:3])
     settings = data.model_dump(mode="json")
-    asked = settings if run.earlier is None else {**settings, **_of_data(run.earlier)}
-    same = revisions(asked["prompts"], asked["revision"]) == revisions(settings["prompts"], settings["revision"])
-    if not same:
+    earlier = {} if run.earlier is None else run.earlier.settings
+    prompts, revision = (earlier.get(f"data.{key}", settings[key]) for key in ("prompts", "revision"))
+    if revisions(prompts, revision) != revisions(settings["prompts"], settings["revision"]):
         forget(run.folder, "conversations")  # an attempt that fails now must not find its commits again
     if (known := referred(run.folder, "conversations")) is not None:
         settings = begun_at(settings, read_note(known))
     made = artifact(run.folder, "conversations", slug, identity(target, settings))
     folder, maximum, capture = run.folder / CONVERSATIONS, math.inf, None
     if not run.recipe.data.online:
-        # More text than there is room for states of would be written for nothing.
+        # Conversations beyond the byte budget of their states would be wasted.
         maximum = 1e9 * data.cache_gigabytes / _token_bytes(run)
         states = states_artifact(run)
         try:
             with held(states, wait=False):
                 refer(run.folder, "states", states)
         except Busy:
-            # Another run computes states there, for hours perhaps: shards are added whole, by whoever has them.
+            # Another run may compute states there for hours; both add complete shards.
             refer(run.folder, "states", states)
         capture = Capture(states.folder, target, aux_layers(run), data.states_dtype)
     with held(made, run.console) as path:
         refer(run.folder, "conversations", made)
-        fixed = pinned(data, made.identity)
+        data = pinned(data, made.identity)
         splits = build_conversations(
-            target, fixed, folder, run.console, shared=path, max_tokens=maximum, capture=capture
+            target, data, folder, run.console, shared=path, max_tokens=maximum, capture=capture
         )
     questions = [
         {
@@ -201,12 +191,11 @@ def _conversations(run: Run) -> Outcome:
         for item in splits.heldout
     ]
     write_jsonl(run.folder / QUESTIONS, questions)
-    held_out = content(folder / "heldout.jsonl")
-    used = [content(folder / f"{split}.jsonl") for split in _SPLITS]
+    used = [content(folder / f"{split}.jsonl") for split in (*_SPLITS, "heldout")]
     return Outcome(
         f"{splits.counts['train']} conversations with {splits.answer_tokens} answer tokens; "
         f"{splits.counts['validation']} for validation, {splits.counts['heldout']} held out",
-        identity=" ".join(map(str, [made.name, *used, held_out])),
+        identity=" ".join(map(str, [made.name, *used])),
     )
 
 
@@ -220,7 +209,7 @@ def conversations(run: Run, split: str) -> list[Conversation]:
 
 def _state_settings(run: Run) -> dict[str, Any]:
     data = run.recipe.data
-    if run.recipe.data.online:
+    if data.online:
         return {"data.states": "online", "taps of the heads": aux_layers(run)}
     how = {} if data.states_dtype == "auto" else {"data.states_dtype": data.states_dtype}
     return {"data.cache_gigabytes": data.cache_gigabytes, "taps of the heads": aux_layers(run), **how}
@@ -252,15 +241,14 @@ def _broken_states(run: Run) -> str | None:
 
 
 def kept_stores(run: Run) -> dict[str, StateStore]:
-    """The hidden states of both splits; raises a UserError where they are missing or broken."""
+    """Open the hidden states of both splits; a UserError where they are missing or broken."""
     return {split: StateStore(run.folder / STATES / split) for split in _SPLITS}
 
 
 def both_stores(run: Run) -> dict[str, StateStore]:
-    """The hidden states of both splits: what is there is kept, what is missing or cut short is computed.
+    """Compute missing hidden states of both splits, and keep the target's teacher beside them.
 
-    Those for validation come first: the byte budget, which holds for both together, leaves out training text. What
-    training needs of the target itself is kept beside them.
+    Validation comes first: only training text is cut to the byte budget, which both splits share.
     """
     target, stores, shared = run.target, dict[str, "StateStore"](), states_artifact(run)
     budget = int(run.recipe.data.cache_gigabytes * 1e9)
@@ -315,4 +303,3 @@ DATA_STAGES = (
         broken=_broken_states,
     ),
 )
-"""In order."""

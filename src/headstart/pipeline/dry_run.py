@@ -1,4 +1,4 @@
-"""Half a minute of a run's own work, from which `headstart plan` estimates hours."""
+"""Half a minute of a run's own work, to estimate its duration for `headstart plan`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headstart.train.summing import Teacher, weighted
 from headstart.tree.tree import TreeBatch
 
 SECONDS = 30.0
-"""Wall-clock limit of a dry run. Work that has begun is completed, so each measurement starts small."""
+"""Wall-clock limit of a dry run. Work in progress is completed, so each measurement starts small."""
 _TEXT = 16
 """Tokens of the smallest text."""
 
@@ -31,11 +31,11 @@ class Speeds:
     """Seconds per unit of work; all 0 where nothing was measured.
 
     Attributes:
-        step: of a forward that reads one token.
-        token: of each further token of a forward.
-        batch: of training on `train.batch_tokens`, the optimizer's update included.
-        batch_bytes: saved for the backward of such a batch.
-        measured: the measurements, for people.
+        step: a forward of one token.
+        token: each further token of a forward.
+        batch: a training step on `train.batch_tokens`, optimizer update included.
+        batch_bytes: bytes saved for the backward of such a batch.
+        measured: the measurements as text.
     """
 
     step: float = 0.0
@@ -45,7 +45,7 @@ class Speeds:
     measured: str = ""
 
     def forwards(self, count: float, tokens: float) -> float:
-        """Return the seconds of `count` forwards that read `tokens` in all."""
+        """Return the seconds of `count` forwards over `tokens` in total."""
         return count * self.step + tokens * self.token
 
 
@@ -58,7 +58,7 @@ def dry_run(
     report: Callable[[str], None],
     limit: float = SECONDS,
 ) -> Speeds:
-    """Time decoding, reading that keeps the states `needed`, and training, which changes the heads."""
+    """Time decoding, prefill that returns the states `needed`, and training (which changes the heads)."""
     start, measured, longest = perf_counter(), list[str](), min(256, target.max_length)
     cache, root = target.new_cache(1, 2 * _TEXT), TreeBatch.roots([1], target.device)
 
@@ -79,8 +79,8 @@ def dry_run(
         return lambda count: len([work() for _ in range(count)])
 
     def timed(what: str, work: Callable[[int], int], size: int, most: int, share: float) -> float:
-        """Return the seconds per unit of work. The size doubles until it takes a quarter of its share of what is left
-        of the limit, so that all sizes together take the share at most."""
+        """Return the seconds per unit of work. The size doubles until it takes a quarter of its share of the remaining
+        time, so that all sizes together stay within the share."""
         report(what)
         while True:
             begun = perf_counter()
@@ -121,7 +121,7 @@ class _Trial:
         self._saved: list[tuple[int, int]] = []
 
     def learn(self, size: int) -> int:
-        """Compute the gradients of a batch of about `size` tokens; returns their number."""
+        """Run forward and backward on a batch of about `size` tokens; returns the actual number."""
         target, heads, section = self._target, self._heads, self._section
         length = min(size, self._length)
         rows, answer = max(1, size // length), max(self.shortest - 1, round(length * self._answers))

@@ -1,4 +1,4 @@
-"""The stages that make heads: training them, and choosing their tree on this machine."""
+"""Stages that train heads and tune their tree on this machine."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ from headstart.data.states.store import States
 from headstart.heads.base import DraftHead, make_config
 from headstart.heads.io import load_heads
 from headstart.pipeline.actions import describe_tuning
-from headstart.pipeline.data_stages import (
-    aux_layers,
-    check_formats,
-    conversation_files,
-    conversations,
-    kept_stores,
-)
+from headstart.pipeline.data_stages import aux_layers, check_formats, conversation_files, conversations, kept_stores
 from headstart.pipeline.run import (
     CONVERSATIONS,
     TRAIN,
@@ -45,7 +39,7 @@ from headstart.train.training_artifact import AMOUNT, RESULT, finished, go_on_fr
 from headstart.tuning.tune import Tuning, tune
 
 _TUNE_VERSION = 5
-"""Raised when the same settings come to mean another tuning; that of training is in its room."""
+"""Raise it when the same settings produce another tuning; training has a version of its own."""
 
 
 def _train_settings(run: Run) -> dict[str, Any]:
@@ -56,7 +50,7 @@ def _train_settings(run: Run) -> dict[str, Any]:
 
 
 def _train(run: Run) -> Outcome:
-    # Every process of a training calls it; the main process writes.
+    # Runs on every rank; the main process writes.
     with together():
         target, stores = _frozen_and_stores(run)
         made = training(run.folder, run.recipe, make_config(run.recipe.heads, target), *stores)
@@ -64,7 +58,7 @@ def _train(run: Run) -> Outcome:
             check_formats(run, target)
     with on_main(held(made, run.console, wait=count_processes() == 1)):
         with together():
-            if is_main() and not finished(made.folder):  # before the shorter one is referred to no more
+            if is_main() and not finished(made.folder):  # before the reference to the shorter training is replaced
                 go_on_from_shorter(made, count_processes(), partial(run.console.print, highlight=False, soft_wrap=True))
             if is_main():
                 refer(run.folder, "train", made, TRAIN)
@@ -77,7 +71,7 @@ def _train(run: Run) -> Outcome:
 
 
 def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
-    """What training reads of the target, and conversations to learn from and to judge by."""
+    """Return the target (or its teacher) for training, and the training and validation states."""
     section, heads = run.recipe.train, run.recipe.heads
     if not run.recipe.data.online:
         stores = kept_stores(run)
@@ -95,7 +89,7 @@ def _frozen_and_stores(run: Run) -> tuple[FrozenModel, tuple[States, States]]:
 
 
 def _whole_target(run: Run) -> Target:
-    """The target itself, where its teacher is not enough."""
+    """Load the target for trainings that its teacher is not enough for."""
     section = run.recipe.train
     try:
         return run.target
@@ -137,7 +131,7 @@ def _tune(run: Run) -> Outcome:
 
 
 def trained_heads(run: Run, target: FrozenModel) -> DraftHead:
-    """The best heads of training, in the target's dtype."""
+    """Load the best heads of training, in the target's dtype."""
     return load_heads(run.folder / TRAIN / "best", target).to(target.dtype)
 
 
@@ -164,4 +158,3 @@ HEAD_STAGES = (
         takes_memory="tune.context or tune.widths",
     ),
 )
-"""In order."""

@@ -1,4 +1,4 @@
-"""Heads in a serving engine on this machine: exported, served and asked, to find out how many drafts pay."""
+"""Tune the number of drafts in a serving engine on this machine: export heads, serve them, send requests."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from headstart.support.files import read_json
 from headstart.support.terminal import program
 
 _GPUS_OF_AN_ENGINE = {f"--{kind}-parallel-size" for kind in ("tensor", "pipeline", "data")} | {"-tp", "-pp", "-dp"}
-"""Options of vLLM that multiply the GPUs it takes."""
+"""Options that multiply the number of GPUs vLLM uses."""
 
 
 def served_with(engine: ServingEngine, exported: Exported, drafts: int) -> list[str]:
-    """Arguments that add exported heads to an engine which serves their target: what `export` prints, behind that."""
+    """Return the arguments that add heads to a server of their target, cut from the command that `export` prints."""
     words = exported.words({engine.name: {1: drafts}})[engine.name]
     return words[len(shlex.split(engine.command)) + len(engine.target_option) + 1 :]
 
@@ -44,10 +44,10 @@ def served_with(engine: ServingEngine, exported: Exported, drafts: int) -> list[
 def tune_in_engine(
     heads: Path, validation: Path | None, console: Console, target: str | None, options: EngineOptions
 ) -> EngineTuning:
-    """Find out in a serving engine how many drafts pay there, and keep it with the heads and in their card.
+    """Measure how many drafts pay in a serving engine, and add the result to the heads and their card.
 
-    `heads` is their folder, or that of their run; the prompts of its validation conversations are asked, or of the file
-    `validation`. Where it fails and the error names its log, the logs are kept.
+    `heads` is their folder or run. Prompts come from `validation`, by default the run's validation conversations.
+    Logs are kept if the error refers to them.
     """
     name, folder = options.engine, heads_folder(heads)
     if name not in ENGINES:
@@ -126,8 +126,8 @@ def tune_in_engine(
 
 
 def _halves_of_gpus(arguments: str) -> tuple[str, str]:
-    """The GPUs of the server without heads and of that with them: a half for each, where a half is enough for what the
-    engine's arguments ask for; empty where both see all."""
+    """Return the GPUs of the plain server and of the one with heads: half each, or empty (both see all) where the
+    engine's arguments ask for more than half."""
     words, asked = shlex.split(arguments.replace("=", " ")), 1
     for word, count in pairwise(words):
         asked *= int(count) if word in _GPUS_OF_AN_ENGINE and count.isdigit() else 1
@@ -138,7 +138,7 @@ def _halves_of_gpus(arguments: str) -> tuple[str, str]:
 
 
 def describe_engine_tuning(tuning: EngineTuning) -> str:
-    """A line for each number of requests at a time."""
+    """Return one line per number of concurrent requests."""
     lines = []
     for requests, best in tuning.best.items():
         figures = (
@@ -153,7 +153,7 @@ def describe_engine_tuning(tuning: EngineTuning) -> str:
 
 
 def _numbers(typed: str, option: str, most: int) -> list[int]:
-    """Numbers from what was typed; none where nothing was."""
+    """Parse comma-separated numbers from 1 to `most`."""
     parts = [part.strip() for part in typed.split(",") if part.strip()]
     if any(not part.isdigit() or not 1 <= int(part) <= most for part in parts):
         raise UserError(f"{option} is {typed!r}, not numbers from 1 to {most}.", f"For example: {option} 1,2,3")
@@ -161,7 +161,7 @@ def _numbers(typed: str, option: str, most: int) -> list[int]:
 
 
 def _kept(place: Path) -> str:
-    """Move an engine's logs to where they outlive the exported heads; returns the folder that stands for `place`."""
+    """Move an engine's logs out of the temporary folder `place`; returns the folder that replaces it."""
     kept = Path(mkdtemp(prefix="headstart-engine-"))
     shutil.move(place / "logs", kept / "logs")
     return str(kept)

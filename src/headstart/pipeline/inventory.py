@@ -1,4 +1,4 @@
-"""What lies in a folder of runs: the runs, what they share, and what no run refers to any more."""
+"""Runs in a folder, the artifacts they share, and files that can be deleted."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ from headstart.support.lock import Busy, locked
 
 @dataclass(frozen=True)
 class RunState:
-    """One run, as `headstart runs` shows it. `bytes` are those of its folder and of every artifact that it refers to,
-    shared ones included; `tau` and `speedup` over plain decoding are the report's, `predicted_tau` is training's: None
-    where these are of other heads than those that the run now has, or is about to have."""
+    """One row of `headstart runs`. `bytes` covers its folder and its artifacts, shared ones included. `tau` and
+    `speedup` come from the report, `predicted_tau` from training; None if these stages are not up to date."""
 
     folder: Path
     state: str
@@ -39,10 +38,7 @@ class RunState:
 
 @dataclass(frozen=True)
 class Free:
-    """A folder or a file that no run refers to, and what it is, for people.
-
-    Deleting it frees so many bytes at most: files may have a second name elsewhere.
-    """
+    """A folder or file to delete, with a description; `bytes` is an upper bound, since files may have hard links."""
 
     path: Path
     bytes: int
@@ -50,14 +46,14 @@ class Free:
 
 
 def runs_in(folder: Path) -> list[Path]:
-    """The folders of runs in a folder, by name; a UserError where there is no such folder."""
+    """List the runs in a folder, sorted by name; a UserError where the folder does not exist."""
     if not folder.is_dir():
         raise no_folder(folder, "Runs lie in runs/ by default; name their folder with --runs.")
     return sorted(path for path in folder.iterdir() if (path / "recipe.yaml").is_file())
 
 
 def run_states(folder: Path) -> list[RunState]:
-    """Every run in a folder, the newest first; raises as `runs_in`."""
+    """Describe the runs in a folder, newest first; raises as `runs_in`."""
     return sorted(map(_state, runs_in(folder)), key=lambda run: run.changed, reverse=True)
 
 
@@ -93,7 +89,7 @@ def _records(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _up_to_date(records: dict[str, dict[str, Any]]) -> list[str]:
-    """The stages that are finished, and that read what those before them have made last."""
+    """Return the finished stages that used the current output of earlier stages."""
     done: list[str] = []
     for name, record in records.items():
         read = record.get("before") or {}
@@ -131,11 +127,10 @@ def show_runs(states: Sequence[RunState], console: Console) -> None:
 
 
 def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
-    """What no run in a folder refers to: artifacts, shards of hidden states, and what kills left half written.
+    """List unreferenced artifacts and shards of hidden states, and partial files of killed processes.
 
-    What another process works on is left out; `mine` is an artifact that the caller holds. The shards of a run that has
-    begun to compute states, and has not come to their end, count as its own. A run whose references cannot be read is
-    a UserError.
+    Skips artifacts that another process has locked; `mine` is locked by the caller. All shards are kept while a run
+    still adds to them. A UserError where the references of a run cannot be read.
     """
     runs = runs_in(folder)
     for run in runs:
@@ -163,7 +158,7 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
 
 
 def _unused(path: Path) -> str:
-    """What an artifact is that no run refers to; of a training that was interrupted, how far it is."""
+    """Describe an unreferenced artifact; for an interrupted training, its step."""
     kind, steps = path.parent.name, sorted(path.glob("checkpoints/step-*/checkpoint.json"))
     if kind != "heads" or not steps or (path / "result.json").is_file():
         return f"{kind} that no run refers to"
@@ -189,29 +184,27 @@ def _half_written(path: Path) -> Iterator[Free]:
 
 
 def _read_shards(path: Path, runs: Sequence[Path]) -> dict[str, bool] | None:
-    """The shards that runs read, each with whether a training still needs it; None while a run adds to them."""
+    """Map each shard that runs read to whether a training still needs it; None while a run adds shards."""
     read: dict[str, bool] = {}
     for run in runs:
         states = referred(run, "states")
         if states is None or states.resolve() != path.resolve():
             continue
-        records = _records(run)
-        done = _up_to_date(records)
+        done = _up_to_date(_records(run))
         if "states" not in done or not _idle(run):
             return None
-        is_read = "train" not in done  # by a training that is to come
         for manifest in (run / STATES).glob("*/manifest.json"):
             for file in _json(manifest).get("files", ()):
                 name = str(file["file"])
-                read[name] = read.get(name, False) or is_read
+                read[name] = read.get(name, False) or "train" not in done
     return read
 
 
 def over_budget(folder: Path, maximum: int, mine: Path | None = None) -> list[Free]:
-    """Hidden states to delete so that a folder of runs keeps to so many bytes of them, the least recently read first.
+    """List the shards of hidden states to delete so that at most `maximum` bytes remain, least recently read first.
 
-    Only such whose trainings are finished: what a training has yet to read stays, even above the budget. What no run
-    reads counts as gone (see `unreferenced`). A run that asks for deleted ones computes them again.
+    Shards that a training still needs stay, even above the budget; shards that no run reads do not count (see
+    `unreferenced`). Deleted shards are recomputed on demand.
     """
     runs, total, may_go = runs_in(folder), 0, list[Path]()
     for path in sorted((folder / FOLDER / "states").glob("*/")):
@@ -233,16 +226,15 @@ def over_budget(folder: Path, maximum: int, mine: Path | None = None) -> list[Fr
 
 
 def _last_read(shard: Path) -> float:
-    """When a training, or whoever wrote it, had it in hand; seconds as `time.time`."""
+    """Return the time of the last read or write, in seconds as `time.time`."""
     status = shard.stat()
     return max(status.st_atime, status.st_mtime)
 
 
 def free(folder: Path, listed: Sequence[Free], maximum: int | None = None) -> int:
-    """Delete what `unreferenced`, and `over_budget` with this `maximum`, listed, as far as it is still so; returns the
-    bytes freed.
+    """Delete files that `unreferenced` or `over_budget` listed and still lists; returns the bytes freed.
 
-    Each artifact is held while it is looked at again and deleted, so that no process takes it up meanwhile.
+    Each artifact is locked while it is checked again and deleted.
     """
     by_artifact: dict[Path, list[Path]] = {}
     for item in listed:
@@ -256,7 +248,7 @@ def free(folder: Path, listed: Sequence[Free], maximum: int | None = None) -> in
                 unused |= {again.path for again in over_budget(folder, maximum, owner)}
             for path in sorted(unused.intersection(paths)):
                 freed += size(path, second_names=False)
-                if path == owner and path.suffix != PARTIAL:  # it counts as nothing from here on
+                if path == owner and path.suffix != PARTIAL:  # from here on it is a partial folder
                     path = path.rename(partial_name(path))
                 remove(path)
     return freed
@@ -271,7 +263,7 @@ def _idle(path: Path) -> bool:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    """A JSON object; empty when there is none."""
+    """Read a JSON object; empty if it is missing or damaged."""
     try:
         return dict(read_json(file))
     except (UserError, TypeError, ValueError):
@@ -279,7 +271,7 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _age(seconds: float) -> str:
-    """How long ago, in the largest unit that fits.
+    """Format an age in the largest unit that fits.
 
     >>> _age(30), _age(7300), _age(200_000)
     ('1 min', '2 h', '2 d')

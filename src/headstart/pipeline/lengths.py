@@ -1,4 +1,4 @@
-"""How long the conversations of a recipe will be, in tokens: counted in those that are written, else in the prompts."""
+"""Expected conversation lengths in tokens, from written conversations or from the prompts."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from headstart.data.prompts.shapes import Prompt
 from headstart.recipes.sections import DataSection
 
 PROMPT_TOKENS = 66
-"""Tokens of a self-written prompt with its template, on average."""
+"""Average tokens of a self-written prompt, template included."""
 ANSWER_TOKENS = 325
-"""Tokens of an answer that nothing cuts short, on average; lengths are taken as distributed exponentially. With that,
-the mean of 1558 answers of SmolLM2-135M-Instruct, cut at 32 to 160 tokens, comes out within 3 %."""
+"""Average tokens of an uncut answer; lengths are assumed to be exponentially distributed. Predicts the mean of 1558
+answers of SmolLM2-135M-Instruct, cut at 32 to 160 tokens, within 3 %."""
 SAMPLE = 1000
-"""Rows of given prompts that are looked at."""
+"""Maximum number of given prompts to count."""
 _SELF_LONGEST = 200
-"""Tokens of the longest self-written prompts with their template."""
+"""Tokens of the longest self-written prompts, template included."""
 _TURN = 10
-"""Tokens that chat templates add to a further user turn and its answer, about."""
+"""Approximate template tokens of each further user turn and its answer."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the conversations to expect; all but `cached` on average.
+    """Expected lengths of conversations in tokens; all but `cached` are averages.
 
     Attributes:
         tokens: of a conversation, answers included.
-        answer: of its answers: what is learnt from.
-        turns: answers that the target writes in a conversation; 0 where given answers are kept.
-        cached: tokens in the cache for the longest conversation while its last answer is written.
-        prompts: that were counted, which are all that are given where they are fewer than `SAMPLE`; 0 where none were.
-        source: where this comes from, for people.
+        answer: supervised tokens of a conversation.
+        turns: answers the target writes in a conversation; 0 where given answers are kept.
+        cached: KV cache length for the longest conversation.
+        prompts: number of counted prompts; if below `SAMPLE`, all there are. 0 if none were counted.
+        source: a phrase on where the numbers come from.
     """
 
     tokens: float
@@ -49,7 +49,7 @@ class Lengths:
 
 
 def answer_tokens(maximum: int) -> float:
-    """Tokens of an answer of at most so many, on average.
+    """Return the average tokens of an answer that is cut at `maximum`.
 
     >>> round(answer_tokens(64)), round(answer_tokens(160)), round(answer_tokens(4096))
     (58, 126, 325)
@@ -58,8 +58,8 @@ def answer_tokens(maximum: int) -> float:
 
 
 def assumed_lengths(data: DataSection, longest: int, prompt: int | None = None) -> Lengths:
-    """Conversations of one turn, as long as those of other recipes are. `longest` is the text that the target reads;
-    `prompt` are tokens of a prompt, template included, where the user says so."""
+    """Assume one turn of typical length. `longest` is the target's context; `prompt` is the user's own figure for the
+    tokens of a prompt, template included."""
     answer, most = answer_tokens(data.max_new_tokens), max(prompt or 0, data.max_prompt_tokens)
     if data.prompts == "self" and prompt is None:
         most = min(most, _SELF_LONGEST)
@@ -68,7 +68,7 @@ def assumed_lengths(data: DataSection, longest: int, prompt: int | None = None) 
 
 
 def written_lengths(data: DataSection, longest: int, written: Sequence[Conversation]) -> Lengths:
-    """Those of conversations that are written; `longest` is the text that the target reads."""
+    """Measure written conversations; `longest` is the target's context."""
     tokens = [len(item.tokens) for item in written]
     return Lengths(
         tokens=fmean(tokens),
@@ -80,7 +80,7 @@ def written_lengths(data: DataSection, longest: int, written: Sequence[Conversat
 
 
 def counted_lengths(data: DataSection, tokenizer: Any, longest: int, prompts: Sequence[Prompt]) -> Lengths:
-    """Those of conversations that begin with these prompts; assumed where there are none."""
+    """Count the tokens of prompts to estimate their conversations; assumed lengths without prompts."""
     if not prompts:
         return assumed_lengths(data, longest)
     rows = [_of_prompt(prompt, data, tokenizer, longest) for prompt in prompts]
@@ -95,10 +95,7 @@ def counted_lengths(data: DataSection, tokenizer: Any, longest: int, prompts: Se
 
 
 def prompts_of(data: DataSection, tokenizer: Any) -> list[Prompt]:
-    """The first of the prompts that a recipe names, to plan with; none where the target writes its own.
-
-    Of a dataset on the hub, only what is read is downloaded. Prompts that cannot be read are a UserError.
-    """
+    """Load the first `SAMPLE` given prompts of a recipe, streaming Hub datasets; a UserError if they are unreadable."""
     return [] if not data.sources else load_prompts(data, tokenizer, limit=SAMPLE, whole=False).prompts
 
 

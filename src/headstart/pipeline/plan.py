@@ -1,7 +1,7 @@
-"""Bytes, memory, tokens, steps and hours of a run, and problems that would stop it, before any work.
+"""Estimates of a run's time, disk and memory, and problems to expect, before any work.
 
-Records and files say what finished stages took. Sizes of the others follow from the recipe and the target's config, and
-their hours from a dry run where the target's weights are here.
+Finished stages are read from their records. Other sizes follow from the recipe and the target's config, times from a
+dry run if the target's weights are on this machine.
 """
 
 from __future__ import annotations
@@ -40,19 +40,18 @@ class Plan:
     """Estimates of a run: `seconds`, bytes on `disk` and bytes of `memory` by stage.
 
     Attributes:
-        left: stages still to do, each with the reason (`headstart.pipeline.run.left_to_do`).
-        done: the other stages, each with its summary.
-        seconds: measured for stages that are done and for loading the target; estimated for the others, and missing
-            where nothing could be measured.
-        free_bytes: of the disk; None where the weights are not here, and the run is for another machine.
-        facts: (name, value) pairs for people.
-        disk_bytes: that the stages left may still write, with a checkpoint that is about to replace another.
-        memory: peak of a process by stage, on its GPU or, where it computes on a CPU, in all.
+        left: stages still to do, with the reason (`headstart.pipeline.run.left_to_do`).
+        done: finished stages, with their summary.
+        seconds: measured for finished stages and loading, estimated for others; missing without a dry run.
+        free_bytes: free disk space; None if the target's weights are on another machine.
+        facts: (name, value) pairs to display.
+        disk_bytes: bytes still to write, including the next checkpoint before an older one is deleted.
+        memory: peak of a process by stage, on its GPU or in RAM.
         room: bytes available to a training process; None as `free_bytes`.
-        network: bytes that each process sends in a step of training.
-        steps: of training; None when it is done.
-        problems: sentences about failures to expect.
-        how: a sentence on what was measured, and what estimated.
+        network: bytes each process sends per training step.
+        steps: training steps; None when training is done.
+        problems: failures to expect.
+        how: what was measured, and what estimated.
     """
 
     left: dict[str, str]
@@ -74,10 +73,10 @@ class Plan:
 
 
 def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) -> Plan:
-    """Estimate a run with this many training processes, each on its own GPU, or sharing the cores and memory of a CPU.
+    """Estimate a run with this many training processes, each on its own GPU or sharing one CPU.
 
-    The lengths of prompts are counted in some of them, unless `prompt_tokens` gives it, template included. A recipe
-    that would fail in its first minute is a UserError.
+    `prompt_tokens` (template included) replaces the count of the prompts. A recipe that would fail in its first minute
+    is a UserError.
     """
     if processes < 1:
         raise UserError(f"There is no plan for {processes} processes.", "Give --processes 1 or more.")
@@ -94,23 +93,21 @@ def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) ->
     else:
         target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
     loading, shapes = perf_counter() - start, cast(Target, target)
-    held, free = _resident(), free_bytes(target.device) if here else None
+    loaded, free = _resident(), free_bytes(target.device) if here else None
     config = make_config(recipe.heads, shapes)
     with torch.device("cpu" if here else "meta"):
         heads: DraftHead = family(config.family)(config)
     needed = sorted({*heads.aux_layers, FINAL})
     lengths, problems = _lengths(run, target, plan, prompt_tokens)
     weights = target.parameters * target.dtype.itemsize
-    work = Workload(recipe, target, heads, needed, lengths, Speeds(), processes, held=weights)
+    work = Workload(recipe, target, heads, needed, lengths, Speeds(), processes, processes, held=weights, free=free)
     if not here:
         heads.bind(shapes)
         how = f"Times are unknown, because the weights of {target.name} are not on this machine."
         return _estimate(run, work, replace(plan, problems=problems, how=how))
     if target.device.type == "cpu":
         cores = (core_count() or 1) / torch.get_num_threads()
-        work = replace(work, bare=bare, held=held, free=free, at_once=min(processes, max(1.0, cores)))
-    else:
-        work = replace(work, free=free, at_once=processes)
+        work = replace(work, bare=bare, held=loaded, at_once=min(processes, max(1.0, cores)))
     heads.to(target.device).warm_start(shapes)
     heads.gradient_checkpointing = recipe.train.gradient_checkpointing
     tell(run.console, f"Measuring on {target.device}, about {SECONDS:.0f} s at most:", style="dim")
@@ -131,7 +128,7 @@ def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) ->
 
 
 def _finished(run: Run) -> Plan:
-    """Return a plan with the records of the stages that are done."""
+    """Return a plan with the records of finished stages."""
     section, left = run.recipe.target, left_to_do(run, STAGES)
     record = run.whole_record("target") if "target" in left else None
     if record is not None and weights_are_here(section.spec, section.revision):
@@ -141,17 +138,16 @@ def _finished(run: Run) -> Plan:
             left = left_to_do(run, STAGES, unchanged={"target"})
     records = {stage.name: run.record(stage.name) for stage in STAGES if stage.name not in left}
     done = {name: record for name, record in records.items() if record is not None}
-    folders = {name: referred(run.folder, name) for name in done}
     return Plan(
         left=left,
         done={name: record.summary for name, record in done.items()},
         seconds={name: record.seconds for name, record in done.items()},
-        disk={name: size(folder) for name, folder in folders.items() if folder is not None},
+        disk={name: size(folder) for name in done if (folder := referred(run.folder, name)) is not None},
     )
 
 
 def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
-    """Fill in the stages that are left."""
+    """Add estimates of the stages to do."""
     if "conversations" in plan.left:
         work = work.expected()
     else:
@@ -174,7 +170,7 @@ def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
 
 
 def _lengths(run: Run, target: Target | Outline, plan: Plan, prompt_tokens: int | None) -> tuple[Lengths, list[str]]:
-    """Return the lengths of conversations, written or expected; prompts that cannot be read are a problem."""
+    """Return the lengths of conversations, and a problem if the prompts cannot be read."""
     data, longest, tokenizer = run.recipe.data, target.max_length, target.tokenizer
     if "conversations" not in plan.left:
         return written_lengths(data, longest, conversations(run, "train")), []
@@ -214,7 +210,7 @@ def _problems(work: Workload, plan: Plan) -> list[str]:
 
 
 def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
-    """Describe the work of the stages that are left, for people."""
+    """Describe the work of the stages to do."""
     target, heads, lengths, data = work.target, work.heads, work.lengths, work.recipe.data
     count = f"{target.parameters / 1e9:.1f} B" if target.parameters >= 1e9 else f"{target.parameters / 1e6:.1f} M"
     where = "" if plan.room is None else f" on {target.device}"
@@ -254,11 +250,9 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
     ):
         if stage in plan.memory:
             needed, room = format_bytes(plan.memory[stage]), work.room(stage)
-            about = (
-                f"at least {needed}"
-                if room is None
-                else f"about {needed} of {format_bytes(room)} available to a process"
-            )
+            about = f"at least {needed}"
+            if room is not None:
+                about = f"about {needed} of {format_bytes(room)} available to a process"
             facts.append((f"Memory {when}", about))
     if plan.steps is not None:
         section = work.recipe.train

@@ -1,4 +1,4 @@
-"""The stages after tuning: the folder of heads to keep and share, and the report about it."""
+"""Stages after tuning: export the folder of heads, and report on it."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ from headstart.train.tracking import link_report
 _REPORT_FILES = {"report.html", "report.md", "results.json"}
 _EXPORT_VERSION = 1
 _UNTUNED = "untuned_heads.json"
-"""Of which training the heads are that were kept without tuning."""
+"""Names the training that untuned heads come from."""
 _EVAL_VERSION = 3
-"""Raised, as the one above, when the same settings come to mean another result."""
+"""Raise it, as _EXPORT_VERSION, when the same settings produce another result."""
 
 
 def _export_settings(run: Run) -> dict[str, Any]:
@@ -76,10 +76,9 @@ def _export(run: Run) -> Outcome:
 
 
 def keep_untuned(run: Run) -> bool:
-    """Keep the heads of a run that was trained and not tuned, as a chain, for which its teacher is enough; returns
-    whether that was to do.
+    """Export the heads of a trained, untuned run as a chain; returns False if there is nothing to do.
 
-    A UserError where the heads that are kept were tuned, and are those of an earlier training.
+    Needs only the teacher, except after joint training. A UserError where the tuned heads are of an earlier training.
     """
     trained, note = run.whole_record("train"), run.folder / "stages" / _UNTUNED
     kept = _kept_training(run, note)
@@ -105,8 +104,8 @@ def keep_untuned(run: Run) -> bool:
 
 
 def _kept_training(run: Run, note: Path) -> str | None:
-    """Of which training a run's heads are, None without any, by the record of those that were tuned or a note beside
-    those that were not; "unknown" where nothing says it."""
+    """Return the identity of the training that a run's heads come from: from the export's record, or the note on
+    untuned heads, else "unknown"; None without heads."""
     if not (run.folder / HEADS / CONFIG).is_file():
         return None
     if (tuned := run.whole_record("export")) is not None:
@@ -119,9 +118,9 @@ def _exported(run: Run) -> Artifact:
         "version": _EXPORT_VERSION,
         "heads": before(run, "train"),
         "tuning": before(run, "tune"),
-        "target": run.recipe.target.spec,  # where the heads say that their target is
+        "target": run.recipe.target.spec,  # written into the heads' config
+        **_export_settings(run),
     }
-    identity |= _export_settings(run)
     return artifact(run.folder, "exports", run.recipe.heads.family, identity)
 
 
@@ -140,9 +139,8 @@ def _sources(data: DataSection) -> str:
 
 
 def _answers(run: Run) -> Iterator[list[int]]:
-    """What the target wrote for the training, each answer after the last tokens of its prompt."""
-    data = run.recipe.data
-    if data.own_answers:
+    """Yield the target's own training answers, each after the last CONTEXT tokens of its prompt."""
+    if run.recipe.data.own_answers:
         for conversation in each_conversation(conversation_files(run)["train"]):
             for start, stop in conversation.supervised_spans:
                 yield list(conversation.tokens[max(0, start - CONTEXT) : stop])
@@ -153,10 +151,13 @@ def _training_facts(run: Run) -> dict[str, str]:
     result, data, training = read_json(run.folder / TRAIN / "result.json"), run.recipe.data, run.recipe.train
     learnt = conversations(run, "train") if run.recipe.data.online else StateStore(run.folder / STATES / "train")
     source = "written by the target itself" if data.prompts == "self" else _sources(data)
+    answers = "the target's own" if data.own_answers else "as given"
+    if data.own_answers and data.in_int8:
+        answers += ", with products in 8 bits where a CPU computes faster with them"
     return {
         "recipe": run.recipe.name,
         "prompts": source,
-        "answers": _answers_are(data),
+        "answers": answers,
         **({"chat template variables": json.dumps(data.chat_template_kwargs)} if data.chat_template_kwargs else {}),
         "training conversations": str(len(learnt)),
         "steps": f"{result['steps']} of at most {training.batch_tokens * training.gradient_accumulation_steps} tokens; "
@@ -165,14 +166,6 @@ def _training_facts(run: Run) -> dict[str, str]:
         **({"the target's adapter": _adapter_facts(run, result)} if training.joint.rank else {}),
         "supervised tokens that the heads can draft": f"{result['coverage']:.1%}",
     }
-
-
-def _answers_are(data: DataSection) -> str:
-    if not data.own_answers:
-        return "as given"
-    return "the target's own" + (
-        ", with products in 8 bits where a CPU computes faster with them" if data.in_int8 else ""
-    )
 
 
 def _adapter_facts(run: Run, result: dict[str, Any]) -> str:
@@ -185,8 +178,8 @@ def _adapter_facts(run: Run, result: dict[str, Any]) -> str:
 
 
 def _eval_settings(run: Run) -> dict[str, Any]:
-    settings = {**flat("eval", run.recipe.eval), **where(run)}
-    return {**settings, "the questions' file": content(run.recipe.eval.questions)}
+    section = run.recipe.eval
+    return {**flat("eval", section), **where(run), "the questions' file": content(section.questions)}
 
 
 def _eval(run: Run) -> Outcome:
@@ -208,7 +201,7 @@ def _eval(run: Run) -> Outcome:
             chosen = section.model_dump(include={"limit", "max_new_tokens", "temperature", "compare"})
             name = "held out" if asked == "heldout" else Path(asked).name
             options = EvalOptions(**chosen, heads_name=run.recipe.name, questions_name=name)
-            # Read back what was exported: the report is about what people will load.
+            # Load the exported folder: the report covers what users load.
             decoder = load(exported.folder / HEADS, run.decoded)
             questions = read_questions(file)
 
@@ -224,17 +217,14 @@ def _eval(run: Run) -> Outcome:
         give(folder / REPORT, run.folder / REPORT)
         add_engines_to_report(run.folder)
 
-    def say(text: str) -> None:
-        tell(run.console, f"    {text}")
-
-    train, report_folder = run.recipe.train, run.folder / REPORT
-    link_report(train, run.folder / TRAIN, run.recipe.name, report_folder, results["summary"], say)
-    speedup = results["summary"]["speedup_vs_plain"]
-    measured = f"{speedup['mean']:.2f}x over plain decoding, measured; " if speedup else ""
-    return Outcome(
-        f"{measured}τ {results['summary']['tokens_per_round']:.2f} on {len(results['per_prompt'])} prompts",
-        identity=made.name,
+    recipe, trained, summary = run.recipe, run.folder / TRAIN, results["summary"]
+    link_report(
+        recipe.train, trained, recipe.name, run.folder / REPORT, summary, lambda text: tell(run.console, f"    {text}")
     )
+    speedup = summary["speedup_vs_plain"]
+    measured = f"{speedup['mean']:.2f}x over plain decoding, measured; " if speedup else ""
+    prompts = len(results["per_prompt"])
+    return Outcome(f"{measured}τ {summary['tokens_per_round']:.2f} on {prompts} prompts", identity=made.name)
 
 
 REPORT_STAGES = (
@@ -258,4 +248,3 @@ REPORT_STAGES = (
         takes_memory="eval.max_new_tokens",
     ),
 )
-"""In order."""

@@ -1,10 +1,9 @@
-"""The stages of a run: skipped when done, continued when interrupted, extended when more is asked for.
+"""Stages of a run: skipped when done, continued when interrupted, extended when the recipe grows.
 
-What a stage makes is an artifact (see `headstart.support.artifacts`), found again by what it is; its work completes
-what is there. A stage is done when its record (`stages/<name>.json` in the run's folder) says so for the same
-fingerprint and its outputs are there. The fingerprint covers the stage's version, the recipe settings it depends on,
-and the identity of every stage before it: a changed setting that comes to the same artifact leaves the stages after it
-done.
+A stage completes a content-addressed artifact (see `headstart.support.artifacts`). It is done when its record
+(`stages/<name>.json` in the run's folder) has the current fingerprint and its outputs exist. The fingerprint covers the
+stage's version, its recipe settings and the identities of earlier stages: a changed setting that leads to the same
+artifact leaves later stages done.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ if TYPE_CHECKING:
 
 
 NAMES = ("target", "conversations", "states", "train", "tune", "export", "eval")
-"""Of the stages, in order."""
+"""Stages in order."""
 
-# Where things lie in the folder of a run.
+# Paths in the folder of a run.
 TARGET = "target"
 CONVERSATIONS = "data/conversations"
 QUESTIONS = "data/heldout.jsonl"
 STATES = "data/states"
 TRAIN = "train"
 ADAPTER = "adapter"
-"""Beside heads that were trained with it, as peft saves adapters."""
+"""A jointly trained adapter, in peft's format, in the folder of its heads."""
 TUNE = "tune"
 HEADS = "heads"
 REPORT = "report"
@@ -59,8 +58,8 @@ class NoTarget(UserError):
 
 @dataclass
 class Run:
-    """One recipe in one folder. Stages in `again` are done anew even where their result is there; `device` is that of
-    this process where several train, None for that of the recipe."""
+    """One recipe in one folder. Stages in `again` are redone even if done; `device` overrides the recipe's on a rank
+    of a distributed training."""
 
     recipe: Recipe
     folder: Path
@@ -71,13 +70,12 @@ class Run:
 
     @cached_property
     def target(self) -> Target:
-        """The frozen model, loaded when first asked for; a UserError where it is no longer the run's."""
+        """The frozen model, loaded on first access; a UserError where it is not the one that the run began with."""
         return self._checked(self.load(self.recipe.target.adapter))
 
     @cached_property
     def described(self) -> Target:
-        """The target as far as texts need it. While servers write, its weights are not loaded: tokenizer, sizes and
-        identity are those of its files."""
+        """The target's tokenizer, sizes and identity; read from its files, without weights, while servers write."""
         from headstart.data.prompts.chat import with_template_kwargs
         from headstart.target.outline import unloaded
 
@@ -87,7 +85,7 @@ class Run:
         device = self.device or section.device
         try:
             known = unloaded(section.spec, section.dtype, device, section.revision, section.trust_remote_code)
-        except UserError:  # loading says what is wrong
+        except UserError:  # loading raises a better message
             known = None
         if known is None:
             return self.target
@@ -106,14 +104,14 @@ class Run:
 
     @cached_property
     def decoded(self) -> Target:
-        """The model that the heads draft for: the target, or what training has made of it together with the heads."""
+        """The model that the heads draft for: the target, with its jointly trained adapter if there is one."""
         if not self.recipe.train.joint.rank:
             return self.target
         vars(self).pop("target", None)  # there may not be room for both
         return self.load(str(self.folder / TRAIN / "best" / ADAPTER))
 
     def load(self, adapter: str | None, sharded: bool = False) -> Target:
-        """The recipe's target with this adapter, or `NoTarget`; `sharded` keeps a part of it on each process."""
+        """Load the recipe's target with this adapter; `sharded` splits it over the ranks. Raises `NoTarget`."""
         from headstart.data.prompts.chat import with_template_kwargs
         from headstart.target.loading import load_sharded_target, load_target
 
@@ -121,32 +119,22 @@ class Run:
         device, trusted = self.device or section.device, section.trust_remote_code
         with self.console.status(f"loading {escape(section.spec)}"):
             try:
-                target = (
-                    load_sharded_target(
-                        section.spec, section.dtype, device, section.revision, trust_remote_code=trusted
-                    )
-                    if sharded
-                    else load_target(
-                        section.spec,
-                        dtype=section.dtype,
-                        device=device,
-                        revision=section.revision,
-                        exact=section.exact,
-                        adapter=adapter,
-                        quantization=section.quantization,
-                        trust_remote_code=trusted,
-                    )
-                )
+                source = section.spec, section.dtype, device, section.revision
+                if sharded:
+                    target = load_sharded_target(*source, trust_remote_code=trusted)
+                else:
+                    options = section.exact, adapter, section.quantization
+                    target = load_target(*source, *options, trust_remote_code=trusted)
             except UserError as error:
                 raise NoTarget(error.problem, error.remedy) from error
         return target.with_tokenizer(with_template_kwargs(target.tokenizer, self.recipe.data.chat_template_kwargs))
 
     def frozen(self) -> FrozenModel:
-        """What training reads of the target: its teacher, where one lies beside the states, unless it is loaded."""
+        """Return the loaded target, else the teacher kept with the states, else load the target."""
         return self.target if "target" in vars(self) else self.teacher() or self.target
 
     def teacher(self) -> TeacherModel | None:
-        """What lies of the target beside the states; None where there is nothing, or nothing whole."""
+        """Load the teacher kept with the states; None if it is missing or incomplete."""
         from headstart.target.loading import pick_device
         from headstart.target.teacher import load_teacher, teacher_folder
 
@@ -159,7 +147,7 @@ class Run:
             return None
         try:
             teacher = load_teacher(folder, pick_device(self.device or self.recipe.target.device))
-        except UserError:  # the stage of the states finds it broken, and writes it again
+        except UserError:  # the states stage rewrites it
             return None
         return teacher if teacher.whole_identity == record.identity else None
 
@@ -167,29 +155,28 @@ class Run:
         return self.folder / "stages" / f"{stage}.json"
 
     def record(self, stage: str) -> Record | None:
-        """What is known of a stage; None when there is nothing, or nothing readable."""
+        """Read the record of a stage; None if it is missing or unreadable."""
         try:
             return Record(**read_json(self.record_file(stage)))
         except (UserError, TypeError):
             return None
 
     def whole_record(self, stage: str) -> Record | None:
-        """The record of a stage that is finished."""
+        """Read the record of a finished stage; None if it is not finished."""
         record = self.record(stage)
         return record if record is not None and record.whole else None
 
 
 @dataclass
 class Record:
-    """What a stage leaves behind.
+    """The state of a stage.
 
     Attributes:
-        fingerprint: of everything the stage depends on: its version, `settings` by dotted key, and `before`, the
-            identity of each stage it reads from.
+        fingerprint: hash of the stage's version, `settings` by dotted key, and `before`, the identities of its inputs.
         whole: whether it is finished.
-        identity: what later stages depend on: new each time the stage is built, unless the stage knows better.
-        seconds: spent on it, interrupted attempts included where they could be timed.
-        artifact: that the run referred to when the stage was finished; empty for stages that make none.
+        identity: string that later stages depend on; new for each build unless the stage returns one.
+        seconds: time spent, interrupted attempts included.
+        artifact: the run's reference when the stage finished; empty for stages without artifacts.
     """
 
     fingerprint: str
@@ -205,7 +192,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a stage's work returns: a short phrase for people, and an identity when the stage has one of its own."""
+    """The result of a stage: a phrase to display, and an identity if the stage has its own."""
 
     summary: str
     identity: str = ""
@@ -216,12 +203,12 @@ class Stage:
     """One step of a run.
 
     Attributes:
-        version: raise it when the same settings come to mean another result.
-        outputs: what it leaves in the run's folder.
-        settings: what it depends on, by dotted key, beside the stages `after` which it comes; values must survive JSON.
-        work: completes what is there; called again after an interruption, and when a setting has changed.
-        broken: says what of a finished stage can no longer be used; None when all of it can.
-        takes_memory: settings to lower, or to set, where memory runs out in it.
+        version: raise it when the same settings produce another result.
+        outputs: paths in the run's folder.
+        settings: dependencies by dotted key, in addition to the stages in `after`; values must survive JSON.
+        work: completes the outputs; called again after an interruption, and when a setting has changed.
+        broken: describes damage to a finished stage; None if intact.
+        takes_memory: settings to change when memory runs out.
     """
 
     name: str
@@ -235,7 +222,7 @@ class Stage:
     takes_memory: str = "target.device or target.quantization (a smaller or spread target)"
 
     def do(self, run: Run) -> Outcome:
-        """Its work; where memory runs out, a UserError names what takes it."""
+        """Run `work`; running out of memory becomes a UserError that names the settings to change."""
         try:
             return self.work(run)
         except Exception as error:
@@ -246,9 +233,9 @@ class Stage:
 
 
 def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> bool:
-    """Bring every stage up to date, in order; returns whether there was anything to do.
+    """Bring every stage up to date, in order; returns False if all were done. Stages in `again` are redone.
 
-    Stages named in `again` are done anew even when they are done. A folder in use by another run is a UserError.
+    A folder in use by another run is a UserError.
     """
     worked = False
     run.again = again
@@ -272,10 +259,9 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
 
 
 def left_to_do(run: Run, stages: Sequence[Stage], unchanged: Collection[str] = ()) -> dict[str, str]:
-    """The stages that `execute` would work on now, each with why: "" for one that has not begun. Builds nothing.
+    """Return the stages that `execute` would work on, with reasons: "" if not begun. Builds nothing.
 
-    A stage that reads from one of these is among them: only the work itself can tell that nothing has changed for it.
-    Stages that are `unchanged` are known to come to the same as before.
+    Includes stages after these, whose inputs may change, unless the earlier stage is in `unchanged`.
     """
     left: dict[str, str] = {}
     for stage in stages:
@@ -310,14 +296,13 @@ def _work(run: Run, stage: Stage, record: Record) -> None:
 
 
 def _wanted(run: Run, stage: Stage) -> Record:
-    """The record that the stage should have, not whole yet."""
+    """Build the record that the stage should have, not whole yet."""
     earlier = {name: before(run, name) for name in stage.after}
     settings = json.loads(json.dumps(stage.settings(run)))
     record = run.record(stage.name)
     if record is not None and all(record.settings.get(key) == settings[key] for key in settings if _of_recipe(key)):
         settings |= {key: value for key, value in record.settings.items() if _is_elsewhere(key, settings)}
-    fingerprint = _hash([stage.name, stage.version, settings, earlier])
-    return Record(fingerprint, stage.version, settings, earlier)
+    return Record(_hash([stage.name, stage.version, settings, earlier]), stage.version, settings, earlier)
 
 
 def _of_recipe(key: str) -> bool:
@@ -325,13 +310,13 @@ def _of_recipe(key: str) -> bool:
 
 
 def _is_elsewhere(key: str, settings: dict[str, Any]) -> bool:
-    """Whether a setting tells of files (the target's, prompts) that are not on this machine: they have not changed."""
+    """Whether a setting describes files (target, prompts) missing on this machine: these count as unchanged."""
     found = settings.get(key)
     return not _of_recipe(key) and (found is None or (isinstance(found, list) and not any(found)))
 
 
 def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str | None:
-    """Why there is work to do, "" when nothing was done yet; None when what is there is as wanted, whole or begun."""
+    """Explain why the stage must run, "" if it has not begun; None if the record, finished or not, is current."""
     if record is None:
         return ""
     if record.fingerprint == wanted.fingerprint:
@@ -349,14 +334,14 @@ def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str
 
 
 def _lost(run: Run, stage: Stage, record: Record) -> str | None:
-    """What a finished stage has lost since; None when it is as it was left."""
+    """Describe what a finished stage has lost; None if it is intact."""
     gone = [output for output in stage.outputs if not (run.folder / output).exists()]
     if (path := referred(run.folder, stage.name)) is not None and not path.is_dir():
         gone.append(str(path))
     if gone:
         return f"{gone[0]} is gone"
     if references(run.folder).get(stage.name, "") != record.artifact:
-        return "the run refers to something else since"  # the note of it is lost
+        return "the run refers to something else since"  # the reference was lost
     return stage.broken(run)
 
 
@@ -369,30 +354,29 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
 
 
-# -- what stages depend on, in the words of their records --------------------------------------------------------------
+# -- dependencies of stages, as recorded -------------------------------------------------------------------------------
 
 
 def flat(prefix: str, section: Section, leave_out: set[str] | None = None) -> dict[str, Any]:
-    """The settings of a section, by dotted key."""
-    values = section.model_dump(mode="json", exclude=leave_out)
-    return {f"{prefix}.{key}": value for key, value in values.items()}
+    """Return the settings of a section by dotted key."""
+    return {f"{prefix}.{key}": value for key, value in section.model_dump(mode="json", exclude=leave_out).items()}
 
 
 def content(source: str | Path) -> str | None:
-    """Hash of a file's content; None when `source` is not a file."""
+    """Return the hash of a file's content; None if `source` is not a file."""
     path = Path(source).expanduser()
     return file_hash(path)[:16] if path.is_file() else None
 
 
 def where(run: Run) -> dict[str, Any]:
-    """What is timed belongs to a device and a dtype, as far as the recipe names them."""
+    """Return the settings that timings depend on: device, dtype, quantization."""
     target = run.recipe.target
     bits = {} if "quantization" in target.unset() else {"target.quantization": target.quantization}
     return {"target.device": run.device or target.device, "target.dtype": target.dtype, **bits}
 
 
 def conditions(run: Run) -> dict[str, Any]:
-    """The same as it is found here: machine, device, dtype, threads."""
+    """Return the actual conditions of timings: machine, device, dtype, threads."""
     from headstart.decode.costs import Conditions
 
     return Conditions.of(run.decoded).to_json()

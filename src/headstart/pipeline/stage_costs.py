@@ -1,4 +1,4 @@
-"""Formulas for the seconds, disk and memory of each stage, from sizes, lengths and the speeds of a dry run."""
+"""Formulas for each stage's time, disk and memory, from sizes, lengths and the speeds of a dry run."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from headstart.target.outline import Outline
 from headstart.train.optimizers import Muon, make_optimizers
 from headstart.train.wrapped import learning_numbers
 
-_PROMPT_STEPS = 127  # forwards in which a batch of self-prompts is written
-_PADDED = 1.08  # tokens of training batches with padding, over those without
-_FORWARD = 1 / 3  # share of the forward in the time of a training step
-_SHAPES = 4  # on a CPU, subsampled steps have other shapes each, and the allocator keeps memory for several
-_DISK = 4e8  # bytes a second at which heads are written
-_METHODS = 4  # of every report: heads, plain, transformers' plain and its lookup; each counts as plain decoding
-_TIMED = 32  # forwards that tuning times for each width
-_CONVERSATION_BYTES = 21  # of a token in conversation files: as text and as an id, in a part and in a split
+_PROMPT_STEPS = 127  # decoding steps to write a batch of self-prompts
+_PADDED = 1.08  # ratio of training tokens with padding to those without
+_FORWARD = 1 / 3  # fraction of a training step spent in the forward
+_SHAPES = 4  # subsampled steps vary in shape, and the CPU allocator keeps memory for several
+_DISK = 4e8  # bytes written per second
+_METHODS = 4  # in every report: heads, plain, transformers' plain and lookup; each is timed as plain decoding
+_TIMED = 32  # forwards timed per width
+_CONVERSATION_BYTES = 21  # per token, as text and as an id, in a part and in a split
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Workload:
 
     Attributes:
         needed: layers with stored states.
-        processes: of the training, each on a device of its own, or sharing a CPU.
-        at_once: throughput of all processes together, in units of one.
-        workers: batches that a process writes at once.
-        held: bytes that a process holds with the target loaded, on its GPU if it has one.
-        bare: bytes that it holds without the target; 0 on a GPU.
-        free: bytes beside `held` that can be had; None on another machine.
-        conversations: to train on, still to be written.
-        train_tokens: of those, before the byte budget of their states cuts them.
+        processes: training processes, each on its own GPU or sharing one CPU.
+        at_once: speed-up of all processes over one.
+        workers: batches a process writes concurrently.
+        held: bytes in use with the target loaded, on the GPU if there is one.
+        bare: bytes in use without the target; 0 on a GPU.
+        free: available bytes in addition to `held`; None if unknown.
+        conversations: training conversations to write.
+        train_tokens: their tokens, before the byte budget of their states cuts them.
     """
 
     recipe: Recipe
@@ -135,36 +135,36 @@ class Workload:
 
     @property
     def _batch_token_bytes(self) -> int:
-        """Bytes of a token of a batch: its states, those of batches read ahead, and the teacher's logits."""
+        """Bytes per token of a batch: its states, those of prefetched batches, and the teacher's logits."""
         target, heads = self.target, self.heads
         ahead = 0 if self.recipe.data.online else self.recipe.train.prefetch
-        batches = 1 + (ahead if self._on_cpu else min(1, ahead))  # to a GPU the next is copied, others wait on the host
+        batches = 1 + (ahead if self._on_cpu else min(1, ahead))  # a GPU holds the next one only
         drafts, some = heads.config.draft_width, self.recipe.train.loss_tokens
         item = target.dtype.itemsize
-        logits = 4 * some if 0 < some < drafts else item * drafts  # raised ones are not rounded
+        logits = 4 * some if 0 < some < drafts else item * drafts  # corrected logits of sampled softmax stay in float32
         return item * batches * len(self.needed) * target.hidden_size + logits
 
     @property
     def _decoding_bytes(self) -> int:
-        """Peak memory of decoding one conversation, with our cache and transformers' own beside it."""
+        """Peak memory of decoding one conversation, with both our KV cache and transformers'."""
         recipe, target = self.recipe, self.target
-        # Differences are judged in float32, one part of the target at a time; the largest is the LM head.
+        # Divergences are checked in float32, one module of the target at a time; the largest is the LM head.
         exact = 4 * target.vocab_size * target.hidden_size if target.dtype.itemsize < 4 else 0
         tokens = recipe.data.max_prompt_tokens + recipe.eval.max_new_tokens + recipe.tune.max_nodes
         return self.held + self.weights * target.dtype.itemsize + exact + 2 * tokens * target.kv_bytes_per_token
 
     def room(self, stage: str) -> int | None:
-        """Return the memory available to a process: training processes have a GPU each, or share a CPU's memory."""
+        """Return the memory available to a process; training processes on a CPU share it."""
         shared = self.processes if stage == "train" and self._on_cpu else 1
         return None if self.free is None else (self.held + self.free) // shared
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
     def expected(self) -> Workload:
-        """Fill in the conversations that prompts, minutes and the byte budget allow."""
+        """Limit the conversations to the prompts, data.minutes and the byte budget."""
         data, lengths = self.recipe.data, self.lengths
         count = float(data.conversations)
-        if 0 < lengths.prompts < SAMPLE and not data.self_share:  # all that there are
+        if 0 < lengths.prompts < SAMPLE and not data.self_share:  # all of them were counted
             count = min(count, max(1.0, lengths.prompts - data.heldout - data.validation))
         if data.minutes is not None and (seconds := self._writing(count)) > 60 * data.minutes:
             count *= 60 * data.minutes / seconds
@@ -197,17 +197,15 @@ class Workload:
     def conversations_cost(self) -> Cost:
         data, target, cached = self.recipe.data, self.target, self.lengths.cached
         row = CACHE_PEAK * cached * target.kv_bytes_per_token + target.vocab_size * (target.dtype.itemsize + 4)
-        if self._captured:  # the states of a batch, and once more while a shard is written
+        if self._captured:  # twice: while a shard is written
             row += 2 * cached * self.state_bytes
         seconds = self._writing(self.conversations + data.validation + data.heldout)
-        memory = self.held + self.workers * int(data.batch_size * row)
-        return Cost(seconds, _CONVERSATION_BYTES * self.tokens, memory)
+        return Cost(seconds, _CONVERSATION_BYTES * self.tokens, self.held + self.workers * int(data.batch_size * row))
 
     def states_cost(self) -> Cost:
-        target = self.target
         if self.recipe.data.online:
             return Cost(0.1, 0, 0)
-        tokens = 0 if self._captured else self.states / self.state_bytes
+        target, tokens = self.target, 0 if self._captured else self.states / self.state_bytes
         reading = 2048 * target.hidden_size * target.dtype.itemsize * (4 + len(self.needed))
         memory = self.held + reading + shard_size(self.states)
         return Cost(0.1 + tokens * self.speeds.token / self.at_once, self.states + self._teacher_bytes, memory)
@@ -217,16 +215,16 @@ class Workload:
         steps, seconds = self.training()
         weights = 4 * self.weights
         saves = max(1, min(section.keep_checkpoints, math.ceil(steps / section.save_every)))
-        disk = saves * self.checkpoint_bytes + (saves + 1) * weights  # each with the best heads so far, and the last
+        disk = saves * self.checkpoint_bytes + (saves + 1) * weights  # best heads beside each and at the end
         needs_target = self.recipe.data.online or section.needs_target
         memory = self.held if needs_target else self.bare + self._teacher_bytes
         memory += self.checkpoint_bytes + 4 * self.learning + section.batch_tokens * self._batch_token_bytes
         if heads.config.draft_width < target.vocab_size:  # the teacher's LM head, cut to the draft vocabulary
             memory += heads.config.draft_width * target.hidden_size * target.dtype.itemsize
-        if section.lora_rank:  # the sums of weights and updates, and their gradients
+        if section.lora_rank:  # merged weights and their gradients
             memory += 8 * self.weights
         if self._on_cpu:
-            memory += weights  # bytes that are being written
+            memory += weights  # bytes being written
         many = _SHAPES if self._on_cpu and section.position_weight == "subsampled" else 1
         return Cost(seconds, disk, memory + many * self.speeds.batch_bytes)
 
@@ -244,8 +242,7 @@ class Workload:
         if section.questions != "heldout":
             prompts = len(read_questions(Path(section.questions).expanduser()))
         tokens = min(prompts, section.limit or prompts) * answer_tokens(section.max_new_tokens)
-        seconds = (_METHODS + len(section.compare)) * tokens * self.speeds.step
-        return Cost(seconds, 250_000, self._decoding_bytes)
+        return Cost((_METHODS + len(section.compare)) * tokens * self.speeds.step, 250_000, self._decoding_bytes)
 
 
 def optimizer_bytes(heads: DraftHead, section: TrainSection) -> int:
@@ -267,4 +264,4 @@ COSTS: Mapping[str, Callable[[Workload], Cost]] = {
     "export": Workload.export_cost,
     "eval": Workload.eval_cost,
 }
-"""By stage. The target's is the time of loading it."""
+"""Cost by stage; that of `target` is its loading time."""

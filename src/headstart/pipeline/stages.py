@@ -1,8 +1,4 @@
-"""The stages of `headstart run`: target, conversations, states, train, tune, export, eval.
-
-Each finds its artifact by what it depends on, and completes it. In the run's folder stand the conversations and the
-store that it uses of them, links to its training and tuning, and its heads and report.
-"""
+"""The stages of `headstart run`: target, conversations, states, train, tune, export, eval."""
 
 from __future__ import annotations
 
@@ -21,21 +17,18 @@ from headstart.recipes.recipe import Recipe
 from headstart.train.checks import check_training
 
 STAGES = (*DATA_STAGES, *HEAD_STAGES, *REPORT_STAGES)
-"""In order."""
 
 
 def stages_until(name: str) -> tuple[Stage, ...]:
-    """The stages up to and including `name`."""
-    names = [stage.name for stage in STAGES]
-    return STAGES[: names.index(name) + 1]
+    """Return the stages up to and including `name`."""
+    return STAGES[: [stage.name for stage in STAGES].index(name) + 1]
 
 
 def check_inputs(recipe: Recipe, stages: Sequence[Stage]) -> None:
-    """Refuse now what would otherwise stop one of these stages after minutes of work."""
+    """Raise a UserError early for inputs that would stop one of the stages after minutes of work."""
     names = {stage.name for stage in stages}
     if "train" in names:
         check_training(recipe)
-
     if "conversations" in names:
         for source in recipe.data.sources:
             prompts = Path(source.source).expanduser()

@@ -1,8 +1,7 @@
-"""Several processes work on one run: they write its data together, or train its heads.
+"""Several processes on one run, over a shared file system: they write its data together, or train its heads.
 
-All give the same command, on a disk that all of them see. Of the data, whoever comes first holds the run and plans the
-work; the others take jobs of its artifacts (`headstart.data.conversations.jobs`). When the first one dies, the next
-one goes on in its place.
+All run the same command. For data, the first process locks the run and plans jobs (see
+`headstart.data.conversations.jobs`); the others work on them, and one takes over if the first dies.
 """
 
 from __future__ import annotations
@@ -25,14 +24,12 @@ from headstart.support.artifacts import referred
 from headstart.support.lock import Busy
 from headstart.train.processes import count_processes, is_main, join_processes, tell_all, together
 
-_STAGES = ("conversations", "states")
-"""Those whose artifacts have jobs."""
 _IDLE = 0.5
-"""Seconds after which a helper without work looks again."""
+"""Seconds between polls of an idle helper."""
 
 
 def execute_together(run: Run, stages: Sequence[Stage]) -> None:
-    """Bring stages up to date as `execute` does, or help the process that does so."""
+    """Run `execute`, or help the process that holds the run's lock."""
     helper: _Helper | None = None
     while True:
         try:
@@ -51,7 +48,7 @@ def execute_together(run: Run, stages: Sequence[Stage]) -> None:
 
 
 class _Helper:
-    """Takes jobs of a run that another process works on."""
+    """Worker for the jobs of a run that another process holds."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._most = run, 2 if InProcess(run.described).shareable else 1
@@ -59,8 +56,8 @@ class _Helper:
         self._refused: set[str] = set()  # jobs that cannot be done here
 
     def help(self) -> int:
-        """Do what there is to do; how many jobs that was."""
-        folders = [referred(self._run.folder, stage) for stage in _STAGES]
+        """Do the available jobs; returns their number."""
+        folders = (referred(self._run.folder, stage) for stage in ("conversations", "states"))  # stages with jobs
         boards = [Board(folder / JOBS) for folder in folders if folder is not None]
         if not any(board.names() for board in boards):
             return 0
@@ -81,10 +78,9 @@ def _known(shards: Path | None) -> Path:
 
 
 def train_together(run: Run) -> None:
-    """Bring a run up to date as far as its heads. Every process that a launcher has started calls it.
+    """Bring a run up to date through training; called on every rank.
 
-    A process that is alone writes missing data first. Several only train: the data has to be there. What one of them
-    refuses, all refuse.
+    A single process writes missing data first; several only train. A UserError on one rank is raised on all.
     """
     *data, training = stages_until("train")
     check_inputs(run.recipe, [training])

@@ -1,4 +1,4 @@
-"""Hidden states of a run's conversations that vLLM computes; see `headstart.data.states.vllm_files`."""
+"""Hidden states of a run computed by vLLM; see `headstart.data.states.vllm_files`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refuse_online(run: Run) -> None:
 
 
 def memory_share(weights: int, gpu: int) -> float:
-    """Of the bytes of a GPU, what a server may take beside the loaded target, by the bytes of its weights.
+    """Return the fraction of GPU memory for a server that runs beside the loaded target; arguments in bytes.
 
     >>> memory_share(16_000_000_000, 80_000_000_000)
     0.65
@@ -38,9 +38,9 @@ def memory_share(weights: int, gpu: int) -> float:
 
 
 def serve_command(run: Run) -> str:
-    """What starts a vLLM that writes the states that the run's heads need; on a GPU, beside the target, which is loaded
-    to compare them with its own."""
-    target = run.target  # first: it knows best what is wrong where there is none
+    """Return the command for a vLLM server that writes the states the heads read. On a GPU it leaves room for the
+    target, which checks them."""
+    target = run.target  # first: a missing target raises the best message here
     model = loadable_folder(run.recipe.target.spec)
     command = of_target(model, target, aux_layers(run), (run.folder / FILES).resolve())
     if target.device.type != "cuda":
@@ -51,11 +51,10 @@ def serve_command(run: Run) -> str:
 
 
 def import_states(run: Run, source: str) -> Import:
-    """Take over the states of the run's conversations from a folder of vLLM's files, or from servers, whose addresses
-    have commas between them."""
+    """Import the states of the run's conversations from a folder of vLLM's files or comma-separated server URLs."""
     target, layers, wanted, states_dtype = run.target, aux_layers(run), [], run.recipe.data.states_dtype
     budget, kind = int(run.recipe.data.cache_gigabytes * 1e9), StateKind(target, tuple(layers), states_dtype)
-    for split in ("validation", "train"):  # as the store is built
+    for split in ("validation", "train"):  # the order of `both_stores`
         texts = conversations(run, split)
         texts = texts[: kind.fitting(texts, budget)]
         budget -= kind.bytes(sum(len(item.tokens) for item in texts))

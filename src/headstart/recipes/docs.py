@@ -1,7 +1,4 @@
-"""Every setting of a recipe with its value, default and meaning: `headstart recipes show --all`, and docs/recipes.md.
-
-The meanings are those of the schema (`headstart.recipes.recipe`) and of the head families; here they are only laid out.
-"""
+"""All settings of recipes as a table, from the schema: `headstart recipes show --all` and docs/recipes.md."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from headstart.recipes.recipe import Recipe, head_settings, section_fields
 from headstart.recipes.sections import HeadSettings, from_target
 
 TARGETS_OWN = "the target's"
-"""Value of a setting of heads that a recipe leaves to the target."""
+"""Shown for head settings that follow from the target."""
 _BOUNDS = {
     annotated_types.Ge: ("ge", "≥"),
     annotated_types.Gt: ("gt", ">"),
@@ -34,8 +31,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting: `takes` is a kind with its bounds, or the words to choose from; `default` is YAML, empty where a
-    recipe has to say it."""
+    """One setting: `takes` is its type with bounds, or its choices; `default` is YAML, empty if required."""
 
     key: str
     takes: str
@@ -44,7 +40,7 @@ class Setting:
 
 
 def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
-    """The settings of a section and of those inside it; of heads, those of every family."""
+    """Yield the settings of a section and its subsections."""
     for name, field, inner in section_fields(section):
         if inner is not None:
             yield from settings_of(inner, f"{prefix}{name}.")
@@ -53,14 +49,13 @@ def settings_of(section: type[BaseModel], prefix: str = "") -> Iterator[Setting]
 
 
 def show_settings(recipe: Recipe, console: Console) -> None:
-    """Print every setting of a recipe, those of its head family included: a table, or lines of four fields with a tab
-    between them where nobody looks on."""
+    """Print all settings of a recipe: a table on a terminal, else tab-separated lines."""
     rows = [(setting, _value(recipe, setting.key)) for setting in _settings_of_recipe(recipe)]
     if not console.is_terminal:
         lines = [("setting", "value", "default", "meaning")]
         lines += [(setting.key, value, setting.default, setting.meaning) for setting, value in rows]
         for line in lines:
-            print("\t".join(line), file=console.file)  # rich would make spaces of the tabs
+            print("\t".join(line), file=console.file)  # rich expands tabs
         return
     table = Table(title=f"Settings of {recipe.name}", title_justify="left", box=None)
     table.add_column("setting", style="bold", overflow="fold")
@@ -77,7 +72,7 @@ def show_settings(recipe: Recipe, console: Console) -> None:
 
 
 def markdown() -> str:
-    """The page docs/recipes.md: every section of the schema, and every family of heads."""
+    """Render docs/recipes.md: all sections of the schema and all head families."""
     lines = [
         "# Settings of recipes",
         "",
@@ -127,7 +122,7 @@ def _default(field: FieldInfo) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A value as one can type it after `key=`.
+    """Format a value as typed after `key=`.
 
     >>> _yaml(None), _yaml((0.9, 0.95)), _yaml("auto"), _yaml(True)
     ('null', '[0.9, 0.95]', 'auto', 'true')
@@ -137,20 +132,19 @@ def _yaml(value: Any) -> str:
 
 
 def _meaning(section: type[BaseModel], name: str) -> str:
-    """What a setting means; a section that only changes the default of an inherited one need not say it again."""
+    """Return a setting's description, inherited if the section only changes the default."""
     homes = (base for base in section.__mro__ if issubclass(base, BaseModel) and name in base.model_fields)
     return " ".join(next((text for base in homes if (text := base.model_fields[name].description)), "").split())
 
 
 def _bounded(annotation: Any, field: FieldInfo) -> str:
-    """A kind with the bounds of a field."""
     limits = [(_BOUNDS[type(mark)], mark) for mark in field.metadata if type(mark) in _BOUNDS]
     bounds = ", ".join(f"{sign} {getattr(mark, name):.12g}" for (name, sign), mark in limits)
     return f"{_kind(annotation)} {bounds}".strip()
 
 
 def _kind(annotation: Any) -> str:
-    """What a type is called in a recipe.
+    """Name a type in the words of recipes.
 
     >>> _kind(int | None), _kind(tuple[int, ...]), _kind(Literal["auto", "no"]), _kind(dict[str, int])
     ('int or null', 'list of int', 'auto, no', 'mapping')

@@ -1,7 +1,7 @@
 """Recipes: strict typed YAML, `extends:` for variants, `key.sub=value` overrides. The one way to configure a run.
 
-Every room may import this module, so it imports none. The settings of a head family stand in the family's own file;
-reading a recipe looks them up by the family's name, which loads the families, and torch with them.
+Every package may import this module, so it imports none of them. The settings of a head family are in the family's
+file; reading a recipe looks them up by name, which imports the families and torch.
 """
 
 from __future__ import annotations
@@ -32,19 +32,18 @@ from headstart.recipes.sections import (
 )
 
 _WRITING = 0.58
-"""Of the minutes in which heads come about, the share in which conversations are written; training gets the others.
-Heads learn more from new text than from reading the same a fourth time."""
+"""Fraction of the data and training minutes spent on writing conversations: new text beats a fourth epoch."""
 _AT_LEAST = 0.77
-"""Of all minutes, the share that they have in any case."""
+"""Minimum fraction of all minutes for data and training."""
 _LOADING, _A_PROMPT = 2.0, 0.06
-"""Minutes that loading, tuning and what transformers answers take, and a prompt of the report, on two cores."""
+"""Minutes of loading, tuning and the transformers baselines, and of a prompt of the report, on two cores."""
 _PROMPTS = 0.8
-"""Prompts of the report for each minute."""
+"""Prompts of the report per minute of the recipe."""
 
 
 def _shares(minutes: float, writing: Any) -> dict[str, dict[str, float]]:
-    """What follows from the minutes of a recipe, and from those of `writing` where they are given, by section and
-    setting. More than two cores write in them, too."""
+    """Return the settings that follow from a recipe's minutes and from data.minutes (`writing`), by section. Limits
+    leave room for machines with more than two cores."""
     prompts = min(64, max(10, int(_PROMPTS * minutes)))
     heads = max(_AT_LEAST * minutes, minutes - _LOADING - _A_PROMPT * prompts)
     share, training = (max(0.01, round(share * heads, 2)) for share in (_WRITING, 1 - _WRITING))
@@ -82,7 +81,7 @@ class Recipe(Section):
     def _share_minutes(cls, values: Any) -> Any:
         minutes = values.get("minutes") if isinstance(values, Mapping) else None
         if not _are_minutes(minutes):
-            return values  # nothing to share, or the field says what is wrong
+            return values  # absent, or the field's own check raises
         shared, data = dict(values), values.get("data")
         for section, settings in _shares(minutes, data.get("minutes") if isinstance(data, Mapping) else None).items():
             given = shared.get(section, {})
@@ -113,12 +112,12 @@ class Recipe(Section):
 
 
 def recipe_text(recipe: Recipe) -> str:
-    """A recipe with every setting filled in, as YAML that `load_recipe` reads back."""
+    """Dump a recipe with all settings, as YAML for `load_recipe`."""
     return _yaml(recipe.model_dump(mode="json"))
 
 
 def text_to_edit(recipe: Recipe) -> str:
-    """The same without what follows from its minutes, so that others can be written in their place."""
+    """Dump a recipe without the settings that follow from its minutes, so that these can be edited."""
     return _yaml(_without_shares(recipe.model_dump(mode="json")))
 
 
@@ -127,7 +126,7 @@ def _yaml(values: dict[str, Any]) -> str:
 
 
 def _without_shares(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a recipe but those that follow from its minutes."""
+    """Drop the values that follow from a recipe's minutes."""
     minutes, data, kept = values.get("minutes"), values.get("data"), dict(values)
     if _are_minutes(minutes):
         for section, settings in _shares(minutes, data.get("minutes") if isinstance(data, dict) else None).items():
@@ -137,21 +136,20 @@ def _without_shares(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def head_settings() -> dict[str, type[HeadSettings]]:
-    """The settings of every head family, by its name. The first call loads the families, and torch with them."""
-    # By name: whoever imports recipes must not import a room by it.
+    """Return the settings of each head family by name. The first call imports the families, and torch."""
+    # Imported by name, to keep the package imports of this module empty.
     return {name: head.Config for name, head in import_module("headstart.heads.base").families().items()}
 
 
 def packaged_recipes() -> dict[str, Path]:
-    """Recipes that ship with headstart, by name; those of the zoo come last."""
+    """Return the packaged recipes by name, the zoo last."""
     folder = Path(str(resources.files("headstart") / "recipes"))
-    files = [file for pattern in ("*.yaml", "zoo/*.yaml") for file in sorted(folder.glob(pattern))]
-    return {file.stem: file for file in files}
+    return {file.stem: file for pattern in ("*.yaml", "zoo/*.yaml") for file in sorted(folder.glob(pattern))}
 
 
 def load_recipe(name: str, overrides: Iterable[str] = ()) -> Recipe:
-    """A packaged recipe by name or a YAML file by path, with `key.sub=value` overrides; raises as
-    `parse_recipe`, and for an unknown recipe or unreadable YAML."""
+    """Load a packaged recipe by name or a YAML file by path, with `key.sub=value` overrides; raises as `parse_recipe`,
+    and for an unknown recipe or unreadable YAML."""
     return parse_recipe(read_values(name, overrides, head_settings()))
 
 
@@ -172,7 +170,7 @@ def read_values(
 
 
 def parse_recipe(values: Mapping[str, Any]) -> Recipe:
-    """A recipe from its values; a UserError names the first mistake, and the nearest key to an unknown one."""
+    """Validate a recipe; a UserError names the first mistake, and the nearest key to an unknown one."""
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
@@ -268,7 +266,7 @@ def _parse_override(override: str) -> tuple[str, list[str], Any]:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
         value = text
-    if value == text.strip():  # YAML 1.1 reads 1e-3 as text; what stands in quotes is text
+    if value == text.strip():  # YAML 1.1 reads 1e-3 as text; quoted values stay text
         with suppress(ValueError):
             value = float(text)
     return override, ["target", "spec"] if key == "target" and isinstance(value, str) else key.split("."), value
@@ -285,7 +283,7 @@ def _put(values: dict[str, Any], override: str, path: list[str], value: Any) -> 
 
 
 def section_fields(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, type[BaseModel] | None]]:
-    """Names and fields of a section that can be set, each with the section inside it, if it is one."""
+    """Yield name, field and subsection (or None) of the settable fields of a section."""
     for name, field in section.model_fields.items():
         mark = from_target(field)
         if mark is None or mark.settable:
@@ -294,7 +292,7 @@ def section_fields(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, t
 
 
 def _explain(error: ValidationError, section: type[BaseModel], at: tuple[str, ...] = ()) -> UserError:
-    """The first of the mistakes in a section, in a sentence; `at` says where the section stands in the recipe."""
+    """Convert the first validation error of a section; `at` is the section's path in the recipe."""
     first = error.errors()[0]
     if isinstance(own := first.get("ctx", {}).get("error"), UserError):
         return own
@@ -316,7 +314,7 @@ def _explain(error: ValidationError, section: type[BaseModel], at: tuple[str, ..
 
 
 def _nearest_key(name: str, section: type[BaseModel]) -> str:
-    """The key that was meant: of this section, or of another that has one of this very name."""
+    """Suggest the nearest key of this section, or the same key of another."""
     known = {key for key, _, _ in section_fields(section)}
     elsewhere = (f"{key}.{name}" for key, _, inner in section_fields(Recipe) if inner and name in inner.model_fields)
     if not close(name, known) and (other := next(elsewhere, None)):
@@ -325,7 +323,7 @@ def _nearest_key(name: str, section: type[BaseModel]) -> str:
 
 
 def _not_of_this_family(name: str, section: type[BaseModel]) -> UserError:
-    """What to say of a setting that a family of heads does not have: another family may."""
+    """Build the error for a setting that a head family lacks; other families may have it."""
     families = {family: {key for key, _, _ in section_fields(config)} for family, config in head_settings().items()}
     family = _family_of(section) or ""
     elsewhere = close(name, set().union(*families.values()))
@@ -338,7 +336,7 @@ def _not_of_this_family(name: str, section: type[BaseModel]) -> UserError:
 
 
 def _family_of(section: type[BaseModel]) -> str | None:
-    """The family whose settings these are; None for those of another section."""
+    """Return the head family of a section of settings; None for other sections."""
     if not issubclass(section, HeadSettings):
         return None
     return next((family for family, config in head_settings().items() if config is section), None)

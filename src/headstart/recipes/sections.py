@@ -1,7 +1,6 @@
-"""The sections of a recipe: every setting, its type, what it is when left out, and what it means.
+"""Sections of a recipe: type, default and meaning of every setting.
 
-Every room with settings may import this module, so it imports next to nothing. See `headstart.recipes.recipe` for how a
-recipe is read.
+Every package may import this module, so it imports next to nothing. `headstart.recipes.recipe` reads recipes.
 """
 
 from __future__ import annotations
@@ -11,15 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from headstart.errors import UserError
@@ -28,9 +19,9 @@ from headstart.servers.names import FormatName
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
 """`exponential` and `dpace` are in `headstart.train.losses`, `subsampled` in `headstart.train.batches`."""
 LossName = Literal["soft_ce", "hard_ce", "tv_ce", "half_l1"]
-"""Those of `headstart.train.losses`."""
+"""Implemented in `headstart.train.losses`."""
 _Beta = Annotated[float, Field(ge=0, lt=1)]
-_FEWEST_TOKENS = 10  # that a loss is over: of fewer, one drawn token at most would stand for all others
+_FEWEST_TOKENS = 10  # with fewer, at most one sampled token would represent all others
 _Width = Annotated[int, Field(ge=1, le=1024)]
 _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 
@@ -39,17 +30,15 @@ FREE_TO_CHANGE = {
     *("keep_checkpoints", "tracker", "project"),
     *("gradient_checkpointing", "prefetch", "shard_target"),
 }
-"""Train settings that may differ when a training goes on from a checkpoint: how long, how often, who watches, and what
-costs memory or time alone."""
+"""Train settings that may change when resuming from a checkpoint: duration, intervals, tracking, memory trade-offs."""
 
 
 class Section(BaseModel):
-    """A part of a recipe. Unknown keys are refused with the nearest known one, and numbers that are not finite where
-    these mean nothing."""
+    """A part of a recipe. Rejects unknown keys, NaN and infinity."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
     noted_if_set: ClassVar[frozenset[str]] = frozenset()
-    """Settings that records and identities name only where they are not at their defaults."""
+    """Settings that records and identities omit at their defaults."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -58,22 +47,22 @@ class Section(BaseModel):
         return (value,) if is_list and isinstance(value, str | int | float) else value
 
     def unset(self) -> set[str]:
-        """Those of `noted_if_set` that are at their defaults."""
+        """Return the settings in `noted_if_set` that are at their defaults."""
         untouched = type(self)()
         return {name for name in self.noted_if_set if getattr(self, name) == getattr(untouched, name)}
 
 
 @dataclass(frozen=True)
 class DependsOn:
-    """Marks a setting that goes back to its default when a variant or an override changes `key`."""
+    """Marks a setting that resets to its default when a variant or an override changes `key`."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class FromTarget(DependsOn):
-    """Marks a setting of heads that is the target's own where a recipe leaves it out: `Annotated[int, FromTarget()]`.
-    If it is `settable`, a recipe may say otherwise."""
+    """Marks a head setting that defaults to the target's: `Annotated[int, FromTarget()]`. Recipes may override it if
+    `settable`."""
 
     key: str = "target.spec"
     settable: bool = True
@@ -83,12 +72,12 @@ _OF_TARGET, _OF_PROMPTS = DependsOn("target.spec"), DependsOn("data.prompts")
 
 
 def from_target(field: FieldInfo) -> FromTarget | None:
-    """The mark of a field of heads; None where it does not follow from the target."""
+    """Return a field's `FromTarget` mark, if any."""
     return next((mark for mark in field.metadata if isinstance(mark, FromTarget)), None)
 
 
 def depends_on(field: FieldInfo) -> str | None:
-    """The key that a setting depends on."""
+    """Return the key that a setting depends on, if any."""
     return next((mark.key for mark in field.metadata if isinstance(mark, DependsOn)), None)
 
 
@@ -103,10 +92,10 @@ class HeadSettings(Section):
     )
 
     def check(self) -> None:
-        """Refuse settings that do not go together; what is still to be filled in from the target is passed over."""
+        """Raise a UserError for incompatible settings; settings still to come from the target are skipped."""
 
     def to_recipe(self) -> dict[str, Any]:
-        """The settings as a recipe says them: every one with its value, but for what the target is to fill in."""
+        """Dump all settings except those left to the target."""
         left_to_target = {name for name, field in type(self).model_fields.items() if from_target(field)}
         return self.model_dump(mode="json", exclude=left_to_target - self.model_fields_set)
 
@@ -252,22 +241,22 @@ class DataSection(Section):
 
     @property
     def own_answers(self) -> bool:
-        """Whether the target writes the answers; otherwise they are those of the prompts' files."""
+        """Whether the target writes the answers; otherwise they come from the prompt files."""
         return self.regenerate or self.self_share == 1
 
     @property
     def in_int8(self) -> bool:
-        """Whether what is trained on is written with products in 8 bits, where these are faster."""
+        """Whether training conversations are written with int8 matmuls where these are faster."""
         return self.writing_dtype == "int8" and not self.server
 
     @property
     def online(self) -> bool:
-        """Whether training computes hidden states itself, and none are stored."""
+        """Whether training computes hidden states itself instead of reading stored ones."""
         return self.states == "online"
 
     @property
     def sources(self) -> tuple[PromptSource, ...]:
-        """Where prompts are read, each with its split; none of them is what the target writes."""
+        """External sources of prompts, each with its split."""
         named = self.prompts
         if isinstance(named, str):
             named = (PromptSource(source=named, split=self.split, revision=self.revision),)
@@ -276,7 +265,7 @@ class DataSection(Section):
 
     @property
     def self_share(self) -> float:
-        """Of all prompts, the share that the target writes itself."""
+        """Fraction of prompts that the target writes itself."""
         if isinstance(self.prompts, str):
             return float(self.prompts == "self")
         weights = [(source.source == "self", source.weight) for source in self.prompts]
@@ -326,9 +315,7 @@ class JointSection(Section):
         0.4, ge=0, lt=1, description="Share of the run, at its start, in which the heads learn alone."
     )
     heads_weight: float = Field(
-        0.2,
-        gt=0,
-        description="Weight of the heads' loss; the loss that keeps the target close to itself has weight 1.",
+        0.2, gt=0, description="Weight of the heads' loss; the loss that keeps the target close to itself has weight 1."
     )
 
 
@@ -342,8 +329,7 @@ class TrainSection(Section):
     epochs: int = Field(50, ge=1, description="Most passes over the data.")
     batch_tokens: int = Field(4096, ge=64, description="Tokens of a batch, padding included.")
     packing: bool = Field(
-        False,
-        description="Pack the conversations of a batch into one row without padding; none attends to another.",
+        False, description="Pack the conversations of a batch into one row without padding; none attends to another."
     )
     anchors: int | None = Field(
         None,
@@ -413,7 +399,7 @@ class TrainSection(Section):
     @field_validator("mixed_precision", mode="before")
     @classmethod
     def _no(cls, value: Any) -> Any:
-        return "no" if value is False else value  # which is how YAML reads the word
+        return "no" if value is False else value  # YAML reads `no` as false
 
     @field_validator("loss_tokens")
     @classmethod
@@ -424,11 +410,11 @@ class TrainSection(Section):
 
     @property
     def needs_target(self) -> bool:
-        """Whether training runs the target itself, so that its teacher is not enough."""
+        """Whether training runs the target itself, not only its teacher."""
         return self.joint.rank > 0
 
     def noted(self, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-        """The settings, for records: those of joint training only where there is one."""
+        """Dump the settings for records, without `joint` if it is off."""
         alone = () if self.joint.rank else ("joint",)
         return self.model_dump(mode="json", exclude={*leave_out, *alone})
 
@@ -467,7 +453,7 @@ class ExportSection(Section):
 
 
 def _source(value: Any, number: int) -> PromptSource:
-    """One of the sources of a list, checked; a UserError names its number."""
+    """Validate one source of a list; a UserError names its number."""
     try:
         source = PromptSource.model_validate({"source": value} if isinstance(value, str) else value)
     except ValidationError as error:

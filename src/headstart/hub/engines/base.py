@@ -1,4 +1,4 @@
-"""What a format is: how heads are written for some engines, and how such files are checked."""
+"""The `Format` interface: writing heads for engines, and checking such files."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from headstart.hub.target_facts import TargetFacts
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NOTE = "headstart"
-"""Where a file of ours says what it was written from, see `Written`."""
+"""Key of our note in a file, see `Written`."""
 Faults = Iterator[tuple[str, str]]
-"""(what is wrong, what to do), each as one sentence."""
+"""(problem, remedy), one sentence each."""
 HEADS_GGUF = "heads.gguf"
-"""What a folder calls heads for llama.cpp."""
+"""File name of heads for llama.cpp."""
 AGAIN = "Export or fetch the heads again, or take another checkpoint."
 EAGLE3, DFLASH, DSPARK = "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel"
 EAGLE3_NORMED = "Eagle3Qwen3ForCausalLM"
-"""What engines call heads, `EAGLE3_NORMED` those whose layers norm queries and keys; EAGLE-1 heads have names of their
-own in each."""
+"""Architecture names in engines; `EAGLE3_NORMED` has QK norm. Names of EAGLE-1 heads differ by engine."""
 SGLANG_EAGLE = "LlamaForCausalLMEagle"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What an engine would get wrong, and what to do about it."""
+    """A problem that heads have in an engine, and its remedy."""
 
     engine: str
     problem: str
@@ -41,7 +40,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Written:
-    """What a file of ours says of itself: the digest of its heads in their own rounding, and what they are for."""
+    """Our note in a file: the digest of its heads, as rounded there, their target and their draft steps."""
 
     digest: str
     target: Mapping[str, Any]
@@ -49,7 +48,7 @@ class Written:
 
     @classmethod
     def of(cls, note: Any) -> Written | None:
-        """From what `note_of` made; None for anything else."""
+        """Parse the result of `note_of`; None for anything else."""
         if not isinstance(note, Mapping) or not isinstance(note.get("digest"), str):
             return None
         target = note.get("target")
@@ -57,30 +56,25 @@ class Written:
 
 
 def note_of(published: Published, facts: TargetFacts) -> dict[str, Any]:
-    """What a file with these heads says of itself, see `Written`."""
+    """Build our note for a file with these heads, see `Written`."""
     target = {name: getattr(facts, name) for name in ("name", "fingerprint", "model_type", "num_layers")}
-    return {
-        "version": headstart.__version__,
-        "digest": digest(published),
-        "steps": published.steps,
-        "target": target,
-    }
+    return {"version": headstart.__version__, "digest": digest(published), "steps": published.steps, "target": target}
 
 
 def infinite(published: Published) -> Faults:
-    """Tensors that would make every draft meaningless."""
+    """Report tensors with NaN or infinity."""
     for name in published.not_finite:
         yield f"{name} holds numbers that are not finite: every draft would be noise.", AGAIN
 
 
 class Format(ABC):
-    """A way of writing heads that some engines read.
+    """A file format for heads.
 
     Attributes:
-        name: that users type.
-        engines: that must be able to serve what is written, the one it is mainly for first.
-        also: that read it too, where they know such heads.
-        dtypes: that weights can be written in, the usual one first.
+        name: the name users type.
+        engines: engines that must be able to serve it, the main one first.
+        also: engines that read it too, if they support the heads.
+        dtypes: supported weight dtypes, the default first.
     """
 
     name: str
@@ -90,26 +84,26 @@ class Format(ABC):
 
     @property
     def readers(self) -> tuple[str, ...]:
-        """Engines that read its files, those included that may not know the heads in them."""
+        """All engines that read the format, even if they may not support the heads."""
         return (*self.engines, *self.also)
 
     def holds_embeddings(self, published: Published) -> bool:
-        """Whether its files have the target's embeddings beside the heads."""
+        """Whether the files include the target's embeddings."""
         return False
 
     def with_embeddings(self, published: Published, embeddings_VE: torch.Tensor) -> Published:
-        """The heads with the target's embeddings, where the files hold them."""
+        """Add the target's embeddings if the files include them."""
         if not self.holds_embeddings(published):
             return published
         return published.with_tensors({**published.tensors, EMBEDDINGS: embeddings_VE})
 
     def as_held(self, published: Published) -> Published:
-        """The same heads as the format's files hold them, which draft the same."""
+        """Convert to equivalent heads as the files store them."""
         return published
 
     @abstractmethod
     def limits(self, published: Published, facts: TargetFacts, engine: str) -> Faults:
-        """Why an engine could not serve these heads; a UserError where the format cannot hold them."""
+        """Report why an engine cannot serve these heads; a UserError where the format cannot hold them."""
 
     @abstractmethod
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
@@ -121,18 +115,18 @@ class Format(ABC):
 
     @abstractmethod
     def read(self, folder: Path, facts: TargetFacts | None = None) -> Published:
-        """The heads that a folder holds; a UserError where they are not whole, or not to be told."""
+        """Read the heads of a folder; a UserError where they are incomplete or ambiguous."""
 
     @abstractmethod
     def faults(self, folder: Path, engine: str, facts: TargetFacts | None) -> Faults:
-        """What an engine would refuse, ignore, or fill with noise; a UserError where nothing else can be checked."""
+        """Report what an engine rejects, ignores, or leaves random; a UserError where checks cannot go on."""
 
     def check(self, folder: Path, engine: str, facts: TargetFacts | None = None) -> list[Finding]:
-        """All faults of a folder's files."""
+        """Collect all faults of a folder, NaN and infinity included."""
         findings = []
         try:
             for fault in self.faults(folder, engine, facts):
-                findings.append(Finding(engine, *fault))  # one at a time: a later one may raise
+                findings.append(Finding(engine, *fault))  # one by one: the generator may raise later
             if not findings:
                 findings += [Finding(engine, *fault) for fault in infinite(self.read(folder, facts))]
         except UserError as error:
@@ -141,5 +135,5 @@ class Format(ABC):
 
 
 def rounded(published: Published, dtype: str) -> Published:
-    """The heads in the numbers that a file of this dtype holds."""
+    """Round the heads to a dtype."""
     return published.with_tensors({name: tensor.to(DTYPES[dtype]) for name, tensor in published.tensors.items()})

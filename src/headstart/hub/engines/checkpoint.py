@@ -1,7 +1,7 @@
-"""Reading a checkpoint that anybody may have written: nothing is unpickled, allocated or followed before it is checked.
+"""Reader for untrusted checkpoints: no pickle, and no allocation or path from the files before it is checked.
 
-A checkpoint is a folder with config.json and safetensors files, one or several with an index. Names and shapes come
-from the files' headers; tensors are read one by one, when asked for.
+A checkpoint is a folder of config.json and safetensors files, sharded or not. Names and shapes come from the headers;
+tensors are loaded lazily.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CONFIG = "config.json"
 WRITE, CORRECT = f"Write it into {CONFIG}.", f"Correct it in {CONFIG}."
 FETCH, ANOTHER = f"Fetch the checkpoint again, or correct its {CONFIG}.", "Take another checkpoint."
 AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-"""Where EAGLE-3 heads name the layers that they read: at the top for vLLM and llama.cpp, nested for SGLang."""
+"""Key of the aux layers of EAGLE-3 heads: at the top for vLLM and llama.cpp, nested for SGLang."""
 _INDEX = "*.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 _PREFIXES = ("model.", "medusa_head.", "medusa_heads.")
@@ -40,7 +40,7 @@ _AGAIN = "Fetch the checkpoint again."
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor as the header of its file describes it; the dtype is in safetensors' words."""
+    """A lazy tensor, described by the header of its file; the dtype is safetensors' name."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,21 +57,21 @@ class Checkpoint:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The config, with what speculators nests at the top."""
+        """The config, with the nested settings of speculators lifted to the top."""
         nested = self.config.get("transformer_layer_config")
         return {**nested, **self.config} if isinstance(nested, Mapping) else dict(self.config)
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """The tensors' names in the files, by their published ones (see `headstart.heads.exchange.published`)."""
+        """Names in the files by published name (see `headstart.heads.exchange.published`)."""
         names = {_published_name(name): name for name in self.tensors}
         if self.config.get("original_lm_head") is True and LM_HEAD not in names and _FIRST_LM_HEAD in names:
-            names[LM_HEAD] = names.pop(_FIRST_LM_HEAD)  # of Medusa heads that share the target's
+            names[LM_HEAD] = names.pop(_FIRST_LM_HEAD)  # Medusa heads that share the target's LM head
         return names
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """By published names."""
+        """Shapes by published name."""
         return {name: self.tensors[in_file].shape for name, in_file in self.names.items()}
 
     @property
@@ -81,16 +81,16 @@ class Checkpoint:
 
     @property
     def written(self) -> Written | None:
-        """What a folder of ours says of itself."""
+        """Our note, if we wrote the folder."""
         return Written.of(self.config.get(NOTE))
 
     def read(self, name: str) -> Tensor:
-        """A tensor by its published name, on the CPU; a UserError where its file is damaged."""
+        """Load a tensor by published name, on the CPU; a UserError where its file is damaged."""
         return self.tensors[self.names[name]].load()
 
 
 def checkpoint_of(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Checkpoint:
-    """What a folder would hold that is not written yet."""
+    """Represent files that are not written yet."""
     stored = {
         name: StoredTensor("F32" if tensor.is_floating_point() else "I64", tuple(tensor.shape), partial(tensor.cpu))
         for name, tensor in tensors.items()
@@ -111,10 +111,7 @@ def _published_name(name: str) -> str:
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder; of its tensors the headers alone are read.
-
-    A UserError where there is none, where weights are pickled, and where files are damaged or point elsewhere.
-    """
+    """Open a folder and read its headers; a UserError for missing, pickled, damaged or outside files."""
     if not folder.is_dir():
         raise no_folder(folder, "Give a folder with config.json and safetensors files.")
     config = read_json(folder / CONFIG, _AGAIN)
@@ -123,27 +120,26 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     tensors: dict[str, StoredTensor] = {}
     for file in _files(folder):
         with opened(file) as handle:
-            names = handle.keys()
-            for name in names:
+            for name in handle.keys():  # noqa: SIM118  # not a mapping
                 if name in tensors:
                     raise UserError(
                         f"{folder} has the tensor {name!r} twice.", "Keep one set of safetensors files in the folder."
                     )
                 header = handle.get_slice(name)
-                shape = tuple(header.get_shape())
-                tensors[name] = StoredTensor(header.get_dtype(), shape, partial(_loaded, file, name))
+                load = partial(_loaded, file, name)
+                tensors[name] = StoredTensor(header.get_dtype(), tuple(header.get_shape()), load)
     return Checkpoint(folder, config, tensors)
 
 
 def whole(value: Any, name: str, minimum: int = 1, maximum: int = 1 << 24) -> int:
-    """A number of a config; a UserError where it is none, or out of bounds that no model reaches."""
+    """Check an integer of a config; a UserError for other types, or out of plausible bounds."""
     if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= maximum:
         raise _wrong_setting(value, name, f"a whole number from {minimum} to {maximum}")
     return value
 
 
 def small(value: Any, name: str) -> float:
-    """A number of a config that is added to what a norm divides by; a UserError unless it is between 0 and 1."""
+    """Check a norm's epsilon; a UserError unless it is a number from 0 to below 1."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
         raise _wrong_setting(value, name, "a number from 0 to below 1")
     return float(value)
@@ -157,15 +153,14 @@ def _wrong_setting(value: Any, name: str, expected: str) -> UserError:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those of its index, or all."""
-    indices = sorted(folder.glob(_INDEX))
-    if indices:
+    """List the safetensors files of a folder: those in its index, else all."""
+    if indices := sorted(folder.glob(_INDEX)):
         index = read_json(indices[0], _AGAIN)
         named = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(named, dict) or not named:
             raise UserError(f"{indices[0]} names no files.", _AGAIN)
-        files = []
-        for name in sorted({str(value) for value in named.values()}):
+        names = sorted({str(value) for value in named.values()})
+        for name in names:
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise UserError(
                     f"{indices[0]} names the file {name!r}, which is not a safetensors file beside it.",
@@ -173,13 +168,10 @@ def _files(folder: Path) -> list[Path]:
                 )
             if not (folder / name).is_file():
                 raise UserError(f"{folder} lacks {name}, which its index names.", _AGAIN)
-            files.append(folder / name)
+        return [folder / name for name in names]
+    if files := sorted(folder.glob("*.safetensors")):
         return files
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        return files
-    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
-    if pickled:
+    if pickled := sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern)):
         raise UserError(
             f"{folder} has its weights in {pickled[0]}, a pickled file, which can run any program when it is read.",
             "Take a revision with safetensors files, or convert it where you trust it "
@@ -190,7 +182,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
-    """A safetensors file. The library checks its header against its size before anything is read."""
+    """Open a safetensors file; the library checks the header against the file size first."""
     try:
         with safe_open(file, framework="pt") as handle:
             yield handle
@@ -205,7 +197,7 @@ def _loaded(file: Path, name: str) -> Tensor:
 
 
 def absolute_ids(offsets_D: Tensor) -> Tensor:
-    """The target's token ids from offsets: draft token i is token i + offset i.
+    """Convert offsets to token ids of the target: draft token i is token i + offset i.
 
     >>> absolute_ids(torch.tensor([0, 0, 5])).tolist()
     [0, 1, 7]
@@ -214,5 +206,5 @@ def absolute_ids(offsets_D: Tensor) -> Tensor:
 
 
 def offsets(ids_D: Tensor) -> Tensor:
-    """The opposite of `absolute_ids`."""
+    """Invert `absolute_ids`."""
     return ids_D.to(torch.int64) - torch.arange(len(ids_D))

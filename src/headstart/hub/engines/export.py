@@ -1,4 +1,4 @@
-"""Writing heads in a format of engines, and checking such files, whoever wrote them."""
+"""Export of heads in engine formats, and checks of such files."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from headstart.target.model import Target
 
 FORMATS: dict[str, Format] = {format.name: format for format in (Vllm(), Sglang(), Speculators(), Gguf())}
 _SAME = 0.02
-"""How far, as a share of their size, numbers in 8 bits or bfloat16 are from those they stand for."""
+"""Relative error allowed for rounding to int8 or bfloat16."""
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export wrote; `drafts` are tokens of the chain by engine and by requests at a time, where measured."""
+    """Result of an export; `drafts` are measured chain lengths by engine and concurrent requests."""
 
     folder: Path
     engines: tuple[str, ...]
@@ -47,11 +47,11 @@ class Exported:
 
     @property
     def commands(self) -> dict[str, str]:
-        """What to type to serve target and heads, by engine."""
+        """Command lines that serve target and heads, by engine."""
         return {engine: shlex.join(words) for engine, words in self.words(self.drafts).items()}
 
     def words(self, drafts: Mapping[str, Mapping[int, int]]) -> dict[str, list[str]]:
-        """The same commands in words, with other numbers of drafts."""
+        """Return the commands as argument lists, for other numbers of drafts."""
         return serve_commands(self.engines, self.folder, self.published, self.facts, drafts)
 
 
@@ -69,9 +69,9 @@ def export_for(
     dtype: str | None = None,
     trust_remote_code: bool = False,
 ) -> Exported:
-    """Write heads in one or several formats of engines; nothing is left behind when that fails. See `headstart.export`.
+    """Write heads in one or several engine formats, atomically; see `headstart.export`.
 
-    A UserError also where files of two formats would be in each other's way.
+    A UserError also where files of two formats collide.
     """
     asked = [_format_named(name) for name in dict.fromkeys([formats] if isinstance(formats, str) else formats)]
     of_folders = [format.name for format in asked if isinstance(format, FolderFormat)]
@@ -108,12 +108,12 @@ def export_for(
 
 
 def check_heads(name: str, published: Published, facts: TargetFacts) -> list[str]:
-    """Refuse (UserError) heads that a format, or its engine, cannot hold; returns which others cannot, and why."""
+    """Raise a UserError if a format or its engines do not support the heads; returns remarks on its other engines."""
     return _served([_format_named(name)], published.with_context(facts.context), facts)[1]
 
 
 def _served(formats: Sequence[Format], published: Published, facts: TargetFacts) -> tuple[list[str], list[str]]:
-    """The engines that serve heads in some formats, and what the user should know; see `check_heads`."""
+    """Return the engines that can serve heads in some formats, and remarks; see `check_heads`."""
     engines: dict[str, None] = {}
     remarks = []
     for format in formats:
@@ -125,10 +125,7 @@ def _served(formats: Sequence[Format], published: Published, facts: TargetFacts)
                 raise UserError(*limit)
             else:
                 remarks.append(f"Not for {engine}: {limit[0]}")
-    return list(engines), [
-        *remarks,
-        *(remark for engine in engines for remark in KNOWN_ENGINES[engine].remarks(published)),
-    ]
+    return list(engines), remarks + [each for engine in engines for each in KNOWN_ENGINES[engine].remarks(published)]
 
 
 def _untuned(folder: Path, measured: Mapping[str, EngineTuning]) -> Iterator[str]:
@@ -140,7 +137,7 @@ def _untuned(folder: Path, measured: Mapping[str, EngineTuning]) -> Iterator[str
 
 
 def _uncorrected(published: Published) -> Iterator[str]:
-    """Tokens that heads with a draft vocabulary never drafted: engines draft them, and nothing corrects them there."""
+    """Warn of tokens outside the draft vocabulary, which engines draft without the Markov head's correction."""
     table_VR = published.tensors.get(MARKOV_LM_HEAD)
     if table_VR is not None and (missing := int((~table_VR.any(-1)).sum())):
         yield (
@@ -151,7 +148,7 @@ def _uncorrected(published: Published) -> Iterator[str]:
 
 
 def _not_paying(formats: Sequence[Format], measured: Mapping[str, EngineTuning]) -> Iterator[str]:
-    """What to say of engines in which plain decoding was found to be faster."""
+    """Warn of engines in which plain decoding was measured to be faster."""
     read_by = {engine for format in formats for engine in format.readers}
     for engine, tuning in measured.items():
         if engine in read_by and not tuning.drafts:
@@ -165,7 +162,7 @@ def _not_paying(formats: Sequence[Format], measured: Mapping[str, EngineTuning])
 def publish(
     heads: Path, target: FrozenModel | str | None = None, trust_remote_code: bool = False
 ) -> tuple[Published, TargetFacts]:
-    """Heads as engines know them, and what is known of their target; it is loaded only where heads read its weights."""
+    """Return heads in published form and facts of their target, which is loaded only if they read its weights."""
     folder = heads_folder(heads)
     built = check_folder(folder)
     facts = facts_of_heads(folder, None if isinstance(target, FrozenModel) else target, trust_remote_code)
@@ -175,13 +172,11 @@ def publish(
 
 
 def _embeddings(target: FrozenModel | str | None, facts: TargetFacts) -> torch.Tensor:
-    """The target's embeddings [V, E], without the rest of it where its files allow."""
+    """Read the target's embeddings [V, E], without the other weights if possible."""
     if isinstance(target, FrozenModel):
         return target.embedding_weight.detach()
     embeddings_VE = read_embeddings(_spec(facts))
-    if embeddings_VE is None:
-        return _load(facts, "auto").embedding_weight.detach()
-    return embeddings_VE
+    return _load(facts, "auto").embedding_weight.detach() if embeddings_VE is None else embeddings_VE
 
 
 def _load(facts: TargetFacts, dtype: str) -> Target:
@@ -198,7 +193,7 @@ def _spec(facts: TargetFacts) -> str:
 
 
 def refuse_used(out: Path) -> None:
-    """Refuse (UserError) to replace a folder that holds anything but an earlier export for an engine."""
+    """Raise a UserError if a folder holds anything but an earlier engine export."""
     refuse_others(out, ENGINE_FILES if is_engine_folder(out) else ())
 
 
@@ -206,14 +201,14 @@ def refuse_used(out: Path) -> None:
 
 
 def is_published(folder: Path) -> bool:
-    """Whether a folder (or GGUF file) holds heads as engines read them, and not in our own format."""
+    """Whether a folder or GGUF file holds heads in an engine format."""
     with suppress(UserError):
         return bool(formats_of(folder))
     return False
 
 
 def formats_of(folder: Path) -> list[Format]:
-    """The formats that a folder of heads is in, whoever wrote it; the first is read where one has to do."""
+    """Detect the formats of a folder of heads, the preferred one first; a UserError if there are none."""
     if has_heads(str(folder)):
         raise UserError(
             f"{folder} holds heads in headstart's own format, which no engine reads.",
@@ -229,8 +224,7 @@ def formats_of(folder: Path) -> list[Format]:
 
 
 def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
-    """For each engine that reads a folder the format by which it does; by default the engines that its formats are
-    mainly for."""
+    """Map engines to the format they read a folder in; by default each format's main engine."""
     formats = formats_of(folder)
     read_by = {engine: format for format in reversed(formats) for engine in format.readers}
     asked = engines or [format.engines[0] for format in formats]
@@ -238,7 +232,7 @@ def readers_of(folder: Path, engines: Sequence[str] = ()) -> dict[str, Format]:
 
 
 def _unread(folder: Path, engines: Sequence[str], readers: Mapping[str, Format]) -> Iterator[Finding]:
-    """Those of the engines that do not read a folder at all; a UserError where there is no such engine."""
+    """Report engines that do not read a folder; a UserError for an unknown engine."""
     format_for = {engine: name for name, format in reversed(FORMATS.items()) for engine in format.readers}
     for engine in engines:
         if engine not in format_for:
@@ -259,10 +253,10 @@ def check_export(
     target: FrozenModel | str | None = None,
     trust_remote_code: bool = False,
 ) -> list[Finding]:
-    """What engines would get wrong with a folder of heads or a GGUF file, whoever wrote it.
+    """Report problems that engines have with a folder of heads or a GGUF file.
 
-    By default the engines are those that its formats are mainly for. `against` are headstart heads that it should hold,
-    and `target` is theirs, where it is not where they say.
+    `engines` defaults to the main engine of each format. `against` are the headstart heads it should contain, `target`
+    overrides the location of their target.
     """
     readers = readers_of(folder, engines)
     published = None if against is None else publish(against, target, trust_remote_code)
@@ -282,7 +276,7 @@ def export_remarks(
     target: FrozenModel | str | None = None,
     trust_remote_code: bool = False,
 ) -> list[str]:
-    """What the user should know of a folder without faults; see `check_export` for the arguments."""
+    """Return remarks on a folder without faults; arguments as in `check_export`."""
     facts, readers = _facts(against, target, trust_remote_code), readers_of(folder, engines).items()
     return [
         remark for engine, format in readers for remark in KNOWN_ENGINES[engine].remarks(format.read(folder, facts))
@@ -290,7 +284,6 @@ def export_remarks(
 
 
 def _facts(against: Path | None, target: FrozenModel | str | None, trust_remote_code: bool) -> TargetFacts | None:
-    """What is known of the target of heads to check."""
     if isinstance(target, FrozenModel):
         return facts_of_target(target)
     if against is not None:
@@ -299,7 +292,7 @@ def _facts(against: Path | None, target: FrozenModel | str | None, trust_remote_
 
 
 def _differences(format: Format, folder: Path, ours: Published, facts: TargetFacts | None) -> list[Finding]:
-    """In what a folder's heads are not those given, but for rounding."""
+    """Report differences from the given heads beyond rounding."""
     theirs = format.read(folder, facts)
     if digest(theirs) == digest(rounded(ours, "float32")):
         return []

@@ -1,4 +1,4 @@
-"""What formats need to know of a target, from a folder of heads or from the target itself."""
+"""`TargetFacts` from a folder of heads, a spec or a loaded target."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def facts_of_heads(folder: Path, spec: str | None = None, trust_remote_code: bool = False) -> TargetFacts:
-    """The target of a folder of heads, wherever it lies or where `spec` says; its weights are not loaded.
+    """Describe the target of a folder of heads without loading its weights; `spec` overrides its location.
 
     A UserError where the target has an adapter, which engines cannot serve.
     """
@@ -45,7 +45,7 @@ def facts_of_heads(folder: Path, spec: str | None = None, trust_remote_code: boo
 
 
 def facts_of_spec(spec: str, trust_remote_code: bool = False) -> TargetFacts:
-    """The target by what `load_target` takes; it is loaded only where it has no config that says what it is like."""
+    """Describe a target by its spec; it is loaded only if it has no config."""
     config = load_config(spec, trust_remote_code)
     if config is None:
         return facts_of_target(load_target(spec, device="cpu", trust_remote_code=trust_remote_code))
@@ -63,7 +63,6 @@ def facts_of_spec(spec: str, trust_remote_code: bool = False) -> TargetFacts:
 
 
 def facts_of_target(target: FrozenModel) -> TargetFacts:
-    """The same from a loaded target."""
     return TargetFacts(
         spec=target.spec,
         name=named(target),
@@ -77,10 +76,10 @@ def facts_of_target(target: FrozenModel) -> TargetFacts:
 
 
 def _is_here(spec: str) -> bool:
-    """Whether a target can be found by what it is called: a packaged name, a file or folder, a Hub id."""
+    """Whether a spec can be resolved: a packaged name, a file or folder, a Hub id."""
     try:
         gguf_file(spec)
-    except UserError:  # it was on another machine, or was never a file
+    except UserError:  # a path of another machine
         return False
     return bool(spec)
 
@@ -90,13 +89,12 @@ def _context(config: Any) -> int:
 
 
 def _config_facts(spec: str, trust_remote_code: bool) -> dict[str, Any]:
-    """Architecture and special tokens, where the target's config can be had."""
+    """Return architectures, context and special tokens if the target's config is available."""
     config = load_config(spec, trust_remote_code) if spec else None
     if config is None:
         return {}
-    tokens = {name: getattr(config, name, None) for name in _SPECIAL}
     return {
         "context": _context(config),
         "architectures": tuple(config.architectures or ()),
-        "tokens": {name: number for name, number in tokens.items() if isinstance(number, int)},
+        "tokens": {name: number for name in _SPECIAL if isinstance(number := getattr(config, name, None), int)},
     }

@@ -1,11 +1,8 @@
-"""What engines make of heads and their folders: which keys and tensors they read, ignore, or fill with noise.
+"""Problems that engines have with heads and their folders: keys and tensors they reject, ignore, or leave random.
 
-What one of them alone gets wrong stands in its `EngineTraits` (`known_engines.py`). vLLM stops at unknown tensors and
-leaves missing ones random without a word; SGLang passes over both. Of block drafters vLLM reads neither `block_size`
-nor the order of the layer ids: blocks are as long as it is asked to draft, and the layers' outputs come in the order of
-the layers.
-
-What headstart itself cannot read is refused by `headstart.hub.engines.parsing`, and found here too.
+Problems of one engine are in its `EngineTraits` (`known_engines.py`), heads that headstart cannot read in `parsing.py`.
+vLLM stops at unknown tensors and silently leaves missing ones random; SGLang ignores both. For block drafters vLLM
+ignores `block_size` (blocks have the requested number of drafts) and joins layers in ascending order.
 """
 
 from __future__ import annotations
@@ -42,18 +39,18 @@ _IN_WORDS = {
 }
 
 
-# -- what engines cannot do, whatever the file -------------------------------------------------------------------------
+# -- limits of engines, whatever the file ------------------------------------------------------------------------------
 
 
 def engine_limits(
     settings: Published, traits: EngineTraits, facts: TargetFacts | None, written: Written | None
 ) -> Faults:
-    """What an engine cannot do with heads of these settings; the target's depth is from `facts`, or was written."""
+    """Report settings that an engine does not support; the target's depth comes from `facts` or our note."""
     engine, layer, aux_layers = traits.name, settings.layer, list(settings.aux_layers)
     if layer is not None:
         if layer.hidden_act != "silu" and traits.only_silu:
-            remedy = "Train with heads.hidden_act=silu."
-            yield f"{engine} computes silu alone, and the MLP uses {layer.hidden_act}.", remedy
+            problem = f"{engine} computes silu alone, and the MLP uses {layer.hidden_act}."
+            yield problem, "Train with heads.hidden_act=silu."
         kind = layer.rope_parameters.get("rope_type", "default")
         if kind not in traits.rotary:
             yield f"{engine} is not known to turn heads by {kind} positions.", AGAIN
@@ -106,7 +103,7 @@ def engine_limits(
 
 
 def unchanged(published: Published, written: Written, facts: TargetFacts | None) -> Faults:
-    """Whether a file of ours still holds the heads that it was written from, and is for this target."""
+    """Check a file of ours against its note: same heads, same target."""
     if digest(published) != written.digest:
         yield (
             "Numbers or settings are not those that headstart wrote: layer ids, rotary base, norms, d2t or weights "
@@ -125,7 +122,7 @@ def unchanged(published: Published, written: Written, facts: TargetFacts | None)
 
 
 def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | None) -> Faults:
-    """Everything an engine would get wrong with a folder of heads; a UserError where nothing else can be checked."""
+    """Report all problems an engine has with a folder of heads; a UserError where checks cannot go on."""
     layout = layout_of(checkpoint)
     if layout is None:
         yield f"{checkpoint.folder} holds no draft heads.", "Give the folder of draft heads."
@@ -139,7 +136,7 @@ def checkpoint_faults(checkpoint: Checkpoint, engine: str, facts: TargetFacts | 
 
 
 def _faults(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits, facts: TargetFacts | None) -> Faults:
-    settings = settings_of(checkpoint, layout, facts)  # first: heads that headstart refuses need no other advice
+    settings = settings_of(checkpoint, layout, facts)  # first: raises for heads that headstart refuses
     yield from _architecture(checkpoint, layout, traits)
     yield from engine_limits(settings, traits, facts, checkpoint.written)
     if settings.layer is not None:
@@ -176,7 +173,7 @@ def _faults(checkpoint: Checkpoint, layout: Layout, traits: EngineTraits, facts:
 
 
 def _block(checkpoint: Checkpoint, settings: Published, engine: str) -> Faults:
-    """`target_layer_ids` count layers' outputs from 0; EAGLE's ids and those of speculators count hidden states."""
+    """`target_layer_ids` count layer outputs from 0; EAGLE's and speculators' ids index hidden states."""
     config = checkpoint.settings
     for name in ("aux_hidden_state_layer_ids", AUX_IDS):
         if config.get(name) not in (None, list(settings.aux_layers)):
@@ -240,7 +237,7 @@ def _rotary(config: Mapping[str, Any]) -> Faults:
 
 
 def short_context(settings: Published, facts: TargetFacts | None) -> Faults:
-    """Whether heads end before the target's context does."""
+    """Report a context shorter than the target's."""
     layer = settings.layer
     if layer is not None and facts is not None and layer.max_position_embeddings < facts.context:
         yield (
@@ -261,7 +258,7 @@ def _layer_ids(checkpoint: Checkpoint) -> Faults:
 
 
 def _vocabulary_map(checkpoint: Checkpoint, settings: Published) -> Faults:
-    """`d2t` holds offsets of a reduced vocabulary."""
+    """`d2t` must hold offsets, and only for a reduced vocabulary."""
     names = checkpoint.names
     if "d2t" not in names:
         return

@@ -1,8 +1,8 @@
 """Folders of config.json and model.safetensors, for vLLM, SGLang and the speculators library.
 
-Layer ids: our aux layers index transformers' `hidden_states`. vLLM and llama.cpp count so too, and read the ids at the
-top of the config, and so does `aux_hidden_state_layer_ids` of speculators. SGLang reads those nested in `eagle_config`
-alone, and counts layers' outputs from 0: one less. So do the `target_layer_ids` of block drafters.
+Layer ids: our aux layers index transformers' `hidden_states`. So do the top-level ids of vLLM and llama.cpp, and
+`aux_hidden_state_layer_ids` of speculators. SGLang's ids in `eagle_config` and the `target_layer_ids` of block drafters
+count layer outputs from 0: one less.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from headstart.support.files import write_json, write_tensors
 
 WEIGHTS = "model.safetensors"
 _SPECULATORS_VERSION = "0.9.0"
-"""Of the library whose config is written."""
+"""Library version of the written config."""
 Files = tuple[dict[str, Any], dict[str, Tensor]]
 """Config and tensors of a folder."""
 
 
 class FolderFormat(Format):
-    """A format of config.json and safetensors files. All of them are read and checked by what their config says."""
+    """A format of config.json and safetensors files."""
 
     @abstractmethod
     def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
-        """Config and tensors of heads in the numbers that the file holds; a UserError where there are no such heads."""
+        """Build config and tensors of rounded heads; a UserError where the format has no such heads."""
 
     @abstractmethod
     def knows(self, checkpoint: Checkpoint) -> bool:
@@ -75,7 +75,7 @@ class FolderFormat(Format):
 
 
 class Vllm(FolderFormat):
-    """For vLLM; of EAGLE-3 and DFlash heads SGLang reads the same folder."""
+    """vLLM's format, which SGLang also reads for EAGLE-3 and DFlash heads."""
 
     name = "vllm"
     engines = ("vllm",)
@@ -92,13 +92,13 @@ class Vllm(FolderFormat):
 
 
 class Sglang(FolderFormat):
-    """For SGLang alone."""
+    """SGLang's own format."""
 
     name = "sglang"
     engines = ("sglang",)
 
     def as_held(self, published: Published) -> Published:
-        """SGLang takes the target's embeddings, and adds the joining map's bias."""
+        """Drop the embeddings: SGLang uses the target's, and adds the bias of `fc`."""
         if published.normed_embeddings:
             raise UserError(
                 "SGLang takes the target's embeddings as they are, and these heads read them normed.",
@@ -115,14 +115,13 @@ class Sglang(FolderFormat):
 
 
 class Speculators(FolderFormat):
-    """As the speculators library writes them; vLLM loads them too, and takes the target from the config."""
+    """The speculators library's format; vLLM loads it and takes the target from the config."""
 
     name = "speculators"
     engines = ("speculators", "vllm")
 
     def holds_embeddings(self, published: Published) -> bool:
-        # The library's EAGLE-3 class fills embeddings that a file lacks with zeros, whatever the target has; block
-        # drafters take them from the verifier.
+        # The library's EAGLE-3 class fills missing embeddings with zeros; block drafters use the verifier's.
         return published.layout is Layout.EAGLE3
 
     def files(self, held: Published, facts: TargetFacts, dtype: str) -> Files:
@@ -156,7 +155,7 @@ def _is_for_sglang_alone(checkpoint: Checkpoint) -> bool:
 
 
 def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_architecture: str) -> Files:
-    """For vLLM and SGLang, which know EAGLE-1 heads by architectures of their own."""
+    """Build files for vLLM or SGLang, whose architecture names differ for EAGLE-1 heads."""
     tensors = dict(held.tensors)
     match held.layout:
         case Layout.EAGLE3:
@@ -173,7 +172,7 @@ def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_archite
         case Layout.EAGLE:
             config = {"architectures": [eagle_architecture], **_layers_config(held, facts, dtype)}
         case Layout.DFLASH | Layout.DSPARK:
-            # As the kinds were first published; embeddings and LM head are the target's.
+            # As first published; embeddings and LM head are the target's.
             reads = {"mask_token_id": held.mask_token_id, "target_layer_ids": _outputs(held)}
             config = _layers_config(held, facts, dtype)
             if held.layout is Layout.DFLASH:
@@ -189,8 +188,7 @@ def _engine_files(held: Published, facts: TargetFacts, dtype: str, eagle_archite
 
 
 def _layers_config(published: Published, facts: TargetFacts, dtype: str) -> dict[str, Any]:
-    """A Llama of the heads' layers alone, a Qwen3 if queries and keys are normed; with both spellings of rotary
-    positions."""
+    """Return a Llama config of the heads' layers, or a Qwen3 config with QK norm; RoPE in old and new spelling."""
     layer = published.layer
     assert layer is not None, "these heads have decoder layers"
     rope = dict(layer.rope_parameters)
@@ -221,7 +219,7 @@ def _layers_config(published: Published, facts: TargetFacts, dtype: str) -> dict
         window, causal = published.sliding_window, published.causal_layers
         kinds = ["sliding_attention" if slides else "full_attention" for slides in published.sliding]
         config |= {"layer_types": kinds, "use_sliding_window": bool(window), "sliding_window": window or None}
-        # Without it slots of sliding layers do not see later ones, and those of full layers do.
+        # The default is causal sliding layers and bidirectional full layers.
         if (window or published.causal) and len(set(causal)) == 1:
             config["is_causal"] = causal[0]
     return config
@@ -249,7 +247,7 @@ def _speculators_keys(published: Published) -> dict[str, Any]:
         "draft_vocab_size": published.vocab_size,
         "mask_token_id": published.mask_token_id,
         "sample_from_anchor": published.layout is Layout.DSPARK,
-        # Of sliding layers; but vLLM takes false for all layers, also where none slides.
+        # Meant for sliding layers, but vLLM applies false to all layers.
         "sliding_window_non_causal": not published.causal,
         "target_hidden_size": published.hidden_size,
         **(_markov_keys(published) if published.layout is Layout.DSPARK else {}),
@@ -277,7 +275,7 @@ def _markov_keys(published: Published) -> dict[str, Any]:
 
 
 def _medusa_config(published: Published, dtype: str) -> dict[str, Any]:
-    """As vLLM up to 0.32 reads it, which renames every other key with "num" and "heads" or "layers" in its name."""
+    """For vLLM up to 0.32, which renames all other keys with "num" and "heads" or "layers" in them."""
     return {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
@@ -293,12 +291,12 @@ def _medusa_config(published: Published, dtype: str) -> dict[str, Any]:
 
 
 def _outputs(published: Published) -> list[int]:
-    """The aux layers as layers' outputs from 0 on."""
+    """Return the aux layers as indices of layer outputs, from 0."""
     return [layer - 1 for layer in published.aux_layers]
 
 
 def _vocabulary_map(published: Published) -> dict[str, Tensor]:
-    """`d2t` (offsets) and `t2d` (which tokens are drafted) of a reduced vocabulary."""
+    """Return `d2t` (offsets) and `t2d` (mask of drafted tokens) of a reduced vocabulary."""
     if published.draft_ids_D is None:
         return {}
     drafted_V = torch.zeros(published.vocab_size, dtype=torch.bool)
@@ -307,7 +305,7 @@ def _vocabulary_map(published: Published) -> dict[str, Tensor]:
 
 
 def _without_bias(published: Published) -> Published:
-    """The same heads without the joining map's bias: every embedding gets what the map turns into it."""
+    """Fold the bias of `fc` into the embeddings: add a vector that `fc` maps to the bias."""
     tensors = dict(published.tensors)
     bias_E = tensors.pop("fc.bias", None)
     if bias_E is None or not bias_E.any():

@@ -1,4 +1,4 @@
-"""GGUF files of heads for llama.cpp: what it cannot do, what a file gets wrong, how it is written."""
+"""GGUF files of heads for llama.cpp: limits, checks and writing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HOOKS = frozenset(
         *("gemma4", "gemma4_text", "lfm2", "minimax_m2"),
     }
 )
-"""transformers' types of targets whose layers llama.cpp gives to heads; never the last one's output."""
+"""Model types for which llama.cpp passes hidden states to heads (all but the last layer's)."""
 
 
 class Gguf(Format):
@@ -63,7 +63,10 @@ class Gguf(Format):
         return _limits(published, facts, None)
 
     def write(self, published: Published, facts: TargetFacts, folder: Path, dtype: str) -> None:
-        write_gguf(folder / HEADS_GGUF, published, facts, dtype)
+        file, tensors = folder / HEADS_GGUF, _stored(published, dtype)
+        _write(file, published, facts, tensors)
+        held = replace(read_heads(GgufFile(file)), steps=published.steps)  # the note's digest is of the file's numbers
+        _write(file, published, facts, tensors, note=json.dumps(note_of(held, facts)))
 
     def holds(self, folder: Path) -> bool:
         return file_of(folder) is not None
@@ -76,7 +79,6 @@ class Gguf(Format):
 
 
 def _limits(settings: Published, facts: TargetFacts | None, written: Written | None) -> Faults:
-    """What llama.cpp cannot do with these heads."""
     yield from engine_limits(settings, LLAMA_CPP, facts, written)
     if settings.layout in BLOCKS and not 0 <= settings.mask_token_id < settings.vocab_size:
         yield (
@@ -94,16 +96,10 @@ def _limits(settings: Published, facts: TargetFacts | None, written: Written | N
 
 def _faults(file: GgufFile, facts: TargetFacts | None) -> Faults:
     settings, written = read_settings(file), file.written
-    sound = True
-    for fault in (
-        *_limits(settings, facts, written),
-        *short_context(settings, facts),
-        *wrong_tensors(settings, file.shapes),
-        *_wrong_keys(file, settings),
-    ):
-        sound = False
-        yield fault
-    if sound and written is not None:
+    faults = [*_limits(settings, facts, written), *short_context(settings, facts)]
+    faults += [*wrong_tensors(settings, file.shapes), *_wrong_keys(file, settings)]
+    yield from faults
+    if not faults and written is not None:
         yield from unchanged(read_heads(file), written, facts)
 
 
@@ -126,20 +122,13 @@ def _wrong_keys(file: GgufFile, settings: Published) -> Faults:
 
 
 _NORMAL, _CONTROL, _UNUSED = 1, 3, 5
-"""Kinds of tokens, as llama.cpp numbers them."""
+"""llama.cpp's token types."""
 _Stored = dict[str, tuple[np.ndarray[Any, Any], Any]]
-"""The file's tensors: raw numbers and their kind."""
-
-
-def write_gguf(file: Path, published: Published, facts: TargetFacts, dtype: str) -> None:
-    """Write heads that llama.cpp can draft with; a UserError without the package gguf or the target's tokenizer."""
-    tensors = _stored(published, dtype)
-    _write(file, published, facts, tensors)
-    held = replace(read_heads(GgufFile(file)), steps=published.steps)
-    _write(file, published, facts, tensors, note=json.dumps(note_of(held, facts)))  # about what the file really holds
+"""Raw data and type of the file's tensors."""
 
 
 def _write(file: Path, published: Published, facts: TargetFacts, tensors: _Stored, note: str = "") -> None:
+    """Write a file; a UserError without the gguf package or the target's tokenizer."""
     gguf = gguf_library()
     types = gguf.GGUFValueType
     writer = gguf.GGUFWriter(file, ARCHITECTURES[published.layout])
@@ -200,7 +189,7 @@ def _keys(published: Published) -> dict[str, Any]:
 
 
 def _stored(published: Published, dtype: str) -> _Stored:
-    """Norms stay in float32, and so do matrices whose rows cannot be cut into blocks."""
+    """Quantise tensors. Norms stay in float32, and for q8_0 also matrices with rows not divisible into blocks."""
     gguf = gguf_library()
     kinds = gguf.GGMLQuantizationType
     wanted = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16, "q8_0": kinds.Q8_0}[dtype]
@@ -221,12 +210,11 @@ def _stored(published: Published, dtype: str) -> _Stored:
 
 
 # -- the tokenizer's fields --------------------------------------------------------------------------------------------
-# llama.cpp counts the target's tokens by them. It tokenises text with the target's own fields, so that those of heads
-# need not say how text is split.
+# llama.cpp only counts tokens with them: it tokenises text with the target's own file.
 
 
 def _copy_tokenizer(writer: Any, file: Path, without: frozenset[str]) -> None:
-    """Write the tokenizer's fields of another GGUF file, but for some of these names."""
+    """Copy the tokenizer's fields of another GGUF file, except `without`."""
     gguf = gguf_library()
     for key, field in read_gguf(file).fields.items():
         if key.startswith("tokenizer.") and key not in without:
@@ -236,7 +224,7 @@ def _copy_tokenizer(writer: Any, file: Path, without: frozenset[str]) -> None:
 
 
 def _write_tokenizer(writer: Any, facts: TargetFacts) -> None:
-    """Write a target's tokens, from the tokenizer of a Hugging Face folder or id."""
+    """Write a target's tokens from its Hugging Face tokenizer."""
     from transformers import AutoTokenizer
 
     try:

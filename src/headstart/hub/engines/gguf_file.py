@@ -1,9 +1,9 @@
-"""What GGUF files of draft heads hold, and how they are read. There are two architectures:
+"""Layout and reader of GGUF files of draft heads. There are two architectures:
 
-    eagle3  EAGLE-3 heads of one layer. Rows of queries and keys are permuted, since llama.cpp turns pairs of neighbours
-            where transformers turns the two halves of a head; `d2t` holds token ids, not offsets.
-    dflash  block drafters, DSpark where a Markov head lies beside. Rows are as in a Hugging Face checkpoint; embeddings
-            and LM head are the target's; the mask token is one of the tokenizer's fields.
+    eagle3  EAGLE-3 heads of one layer. Rows of queries and keys are permuted: llama.cpp rotates adjacent pairs,
+            transformers the two halves of a head. `d2t` holds token ids, not offsets.
+    dflash  block drafters; DSpark if there is a Markov head. Rows as in Hugging Face checkpoints; embeddings and LM
+            head are the target's; the mask token is a tokenizer field.
 
 Shape suffixes: D draft vocabulary, I inputs, N rows, R pairs of a head.
 """
@@ -39,7 +39,7 @@ EAGLE3, BLOCK = "eagle3", "dflash"
 ARCHITECTURES = {Layout.EAGLE3: EAGLE3, **dict.fromkeys(BLOCKS, BLOCK)}
 FACTORS, D2T, MASK = "rope_freqs.weight", "d2t", "tokenizer.ggml.mask_token_id"
 _DEFAULT_BLOCK = 16
-"""What llama.cpp takes where a file says no block size."""
+"""llama.cpp's default block size."""
 _MARKOV, _CONFIDENCE = "markov_w1.weight", "conf_proj.weight"
 _WHOLE = {
     "fc.weight": "fc.weight",
@@ -70,14 +70,13 @@ _REFUSED = (
     *("selector_", "conv_", "attention.scale", "attention.clamp_kqv", "logit_scale", "residual_scale"),
     *("embedding_scale", "attn_logit_softcapping", "final_logit_softcapping", "expert_count", "parallel_drafting"),
 )
-"""Beginnings of the keys of variants that headstart does not have."""
+"""Key prefixes of unsupported variants."""
 WINDOW, SLIDING, CAUSAL = (f"attention.{name}" for name in ("sliding_window", "sliding_window_pattern", "causal"))
-"""Of block drafters: tokens that a slot of a sliding layer sees, which layers slide, and whether slots see none after
-them, in all layers."""
+"""Keys of block drafters: window size, which layers slide, and whether all layers are causal."""
 
 
 def tensor_names(published: Published) -> dict[str, str]:
-    """Names of the file's tensors by those of `published`."""
+    """Map published tensor names to names in the file."""
     return {name: _tensor_name(name) for name in published.expected()}
 
 
@@ -89,7 +88,7 @@ def _tensor_name(name: str) -> str:
 
 
 def permuted_heads(published: Published) -> dict[str, int]:
-    """How many heads each permuted matrix has, by its published name."""
+    """Return the number of attention heads of each permuted matrix, by published name."""
     if published.layout is not Layout.EAGLE3:
         return {}
     assert published.layer is not None, "these heads have a decoder layer"
@@ -100,7 +99,7 @@ def permuted_heads(published: Published) -> dict[str, int]:
 
 
 def permuted(weight_NI: Tensor, heads: int) -> Tensor:
-    """Rows of each head in pairs of neighbours, from the two halves that transformers turns together.
+    """Interleave the two halves of each head's rows, for RoPE on adjacent pairs.
 
     >>> permuted(torch.arange(4)[:, None], 1)[:, 0].tolist()
     [0, 2, 1, 3]
@@ -110,13 +109,13 @@ def permuted(weight_NI: Tensor, heads: int) -> Tensor:
 
 
 def unpermuted(weight_NI: Tensor, heads: int) -> Tensor:
-    """The opposite of `permuted`."""
+    """Invert `permuted`."""
     rows, inputs = weight_NI.shape
     return weight_NI.reshape(heads, rows // heads // 2, 2, inputs).transpose(1, 2).reshape(rows, inputs)
 
 
 def frequency_factors(layer: LayerSizes) -> Tensor | None:
-    """What llama.cpp divides each pair's frequency by, for positions of the kind llama3; None for others."""
+    """Return llama.cpp's divisor of each pair's frequency for llama3 RoPE; None for other types."""
     rope = layer.rope_parameters
     if rope.get("rope_type") != "llama3":
         return None
@@ -133,7 +132,7 @@ def frequency_factors(layer: LayerSizes) -> Tensor | None:
 
 
 def file_of(folder: Path) -> Path | None:
-    """The GGUF file of a folder, or the file itself; None where there is none, or several."""
+    """Return the GGUF file of a folder, or the file itself; None unless there is exactly one."""
     if folder.is_file():
         return folder if folder.suffix == ".gguf" else None
     files = sorted(folder.glob("*.gguf")) if folder.is_dir() else []
@@ -141,7 +140,7 @@ def file_of(folder: Path) -> Path | None:
 
 
 class GgufFile:
-    """An opened GGUF file, whose numbers stay in the file until they are used; a UserError where it is damaged."""
+    """An open GGUF file with lazy tensors; a UserError where it is damaged."""
 
     def __init__(self, folder: Path) -> None:
         file = file_of(folder)
@@ -153,12 +152,11 @@ class GgufFile:
         self.architecture = str(self.value("general.architecture"))
 
     def value(self, key: str, default: Any = None) -> Any:
-        """What the file says under a key."""
         field = self.fields.get(key)
         return default if field is None else field.contents()
 
     def setting(self, key: str) -> Any:
-        """What the file says under a key that one of its architecture must have; a UserError where it is missing."""
+        """Return the value of a required key of the architecture; a UserError where it is missing."""
         content = self.value(f"{self.architecture}.{key}")
         if content is None:
             raise UserError(f"The GGUF file does not say {self.architecture}.{key}.", AGAIN)
@@ -166,18 +164,18 @@ class GgufFile:
 
     @property
     def written(self) -> Written | None:
-        """What the file says of itself, where it is ours."""
+        """Our note, if we wrote the file."""
         note = self.value(f"{NOTE}.note")
         return Written.of(json.loads(note)) if isinstance(note, str) else None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of its tensors, as torch has them."""
+        """Shapes of the tensors in torch's order."""
         return {name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self.tensors.items()}
 
 
 def read_settings(file: GgufFile) -> Published:
-    """Everything of a file's heads but their tensors; a UserError where headstart does not have such heads."""
+    """Read the heads without their tensors; a UserError for unsupported heads."""
     of = file.architecture
     if of not in (EAGLE3, BLOCK):
         raise UserError(
@@ -217,7 +215,7 @@ def read_settings(file: GgufFile) -> Published:
 
 
 def _sights(file: GgufFile) -> dict[str, Any]:
-    """What slots see, as settings of `Published`."""
+    """Read windows and causality as settings of `Published`."""
     causal = bool(file.value(f"{BLOCK}.{CAUSAL}", False))
     if not (window := int(file.value(f"{BLOCK}.{WINDOW}", 0))):
         return {"causal": causal}
@@ -235,7 +233,7 @@ def _sights(file: GgufFile) -> dict[str, Any]:
 
 
 def _refuse_variants(file: GgufFile, layout: Layout, head_dim: int) -> None:
-    """Refuse settings that change what layers compute and that headstart does not have."""
+    """Raise a UserError for settings that change the computation in unsupported ways."""
     of = file.architecture
     usual: dict[str, tuple[Any, ...]] = {
         "rope.scaling.type": ("none", "linear"),
@@ -254,7 +252,7 @@ def _refuse_variants(file: GgufFile, layout: Layout, head_dim: int) -> None:
 def _layer_sizes(file: GgufFile) -> LayerSizes:
     heads, of = int(file.setting("attention.head_count")), file.architecture
     rope = {"rope_type": "default", "rope_theta": float(file.setting("rope.freq_base"))}
-    if FACTORS in file.tensors:  # of the kind llama3 a file holds what each pair's frequency is divided by
+    if FACTORS in file.tensors:  # llama3 is stored as divisors of the frequencies
         rope |= {"rope_type": "llama3", "factors": np.array(file.tensors[FACTORS].data).reshape(-1).tolist()}
     elif file.value(f"{of}.rope.scaling.type") == "linear":
         rope |= {"rope_type": "linear", "factor": float(file.setting("rope.scaling.factor"))}
@@ -271,7 +269,7 @@ def _layer_sizes(file: GgufFile) -> LayerSizes:
 
 
 def read_heads(file: GgufFile) -> Published:
-    """The heads of a file; a UserError where tensors are missing, unknown or of other shapes."""
+    """Read the heads; a UserError for missing, unknown or misshapen tensors."""
     settings, shapes = read_settings(file), file.shapes
     for fault in wrong_tensors(settings, shapes):
         raise UserError(*fault)
@@ -285,7 +283,7 @@ def read_heads(file: GgufFile) -> Published:
 
 
 def wrong_tensors(settings: Published, shapes: Mapping[str, tuple[int, ...]]) -> Faults:
-    """What is wrong with a file's tensors of these shapes."""
+    """Report missing, unknown or misshapen tensors."""
     assert settings.layer is not None, "these heads have decoder layers"
     whole = (settings.vocab_size, settings.hidden_size)
     beside = {"token_embd.weight": whole, FACTORS: (settings.layer.head_dim // 2,)}

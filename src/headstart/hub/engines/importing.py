@@ -1,4 +1,4 @@
-"""Published checkpoints of draft heads, as headstart heads."""
+"""Import of published draft heads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headstart.support.hub_errors import explained
 from headstart.target.model import Target
 
 GUESSED = "guessed"
-"""What an untuned chain says of its acceptance, where nobody has counted it."""
+"""Marks an acceptance that was not measured."""
 
 
 def import_heads(source: str | Path, target: Target, out: Path, revision: str | None = None) -> DraftHead:
@@ -51,7 +51,7 @@ def import_heads(source: str | Path, target: Target, out: Path, revision: str | 
 
 
 def read_checked(folder: Path, target: Target) -> Published:
-    """The heads of a folder, for the whole context of the target; a UserError where they do not fit it."""
+    """Read heads and extend them to the target's context; a UserError where they do not fit the target."""
     facts = facts_of_target(target)
     published = formats_of(folder)[0].read(folder, facts)
     if (published.hidden_size, published.vocab_size) != (facts.hidden_size, facts.vocab_size):
@@ -60,8 +60,8 @@ def read_checked(folder: Path, target: Target) -> Published:
             f"tokens; {facts.name} has {facts.hidden_size} over {facts.vocab_size}.",
             "Name the target that they were trained on with --target.",
         )
-    for problem, remedy in infinite(published):
-        raise UserError(problem, remedy)
+    for fault in infinite(published):
+        raise UserError(*fault)
     if published.layer is not None and (ours := published.layer.max_position_embeddings) < facts.context:
         warnings.warn(
             f"The heads' context of {ours} tokens is raised to the {facts.context} of {facts.name}: beyond {ours} they "
@@ -72,10 +72,9 @@ def read_checked(folder: Path, target: Target) -> Published:
 
 
 def untuned(heads: DraftHead, right: Sequence[float] | None = None) -> dict[str, Any]:
-    """A chain as deep as the heads, with costs that nobody measured: decoding measures them anew.
+    """Return a chain as deep as the heads, with placeholder costs that decoding measures anew.
 
-    `right` are the shares of drafts that were right up to and with each step, where a validation has counted them;
-    else acceptance is a guess as well.
+    `right` is the fraction of drafts correct up to each step, from validation; without it acceptance is guessed.
     """
     steps = heads.draft_steps
     shares = [1.0, *(right or accumulate([0.5] * steps, mul))]

@@ -1,7 +1,6 @@
-"""Trained modules of a target, put back into a copy of its checkpoint, which engines serve as they serve the target.
+"""Export of a trained module of the target into a copy of its checkpoint, served like the target itself.
 
-Only the module's tensors change: names, dtypes, shapes, index and config stay. Shards without any of them are hard
-links to the target's own, where the file system has such links.
+Only the module's tensors change. Shards without them are hard links, where the file system supports these.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from headstart.target.outline import outline
 from headstart.target.shipped import check_shipped
 
 _DRAFTS = 3
-"""That an engine is asked for: later ones are seldom accepted."""
+"""Maximum drafts to serve with: later ones are seldom accepted."""
 ENGINES = ("vllm", "sglang")
-"""Which draft with the module of a checkpoint."""
+"""Engines that draft with a checkpoint's module."""
 _LINKED = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 
 
 @dataclass(frozen=True)
 class InCheckpoint:
-    """A checkpoint with a trained module; `changed` are the names of the tensors that differ from the target's."""
+    """A checkpoint with a trained module; `changed` names the tensors that differ from the target's."""
 
     folder: Path
     changed: tuple[str, ...]
@@ -50,17 +49,16 @@ class InCheckpoint:
 def export_checkpoint(
     heads: Path, out: Path, target: str | None = None, trust_remote_code: bool = False
 ) -> InCheckpoint:
-    """Write a copy of the target's checkpoint with the module that the heads hold; nothing is left behind when that
-    fails.
+    """Write a copy of the target's checkpoint with the heads' module, atomically.
 
     Raises:
-        UserError: heads that are no module of the target's, a checkpoint that is not here or is another, packed
-            weights, or a folder in use.
+        UserError: heads that are not a module of the target, a missing or different checkpoint, packed weights, or a
+            folder in use.
     """
     refuse_others(out, ())
     folder = heads_folder(heads)
     built = check_folder(folder)
-    tensors = built.in_checkpoint()
+    tensors = built.in_checkpoint()  # first: a UserError where the heads are not a module
     facts = facts_of_heads(folder, target, trust_remote_code)
     source = _source(facts)
     changed = _changed(source, tensors)
@@ -76,7 +74,7 @@ def export_checkpoint(
                     whole = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118  # it is no mapping
                     write_tensors(partial / file, {**whole, **changed[str(file)]}, held.metadata())
             elif _is_linked(file):
-                link_or_copy((source / file).resolve(), partial / file)  # a link of the hub's cache leads to the file
+                link_or_copy((source / file).resolve(), partial / file)  # the Hub's cache holds symlinks
             else:
                 shutil.copyfile(source / file, partial / file)
 
@@ -88,10 +86,7 @@ def export_checkpoint(
 def check_checkpoint(
     folder: Path, engines: Sequence[str] = (), against: Path | None = None, trust_remote_code: bool = False
 ) -> list[Finding]:
-    """What engines would get wrong with the module that a target's checkpoint brings along, whoever wrote it.
-
-    `against` are heads whose module it should hold.
-    """
+    """Report problems of engines with the module in a target's checkpoint, which must be that of `against`."""
     problems = [
         (engine, f"It reads no modules of a checkpoint, and {folder} is one.", "Ask vllm or sglang.")
         for engine in engines
@@ -116,7 +111,7 @@ def check_checkpoint(
 
 
 def _source(facts: TargetFacts) -> Path:
-    """The folder of the target's checkpoint."""
+    """Return the folder of the target's checkpoint, downloaded if necessary."""
     if not facts.spec:
         raise UserError(
             f"The trained module goes into a copy of {facts.name}, which is not on this machine.",
@@ -134,7 +129,7 @@ def _source(facts: TargetFacts) -> Path:
 
 
 def _files(source: Path) -> Iterator[Path]:
-    """What belongs to a checkpoint, by its path within it; folders such as .git and .cache are somebody else's."""
+    """Yield relative paths of a checkpoint's files, without folders such as .git and .cache."""
     for path in sorted(source.rglob("*")):
         file = path.relative_to(source)
         if path.is_file() and not any(part.startswith(".") for part in file.parts[:-1]):
@@ -142,7 +137,7 @@ def _files(source: Path) -> Iterator[Path]:
 
 
 def _changed(source: Path, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """By file and name, the tensors that differ from what is there, in the dtype that they have there."""
+    """Return the tensors that differ from the checkpoint by file and name, in the checkpoint's dtypes."""
     file_of = tensor_files(str(source))
     changed: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -174,7 +169,7 @@ def _is_linked(file: Path) -> bool:
 
 
 def _commands(folder: Path, drafts: int, facts: TargetFacts) -> dict[str, str]:
-    """What to type to serve the copy, by engine."""
+    """Return command lines to serve the copy, by engine."""
     config = json.dumps({"method": "mtp", "num_speculative_tokens": drafts})
     chain = ["--speculative-num-steps", drafts, "--speculative-eagle-topk", 1]
     words = {

@@ -1,6 +1,6 @@
-"""vLLM, SGLang, speculators and llama.cpp: all that is particular to each of them, in one `EngineTraits`.
+"""`EngineTraits` of vLLM, SGLang, speculators and llama.cpp; rules for all engines are in `faults.py`.
 
-Read in vLLM 0.32, SGLang of mid-2026 and speculators 0.9. What holds for every engine stands in `faults.py`.
+From the sources of vLLM 0.32, SGLang of mid-2026 and speculators 0.9.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TWO_KINDS = (
     "(VLLM_USE_V2_MODEL_RUNNER=1), which its CPU build does not have."
 )
 _MOST_REQUESTS = 4096
-"""The end of the last range of vLLM's schedule; it cuts ranges at its own `--max-num-seqs`."""
+"""End of the last range of vLLM's schedule, which it clips at `--max-num-seqs`."""
 _UNEQUAL_NORMS = (
     "vLLM's CPU build norms the text's keys in every layer with the k_norm of the first, and accepts fewer "
     "drafts; its GPU builds do not. For a CPU train with heads.num_layers=1, or serve these with llama.cpp."
@@ -42,7 +42,7 @@ def _eagle3_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
             f"vLLM takes the nested layer ids {list(nested)} as they are, one layer before those that SGLang reads.",
             f"Write {AUX_IDS} = {[layer + 1 for layer in nested]} at the top of {CONFIG}.",
         )
-    count = checkpoint.config.get("num_aux_hidden_states") or len(nested or [0] * 3)
+    count = checkpoint.config.get("num_aux_hidden_states") or len(nested or ()) or 3
     if checkpoint.is_speculators:
         count = 3
     if (ids := top or nested) and len(ids) != count:
@@ -50,25 +50,23 @@ def _eagle3_in_vllm(checkpoint: Checkpoint, settings: Published) -> Faults:
             f"vLLM fuses {count} layers of such heads, and there are {len(ids)} layer ids.",
             f"Export with --format vllm, or write num_aux_hidden_states = {len(ids)} into {CONFIG}.",
         )
-    layers = checkpoint.config.get("transformer_layer_config")
-    kind = layers.get("model_type") if isinstance(layers, dict) else None
-    normed = (
-        kind == "qwen3"
-        if checkpoint.is_speculators
-        else EAGLE3_NORMED in (checkpoint.config.get("architectures") or [])
-    )
+    model_type, architecture = ("qwen3", EAGLE3_NORMED) if settings.qk_norm else ("llama", EAGLE3)
+    if checkpoint.is_speculators:
+        layers = checkpoint.config.get("transformer_layer_config")
+        kind = layers.get("model_type") if isinstance(layers, dict) else None
+        normed, given = kind == "qwen3", f"model_type {kind!r}"
+        remedy = f"Write model_type = {model_type} into transformer_layer_config of {CONFIG}."
+    else:
+        normed, given = EAGLE3_NORMED in (checkpoint.config.get("architectures") or []), "these architectures"
+        remedy = f"Write architectures = [{architecture!r}] and model_type = {model_type!r} into {CONFIG}."
     if normed != settings.qk_norm:
-        given = f"model_type {kind!r}" if checkpoint.is_speculators else "these architectures"
-        right = ("qwen3" if settings.qk_norm else "llama", EAGLE3_NORMED if settings.qk_norm else EAGLE3)
         yield (
             f"vLLM {'norms' if normed else 'does not norm'} queries and keys of layers with {given}, and the file "
             f"{'has' if settings.qk_norm else 'lacks'} such norms.",
-            f"Write model_type = {right[0]} into transformer_layer_config of {CONFIG}."
-            if checkpoint.is_speculators
-            else f"Write architectures = [{right[1]!r}] and model_type = {right[0]!r} into {CONFIG}.",
+            remedy,
         )
-    biased = checkpoint.settings.get("attention_bias")
-    if biased and not any(name.endswith("o_proj.bias") for name in checkpoint.shapes):
+    has_bias = any(name.endswith("o_proj.bias") for name in checkpoint.shapes)
+    if checkpoint.settings.get("attention_bias") and not has_bias:
         yield "vLLM reads a bias of o_proj with attention_bias, and there is none: it stays random.", AGAIN
 
 
@@ -117,24 +115,15 @@ def _block_in_sglang(checkpoint: Checkpoint, settings: Published) -> Faults:
 
 
 def _vllm(folder: str, published: Published, facts: TargetFacts, drafts: Mapping[int, int]) -> list[str]:
-    config: dict[str, Any] = {
-        "method": str(published.layout),
-        "model": folder,
-        "num_speculative_tokens": max(drafts.values()),
-    }
+    config: dict[str, Any] = {"method": str(published.layout), "model": folder}
+    config["num_speculative_tokens"] = max(drafts.values())
     if len(drafts) > 1:
         lasts = [*(first - 1 for first in list(drafts)[1:]), _MOST_REQUESTS]
         config["num_speculative_tokens_per_batch_size"] = [
             [first, last, count] for (first, count), last in zip(drafts.items(), lasts, strict=True)
         ]
-    return [
-        "vllm",
-        "serve",
-        facts.folder or "TARGET",
-        *facts.server_options,
-        "--speculative-config",
-        json.dumps(config),
-    ]
+    target = facts.folder or "TARGET"
+    return ["vllm", "serve", target, *facts.server_options, "--speculative-config", json.dumps(config)]
 
 
 def _vllm_remarks(published: Published) -> list[str]:
@@ -258,10 +247,10 @@ LLAMA_CPP = EngineTraits(
 
 KNOWN_ENGINES = {engine.name: engine for engine in (_VLLM, _SGLANG, _SPECULATORS, LLAMA_CPP)}
 
-# -- how they are started, and how many drafts they are asked for ------------------------------------------------------
+# -- serve commands and numbers of drafts ------------------------------------------------------------------------------
 
 _WHOLE = {*BLOCKS, Layout.MEDUSA}
-"""Arrangements that are asked for every token they were trained to draft: one pass drafts all of them."""
+"""Layouts that draft all their tokens in one forward, so that all are requested."""
 
 
 def serve_commands(
@@ -271,24 +260,23 @@ def serve_commands(
     facts: TargetFacts,
     drafts: Mapping[str, Mapping[int, int]],
 ) -> dict[str, list[str]]:
-    """The words of the command that serves target and heads, for each engine that is a server.
+    """Return the command (as words) that serves target and heads, for each engine that is a server.
 
-    `drafts` are tokens of the chain by engine and by requests at a time, where they were measured.
+    `drafts` are measured chain lengths by engine and concurrent requests.
     """
-    makers = {engine: KNOWN_ENGINES[engine].command for engine in engines}
     return {
         engine: make(str(folder), published, facts, drafts.get(engine, {1: usual_drafts(published)}))
-        for engine, make in makers.items()
-        if make is not None
+        for engine in engines
+        if (make := KNOWN_ENGINES[engine].command) is not None
     }
 
 
 def usual_drafts(published: Published) -> int:
-    """Tokens of the chain that an engine drafts where nobody has measured: a few, later ones are seldom accepted."""
+    """Return the default chain length: short, since later drafts are seldom accepted."""
     return published.steps if published.layout in _WHOLE else min(3, published.steps)
 
 
 def drafts_to_try(published: Published, usual: Sequence[int]) -> list[int]:
-    """Numbers of drafts to measure in an engine: the usual ones as far as the heads reach, and a block as a whole."""
+    """Return the numbers of drafts to measure: the usual ones up to the heads' steps, and a full block."""
     whole = {published.steps} if published.layout in BLOCKS else set()
     return sorted({count for count in usual if count <= published.steps} | whole)

@@ -1,4 +1,4 @@
-"""Published heads from a Hugging Face folder, whoever wrote it: SafeAILab, SpecForge, speculators, z-lab, or us."""
+"""Reader of heads in Hugging Face folders of SafeAILab, SpecForge, speculators, z-lab and headstart."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from headstart.hub.engines.traits import OURS, tensor_faults
 from headstart.hub.target_facts import TargetFacts
 
 SPECULATORS = {Layout.DFLASH: "DFlashSpeculator", Layout.DSPARK: "DSparkSpeculator"}
-"""What the speculators library calls them."""
+"""Architecture names of the speculators library."""
 _DFLASH = {DFLASH, SPECULATORS[Layout.DFLASH], "dflash"}
 _DSPARK = {DSPARK, "DSparkDraftModel", SPECULATORS[Layout.DSPARK], "dspark"}
 _STEPS = 5
-"""Drafts in a row, where a checkpoint does not say how many it was trained for."""
+"""Default draft steps of checkpoints that do not specify them."""
 _WITHOUT = ("d2t", "t2d", "token_map", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that are not weights of the heads."""
 _MASK = "mask_embedding.pt"
 _OF_DFLASH_2 = ("selector_", "conv_")
-"""Prefixes of the settings of DFlash 2, for its selector and its convolutions over slots."""
+"""Prefixes of DFlash 2's settings: its selector and its convolutions over slots."""
 _OTHER_LAYERS = ("gemma", "cohere", "granite", "glm", "phi", "olmo", "minicpm", "stablelm", "nemotron")
-"""Prefixes of model types with layers that norm, scale or rotate in other ways than Llama's."""
+"""Prefixes of model types with norms, scaling or RoPE unlike Llama's."""
 _USUAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("rope_interleave", "parallel_drafting"), (False,)),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "clip_qkv"), ()),
@@ -37,7 +37,7 @@ _USUAL: dict[str, tuple[Any, ...]] = {
     "rope_is_neox_style": (True,),
     "hidden_activation": ("silu",),
 }
-"""Settings that change the computation, with the values that leave it as headstart's."""
+"""Settings that change the computation, with the supported values."""
 _SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "eagle_config": {
         **dict.fromkeys(("norm_before_fc", AUX_IDS), ()),
@@ -55,11 +55,11 @@ _SECTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
         (),
     ),
 }
-"""Known settings of drafters' own sections, with the values that headstart supports; empty for any."""
+"""Known settings of drafter sections, with the supported values; empty for any."""
 
 
 def layout_of(checkpoint: Checkpoint) -> Layout | None:
-    """Which arrangement a folder holds; None for none of them."""
+    """Detect the layout of a folder's heads; None if it has none."""
     config, names = checkpoint.config, checkpoint.names
     kinds = {*_architectures(checkpoint), str(config.get("speculators_model_type"))}
     if any(name.startswith("blocks.0.") for name in names):
@@ -79,7 +79,7 @@ def _architectures(checkpoint: Checkpoint) -> set[str]:
 
 
 def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> Published:
-    """The heads of a folder, or a UserError; the target's facts say what a config leaves to it."""
+    """Read the heads of a folder, or raise a UserError; `facts` supply defaults that follow from the target."""
     layout = layout_of(checkpoint)
     if layout is None:
         raise UserError(
@@ -92,7 +92,7 @@ def read_published(checkpoint: Checkpoint, facts: TargetFacts | None = None) -> 
 
 
 def settings_of(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | None) -> Published:
-    """Everything of the heads but their tensors; errors are those of `read_published`."""
+    """Read the heads without their tensors; errors as in `read_published`."""
     if layout is Layout.MEDUSA:
         return _medusa_settings(checkpoint)
     _refuse_unknown(checkpoint, layout)
@@ -100,7 +100,7 @@ def settings_of(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | Non
 
 
 def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
-    """Refuse settings that change what layers compute and that headstart does not have."""
+    """Raise a UserError for settings that change the computation in unsupported ways."""
     config, names = checkpoint.settings, _architectures(checkpoint)
     if layout in BLOCKS and names and not names & (_DFLASH | _DSPARK):
         raise UserError(
@@ -205,7 +205,7 @@ def _block_settings(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts |
 
 
 def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Iterator[tuple[str, str]]:
-    """(what headstart's block drafters do not have, what to do)."""
+    """Report unsupported variants of block drafters, as (problem, remedy)."""
     config = checkpoint.settings
     if config.get("draft_vocab_size") not in (None, vocab):
         count = config["draft_vocab_size"]
@@ -232,7 +232,7 @@ def _block_variants(checkpoint: Checkpoint, layout: Layout, vocab: int) -> Itera
 
 
 def _block_aux_layers(config: Mapping[str, Any], facts: TargetFacts | None) -> tuple[int, ...]:
-    """Indices of transformers' hidden states that are read."""
+    """Return the aux layers as indices of transformers' hidden states."""
     ids, name, added = config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids", 0
     if ids is None:
         ids, name, added = block_setting(config, "target_layer_ids"), "target_layer_ids", 1
@@ -241,8 +241,7 @@ def _block_aux_layers(config: Mapping[str, Any], facts: TargetFacts | None) -> t
             f"{name} is {ids!r}, and a block drafter names the layers of the target that it reads.",
             f"Write them into {CONFIG}: target_layer_ids count layers' outputs from 0.",
         )
-    aux_layers = tuple(layer + added for layer in ids)
-    return _in_target(aux_layers, facts)
+    return _in_target(tuple(layer + added for layer in ids), facts)
 
 
 def _in_target(aux_layers: tuple[int, ...], facts: TargetFacts | None) -> tuple[int, ...]:
@@ -271,7 +270,7 @@ def _layer_sizes(config: Mapping[str, Any]) -> LayerSizes:
 
 
 def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Join the rotary settings of all places where writers put them; a UserError where two places disagree."""
+    """Merge RoPE settings from all places in a config; a UserError where they disagree."""
     places: list[tuple[str, Mapping[Any, Any]]] = [
         ("at the top", {name: config.get(name) for name in ("rope_theta", "partial_rotary_factor")})
     ]
@@ -309,7 +308,7 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int, ...]:
-    """Indices of transformers' hidden states that EAGLE-3 heads fuse."""
+    """Return EAGLE-3's aux layers as indices of transformers' hidden states."""
     top, nested = checkpoint.config.get(AUX_IDS), for_sglang(checkpoint.config).get(AUX_IDS)
     if (ids := top or nested) and not are_layers(ids):
         raise UserError(f"{AUX_IDS} is {ids!r}.", f"Write a list of numbers in {CONFIG}.")
@@ -326,7 +325,7 @@ def _aux_layers(checkpoint: Checkpoint, facts: TargetFacts | None) -> tuple[int,
 
 
 def _norm_before_residual(checkpoint: Checkpoint) -> bool:
-    """Whether the first layer adds to the normed state. Readers of speculators configs differ in what they assume."""
+    """Read norm_before_residual; required in speculators configs, whose readers have different defaults."""
     if "norm_before_residual" not in checkpoint.config and checkpoint.is_speculators:
         raise UserError(
             f"{checkpoint.folder / CONFIG} does not say norm_before_residual: vLLM then takes true, speculators false.",
@@ -336,7 +335,7 @@ def _norm_before_residual(checkpoint: Checkpoint) -> bool:
 
 
 def proposed_steps(config: Mapping[str, Any]) -> int:
-    """Drafts in a row that a config speaks of."""
+    """Return the draft steps of a speculators config, or the default."""
     section = config.get("speculators_config")
     methods = section.get("proposal_methods") if isinstance(section, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None
@@ -345,13 +344,12 @@ def proposed_steps(config: Mapping[str, Any]) -> int:
 
 
 def for_sglang(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of a config that SGLang reads."""
+    """Return the section of a config that SGLang reads."""
     section = config.get("eagle_config")
     return section if isinstance(section, Mapping) else {}
 
 
 def are_layers(ids: Any) -> bool:
-    """Whether this is a list of layers' numbers."""
     return isinstance(ids, list | tuple) and all(
         isinstance(layer, int) and not isinstance(layer, bool) and -1 <= layer < 4096 for layer in ids
     )
@@ -361,7 +359,7 @@ def are_layers(ids: Any) -> bool:
 
 
 def draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:
-    """Absolute ids of the drafted tokens, from offsets or ids; None without a reduced vocabulary."""
+    """Read the target ids of drafted tokens, from offsets or ids; None for the full vocabulary."""
     names = checkpoint.names
     if "token_map" in names:
         ids_D = checkpoint.read("token_map").to(torch.int64)
@@ -379,10 +377,10 @@ def draft_ids(checkpoint: Checkpoint, vocab_size: int) -> Tensor | None:
 
 
 def kind_of_map(given_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str | None:
-    """Whether a `d2t` holds "offsets" or "ids"; None where it can be neither.
+    """Whether a `d2t` holds "offsets" or "ids"; None if neither is valid.
 
-    `t2d` decides where it is there. Without it a rising `d2t` whose every step is at least 1 holds ids: as offsets it
-    would leave out a token after each that is drafted.
+    `t2d` decides if present. Else a strictly increasing `d2t` holds ids: as offsets it would skip a token after each
+    drafted one.
 
     >>> kind_of_map(torch.tensor([0, 0, 4]), None, 8), kind_of_map(torch.tensor([0, 1, 6]), None, 8)
     ('offsets', 'ids')
@@ -401,7 +399,6 @@ def kind_of_map(given_D: Tensor, t2d_V: Tensor | None, vocab_size: int) -> str |
 
 
 def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
-    """Whether these are distinct tokens of a vocabulary."""
     inside = bool(((ids_D >= 0) & (ids_D < vocab_size)).all())
     return inside and len(torch.unique(ids_D)) == len(ids_D)
 
@@ -410,10 +407,9 @@ def are_tokens(ids_D: Tensor, vocab_size: int) -> bool:
 
 
 def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
-    """The tensors by their published names, once names and shapes are those of the settings."""
+    """Read the tensors by published name, after a check of names and shapes."""
     shapes = {name: shape for name, shape in checkpoint.shapes.items() if name not in _WITHOUT}
-    wanted = settings.expected()
-    for problem, remedy in tensor_faults(wanted, tensors_beside(settings, shapes), shapes, OURS):
+    for problem, remedy in tensor_faults(settings.expected(), tensors_beside(settings, shapes), shapes, OURS):
         raise UserError(f"{checkpoint.folder}: {problem}", remedy)
     tensors = {}
     for name in shapes:
@@ -425,7 +421,7 @@ def _tensors(checkpoint: Checkpoint, settings: Published) -> dict[str, Tensor]:
 
 
 def tensors_beside(settings: Published, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
-    """Shapes of tensors that may lie beside those that the settings ask for."""
+    """Return the shapes of optional tensors."""
     size, whole_vocabulary = settings.hidden_size, (settings.vocab_size, settings.hidden_size)
     beside: dict[str, tuple[int, ...]] = {EMBEDDINGS: whole_vocabulary}
     if settings.layout in BLOCKS:
@@ -435,23 +431,23 @@ def tensors_beside(settings: Published, names: Iterable[str]) -> dict[str, tuple
     if settings.layout is Layout.MEDUSA:
         beside |= {name: (settings.draft_width, size) for name in names if name.startswith("lm_heads.")}
         blocks = [name for name in names if name.startswith("blocks.")]
-        # A checkpoint may hold more heads than it is used with.
+        # A checkpoint may hold more heads than its config uses.
         beside |= {name: (size,) if name.endswith(".bias") else (size, size) for name in blocks}
     return beside
 
 
-# -- what slots of a block see -----------------------------------------------------------------------------------------
+# -- masks of block drafters -------------------------------------------------------------------------------------------
 
 
 def block_setting(config: Mapping[str, Any], name: str) -> Any:
-    """A setting of a block drafter: nested in `dflash_config`, where SpecForge has DSpark's too, or at the top."""
+    """Read a setting of a block drafter from `dflash_config` (SpecForge uses it for DSpark too) or from the top."""
     nested = config.get("dflash_config")
     inner = nested.get(name) if isinstance(nested, Mapping) else None
     return config.get(name) if inner is None else inner
 
 
 def samples_from_anchor(config: Mapping[str, Any], layout: Layout) -> bool | None:
-    """Whether the newest token's own slot drafts; None where a speculators config of DSpark leaves it open."""
+    """Whether the anchor's slot drafts; None if a speculators config of DSpark leaves it open."""
     given = block_setting(config, "sample_from_anchor")
     if given is not None or layout is Layout.DFLASH:
         return bool(given)
@@ -459,7 +455,7 @@ def samples_from_anchor(config: Mapping[str, Any], layout: Layout) -> bool | Non
 
 
 def sights(checkpoint: Checkpoint, block_size: int) -> dict[str, Any]:
-    """What slots see, as settings of `Published`: engines read windows and causality of layers in several places."""
+    """Read windows and causality, which engines take from several places, as settings of `Published`."""
     config, layers = checkpoint.settings, whole(checkpoint.settings.get("num_hidden_layers", 1), "layers", maximum=64)
     kinds = config.get("layer_types") or ["full_attention"] * layers
     known = {"full_attention", "sliding_attention"}
@@ -492,7 +488,7 @@ def sights(checkpoint: Checkpoint, block_size: int) -> dict[str, Any]:
 
 
 def _causal(checkpoint: Checkpoint, sliding: list[bool]) -> list[bool]:
-    """By layer, whether slots of a block do not see those after them."""
+    """Return, for each layer, whether slots of a block attend causally."""
     config = checkpoint.settings
     causal = config.get("is_causal")
     if causal is None:

@@ -1,4 +1,4 @@
-"""What is particular to an engine that reads heads: one `EngineTraits` each, see `known_engines.py`."""
+"""Traits of engines that read heads; the instances are in `known_engines.py`."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from headstart.hub.target_facts import TargetFacts
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """What an engine makes of heads.
+    """How an engine treats heads.
 
     Attributes:
-        name: that users type.
-        architectures: by arrangement, what a config.json may call the heads, the usual name first.
-        when_missing, when_unknown: what the engine does without a tensor, and with one that it does not know.
-        misses_last_layer: arrangements to which it cannot give the output of the target's last layer.
-        divides_heads: whether the hidden size must be a multiple of the number of attention heads, as in transformers'
-            LlamaConfig.
-        needs_markov: whether it knows DSpark heads by their Markov head.
-        mixes_causal: whether slots of a block may see later ones in some layers alone.
-        causal_full: whether they may see none in layers without a sliding window.
-        passes_over: settings of EAGLE-3 heads that it does not know; where there are some, it runs one layer of such
-            heads, which reads three of the target's.
-        has_medusa: whether it drafts with Medusa heads.
-        reads_speculators, reads_others: whether it reads the configs of the speculators library, and others.
-        lends_lm_head: whether EAGLE-3 heads without an LM head draft through the target's.
-        adds_bias: whether it adds the bias of an EAGLE-1 head's joining map; it has no such tensor otherwise.
+        name: the name users type.
+        architectures: names of the heads in config.json by layout, the usual one first.
+        when_missing, when_unknown: behaviour for a missing and an unknown tensor.
+        rotary: supported RoPE types.
+        misses_last_layer: layouts that cannot read the output of the target's last layer.
+        divides_heads: whether the hidden size must be a multiple of the number of attention heads (as in transformers'
+            LlamaConfig).
+        needs_markov: whether it identifies DSpark heads by their Markov head.
+        mixes_causal: whether only some layers of a block drafter may be causal.
+        causal_full: whether layers without a sliding window may be causal.
+        passes_over: unsupported settings of EAGLE-3 heads; if there are any, it runs one layer that reads three of the
+            target's.
+        reads_speculators, reads_others: whether it reads configs of the speculators library, and others.
+        lends_lm_head: whether EAGLE-3 heads without an LM head use the target's.
+        adds_bias: whether it supports a bias of `fc` in EAGLE-1 heads.
         holds_verifier: whether it knows tensors of the target in folders of block drafters.
-        faults: by arrangement, what it alone gets wrong with a folder that holds such heads.
-        command: the words that serve target and heads, from the heads' folder, both, and how many tokens are drafted,
-            from so many requests at a time on; None where it is no server.
-        remarks: what the user should know of heads that it reads as they are, and does not serve everywhere.
+        faults: checks of a folder for this engine alone, by layout.
+        command: builds the serve command from the heads' folder, heads, target, and drafts by concurrent requests; None
+            if it is not a server.
+        remarks: notes on heads that it reads but does not serve everywhere.
     """
 
     name: str
@@ -70,7 +70,7 @@ def tensor_faults(
     shapes: Mapping[str, tuple[int, ...]],
     traits: EngineTraits,
 ) -> Faults:
-    """What is wrong with tensors of these shapes: an engine needs those `wanted`, others may lie `beside` them."""
+    """Report missing, unknown and misshapen tensors: `wanted` are required, `beside` optional."""
     for name in wanted:
         if name not in shapes:
             yield f"The tensor {name} is missing, and {traits.name} {traits.when_missing}.", AGAIN
