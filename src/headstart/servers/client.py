@@ -171,8 +171,7 @@ class Endpoint:
                 except Later as problem:
                     self._unmet = monotonic(), problem
                     raise
-        known: T = self._known[0]
-        return known
+        return cast(T, self._known[0])
 
     def failed(self, problem: Later, began: float, jitter: float) -> None:
         """Record a failure of a request started at `began`; concurrent failures count once."""

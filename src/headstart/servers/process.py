@@ -196,8 +196,8 @@ class Server(Running):
 
     def _last_words(self) -> str:
         """Return the first cause in its log, or the last lines that are not routine."""
-        lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        lines = [line for line in lines if line]
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
         if causes := [line for line in lines if _CAUSE.search(line) and not _NOT_THE_CAUSE.search(line)]:
             return causes[0]
         telling = [line for line in lines if not _NOISE.match(line)]

@@ -12,9 +12,8 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -197,10 +196,7 @@ class _Writing:
         """Yield new parts in order while workers here and in other processes write ahead."""
         writer = self._writer
         with writer.workers(count) as workers:
-
-            def write(what: dict[str, Any]) -> dict[str, Any]:
-                return writer.write(what, workers.check)
-
+            write = partial(writer.write, check=workers.check)
             for job, written in share(plan.next, write, workers, self._board, still=plan.still):
                 self.prompts.answering.add_all(LeftOut(written["left_out"], written["examples"]))
                 part = Part.write(self._folder, job.what, written["conversations"], plan.lap())

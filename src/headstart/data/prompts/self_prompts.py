@@ -13,6 +13,7 @@ from headstart.data.prompts.chat import check_prompts
 from headstart.data.prompts.seed_prompts import SHARES, TOPICS, seed_prompt_list
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation, Writer
+from headstart.support.detokenizer import decode_text
 from headstart.target.model import Target
 
 _SENTINEL = "\u2603headstart\u2603"
@@ -65,8 +66,8 @@ def write_prompts(
 
 def _added_text(tokenizer: Any, before: list[int], tokens: list[int]) -> str:
     """Decode tokens in context; on their own, some tokenizers drop the space before the first word."""
-    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    return str(tokenizer.decode([*before, *tokens], **options))[len(tokenizer.decode(before, **options)) :]
+    known = decode_text(tokenizer, before, skip_special_tokens=False)
+    return decode_text(tokenizer, [*before, *tokens], skip_special_tokens=False)[len(known) :]
 
 
 def acceptable(text: str, special_tokens: list[str]) -> bool:

@@ -71,11 +71,9 @@ def read_records(origin: Origin, split: str, seed: int | None = None, *, whole: 
     path = _local(origin.source)
     if path is None or path.is_dir():
         yield from _dataset_records(origin, split, seed, whole=whole)
-        return
-    records = _file_records(path)
-    if seed is not None:
-        records = iter(drawn(list(records), seed))
-    yield from records
+    else:
+        records = _file_records(path)
+        yield from records if seed is None else drawn(list(records), seed)
 
 
 def drawn(items: Sequence[Any], seed: int) -> list[Any]:

@@ -27,7 +27,7 @@ from headstart.data.prompts.chat import (
     with_template_kwargs,
     with_tools,
 )
-from headstart.data.prompts.loading import LeftOut
+from headstart.data.prompts.loading import MISSHAPEN, LeftOut
 from headstart.data.served.log import Served, template_version
 from headstart.errors import UserError
 from headstart.support.files import no_folder
@@ -69,7 +69,7 @@ def read_log(folder: Path, target: FrozenModel) -> tuple[list[Served], LeftOut]:
         except Unfit as misfit:
             left_out.add(misfit.reason, where)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            left_out.add("of a shape that is not understood", f"{where}: {type(error).__name__} {error}")
+            left_out.add(MISSHAPEN, f"{where}: {type(error).__name__} {error}")
         else:
             found.append(served)
     return sorted(found, key=lambda served: served.time), left_out
@@ -106,20 +106,20 @@ def _rows(files: Iterable[Path], left_out: LeftOut) -> Iterator[tuple[str, Mappi
     for file in files:
         with suppress(FileNotFoundError), file.open("rb") as handle:  # a segment pruned meanwhile
             for number, line in enumerate(handle, start=1):
+                where = f"{file.name}, line {number}"
                 try:
                     row = json.loads(line.decode("utf-8-sig"))
                 except ValueError:  # bytes that are not UTF-8, too
                     if line.strip():
                         reason = "damaged" if line.endswith(b"\n") else "half-written"
-                        left_out.add(f"lines that are {reason}", f"{file.name}, line {number}")
+                        left_out.add(f"lines that are {reason}", where)
                     continue
                 if b"\\u" in line and not is_utf8(row):
-                    left_out.add(NOT_UTF8, f"{file.name}, line {number}")
-                    continue
-                if not isinstance(row, dict):
-                    left_out.add("of a shape that is not understood", f"{file.name}, line {number}")
-                    continue
-                yield f"{file.name}, line {number}", row
+                    left_out.add(NOT_UTF8, where)
+                elif not isinstance(row, dict):
+                    left_out.add(MISSHAPEN, where)
+                else:
+                    yield where, row
 
 
 def _check(served: Served, target: FrozenModel, fingerprint: str, template: str) -> None:
@@ -186,9 +186,8 @@ def _prompt(
 
 def _finish(choice: Mapping[str, Any], reply: Mapping[str, Any]) -> str:
     """Map the engine's finish reason to ours; `Unusable` if the answer was aborted."""
-    why: Any = (
-        choice.get("finish_reason") or reply.get("stop_type") or (reply.get("meta_info") or {}).get("finish_reason")
-    )
+    about = reply.get("meta_info") or {}
+    why = choice.get("finish_reason") or reply.get("stop_type") or about.get("finish_reason")
     why = why.get("type") if isinstance(why, dict) else why
     stopped = choice.get("stop_reason") or choice.get("matched_stop")
     if why in ("length", "limit"):

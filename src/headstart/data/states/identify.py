@@ -13,8 +13,7 @@ from torch import Tensor
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 
-_TOLERANCE = {torch.float32: 1e-3}
-_TOLERANCE_COARSE = 0.1
+_EXACT, _COARSE = 1e-3, 0.1
 """Largest relative distance of equal states. Another summation order moves float32 states by 1e-6, TF32 by 1e-3.
 bfloat16 rounding accumulates to some percent over the layers; one layer more or less is tens of percent."""
 
@@ -32,7 +31,7 @@ def identify(
     `fresh` are the target's states of the same tokens at `every_layer`; `rounded` states were stored in fewer bits.
     """
     exact = not rounded and given_TE.dtype == fresh[aux_layer].dtype == torch.float32
-    limit = _TOLERANCE[torch.float32] if exact else _TOLERANCE_COARSE
+    limit = _EXACT if exact else _COARSE
     off = distance(given_TE, fresh[aux_layer])
     name = "FINAL" if aux_layer == FINAL else f"layer {aux_layer}"
     if not given_TE.isfinite().all():
@@ -40,7 +39,7 @@ def identify(
     others = {other: distance(given_TE, state_TE) for other, state_TE in fresh.items() if other != aux_layer}
     nearest = min(others, key=lambda other: others[other])
     # Neighbouring layers of a deep bfloat16 target can differ by no more than rounding: the nearest layer decides.
-    if off <= limit and off <= 2 * others[nearest] + _TOLERANCE[torch.float32]:
+    if off <= limit and off <= 2 * others[nearest] + _EXACT:
         return off, ""
     last = target.num_layers
     if others[nearest] <= limit:

@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -208,12 +209,9 @@ def compute_shard(
 
 
 def _computed(target: Target, shards: Path, jobs: Iterable[Job], board: Board) -> Iterator[tuple[Job, dict[str, Any]]]:
+    waiting = iter(jobs)
     with Workers(target.device, 1) as workers:
-
-        def compute(what: dict[str, Any]) -> dict[str, Any]:
-            return compute_shard(target, what, shards, workers.check)
-
-        waiting = iter(jobs)
+        compute = partial(compute_shard, target, shards=shards, check=workers.check)
         yield from share(lambda *_: next(waiting, None), compute, workers, board)
 
 

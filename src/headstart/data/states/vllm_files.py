@@ -53,12 +53,12 @@ def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder:
     """Return the command of a vLLM server that writes this model's states at these layers into a folder."""
     layers = {"eagle_aux_hidden_state_layer_ids": engine_layers(aux_layers, target)}
     method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
-    extra = {"shared_storage_path": str(folder)}
+    storage = {"kv_connector_extra_config": {"shared_storage_path": str(folder)}}
+    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer", **storage}
     words = [
         *("vllm", "serve", model, "--dtype", target.dtype_name, "--no-enable-prefix-caching"),
         *("--speculative-config", json.dumps({**method, "draft_model_config": {"hf_config": layers}})),
-        *("--kv-transfer-config", json.dumps({**connector, "kv_connector_extra_config": extra})),
+        *("--kv-transfer-config", json.dumps(connector)),
     ]
     return shlex.join(words)
 

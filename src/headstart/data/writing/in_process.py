@@ -254,8 +254,7 @@ def next_tokens(logits_BV: Tensor, temperatures: Sequence[float], top_p: float, 
         number_M = torch.tensor([numbers[i] for i in index], dtype=torch.float64, device=logits_BV.device)
         drawn_M, _ = draw_at(probs_MR, number_M)
         tokens_B[index_M] = tokens_MR.gather(1, drawn_M[:, None])[:, 0]
-    tokens: list[int] = tokens_B.tolist()
-    return tokens
+    return list(tokens_B.tolist())
 
 
 def _shared(rows: Sequence[Sequence[int]]) -> int:
