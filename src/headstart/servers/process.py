@@ -187,12 +187,10 @@ class Server(Running):
             if (code := self._process.poll()) is not None:
                 cause = self._last_words()
                 shared = f" {self.engine.two_at_a_time}" if "memory" in cause.lower() else ""
-                raise UserError(f"{self.engine.name} ended with {code}: {cause}", f"Its log is {self.log}.{shared}")
+                raise UserError(f"{self.engine.name} ended with {code}: {cause}", f"{self._remedy}{shared}")
             sleep(_POLL_SECONDS)
-        raise UserError(
-            f"{self.engine.name} did not answer within {self._seconds:.0f} seconds: {self._last_words()}",
-            f"Its log is {self.log}.",
-        )
+        problem = f"did not answer within {self._seconds:.0f} seconds: {self._last_words()}"
+        raise UserError(f"{self.engine.name} {problem}", self._remedy)
 
     def _last_words(self) -> str:
         """Return the first cause in its log, or the last lines that are not routine."""

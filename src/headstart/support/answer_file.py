@@ -64,8 +64,7 @@ class AnswerFile:
                 database.execute("VACUUM")
 
     def new(self) -> tuple[list[list[int]], bool]:
-        """Return answers added by any process since the last call, and whether the file was recreated since (then all
-        of its answers)."""
+        """Return answers added since the last call, and whether the file was recreated since (then all its answers)."""
         with self._opened() as database:
             identity = _number(database, "user_version")
             begun_anew = self._identity not in (0, identity)

@@ -19,8 +19,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 
 
 class Busy(UserError):
-    """Another process holds a folder. `way_out` is the remedy if it died on another machine; empty on this one, where
-    the system releases locks."""
+    """Another process holds a folder; `way_out` is the remedy if that died on another machine, empty on this one."""
 
     def __init__(self, holder: str, folder: Path, mark: Path, remedy: str) -> None:
         process, _, machine = holder.partition(" on ")
@@ -28,8 +27,7 @@ class Busy(UserError):
         named = process if here else holder
         self.way_out = "" if here else f"If no process works there any more, since its machine has died, say: rm {mark}"
         super().__init__(
-            f"Another run (process {named or 'unknown'}) is working in {folder}.",
-            f"{remedy} {self.way_out}".rstrip(),
+            f"Another run (process {named or 'unknown'}) is working in {folder}.", f"{remedy} {self.way_out}".rstrip()
         )
 
 
@@ -98,7 +96,7 @@ def _lock(handle: TextIO, how: int) -> bool:
 
 
 def _claim(mark: Path, folder: Path, remedy: str) -> None:
-    """Create the `mark` exclusively; replace the mark of a dead process."""
+    """Create the `mark` exclusively; replace the mark of a dead process of this machine."""
     for _ in range(2):
         try:
             with mark.open("x", encoding="utf-8") as file:

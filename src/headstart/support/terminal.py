@@ -209,11 +209,7 @@ class Bar:
 
 @contextmanager
 def progress_bar(
-    console: Console | None,
-    title: str,
-    total: float | None = None,
-    unit: str = "",
-    lines: bool = True,
+    console: Console | None, title: str, total: float | None = None, unit: str = "", lines: bool = True
 ) -> Iterator[Bar]:
     """Show a transient bar with progress, elapsed and remaining time on a terminal, else a line a minute.
 

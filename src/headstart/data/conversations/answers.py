@@ -106,7 +106,7 @@ class Answers:
 
     def _next_turn(self, running: Sequence[_Running], seed: int, turns: TurnCaches) -> bool:
         """Answer the next user turn of each conversation; return False when no turn is left."""
-        target, settings = self._target, self._settings
+        settings = self._settings
         limits = settings.max_prompt_tokens, settings.max_new_tokens, self._writer.window
         asking = [row for row in running if row.remaining and row.ask(*limits)]
         asking.sort(key=lambda row: len(row.tokens))
@@ -116,7 +116,7 @@ class Answers:
         continuation = Continuation(
             settings.max_new_tokens,
             [row.temperature for row in asking],
-            target.end_tokens,
+            self._target.end_tokens,
             seed,
             check=self._check,
             states=None if self._capture is None else RowStates(self._capture.aux_layers),
@@ -128,7 +128,7 @@ class Answers:
             if number in continuation.refused:
                 row.refuse(continuation.refused[number])
                 continue
-            row.answer(answer, target)
+            row.answer(answer, self._target)
             row.states = states.get(number, {})
         return True
 

@@ -209,7 +209,7 @@ class GivenPrompts:
 class PartPlan:
     """Plans further parts of a split for `headstart.data.conversations.jobs.share`.
 
-    Stops when none of `count` conversations is `missing` or the clock runs out, but always plans a split's first part.
+    Stops once no conversation is `missing` or the clock runs out, but always plans the first part of a split.
     """
 
     def __init__(

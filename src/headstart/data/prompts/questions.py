@@ -105,10 +105,7 @@ SUITES = {
     "gsm8k": Suite((Part("openai/gsm8k", "main/test-00000-of-00001.parquet", {"question": "prompt"}, "math"),), 80),
     # MT-bench plus RedHatAI's copy of the other tasks, one file each.
     "spec-bench": Suite(
-        (
-            _MT_BENCH,
-            *(Part("RedHatAI/speculator_benchmarks", f"{task}.jsonl", category=task) for task in _SPEC_BENCH),
-        )
+        (_MT_BENCH, *(Part("RedHatAI/speculator_benchmarks", f"{task}.jsonl", category=task) for task in _SPEC_BENCH))
     ),
     "alpaca": Suite(
         (Part("tatsu-lab/alpaca", "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet", category="instructions"),), 80

@@ -89,11 +89,7 @@ class RequestLog:
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        gigabytes: float | None = None,
-        days: float | None = None,
-        keep: Keep | None = None,
+        self, folder: str | Path, gigabytes: float | None = None, days: float | None = None, keep: Keep | None = None
     ) -> None:
         self.folder, self.lost = Path(folder).expanduser(), 0
         given = {"gigabytes": gigabytes, "days": days}

@@ -115,8 +115,7 @@ class States(ABC):
 
     @abstractmethod
     def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
-        """Return a batch with the states of some layers, or all. Every rank must call this equally often, if need be
-        with no indices."""
+        """Return a batch with states of these layers, or all; all ranks must call it equally often, even for none."""
 
     @abstractmethod
     def _tokens(self, index: int) -> Tensor: ...
