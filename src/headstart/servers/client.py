@@ -1,9 +1,8 @@
-"""Servers asked over HTTP: one client, and one way to ask again.
+"""HTTP client with retries and load balancing over servers.
 
-A request that may succeed later (no connection, 429, 5xx, a reply that is cut) is sent again after a while, to another
-server if there is one; of several requests that failed together, a server is spared the more the longer it fails. A
-reply that no further try would change raises a `UserError` with the server's address: `Refused` where another request
-may do.
+A transient failure (no connection, 429, 5xx, truncated reply) is retried with exponential backoff, on another server if
+there is one; requests that fail together count as one failure. A permanent failure raises a `UserError` with the
+server's address, or `Refused` if only this request is at fault.
 """
 
 from __future__ import annotations
@@ -29,48 +28,44 @@ from headstart.errors import UserError
 T = TypeVar("T")
 
 KEY = "HEADSTART_API_KEY"
-"""Environment variable with the key of servers that want one. It is not that of any other service: keys go to servers
-that a recipe names, and to no others."""
+"""Environment variable with the API key for a recipe's servers; other services' keys are never sent there."""
 REQUESTS = 512
-"""Default number of concurrent requests to each address: an address may stand for many GPUs, and engines queue."""
+"""Default concurrent requests per address: an address may front many GPUs, and engines queue."""
 _OTHER_FILES = 512
-"""Open files of the process beside its connections."""
+"""Allowance for open files other than connections."""
 TRIES = 10
-"""For a request and each server, before it is given up."""
+"""Attempts of a request, per server."""
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
-"""Seconds until a server that failed is asked again: the first, doubled with each failure in a row, and the longest."""
+"""Backoff in seconds: the first, doubled with each consecutive failure, and the longest."""
 _LONGEST_ASKED_WAIT = 600.0
-"""Of a server that says itself when to come back."""
+"""Upper limit of Retry-After, in seconds."""
 ANSWER_SECONDS = 1800.0
-"""Until a whole answer is there: a busy server keeps requests waiting."""
+"""Timeout of an answer; a busy server queues requests."""
 _CONNECT_SECONDS = 10.0
 _KEPT_SECONDS = 2.0
-"""An idle connection is used again: servers close theirs after five."""
+"""Idle time before a connection is closed; servers close theirs after five seconds."""
 _ALIVE = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)] + [
     (socket.IPPROTO_TCP, getattr(socket, name), value)
     for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4))
     if hasattr(socket, name)
 ]
-"""Of connections: nothing is sent while an answer is written, and a machine that is gone should show within minutes."""
+"""TCP keep-alive: connections are silent while an answer is generated, and a dead machine should show in minutes."""
 _CHECK_SECONDS = 0.1
 _WAITING = {408, 409, 425, 429}
-"""Statuses below 500 that may pass."""
+"""Transient statuses below 500."""
 _REFUSED = {400, 413, 422}
-"""Statuses of requests that a server finds fault with."""
+"""Statuses for a faulty request."""
 _ABSENT = {400, 404, 405, 422, 501}
-"""Statuses that say that a server has no such page, or another one."""
+"""Statuses for a page the server lacks or defines differently."""
 
 
 class Stopped(Exception):
-    """Raised by work whose result nobody waits for any more."""
+    """Raised by cancelled work."""
 
 
 class Later(Exception):
-    """A request failed in a way that may pass.
-
-    The server is `busy` where it has too much to do, and wants to be asked again after `seconds`, where it says so.
-    """
+    """A transient failure; the server may be `busy` (429) and ask for a retry after `seconds`."""
 
     def __init__(self, problem: str, busy: bool = False, seconds: float = 0.0) -> None:
         super().__init__(problem)
@@ -78,11 +73,11 @@ class Later(Exception):
 
 
 class Refused(UserError):
-    """A server does not take this request, whenever it is asked."""
+    """A server rejected this request permanently."""
 
 
 def or_refusal(ask: Callable[[int, Endpoint], T]) -> Callable[[int, Endpoint], T | Refused]:
-    """How to ask a question of a `Pool`, with a server's refusal as its answer."""
+    """Wrap a question for a `Pool` so that a refusal is returned as its answer."""
 
     def asked(number: int, endpoint: Endpoint) -> T | Refused:
         try:
@@ -94,9 +89,9 @@ def or_refusal(ask: Callable[[int, Endpoint], T]) -> Callable[[int, Endpoint], T
 
 
 class Endpoint:
-    """One server, with or without the `/v1` of OpenAI's paths. Its counts belong to who holds the lock of the `Pool`:
+    """One server; a trailing `/v1` of the URL is dropped.
 
-    requests `under_way`, the number of the `last` of them, `failures` in a row, and when it may be asked again.
+    The lock of the `Pool` guards requests `under_way`, number of the `last` one, consecutive `failures`, `rests_until`.
     """
 
     def __init__(self, url: str) -> None:
@@ -120,7 +115,7 @@ class Endpoint:
     def send(
         self, method: str, path: str, body: dict[str, Any] | None = None, seconds: float = ANSWER_SECONDS
     ) -> httpx.Response:
-        """One request, whose body is sent as JSON, and its reply, whatever the status; `Later` where there is none."""
+        """Send a request with a JSON body; return the reply with any status, or raise `Later` if there is none."""
         timeout = httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
         try:
             return self._client.request(method, self.url + path, json=body, timeout=timeout)
@@ -135,14 +130,14 @@ class Endpoint:
         absent: dict[str, Any] | None = None,
         seconds: float = ANSWER_SECONDS,
     ) -> dict[str, Any]:
-        """The JSON object that a request is answered with; `absent` where the server has no such page, unless None.
+        """Return the JSON object of the reply, or `absent` (unless None) if the server lacks the page.
 
-        Raises `Later` where it may work another time, and a UserError where it will not.
+        Raises `Later` for a transient failure, a UserError for a permanent one.
         """
         return self.read(self.send(method, path, body, seconds), absent)
 
     def read(self, reply: httpx.Response, absent: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The JSON object of a reply; see `ask`."""
+        """Return the JSON object of a reply; see `ask`."""
         status, text = reply.status_code, " ".join(reply.text.split())
         words = (text.replace(self._key, "***") if self._key else text)[:300]  # some servers repeat a key
         if status in _ABSENT and absent is not None:
@@ -165,7 +160,7 @@ class Endpoint:
         return page
 
     def once(self, find: Callable[[Endpoint], T]) -> T:
-        """What the first request finds out about the server; a failure counts for all that waited for it."""
+        """Return the cached result of `find`; a failure is raised in every thread that waited for it."""
         came = monotonic()
         with self._meeting:
             if not self._known:
@@ -176,11 +171,10 @@ class Endpoint:
                 except Later as problem:
                     self._unmet = monotonic(), problem
                     raise
-        known: T = self._known[0]
-        return known
+        return cast(T, self._known[0])
 
     def failed(self, problem: Later, began: float, jitter: float) -> None:
-        """Note that a request which began at this moment came to nothing; those sent together fail together."""
+        """Record a failure of a request started at `began`; concurrent failures count once."""
         now = monotonic()
         seconds = problem.seconds
         if began >= self._failed_at:
@@ -190,15 +184,15 @@ class Endpoint:
         self.rests_until = max(self.rests_until, now + seconds)
 
     def worked(self, began: float) -> None:
-        """Note that a request which began at this moment was answered."""
+        """Record an answer to a request started at `began`."""
         if began >= self._failed_at:
             self.failures, self.rests_until = 0, 0.0
 
 
 class Pool:
-    """Servers that answer the same questions, with so many requests under way at most; None is `REQUESTS` for each.
+    """Interchangeable servers with a limit on concurrent requests (None: `REQUESTS` each).
 
-    `remedy` says what to do when none answers.
+    `remedy` is the user's remedy if none answers.
     """
 
     def __init__(self, urls: Sequence[str], requests: int | None, remedy: str) -> None:
@@ -214,15 +208,13 @@ class Pool:
     def answers(
         self, questions: int, ask: Callable[[int, Endpoint], T], check: Callable[[], None] = lambda: None
     ) -> Generator[tuple[int, T], None, None]:
-        """Numbers of so many questions with their answers, as these come. Close it where it is left early: nothing is
-        asked then.
+        """Yield (question number, answer) as answers arrive; close the generator to cancel the remaining questions.
 
-        `ask` puts a question to a server, and raises `Later` where another try may help. `check` is called while
-        answers are waited for; what it raises ends the work. Several threads may have questions: they are asked in the
-        order in which they come, a next one whenever an answer is there.
+        `ask` sends a question to a server and raises `Later` for a retry. `check` is polled while waiting and aborts by
+        raising. Questions of several threads share one first-in, first-out queue.
 
         Raises:
-            UserError: no server answered for long.
+            UserError: retries are exhausted.
         """
         done = queue.SimpleQueue[tuple[int, T | None, BaseException | None]]()
         stop = threading.Event()
@@ -252,7 +244,7 @@ class Pool:
             stop.set()
 
     def each(self, ask: Callable[[Endpoint], T]) -> list[T]:
-        """What every server says that answers at once, or the first to answer at all."""
+        """Return the answers of all servers that answer at once, or the first answer after retries."""
         answers = []
         for endpoint in self._endpoints:
             with suppress(Later):
@@ -266,7 +258,7 @@ class Pool:
             self._threads += new
         _allow_files(self._threads + _OTHER_FILES)
         for _ in range(new):
-            # An answer that nobody waits for any more does not keep the program from ending.
+            # Daemon: a cancelled request does not keep the program from exiting.
             threading.Thread(target=self._work, name="request", daemon=True).start()
 
     def _work(self) -> None:
@@ -291,7 +283,7 @@ class Pool:
                 with self._lock:
                     endpoint.failed(problem, began, self._jitter.uniform(0.5, 1.0))
                     if problem.busy and self._answered > answered_before:
-                        tries = 1  # others are answered: the turn of this one comes
+                        tries = 1  # the server is answering others: this one is only queued
                 if tries >= most:
                     raise UserError(
                         f"{endpoint.url} did not answer: {str(problem).rstrip('.')} ({tries} tries).", self._remedy
@@ -306,12 +298,12 @@ class Pool:
                     endpoint.under_way -= 1
 
     def _next(self, stop: threading.Event) -> Endpoint:
-        """The server to ask now, waited for if all of them are left alone for a while."""
+        """Return the least busy server; wait while all are backing off."""
         while not stop.is_set():
             with self._lock:
                 now = monotonic()
                 working = any(not endpoint.failures for endpoint in self._endpoints)
-                # While others work, one that failed is tried with one request at a time.
+                # While others work, a failed one is probed with one request at a time.
                 ready = [
                     endpoint
                     for endpoint in self._endpoints
@@ -322,13 +314,13 @@ class Pool:
                     chosen.under_way, chosen.last = chosen.under_way + 1, next(self._numbers)
                     return chosen
                 seconds = min(endpoint.rests_until for endpoint in self._endpoints) - now
-                seconds *= self._jitter.uniform(1.0, 1.2)  # those that wait together do not come back together
+                seconds *= self._jitter.uniform(1.0, 1.2)  # jitter against synchronised retries
             stop.wait(max(0.001, seconds))
         raise Stopped
 
 
 def _allow_files(count: int) -> None:
-    """Raise the soft limit of open files, which is often 1024, as far as the hard limit allows."""
+    """Raise the soft limit of open files (often 1024), up to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < count:
         resource.setrlimit(
@@ -337,7 +329,7 @@ def _allow_files(count: int) -> None:
 
 
 def _key() -> str:
-    """The key of the environment; empty where it has none."""
+    """Return the API key from the environment, or an empty string."""
     key = os.environ.get(KEY, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise UserError(f"{KEY} holds characters that no key has.", "Set it again, or unset it.")
@@ -345,7 +337,7 @@ def _key() -> str:
 
 
 def _seconds_asked(retry_after: str) -> float:
-    """Seconds that a server asks for; 0 when it asks for none (or names a date)."""
+    """Parse Retry-After in seconds; 0 if absent or a date."""
     try:
         return min(max(0.0, float(retry_after)), _LONGEST_ASKED_WAIT)
     except ValueError:

@@ -1,4 +1,4 @@
-"""How servers are asked to continue token ids, and where their replies have the ids of what they wrote."""
+"""Completion APIs of servers with token ids in and out."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from typing import Any
 from headstart.servers.client import Endpoint
 
 _PAGE_SECONDS = 60.0
-"""For a page about the server itself."""
+"""Timeout of a page about the server itself."""
 
 
 class NoTokenIds(KeyError):
-    """A reply has text and no token ids: text cannot be turned back into the ids that were written."""
+    """A reply with text but no token ids; re-tokenising text may give other ids."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """What a server is to continue, and how; at a temperature of 0 greedily.
-
-    `ends` are tokens that end the answer, where the server can be told; None leaves it to the server's own.
-    """
+    """A completion request; temperature 0 is greedy. `ends` overrides the server's end tokens if it supports that."""
 
     prompt: Sequence[int]
     max_new_tokens: int
@@ -34,7 +31,7 @@ class Ask:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields that every server knows. What is left out would be taken from the target's files, penalties too."""
+        """Fields common to all servers, explicit because defaults come from the target's files, penalties too."""
         fields: dict[str, Any] = {"temperature": self.temperature, "presence_penalty": 0.0, "frequency_penalty": 0.0}
         if self.temperature > 0:
             fields |= {"top_k": self.top_k, "top_p": self.top_p, "min_p": 0.0, "seed": self.seed}
@@ -43,10 +40,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a server wrote: the ids after the prompt's.
+    """Generated token ids, without the prompt's.
 
-    `prompt` are the ids that it says it read, or only how many (`prompt_length`); None where it does not say. It may
-    have stopped at an end that is the server's alone (`at_own_end`), or given up in the middle.
+    `prompt` and `prompt_length` are the prompt as the server reports it, or None. `at_own_end`: it stopped at an end
+    token of its own; `aborted`: it gave up midway.
     """
 
     tokens: list[int]
@@ -57,19 +54,19 @@ class Reply:
 
 
 class Dialect(ABC):
-    """Paths and bodies of a kind of server."""
+    """API of a kind of server."""
 
     @abstractmethod
     def request(self, ask: Ask, model: str) -> tuple[str, dict[str, Any]]:
-        """Path and body that ask for a continuation of token ids by a model of this name."""
+        """Return path and body of a completion request to this model."""
 
     @abstractmethod
     def read(self, reply: dict[str, Any]) -> Reply:
-        """What was written; a KeyError (`NoTokenIds` among them), IndexError or TypeError where the reply is none."""
+        """Parse a reply; raises KeyError (including `NoTokenIds`), IndexError or TypeError if malformed."""
 
     @abstractmethod
     def tokenize(self, text: str, model: str) -> tuple[str, dict[str, Any]]:
-        """Path and body that ask for the `tokens` of a text, without special ones."""
+        """Return path and body of a request for the `tokens` of a text, without special tokens."""
 
 
 class OpenAI(Dialect):
@@ -95,7 +92,7 @@ class OpenAI(Dialect):
 
 
 class LlamaServer(Dialect):
-    """llama-server's own completions: those that are like OpenAI's say no token ids."""
+    """llama-server's native completions; its OpenAI-compatible ones return no token ids."""
 
     def request(self, ask: Ask, model: str) -> tuple[str, dict[str, Any]]:
         body = {"prompt": list(ask.prompt), "n_predict": ask.max_new_tokens, **ask.sampling}
@@ -119,11 +116,11 @@ class LlamaServer(Dialect):
 
 @dataclass(frozen=True)
 class Served:
-    """A model of a server, under the server's name for it.
+    """A model on a server, by the server's name for it.
 
     Attributes:
-        window: longest text with its answer, in tokens; None where the server does not say.
-        slots: requests that llama-server decodes at once; None where the server does not say.
+        window: context length in tokens; None if not reported.
+        slots: requests that llama-server decodes concurrently; None if not reported.
     """
 
     dialect: Dialect
@@ -133,7 +130,7 @@ class Served:
 
 
 def served_by(endpoint: Endpoint, spec: str) -> Served:
-    """A server's model of this Hub id or path; its first model by default."""
+    """Find the server's model of this Hub id or path; its first model by default."""
     listed = endpoint.ask("GET", "/v1/models", absent={"data": []}, seconds=_PAGE_SECONDS).get("data")
     models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
     served = next((model for model in models if spec in (model.get("id"), model.get("root"))), (models or [{}])[0])

@@ -1,4 +1,4 @@
-"""Engines that `tune --engine` starts and measures, by name."""
+"""Engines that `tune --engine` starts and measures."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from headstart.servers.completions import Dialect, LlamaServer, OpenAI
 
 @dataclass(frozen=True)
 class ServingEngine:
-    """What is particular to an engine.
+    """Properties of an engine.
 
     Attributes:
-        name: that users type, also among the engines of `format`.
-        format: of `headstart.hub.engines` that it loads.
-        command: that starts it; the words of `target_option`, the target and options come after it.
-        server_options: what makes its counts and answers whole.
-        version_page: path, and the key there, of what the running engine says of its version.
-        needs_gguf: whether it loads targets from GGUF files alone.
-        model: what it calls its target; empty where it needs no name.
-        drafts_by_load: whether it drafts another number of tokens with more requests at a time.
-        two_at_a_time: what to do where two of them do not fit into memory, as a sentence.
+        name: typed by users; also its name among the engines of `format`.
+        format: the one of `headstart.hub.engines` that it loads.
+        command: start command; `target_option`, the target and further options follow it.
+        server_options: options for complete counters and answers.
+        version_page: path and JSON key of the running engine's version.
+        needs_gguf: whether it loads only GGUF targets.
+        model: name of the target in requests; empty if none is needed.
+        drafts_by_load: whether the draft length depends on the number of concurrent requests.
+        two_at_a_time: remedy if two of them do not fit in memory, as a sentence.
     """
 
     name: str
@@ -37,7 +37,7 @@ class ServingEngine:
     two_at_a_time: str = ""
 
     def own_target(self, folder: str, gguf: Path | None) -> str:
-        """What it loads of a target in this folder (or with this Hub id), or in this GGUF file; empty when nothing."""
+        """Return the path or Hub id that the engine loads; empty if it needs a GGUF file and there is none."""
         return str(gguf or "") if self.needs_gguf else folder
 
 
@@ -46,7 +46,7 @@ _VLLM = ServingEngine(
     format="vllm",
     command="vllm serve",
     dialect=OpenAI(),
-    # What is found in a cache of prefixes would be timed as if it had been read.
+    # A prefix-cache hit would be timed as a full prefill.
     server_options=("--served-model-name", "target", "--no-enable-prefix-caching"),
     version_page=("/version", "version"),
     model="target",

@@ -1,4 +1,4 @@
-"""What users call formats and engines, as recipes and `--help` need it; a test holds it equal to the tables named."""
+"""Names of formats and engines for recipes and `--help`; a test compares them with the tables named."""
 
 from typing import Literal, get_args
 

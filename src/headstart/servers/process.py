@@ -1,4 +1,4 @@
-"""A serving engine that is asked with token ids, and one as a process of its own here: started, and stopped."""
+"""A client for a running serving engine, and a child process that runs one."""
 
 from __future__ import annotations
 
@@ -37,25 +37,24 @@ _POSITION = re.compile(r'position="(\d+)"')
 
 @dataclass(frozen=True)
 class EngineAnswer:
-    """Token ids that an engine wrote, and seconds from the request to the whole answer."""
+    """Generated token ids and the latency of the whole answer."""
 
     tokens: tuple[int, ...]
     seconds: float
 
 
 class Running:
-    """An engine that runs at an address; `remedy` is what to say where it does not answer."""
+    """A running engine; `remedy` is the user's remedy if it does not answer."""
 
     def __init__(self, name: str, endpoint: Endpoint, dialect: Dialect, model: str, remedy: str) -> None:
         self._name, self._endpoint, self._dialect, self._model, self._remedy = name, endpoint, dialect, model, remedy
 
     @property
     def url(self) -> str:
-        """Its address."""
         return self._endpoint.url
 
     def answer(self, prompt: Sequence[int], max_new_tokens: int) -> EngineAnswer:
-        """The engine's greedy answer to token ids, which ends as the target ends it."""
+        """Return the greedy answer to token ids, with the engine's own end tokens."""
         path, body = self._dialect.request(Ask(prompt, max_new_tokens), self._model)
         started = perf_counter()
         try:
@@ -69,12 +68,12 @@ class Running:
         raise UserError(f"{self._name} did not answer: {problem[:300]}", self._remedy)
 
     def answers(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[EngineAnswer]:
-        """The answers to several prompts that are asked at the same time."""
+        """Answer several prompts concurrently."""
         with ThreadPoolExecutor(len(prompts)) as requests:
             return list(requests.map(lambda prompt: self.answer(prompt, max_new_tokens), prompts))
 
     def counters(self) -> Counter[str | int]:
-        """What it has counted since it was started; see `read_counters`."""
+        """Return its counters since the start; see `read_counters`."""
         try:
             return read_counters(self._endpoint.send("GET", "/metrics").text)
         except Later as error:
@@ -82,14 +81,13 @@ class Running:
 
 
 class Server(Running):
-    """A running engine; a context manager that stops it. What it prints goes to `log`.
+    """A context manager that runs an engine as a child process; its output goes to `log`.
 
-    `drafting` are arguments that add heads, none for plain decoding; `options` are further ones, as one types them,
-    and `command` replaces the engine's own. It sees `gpus`, as CUDA_VISIBLE_DEVICES names them, or those that this
-    process does.
+    `drafting` are the arguments that add heads, `options` further ones as a command line, `command` replaces the
+    engine's own, and `gpus` sets CUDA_VISIBLE_DEVICES.
 
     Raises:
-        UserError: the command is not there, it ended, or it did not answer in time; with the end of its log.
+        UserError: the command is missing, exited, or did not answer in time; with the end of its log.
     """
 
     def __init__(
@@ -139,7 +137,7 @@ class Server(Running):
                 signal.signal(sent, handler)
 
     def version(self) -> str:
-        """What the running engine says of its version; empty when it does not say."""
+        """Return the version reported by the running engine, or an empty string."""
         path, key = self.engine.version_page
         try:
             return str(self._endpoint.ask("GET", path)[key])
@@ -189,17 +187,15 @@ class Server(Running):
             if (code := self._process.poll()) is not None:
                 cause = self._last_words()
                 shared = f" {self.engine.two_at_a_time}" if "memory" in cause.lower() else ""
-                raise UserError(f"{self.engine.name} ended with {code}: {cause}", f"Its log is {self.log}.{shared}")
+                raise UserError(f"{self.engine.name} ended with {code}: {cause}", f"{self._remedy}{shared}")
             sleep(_POLL_SECONDS)
-        raise UserError(
-            f"{self.engine.name} did not answer within {self._seconds:.0f} seconds: {self._last_words()}",
-            f"Its log is {self.log}.",
-        )
+        problem = f"did not answer within {self._seconds:.0f} seconds: {self._last_words()}"
+        raise UserError(f"{self.engine.name} {problem}", self._remedy)
 
     def _last_words(self) -> str:
-        """The last of its log, without the lines that every start has."""
-        lines = [line.strip() for line in self.log.read_text(encoding="utf-8", errors="replace").splitlines()]
-        lines = [line for line in lines if line]
+        """Return the first cause in its log, or the last lines that are not routine."""
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
         if causes := [line for line in lines if _CAUSE.search(line) and not _NOT_THE_CAUSE.search(line)]:
             return causes[0]
         telling = [line for line in lines if not _NOISE.match(line)]
@@ -207,10 +203,10 @@ class Server(Running):
 
 
 def read_counters(text: str) -> Counter[str | int]:
-    """What an engine has counted of its drafting, from its page in the text format of Prometheus.
+    """Parse an engine's drafting counters from its Prometheus page.
 
-    `drafts` are passes of the target that verified drafts, `draft_tokens` and `accepted_tokens` are tokens, and each
-    place of the chain, from 0, has the tokens accepted there.
+    `drafts` counts verification passes, `draft_tokens` and `accepted_tokens` count tokens, and each chain position from
+    0 on counts tokens accepted there.
 
     >>> page = 'llamacpp:spec_decode_num_drafts_total 4\\nllamacpp:spec_decode_num_accepted_tokens_total 3'
     >>> page += '\\nllamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 3'
@@ -225,8 +221,10 @@ def read_counters(text: str) -> Counter[str | int]:
 
 
 def _ending_by_exception() -> dict[signal.Signals, Any]:
-    """Let a polite end of this process (a closed terminal, `kill`, a scheduler) go through `finally`: engines end
-    with it. Returns the handlers of before; other threads than the main one leave them as they are."""
+    """Make SIGTERM and SIGHUP raise SystemExit, so that `finally` stops the engines; return the previous handlers.
+
+    Does nothing outside the main thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         return {}
 

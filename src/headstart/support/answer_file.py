@@ -1,7 +1,6 @@
-"""Earlier answers of a target, as token ids: a database that processes add to, and the packed file beside heads.
+"""Earlier answers of a target as token ids: a SQLite database shared by processes, and the packed file beside heads.
 
-The database is SQLite's: it survives killed processes, and locks out other writers. The file that is published with
-heads is not one, because SQLite is not made for files from strangers.
+The published file is not SQLite, which is not safe on untrusted files.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import numpy as np
 from headstart.errors import UserError
 
 MOST_BYTES = 8_000_000
-"""Size at which the database drops the older half of its answers: about 4 million tokens."""
+"""Database size at which the older half of the answers is dropped: about 4 million tokens."""
 _MARK = b"\x93answers\n"
 _APPLICATION = int.from_bytes(b"head")  # SQLite's application_id
 _END = -1  # follows each answer
 _MOST_UNPACKED = 64_000_000
 """Bytes that one packed row or file may unpack to, four times what is ever written."""
 _PENDING = 66_000
-"""Bytes that zlib holds back before it writes a block, at most."""
+"""Upper bound of zlib's internal buffer in bytes."""
 _CREATE = """
 BEGIN IMMEDIATE;
 CREATE TABLE IF NOT EXISTS answers (id INTEGER PRIMARY KEY, target TEXT NOT NULL, packed BLOB NOT NULL);
@@ -40,8 +39,8 @@ class AnswerFile:
     """A SQLite database of answers, shared by processes and threads.
 
     Args:
-        path: created if it does not exist.
-        target: fingerprint of the target, see `headstart.target.identity`; `new` skips answers of other targets.
+        path: created if missing.
+        target: fingerprint of the target (`headstart.target.identity`); `new` skips other targets' answers.
         most_bytes: see `MOST_BYTES`.
 
     Raises:
@@ -52,12 +51,12 @@ class AnswerFile:
         self.path = path
         self._target = target
         self._most_bytes = most_bytes
-        self._identity = self._read_to = 0  # the database that `new` read last, and its last row then
+        self._identity = self._read_to = 0  # database and row that `new` read last
         with self._opened() as database:
             database.execute("DELETE FROM answers WHERE FALSE")  # fails where nothing can be written
 
     def add(self, answers: Sequence[Sequence[int]]) -> None:
-        """Add answers as one row, whole or not at all."""
+        """Add answers as one row, atomically."""
         with self._opened() as database:
             database.execute(
                 "INSERT INTO answers (target, packed) VALUES (?, ?)", (self._target, zlib.compress(_tokens(answers), 9))
@@ -67,8 +66,7 @@ class AnswerFile:
                 database.execute("VACUUM")
 
     def new(self) -> tuple[list[list[int]], bool]:
-        """Return the answers that any process has added since the last call, and whether the file was deleted since;
-        then they are all answers of the new file."""
+        """Return answers added since the last call, and whether the file was recreated since (then all its answers)."""
         with self._opened() as database:
             identity = _number(database, "user_version")
             begun_anew = self._identity not in (0, identity)
@@ -91,10 +89,10 @@ class AnswerFile:
 
     @contextmanager
     def _opened(self) -> Iterator[sqlite3.Connection]:
-        """Connect to the database, for one operation: a connection survives neither a fork nor a deleted file."""
+        """Connect for one operation: a connection survives neither a fork nor a deleted file."""
         try:
             if not self.path.exists():
-                self.path.touch()  # SQLite would leave out the group
+                self.path.touch()  # SQLite would create it without group write access
             with closing(sqlite3.connect(self.path, isolation_level=None)) as database:
                 database.execute("PRAGMA synchronous = OFF")  # an answer does not wait for the disk
                 if not _number(database, "page_count"):
@@ -112,7 +110,7 @@ class AnswerFile:
 
 
 def write_answers(path: Path, answers: Iterable[Sequence[int]], most_bytes: int) -> None:
-    """Write the first answers to a file of at most `most_bytes`; no file if there are none."""
+    """Write as many leading answers as fit in `most_bytes`; write no file if there are none."""
     data, packer, kept = bytearray(_MARK), zlib.compressobj(9), 0
     for answer in answers:
         tokens = _tokens([answer])
@@ -125,7 +123,7 @@ def write_answers(path: Path, answers: Iterable[Sequence[int]], most_bytes: int)
 
 
 def read_answers(path: Path) -> list[list[int]]:
-    """Read a file that `write_answers` wrote; a UserError says that it is damaged or something else."""
+    """Read a file of `write_answers`; a UserError if it is damaged or another kind of file."""
     data = path.read_bytes()
     if not data.startswith(_MARK):
         raise _no_answers(path)

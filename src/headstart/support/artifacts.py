@@ -1,11 +1,10 @@
-"""What stages make, kept by what it is: folders that runs refer to, share and extend, and that only `gc` deletes.
+"""Content-addressed stage outputs, shared and extended by runs and deleted only by `gc`.
 
-An artifact is a folder named by a hash of its *identity*: everything that decides what it is (the target, where prompts
-come from, how answers are drawn, settings of the heads ...). How much there is of it (conversations, minutes) is not
-part of its identity: more of it is added to what is there. Artifacts lie beside the folders of the runs:
+An artifact is a folder named by a hash of its *identity*: every input that determines it (target, prompts, sampling,
+settings of the heads ...) except the amount (conversations, minutes), which can grow. Artifacts lie beside the runs:
 
-    runs/quickstart/references.json                    which artifacts the run uses
-    runs/artifacts/conversations/self-1c6f.../         artifact.json (its identity), lock, and what it holds
+    runs/quickstart/references.json                    artifacts of the run
+    runs/artifacts/conversations/self-1c6f.../         artifact.json (its identity), lock, and content
 """
 
 from __future__ import annotations
@@ -30,40 +29,42 @@ from headstart.support.lock import Busy, locked
 from headstart.support.terminal import tell
 
 FOLDER = "artifacts"
-"""Beside the folders of the runs that share it."""
+"""Folder of artifacts, beside the runs that share it."""
 NOTE = "artifact.json"
-"""In every artifact: its identity."""
+"""File of an artifact's identity."""
 _LONG = 60.0
-"""Seconds of waiting after which the other process may be dead."""
+"""Seconds of waiting for a lock before hinting that its holder may be dead."""
 REFERENCES = "references.json"
-"""In every run: the artifact of each stage, relative to the run's folder."""
+"""A run's map from stage to artifact, relative to the run's folder."""
 
 
 @dataclass(frozen=True)
 class Artifact:
-    """One artifact, which may not be there yet: where it lies, and what it is, as JSON values."""
+    """An artifact, existing or not, with its identity as JSON values."""
 
     folder: Path
     identity: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """Unique among the artifacts of all kinds; what depends on this one is identified by it."""
+        """Unique name over all kinds; part of the identity of dependent artifacts."""
         return self.folder.name
 
     @property
     def base(self) -> dict[str, Any]:
-        """The identity without the key "amount": equal for what differs only in how much went into it."""
+        """The identity without the key "amount"."""
         return {key: value for key, value in self.identity.items() if key != "amount"}
 
 
 def artifact(run_folder: Path, kind: str, slug: str, identity: Mapping[str, Any]) -> Artifact:
-    """The artifact with this identity (values that survive JSON), for the runs beside `run_folder`. The kind is
-    conversations, states, heads, tuning, exports or reports; the slug a word for people, part of the name."""
+    """Return the artifact with this identity (JSON values) beside `run_folder`; `slug` makes its name readable.
+
+    The kind is conversations, states, heads, tuning, exports or reports.
+    """
     known = json.loads(json.dumps(dict(identity), sort_keys=True))
     digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12]
     path = root_of(run_folder) / kind
-    # The word is for people: a prompt file that was renamed is still the same.
+    # The slug does not count: a renamed prompt file is the same artifact.
     made = next((folder for folder in sorted(path.glob(f"*-{digest}")) if folder.is_dir()), None)
     words = "".join(letter if letter.isalnum() else "-" for letter in slug.lower()).strip("-")[:32]
     return Artifact(made or path / f"{words or kind}-{digest}", known)
@@ -80,11 +81,10 @@ def root_of(run_folder: Path) -> Path:
 
 @contextmanager
 def held(artifact: Artifact, console: Console | None = None, wait: bool = True) -> Iterator[Path]:
-    """Work in an artifact's folder, made if need be, while no other process does; the console says when one is waited
-    for, and after a minute what to type if it is dead.
+    """Create and lock an artifact's folder; waiting is reported, with a hint for dead lock holders after a minute.
 
     Raises:
-        Busy: another process works there, without `wait`.
+        Busy: another process holds the lock, and `wait` is off.
     """
     waiting, is_told = None, False
     with ExitStack() as stack:
@@ -109,14 +109,14 @@ def held(artifact: Artifact, console: Console | None = None, wait: bool = True) 
 
 
 def relatives(of: Artifact, base: Callable[[Artifact], Any] = lambda artifact: artifact.base) -> list[Artifact]:
-    """Artifacts that are there and differ from this one only in the amount, or in what else `base` leaves out."""
+    """List existing artifacts that differ from this one only in the amount, or in keys that `base` drops."""
     folders = [note.parent for note in sorted(of.folder.parent.glob(f"*/{NOTE}"))]
     others = [Artifact(path, read_note(path)) for path in folders if path != of.folder and path.suffix != PARTIAL]
     return [other for other in others if base(other) == base(of)]
 
 
 def read_note(folder: Path) -> dict[str, Any]:
-    """The identity of an artifact that is there; empty when its note cannot be read."""
+    """Read an artifact's identity; empty if unreadable."""
     try:
         return dict(read_json(folder / NOTE)["identity"])
     except (UserError, KeyError, TypeError, ValueError):
@@ -127,11 +127,7 @@ def read_note(folder: Path) -> dict[str, Any]:
 
 
 def refer(run_folder: Path, stage: str, artifact: Artifact, link: str | None = None) -> None:
-    """Note that a run uses an artifact, and let `link` in the run's folder lead there.
-
-    Raises:
-        UserError: something else than a link is in its place.
-    """
+    """Record that a run uses an artifact, and point `link` in the run's folder to it; see `point` for errors."""
     paths = references(run_folder)
     file_path = os.path.relpath(artifact.folder, run_folder.resolve())
     if paths.get(stage) != file_path:
@@ -141,31 +137,31 @@ def refer(run_folder: Path, stage: str, artifact: Artifact, link: str | None = N
 
 
 def forget(run_folder: Path, stage: str) -> None:
-    """Note that a run uses no artifact of a stage any more; the artifact stays until `gc`."""
+    """Remove a run's reference to a stage's artifact, which stays until `gc`."""
     paths = references(run_folder)
     if paths.pop(stage, None) is not None:
         write_json(run_folder / REFERENCES, paths)
 
 
 def references(run_folder: Path) -> dict[str, str]:
-    """The artifact of each stage of a run, relative to its folder; empty when it has none."""
+    """Read the artifact of each stage of a run, relative to its folder."""
     file = run_folder / REFERENCES
     if not file.is_file():
         return {}
     try:
         return {str(stage): str(path) for stage, path in read_json(file).items()}
-    except (UserError, AttributeError, TypeError):  # damaged: every stage will find its artifact and refer to it again
+    except (UserError, AttributeError, TypeError):  # damaged: every stage will find its artifact and reference it again
         return {}
 
 
 def referred(run_folder: Path, stage: str) -> Path | None:
-    """The folder of the artifact that a run uses; None when it has none."""
+    """Return the folder of a stage's artifact; None if the run has none."""
     folder = references(run_folder).get(stage)
     return None if folder is None else Path(os.path.normpath(run_folder.resolve() / folder))
 
 
 def point(link: Path, folder: Path) -> None:
-    """Point a link to a folder, in one step; a UserError if something other than a link is in its place."""
+    """Point a link to a folder atomically; a UserError if `link` exists and is no link."""
     wanted = os.path.relpath(folder, link.parent.resolve())
     if link.is_symlink() and os.readlink(link) == wanted:
         return
@@ -175,10 +171,7 @@ def point(link: Path, folder: Path) -> None:
 
 
 def give(source: Path, path: Path) -> None:
-    """Put what an artifact's folder holds into a run, as a folder of its own that takes no further space.
-
-    Files are second names of the artifact's: they are replaced and never written into, so neither changes the other.
-    """
+    """Copy an artifact's folder into a run as hard links; safe because files are replaced, never modified in place."""
 
     def fill(partial: Path) -> None:
         shutil.copytree(source, partial, copy_function=link_or_copy)
@@ -187,7 +180,7 @@ def give(source: Path, path: Path) -> None:
 
 
 def link_or_copy(source: str | Path, path: str | Path) -> None:
-    """A second name for a file, which takes no space; a copy where the file system has no such names."""
+    """Hard-link a file, or copy it where the file system does not support that."""
     try:
         os.link(source, path)
     except OSError:

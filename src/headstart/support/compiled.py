@@ -1,7 +1,6 @@
-"""Our C and C++, compiled by this machine's compiler at first use, with a cache for later processes.
+"""Just-in-time compilation of our C and C++, cached in `$XDG_CACHE_HOME/headstart/compiled` (`~/.cache` by default).
 
-The cache is `$XDG_CACHE_HOME/headstart/compiled` (`~/.cache` by default). The name of a library has hashes of its
-source, flags and processor, of the compiler's command, and of its own content.
+A library's name has hashes of source, flags and processor, of the compiler's command, and of its own content.
 """
 
 from __future__ import annotations
@@ -28,16 +27,16 @@ import torch
 from headstart.support.files import file_hash, write_atomic
 from headstart.support.lock import one_at_a_time
 
-# What -ffast-math says, but for what it does to a process that loads the result (denormals become zero in all of it).
+# -ffast-math without its side effect on the loading process (flushing denormals to zero).
 _FLAGS = "-O3 -march=native -fassociative-math -fno-signed-zeros -fno-trapping-math -fno-math-errno -fPIC"
 _WIDE = "-mprefer-vector-width=512"
 _THREADED = "-Wl,-z,defs -Wl,-Bsymbolic"
-"""Linking with threads, which only Linux has here: a compiler that means other threads fails."""
+"""Linker options with threads (Linux only); they fail with a compiler for another OpenMP."""
 _VECTORS = ("AVX2", "AVX512")
 _COMPILING = 60.0
 """Timeout of a compiler in seconds."""
 _HASH = 16
-"""Digits of the content's hash in a name."""
+"""Digits of the content hash in a name."""
 
 
 def compiler() -> list[str]:
@@ -54,8 +53,8 @@ def compiler() -> list[str]:
 def library(source: Path, names: Sequence[str] = (), threads: bool = False) -> ctypes.CDLL | None:
     """Compile a source with these macros defined, or load it from the cache.
 
-    With `threads` it uses the OpenMP threads of torch, which have to be GNU's. Returns None, after a warning, if there
-    is neither a library in the cache nor a compiler that works, or torch has other threads.
+    `threads` uses torch's OpenMP threads, which must be GNU's. Returns None, with a warning, if torch uses others, or
+    there is neither a cached library nor a working compiler.
     """
     program, runtime = compiler(), torch_threads() if threads else None
     is_clang = bool(program) and "clang" in os.path.realpath(shutil.which(program[0]) or "")
@@ -71,10 +70,7 @@ def library(source: Path, names: Sequence[str] = (), threads: bool = False) -> c
 
 
 def torch_library(source: Path) -> ctypes.CDLL | None:
-    """Compile a C++ source that uses torch's classes for the memory of tensors, or load it from the cache.
-
-    Returns None if torch has no headers for it, and where `library` does.
-    """
+    """Compile a C++ source that uses c10, or load it from the cache; None without torch's headers, or as `library`."""
     folder = Path(torch.__file__).parent
     if not (folder / "include" / "c10").is_dir():
         return None
@@ -85,9 +81,9 @@ def torch_library(source: Path) -> ctypes.CDLL | None:
 def _loaded(
     source: Path, program: Sequence[str], compiling: Sequence[str], linking: Sequence[str], libraries: Sequence[str]
 ) -> ctypes.CDLL | None:
-    """Load what these commands made of a source, or run them; one process compiles while the others wait for it.
+    """Load a library from the cache, or compile it while other processes wait.
 
-    Without a compiler, a library from the cache may be any compiler's.
+    Without a compiler, a cached library of any compiler is loaded.
     """
     texts = [file.read_bytes() for file in (source, *sorted(source.parent.glob("*.h")))]
     how = repr([compiling, linking, libraries, torch.__version__, _processor()])
@@ -127,7 +123,7 @@ def _loaded(
 
 
 def _sound(folder: Path | None, name: str) -> ctypes.CDLL | None:
-    """Load a library from the cache; one that does not have the hash in its name would crash the process."""
+    """Load a library from the cache if it matches the hash in its name; a damaged one would crash the process."""
     for file in sorted(folder.glob(f"{name}-*.so")) if folder else []:
         with suppress(OSError):
             if file_hash(file)[:_HASH] == file.stem[-_HASH:]:
@@ -147,15 +143,14 @@ def _warn(kind: str, text: str) -> None:
 
 
 def vector_library(source: Path, dtype: torch.dtype, *names: str) -> Any:
-    """`library` with threads, for bfloat16 or float32, of a source that is written for AVX2 and AVX-512; None where
-    torch finds neither."""
+    """Return a threaded `library` for bfloat16 or float32; None if torch finds neither AVX2 nor AVX-512."""
     if torch.backends.cpu.get_cpu_capability() not in _VECTORS:
         return None
     return library(source, [*names, *(["BFLOAT16"] if dtype == torch.bfloat16 else [])], threads=True)
 
 
 def why_no_vectors() -> tuple[str, str]:
-    """Say why `vector_library` returns None on this machine, and what to do about it."""
+    """Return the reason for `vector_library` to return None on this machine, and a remedy."""
     if torch.backends.cpu.get_cpu_capability() not in _VECTORS:
         return "this processor has no AVX2", "Use another processor"
     if not (program := compiler()):
@@ -165,7 +160,7 @@ def why_no_vectors() -> tuple[str, str]:
 
 @cache
 def may_use_tiles() -> bool:
-    """Whether this process may use tiles of bfloat16 (AMX): Linux wants to be asked, once for all threads."""
+    """Request permission for bfloat16 AMX tiles from Linux, once for all threads; return whether they are usable."""
     ask = getattr(torch.cpu, "_init_amx", None)
     return bool(torch.cpu.get_capabilities().get("amx_bf16") and ask and ask())
 
@@ -187,10 +182,7 @@ def _kept() -> Path | None:
 
 @cache
 def torch_threads() -> Path | None:
-    """Return the GNU OpenMP library whose threads torch uses; None if torch uses another OpenMP.
-
-    A second library would have threads of its own, which compete for the same cores.
-    """
+    """Return torch's GNU OpenMP library, or None; a second one would compete for the same cores."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # not Linux
@@ -204,7 +196,7 @@ def torch_threads() -> Path | None:
 
 @cache
 def _processor() -> str:
-    """What -march=native depends on."""
+    """Describe the processor as far as -march=native depends on it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -23,7 +23,7 @@ from headstart.support.compiled import torch_threads
 _WINDOW = 0.25
 """Seconds between two readings. Linux counts in hundredths of a second."""
 _TAKE, _RETURN = 0.35, 0.2
-"""Cores that other programs use beyond a whole number before a thread is given up, and below which it comes back."""
+"""Fractions of a core in other programs' use above which a thread is given up, and below which it comes back."""
 
 
 class FreeCores:

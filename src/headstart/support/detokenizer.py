@@ -1,4 +1,4 @@
-"""Token ids to text, without breaking a character."""
+"""Incremental detokenisation of answers, and stop strings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jinja2 import TemplateError
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 """Errors that chat templates raise on messages they do not take."""
 MARK = "\u2603headstart\u2603"
-"""A text that no prompt holds, to find its place in a rendering."""
+"""A text that no prompt contains, to locate content in a rendering."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class AnswerMarkup:
     """Special tokens that a chat template puts around the text of an answer.
 
     Attributes:
-        opening: tokens between generation prompt and text that begin and end with a special one, such as the header of
-            a channel; empty where the text comes first.
-        end: token that ends the newest answer; the tokenizer's EOS where the template has none.
+        opening: tokens between generation prompt and text, from a special one to a special one (a channel header, say);
+            empty if the text comes first.
+        end: token that ends the newest answer; the tokenizer's EOS if the template has none.
         special: all special tokens.
     """
 
@@ -46,14 +46,13 @@ class AnswerMarkup:
 
 
 class IncrementalDetokenizer:
-    """Text of a growing list of tokens, without breaking a character; the tokens `ends` are not text.
+    """Incremental text of a growing list of tokens, in complete characters and without the tokens `ends`.
 
-    A template may open the text of an answer with a header (`AnswerMarkup.opening`). Messages under other headers are
-    then skipped, too. An answer that ends before its text begins is returned by `rest`, with its special tokens.
+    With a header before the text (`AnswerMarkup.opening`), messages under other headers are skipped; if the text never
+    begins, `rest` returns the whole answer with its special tokens.
 
-    Text that ends with U+FFFD is held back, since the next token may complete its character. Only the newest piece and
-    the tokens held back are decoded again, so the work does not grow with the text. The pieces do not depend on how
-    many tokens each call adds.
+    Text ending in U+FFFD is held back, since the next token may complete its character. Only the newest piece and the
+    held tokens are decoded again, so the cost per token is constant. Pieces do not depend on the tokens per call.
     """
 
     def __init__(
@@ -74,22 +73,22 @@ class IncrementalDetokenizer:
         self._held: list[int] = []
 
     def push(self, tokens: Sequence[int]) -> str:
-        """Add tokens; returns the text that they complete, which may be empty."""
+        """Add tokens; return the text they complete, possibly empty."""
         return "".join(self._push(token) for token in tokens if token not in self._ends and self._is_text(token))
 
     def rest(self) -> str:
-        """Return the text held back, at the end of the text."""
+        """Finish; return the text held back."""
         text = self.held if self._has_text else decode_text(self._tokenizer, self._read, skip_special_tokens=False)
         self._context, self._held = self._held, []
         return text
 
     @property
     def held(self) -> str:
-        """The text held back, as it would end now."""
+        """The text held back, decoded as if it ended here."""
         if not self._held:
             return ""
-        # Byte fallback decodes a run of bytes as a whole: one cut character breaks the ones before it. The longest
-        # context whose own text stays as it is ends before that run, or inside it.
+        # Byte fallback decodes a run of bytes as a whole: one incomplete character changes the ones before it. Use
+        # the longest context with unchanged text.
         for count in range(len(self._context), 0, -1):
             known = self._decode(self._context[:count])
             text = self._decode(self._context[:count] + self._held)
@@ -98,7 +97,7 @@ class IncrementalDetokenizer:
         return self._decode(self._held)
 
     def _is_text(self, token: int) -> bool:
-        """Whether a token stands between a header of answers and the next special token."""
+        """Whether a token is between an answer header and the next special token."""
         opening = self._markup.opening
         if opening and not self._read and token != opening[0]:  # a text without headers
             self._markup, self._has_text, opening = AnswerMarkup(), True, ()
@@ -125,7 +124,7 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Finds stop strings in a growing answer. Special tokens count only for stop strings that contain one."""
+    """Stop string detection; special tokens count only for stop strings that contain one."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], markup: AnswerMarkup = AnswerMarkup()) -> None:
         special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
@@ -137,7 +136,7 @@ class StopStrings:
         self._longest = max(map(len, stops))
 
     def seen_after(self, token: int) -> bool:
-        """Add a token; returns whether the text contains a stop string now."""
+        """Add a token; return whether the text now contains a stop string."""
         seen = False
         for kind, (detokenizer, stops) in enumerate(self._kinds):
             text = self._tails[kind] + detokenizer.push([token])

@@ -1,4 +1,4 @@
-"""Writing files so that a half-written one is never taken for a complete one."""
+"""Atomic writes, JSON and safetensors files, and disk space."""
 
 from __future__ import annotations
 
@@ -28,28 +28,27 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"
 """Suffix of a file or folder that is still being written."""
 DAMAGED = ".damaged"
-"""Suffix of a file that was found damaged and put aside."""
+"""Suffix of a damaged file that was renamed."""
 _LENGTH = 8
-"""Bytes at the beginning of a safetensors file that say how long its header is."""
+"""Bytes of the header length at the start of a safetensors file."""
 _OWNER_ALONE = 0o600
-"""The mode of private files; libraries such as safetensors write them."""
+"""Mode of files written by libraries such as safetensors."""
 _HERE, _RENAME_EXCHANGE = -100, 2
 """Constants of renameat2: AT_FDCWD and a flag."""
 
 
 def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a new file, folder or link beside `path`, then `replace` with it.
+    """Let `write` create a file, folder or link beside `path`, then move it to `path`.
 
-    When `write` raises, or the disk is full, `path` is left as it was and no file beside it. Any number of processes
-    and threads may write the same path: the last one wins. Leftovers of killed processes of this machine are deleted.
-    Files get the mode of any new file here, even where a library makes them private; hard links to files elsewhere keep
-    theirs.
+    If `write` fails, `path` is unchanged and nothing is left beside it. Concurrent writers are safe: the last one wins.
+    Leftovers of killed processes on this machine are deleted. Files get the default mode, even if a library makes them
+    private; hard links keep theirs.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = partial_name(path)
     for left in path.parent.glob(f"{glob.escape(f'{path.name}.{socket.gethostname()}')}.*{PARTIAL}"):
         process = left.name.split(".")[-2].partition("-")[0]
-        if left == partial or (process.isdecimal() and not runs(int(process))):  # ids are used again
+        if left == partial or (process.isdecimal() and not runs(int(process))):  # process ids are reused
             with suppress(OSError):
                 remove(left)
     try:
@@ -71,15 +70,14 @@ _COUNT = itertools.count()
 
 
 def partial_name(path: Path) -> Path:
-    """Return a name beside `path` that no other process or thread uses, for incomplete content."""
+    """Return a unique name beside `path` for incomplete content."""
     return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}-{next(_COUNT)}{PARTIAL}")
 
 
 def replace(new: Path, path: Path) -> None:
-    """Move a complete file, folder or link to `path` in one step, and delete what was there.
+    """Move a complete file, folder or link to `path` atomically, and delete the old one.
 
-    A folder that replaces another takes two steps, with nothing at `path` in between, where the system or the file
-    system cannot exchange names.
+    Replacing a folder is not atomic where names cannot be exchanged: `path` is briefly missing.
     """
     is_folder = new.is_dir() and not new.is_symlink()
     while True:
@@ -99,14 +97,14 @@ def replace(new: Path, path: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two names in one step; False where that fails or is not supported."""
+    """Exchange two names atomically; False if that fails or is unsupported."""
     exchange = getattr(ctypes.CDLL(None), "renameat2", None)  # Linux
     words = _HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE
     return exchange is not None and exchange(*words) == 0
 
 
 def _mode_here(path: Path) -> int:
-    """Return the mode that a new file beside a path gets."""
+    """Return the default mode of a new file beside a path."""
     probe = partial_name(path)
     probe.touch()
     try:
@@ -116,11 +114,7 @@ def _mode_here(path: Path) -> int:
 
 
 def check_writable(folder: Path) -> None:
-    """See that files can be written into a folder, before the work whose results they hold.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """Raise a UserError if a folder is not writable, before any work is done."""
     try:
         with tempfile.TemporaryFile(dir=existing(folder)) as handle:
             handle.write(b"x")
@@ -139,7 +133,7 @@ def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
 
 
 def json_lines(value: Any, depth: int, margin: str = "") -> str:
-    """JSON with a line for each value down to a depth, and what lies deeper on the line of what holds it.
+    """Format JSON with one value a line down to `depth`, and deeper values inline.
 
     >>> print(json_lines({"a": [1, 2], "b": {"c": {"d": 3}}}, 2))
     {
@@ -164,22 +158,21 @@ def json_lines(value: Any, depth: int, margin: str = "") -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file, in place; an OSError where the system refuses, as from every other file."""
+    """Write a safetensors file in place; raise OSError on system errors, as for other files."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     complete = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(complete, path, metadata=dict(metadata or {"format": "pt"}))
-    except SafetensorError as error:  # its text is all that it says of the system's reason
+    except SafetensorError as error:  # the system error is only in its text
         if reason := re.search(r"os error (\d+)", str(error)):
             raise OSError(int(reason[1]), os.strerror(int(reason[1])), str(path)) from None
         raise
 
 
 def append_whole(file: int, data: bytes) -> None:
-    """Add bytes to a file that was opened for appending, by nobody else meanwhile; an OSError where the system refuses,
-    the file being as it was."""
+    """Append bytes as the only writer; on an OSError the file is unchanged."""
     size, written = os.fstat(file).st_size, 0
     try:
         while written < len(data):
@@ -191,7 +184,7 @@ def append_whole(file: int, data: bytes) -> None:
 
 @dataclass(frozen=True)
 class TensorPlace:
-    """Where a tensor's bytes lie in its file, from `start` up to `stop`; the dtype is in the words of safetensors."""
+    """Byte range of a tensor in a safetensors file, with safetensors' name of its dtype."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -200,7 +193,7 @@ class TensorPlace:
 
 
 def tensor_places(file: Path) -> dict[str, TensorPlace]:
-    """Where the tensors of a safetensors file lie, by name; a ValueError where it is cut short or damaged."""
+    """Read the places of a safetensors file's tensors; a ValueError if it is truncated or damaged."""
     with file.open("rb") as handle:
         length = int.from_bytes(handle.read(_LENGTH), "little")
         size = file.stat().st_size
@@ -223,14 +216,13 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def no_folder(path: Path | str, remedy: str) -> UserError:
-    """What to say of a path where a folder should be, and there is none."""
-    if Path(path).expanduser().is_file():
-        return UserError(f"{path} is a file, not a folder.", remedy)
-    return UserError(f"No folder at {path}.", remedy)
+    """Return the error for a path that is not a folder."""
+    is_file = Path(path).expanduser().is_file()
+    return UserError(f"{path} is a file, not a folder." if is_file else f"No folder at {path}.", remedy)
 
 
 def read_json(path: Path, again: str = "Delete it and run the command again.") -> Any:
-    """Read a JSON file; a UserError names a file that is missing or damaged, and then gives `again` as the remedy."""
+    """Read a JSON file; a UserError names a missing or damaged file, with `again` as remedy for the latter."""
     try:
         return json.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editors mark UTF-8
     except FileNotFoundError:
@@ -240,10 +232,10 @@ def read_json(path: Path, again: str = "Delete it and run the command again.") -
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number counted from 1, object) for each line of a file or pipe that is not blank.
+    """Yield (line number from 1, object) for each non-blank line of a file or pipe.
 
     Raises:
-        UserError: no such file, or a line is not a JSON object in UTF-8; the message names file and line.
+        UserError: no such file, or a line is not a JSON object in UTF-8.
     """
     if path.is_dir() or not path.exists():
         raise UserError(f"No file at {path}.", "Check the path; questions and prompts are JSONL, one object a line.")
@@ -266,7 +258,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def existing(folder: Path) -> Path:
-    """A folder or its nearest existing parent."""
+    """Return the folder or its nearest existing parent."""
     return next(path for path in [folder, *folder.parents] if path.exists())
 
 
@@ -274,8 +266,7 @@ _IN_A_RUN = "choose another --run-dir, or lower the byte or token budget in the 
 
 
 def size(path: Path, second_names: bool = True) -> int:
-    """Bytes of all files under a folder, or of a file; links are not followed. Files that have a second name elsewhere
-    count only with `second_names`."""
+    """Return the bytes of a file or folder without following links; hard links count only with `second_names`."""
     files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names] if path.is_dir() else [path]
     total = 0
     for file in files:
@@ -286,16 +277,12 @@ def size(path: Path, second_names: bool = True) -> int:
 
 
 def free_disk(folder: Path) -> int:
-    """Bytes that are free at a folder or its nearest existing parent."""
+    """Return the free bytes at a folder or its nearest existing parent."""
     return shutil.disk_usage(existing(folder)).free
 
 
 def need_disk(folder: Path, needed_bytes: int, what: str, remedy: str = _IN_A_RUN) -> None:
-    """Refuse to start work that the disk cannot hold.
-
-    Raises:
-        UserError: when fewer than `needed_bytes` (plus 5 %) are free.
-    """
+    """Raise a UserError if fewer than `needed_bytes` plus 5 % are free."""
     free = free_disk(folder)
     if free < needed_bytes * 1.05:
         raise UserError(
@@ -305,7 +292,7 @@ def need_disk(folder: Path, needed_bytes: int, what: str, remedy: str = _IN_A_RU
 
 
 def format_bytes(count: float) -> str:
-    """A byte count as people write it, in powers of 1000.
+    """Format a byte count in powers of 1000.
 
     >>> format_bytes(98_000_000)
     '98.0 MB'
@@ -318,7 +305,7 @@ def format_bytes(count: float) -> str:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, a link, or a folder with its content, if there is one; other processes may delete it too."""
+    """Delete a file, link or folder if it exists; safe against concurrent deletion."""
     while path.is_dir() and not path.is_symlink():
         with suppress(FileNotFoundError):  # another process has deleted a part of it
             shutil.rmtree(path)
@@ -326,7 +313,7 @@ def remove(path: Path) -> None:
 
 
 def refuse_others(folder: Path, known: Collection[str]) -> None:
-    """Refuse (UserError) to replace a folder that holds more than these files and folders."""
+    """Raise a UserError if a folder to replace holds anything but these names."""
     if not folder.exists():
         return
     if not folder.is_dir():
@@ -339,6 +326,6 @@ def refuse_others(folder: Path, known: Collection[str]) -> None:
 
 
 def file_hash(file: Path) -> str:
-    """SHA-256 of a file's content, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

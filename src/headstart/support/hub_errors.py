@@ -1,4 +1,4 @@
-"""The Hub: whether it can be reached, and what its client raises as sentences for the user."""
+"""Reachability of the Hub, and its client's errors as UserErrors."""
 
 from __future__ import annotations
 
@@ -20,19 +20,17 @@ from headstart.errors import UserError
 
 LOGIN = "Log in with `hf auth login`, or set HF_TOKEN; tokens are made at https://huggingface.co/settings/tokens."
 
-
 _SECONDS = 5.0
-"""After which the Hub counts as out of reach."""
+"""Timeout after which the Hub counts as unreachable."""
 
 
 def absent(repo_id: str, file: str, revision: str | None = None, token: str | bool | None = None) -> UserError | None:
-    """Why a repository of the Hub cannot be read now, found out with one request; None when it can.
+    """Return why a Hub repository cannot be read now, with one request; None if it can, or in offline mode.
 
-    transformers asks again for each of a dozen files, for most of a minute when nobody answers. Whoever finds the Hub
-    out of reach goes on with what was downloaded before, if the file is there.
+    transformers retries each of a dozen files, for most of a minute when the Hub is unreachable.
     """
     if constants.HF_HUB_OFFLINE:
-        return None  # nothing is asked then
+        return None
     try:
         get_hf_file_metadata(hf_hub_url(repo_id, file, revision=revision), token=token, timeout=_SECONDS)
     except Exception as error:  # see `explained`
@@ -42,12 +40,12 @@ def absent(repo_id: str, file: str, revision: str | None = None, token: str | bo
 
 @contextmanager
 def explained(doing: str, repo_id: str, revision: str | None = None) -> Iterator[None]:
-    """Turn whatever the Hub client raises in this block into a UserError that begins with `doing` ("Cannot fetch")."""
+    """Convert the Hub client's errors to a UserError that begins with `doing` ("Cannot fetch")."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # the client raises its own kinds, its HTTP library's and OSError
+    except Exception as error:  # its own kinds, its HTTP library's and OSError
         raise _explain(f"{doing} {repo_id!r}", revision, error) from error
 
 

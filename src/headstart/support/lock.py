@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""Locks on folders and files, across processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from headstart.errors import UserError
 
 _HELD = (errno.EAGAIN, errno.EACCES)
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-"""What file systems answer that have no such locks: some network and user-space ones."""
+"""Errors of file systems without locks: some network and user-space ones."""
 
 
 class Busy(UserError):
-    """Another process works in a folder, or did on a machine that is gone: `way_out` says what to type then. It is
-    empty where the process is of this machine, whose system lets go of locks by itself."""
+    """Another process holds a folder; `way_out` is the remedy if that died on another machine, empty on this one."""
 
     def __init__(self, holder: str, folder: Path, mark: Path, remedy: str) -> None:
         process, _, machine = holder.partition(" on ")
@@ -28,17 +27,16 @@ class Busy(UserError):
         named = process if here else holder
         self.way_out = "" if here else f"If no process works there any more, since its machine has died, say: rm {mark}"
         super().__init__(
-            f"Another run (process {named or 'unknown'}) is working in {folder}.",
-            f"{remedy} {self.way_out}".rstrip(),
+            f"Another run (process {named or 'unknown'}) is working in {folder}.", f"{remedy} {self.way_out}".rstrip()
         )
 
 
 @contextmanager
 def locked(folder: Path, remedy: str = "Wait for it, or choose another --run-dir.") -> Iterator[None]:
-    """Hold a folder against a second run. The system lets go of the lock when its process ends, however it ends.
+    """Lock a folder; the system releases the lock when the process ends.
 
-    On a file system without locks of either kind a file `lock.held` names the process that works there. It stays behind
-    when that process is killed, and is then taken over on the same machine.
+    Without file locks, a file `lock.held` names the process; if that is killed, another one on the same machine takes
+    the file over.
 
     Raises:
         Busy: another process holds it.
@@ -75,7 +73,7 @@ def locked(folder: Path, remedy: str = "Wait for it, or choose another --run-dir
 
 @contextmanager
 def one_at_a_time(file: Path) -> Iterator[None]:
-    """Wait for a lock on a file, made if need be, and hold it; on a file system without locks, do not wait.
+    """Wait for a lock on a file, created if missing; do not wait on a file system without locks.
 
     Raises:
         OSError: the file cannot be opened.
@@ -98,7 +96,7 @@ def _lock(handle: TextIO, how: int) -> bool:
 
 
 def _claim(mark: Path, folder: Path, remedy: str) -> None:
-    """Write a file that no other process has written; that of a process which was killed is replaced."""
+    """Create the `mark` exclusively; replace the mark of a dead process of this machine."""
     for _ in range(2):
         try:
             with mark.open("x", encoding="utf-8") as file:

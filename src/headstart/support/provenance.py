@@ -1,4 +1,4 @@
-"""What it would take to run a command again: kept in every run, however it was started."""
+"""Provenance of a run: what is needed to repeat its commands."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from headstart.errors import UserError
 from headstart.support.files import read_json, write_json
 
 PACKAGES = ("headstart", "torch", "transformers", "accelerate", "safetensors", "huggingface_hub", "pydantic")
-"""Packages whose versions a run writes down."""
+"""Packages with recorded versions."""
 FILE = "provenance.json"
 
 
 def origin() -> str | None:
-    """What pip takes to install this very headstart, as its installation recorded it (PEP 610), pinned; None where that
-    was a folder of this machine, or where a name alone was given: whose it is elsewhere is not known here."""
+    """Return a pinned pip requirement for this installation (PEP 610); None for a local folder or a bare name, which
+    may mean another package elsewhere."""
     try:
         recorded = json.loads(metadata.distribution("headstart").read_text("direct_url.json") or "{}")
     except (metadata.PackageNotFoundError, ValueError):
@@ -38,7 +38,7 @@ def origin() -> str | None:
 
 
 def git_state() -> tuple[str | None, bool | None]:
-    """(commit of the source tree that headstart runs from, whether it has no changes); None when it is not in git."""
+    """Return (commit of headstart's source tree, whether it is clean); Nones outside git."""
 
     def git(*arguments: str) -> str | None:
         try:
@@ -47,7 +47,7 @@ def git_state() -> tuple[str | None, bool | None]:
         except (OSError, subprocess.SubprocessError):
             return None
 
-    # An installed package may lie in a folder that some other repository holds, without being a part of it.
+    # An installed package may be in another repository's folder, untracked.
     if git("ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None, None
     sha, changes = git("rev-parse", "HEAD"), git("status", "--porcelain", "--untracked-files=no")
@@ -55,14 +55,14 @@ def git_state() -> tuple[str | None, bool | None]:
 
 
 def typed() -> str | None:
-    """The headstart command that this process is, as it was typed; None in any other program."""
+    """Return this process's headstart command line; None in any other program."""
     called = Path(sys.argv[0])
     name = called.parent.name if called.name == "__main__.py" else called.stem
     return shlex.join([name, *sys.argv[1:]]) if name == "headstart" else None
 
 
 def note_provenance(folder: Path) -> None:
-    """Add this command to those that worked on a run: what it would take to do it again."""
+    """Append this command to a run's provenance file."""
     versions = {}
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):

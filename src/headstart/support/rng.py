@@ -1,4 +1,4 @@
-"""Reproducible random draws: inverted cumulative sums, with numbers from a row's own stream.
+"""Reproducible sampling by inverse CDF, with uniform numbers from a row's own stream.
 
 Shape suffixes: M distributions, V tokens, G groups of tokens.
 """
@@ -9,39 +9,41 @@ import torch
 from torch import Tensor
 
 _GROUP = 256
-"""Tokens that are summed together to draw one: the group is found first, then the token in it."""
+"""Tokens of a group: the group is drawn first, then the token in it."""
 _INSIDE = 1 - 1e-12
-"""The largest share of a sum that a draw may fall on: the sum itself lies after the last token."""
+"""Upper limit of a uniform number: the sum itself would fall after the last token."""
 _AHEAD = 64
-"""Random numbers that are drawn at a time."""
+"""Random numbers generated at a time."""
 _CACHED, _TOGETHER = 1 << 18, 1 << 27
-"""Probabilities that are computed at a time, on a CPU and elsewhere."""
+"""Probabilities computed at a time, on a CPU (cache size) and elsewhere."""
 
 
 def in_parts(rows: int, vocab: int, device: torch.device) -> list[slice]:
-    """Rows whose distributions are computed together: on a CPU as many as its caches hold."""
+    """Split rows into slices to compute distributions of together."""
     size = max(1, (_CACHED if device.type == "cpu" else _TOGETHER) // vocab)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def draw(probs_V: Tensor, stream: torch.Generator) -> int:
-    """A token from a distribution; one without probability is never drawn."""
+    """Draw a token; one with probability 0 is never drawn."""
     number_1 = torch.rand(1, generator=stream, dtype=torch.float64).to(probs_V.device)
     return int(fall_on(probs_V[None], number_1).clamp(max=len(probs_V) - 1))
 
 
 def fall_on(weights_MV: Tensor, number_M: Tensor) -> Tensor:
-    """The tokens [M] at which uniform numbers (float64, from [0, 1)) fall in distributions that need not sum to 1:
-    never one of weight 0, V where all are. In fewer operations than `draw_at`, each over the whole vocabulary."""
+    """Return the tokens [M] drawn by uniform numbers (float64, [0, 1)) from unnormalised weights; V if all are 0.
+
+    Never a token of weight 0. Fewer operations than `draw_at`, but each over the whole vocabulary.
+    """
     cumulative_MV = weights_MV.cumsum(-1, dtype=torch.float64)
     index_M1 = (cumulative_MV[:, -1] * number_M)[:, None]
-    # The first token whose cumulative sum passes the number: its own weight is then above 0.
+    # The first cumulative sum above the number belongs to a token with positive weight.
     return torch.searchsorted(cumulative_MV, index_M1, right=True)[:, 0]
 
 
 def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens [M] at which uniform numbers (float64, from [0, 1)) fall in distributions that need not sum to 1,
-    never one of weight 0 unless all are, and what those sum to, float64 [M].
+    """Return the tokens [M] drawn by uniform numbers (float64, [0, 1)) from unnormalised weights, and the sums of the
+    weights (float64 [M]). Never a token of weight 0 unless all are.
 
     >>> token_M, sum_M = draw_at(torch.tensor([[0.0, 2.0, 6.0]] * 3), torch.tensor([0.0, 0.2, 0.9]).double())
     >>> token_M.tolist(), sum_M.tolist()
@@ -56,7 +58,6 @@ def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
     until_MG = sums_MG.cumsum(1)
     sum_M = until_MG[:, -1]
     index_M1 = (number_M.clamp(max=_INSIDE) * sum_M)[:, None]
-    # The first whose cumulative sum passes the number: its own weight is then above 0.
     group_M1 = torch.searchsorted(until_MG, index_M1, right=True).clamp(max=sums_MG.shape[1] - 1)
     own_M1 = sums_MG.gather(1, group_M1)
     token_MG = group_M1 * _GROUP + torch.arange(min(_GROUP, size), device=weights_MV.device)
@@ -67,7 +68,7 @@ def draw_at(weights_MV: Tensor, number_M: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Numbers:
-    """Uniform numbers of one random stream, drawn ahead; they are those that `torch.rand` would draw.
+    """Look-ahead over one stream of uniform numbers, as single calls of `torch.rand` would draw them.
 
     >>> numbers = Numbers(torch.Generator().manual_seed(0))
     >>> numbers.peek(3)[1:] == (numbers.skip(1), numbers.peek(2))[1]
@@ -79,12 +80,12 @@ class Numbers:
         self._ahead: list[float] = []
 
     def peek(self, count: int) -> list[float]:
-        """The next numbers, which stay the next ones."""
+        """Return the next numbers without consuming them."""
         while len(self._ahead) < count:
             self._ahead += torch.rand(_AHEAD, generator=self._stream, dtype=torch.float64).tolist()
         return self._ahead[:count]
 
     def skip(self, count: int) -> None:
-        """So many were used."""
+        """Consume numbers."""
         self.peek(count)
         del self._ahead[:count]

@@ -1,4 +1,4 @@
-"""How headstart speaks on a terminal: errors as sentences, bars that move, durations as people say them."""
+"""Terminal output: error messages, progress bars, formatted durations."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from headstart.errors import UserError, out_of_memory
 T = TypeVar("T")
 
 RESUMABLE = {"run", "train", "data", "tune", "adapt"}
-"""Commands that go on where they were when they are given again."""
+"""Commands that resume when repeated."""
 
 ACCEPTED = "bold cyan"
-"""The style of drafts that were accepted."""
+"""Style of accepted drafts."""
 
 LINE_SECONDS = 60.0
-"""Between lines of progress, where there is no terminal."""
+"""Interval of progress lines without a terminal."""
 
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 _NO_RIGHT = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -46,7 +46,7 @@ _ERRNO = re.compile(r"\[Errno (\d+)\]")
 
 
 class Group(TyperGroup):
-    """Commands whose first sentences are all listed whole."""
+    """A command group that lists untruncated first sentences."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         rows = [(name, command.get_short_help_str(limit=1000)) for name, command in self.commands.items()]
@@ -55,7 +55,7 @@ class Group(TyperGroup):
 
 
 class Commands(Group):
-    """Commands whose errors are sentences: bad input ends with exit code 2, Ctrl-C with 130, without a traceback."""
+    """The top-level group: prints errors without a traceback; exit code 2 for bad input, 130 for Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -64,15 +64,11 @@ class Commands(Group):
             complain(error.problem, error.remedy)
             raise SystemExit(2) from None
         except KeyboardInterrupt:
-            again = (
-                f" Continue with: {shlex.join(['headstart', *sys.argv[1:]])}"
-                if ctx.invoked_subcommand in RESUMABLE
-                else ""
-            )
-            tell(Console(stderr=True), f"\nStopped.{again}")
+            again = f" Continue with: {shlex.join(['headstart', *sys.argv[1:]])}"
+            tell(Console(stderr=True), f"\nStopped.{again if ctx.invoked_subcommand in RESUMABLE else ''}")
             raise SystemExit(130) from None
         except OSError as error:
-            if error.errno == errno.EPIPE:  # whoever read what is printed has gone: nobody is there to be told
+            if error.errno == errno.EPIPE:  # stdout is closed: nowhere to print
                 raise
             complain(*explained(error))
             raise SystemExit(2) from None
@@ -96,13 +92,15 @@ class DataCommands(Group):
 
 
 def explained(error: OSError) -> tuple[str, str]:
-    """What the system refused, as a problem and its remedy.
+    """Convert a system error to a problem and its remedy.
 
     >>> explained(FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/x"))
     ('Cannot read or write /proc/x (No such file or directory).', 'Check the path, then run the command again.')
     """
     code, reason, where = error.errno, error.strerror or str(error), error.filename
-    if isinstance(error, shutil.Error) and (inner := _ERRNO.search(str(error))):  # one of a whole folder, as text
+    if isinstance(error, shutil.Error) and (
+        inner := _ERRNO.search(str(error))
+    ):  # of a folder copy: the error is only in its text
         code, where = int(inner[1]), None
         reason = os.strerror(code)
     if code in _DISK_FULL:
@@ -117,32 +115,32 @@ def explained(error: OSError) -> tuple[str, str]:
 
 
 def complain(problem: str, remedy: str) -> None:
-    """One line on stderr: what is wrong, and what to do about it."""
+    """Print an error and its remedy as one line on stderr."""
     console = Console(stderr=True)
     console.print("Error:", style="bold red", end=" ")
     tell(console, " ".join(f"{problem} {remedy}".split()))
 
 
 def program() -> str:
-    """How to call headstart again: by its name where the shell finds it, else as it was called."""
+    """Return the command to call headstart: its name if in PATH, else the path it was called by."""
     if shutil.which("headstart") is not None or not sys.argv[0].endswith("headstart"):
         return "headstart"
     return os.path.relpath(sys.argv[0])
 
 
 def tell(console: Console, text: str, style: str | None = None) -> None:
-    """A sentence as it is: nothing in it is markup, and a terminal wraps it."""
+    """Print text literally, without markup or hard wraps."""
     console.print(text, style=style, highlight=False, markup=False, soft_wrap=True)
 
 
 def say(console: Console, *pairs: tuple[str, object]) -> None:
-    """Lines of a label and a value, such as where something lies."""
+    """Print lines of a label and a value."""
     for label, value in pairs:
         tell(console, f"{label + ':':<14} {value}")
 
 
 def ask(console: Console) -> str:
-    """A line from the user; empty at the end of the input."""
+    """Read a line from the user; empty at the end of input."""
     try:
         return console.input("[bold]> [/bold]").strip()
     except (EOFError, KeyboardInterrupt):
@@ -151,7 +149,7 @@ def ask(console: Console) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration as people say it.
+    """Format a duration.
 
     >>> format_seconds(0.42), format_seconds(42), format_seconds(75), format_seconds(3700)
     ('0.4 s', '42 s', '1 min 15 s', '1 h 1 min')
@@ -165,7 +163,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_moment(stamp: str) -> str:
-    """A time as people write it, from ISO 8601; what is none stays as it is.
+    """Format an ISO 8601 time; return other text unchanged.
 
     >>> format_moment("2026-11-04T09:07:31+00:00"), format_moment("2026-11-04"), format_moment("today")
     ('4 November 2026, 09:07 UTC', '4 November 2026', 'today')
@@ -179,20 +177,19 @@ def format_moment(stamp: str) -> str:
 
 
 class Bar:
-    """A line that moves while some work lasts, see `progress_bar`. `say` takes a line of progress once a minute."""
+    """A progress bar, see `progress_bar`; `say` prints a line of progress once a minute."""
 
     def __init__(self, progress: Progress, task: TaskID, say: Callable[[str], None] | None, unit: str) -> None:
         self._progress, self._task, self._say, self._unit = progress, task, say, unit
         self._began = self._said = monotonic()
 
     def advance(self, by: float = 1, note: str | None = None, title: str | None = None) -> None:
-        """So much more is done; see `update`."""
         self.update(self._progress.tasks[self._task].completed + by, note=note, title=title)
 
     def update(
         self, done: float | None = None, total: float | None = None, note: str | None = None, title: str | None = None
     ) -> None:
-        """Move the bar; what is None stays as it is. The note stands after the bar, the title before it."""
+        """Update the given values; `title` is shown before the bar, `note` after it."""
         fields: dict[str, Any] = {} if note is None else {"note": note}
         self._progress.update(self._task, completed=done, total=total, description=title, **fields)
         self._progress.update(self._task, visible=self._progress.tasks[self._task].total is not None)
@@ -212,16 +209,13 @@ class Bar:
 
 @contextmanager
 def progress_bar(
-    console: Console | None,
-    title: str,
-    total: float | None = None,
-    unit: str = "",
-    lines: bool = True,
+    console: Console | None, title: str, total: float | None = None, unit: str = "", lines: bool = True
 ) -> Iterator[Bar]:
-    """A bar with what is done, what there is to do, the time spent and the time left. A terminal shows it, as
-    long as the work lasts: what came of the work is somebody else's to say. Elsewhere it is a line a minute.
-    Without `lines` somebody else prints those, and times. Nothing is shown before the total is known, nor without a
-    console."""
+    """Show a transient bar with progress, elapsed and remaining time on a terminal, else a line a minute.
+
+    `lines=False` omits the lines and times, for callers that print their own. Hidden until the total is known, and
+    without a console.
+    """
     columns: list[ProgressColumn] = [
         TextColumn("    {task.description}", markup=False),
         BarColumn(bar_width=24),
@@ -241,7 +235,7 @@ def progress_bar(
 
 
 def tracked(items: Iterable[T], title: str, total: int, console: Console | None) -> Iterator[T]:
-    """The items, with a bar that moves from each to the next."""
+    """Iterate over items with a progress bar."""
     with progress_bar(console, title, total) as bar:
         for item in items:
             yield item

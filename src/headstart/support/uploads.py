@@ -1,4 +1,4 @@
-"""Numbers on their way from the host to a device."""
+"""Host-to-device copies."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from torch import Tensor
 
 
 def upload(numbers: Tensor | Sequence[Any], device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """These numbers on a device. A CUDA device fetches them from pinned memory while the host goes on; from other
-    memory the host waits. Torch keeps pinned memory for the next upload, and only after the copy has been made."""
+    """Copy numbers to a device; asynchronous on CUDA, through pinned memory, which torch reuses after the copy."""
     on_host, pinned = _on_host(numbers, torch.device(device), dtype)
     return on_host.to(device, non_blocking=pinned)
 
 
 def upload_into(buffer: Tensor, numbers: Tensor | Sequence[Any]) -> None:
-    """Overwrite a buffer with these numbers, which have its shape; the host does not wait, as in `upload`."""
+    """Overwrite a buffer with numbers of its shape; asynchronous as `upload`."""
     on_host, pinned = _on_host(numbers, buffer.device, buffer.dtype)
     buffer.copy_(on_host, non_blocking=pinned)
 
 
 def _on_host(numbers: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype | None) -> tuple[Tensor, bool]:
-    """The numbers as the device takes them best, and whether they lie in pinned memory."""
+    """Return the numbers as a host tensor, and whether it is pinned."""
     on_host, pinned = torch.as_tensor(numbers, dtype=dtype), device.type == "cuda"
     return on_host.pin_memory() if pinned else on_host, pinned

@@ -1,4 +1,4 @@
-"""The target answers prompts, batch by batch: conversations with the exact tokens that it read and wrote."""
+"""Generate target answers to prompts batch by batch, keeping the exact token ids."""
 
 from __future__ import annotations
 
@@ -19,19 +19,16 @@ from headstart.target.model import Target
 
 
 class KeepsStates(Protocol):
-    """Takes hidden states that writing computes anyway (`headstart.data.states.shards.Capture`)."""
+    """A sink for hidden states computed during generation (`headstart.data.states.shards.Capture`)."""
 
     aux_layers: tuple[int, ...]
 
     def keep(self, written: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
-        """Take conversations with the states [T, E] of their tokens, by layer."""
+        """Store conversations with their tokens' states [T, E], by layer."""
 
 
 class Answers:
-    """Lets the target answer prompts: in this process by default.
-
-    `capture` takes the hidden states of what is written; `check` is called now and then, and ends the work by raising.
-    """
+    """Target answers to prompts, generated in this process by default; `check` is polled and aborts by raising."""
 
     def __init__(
         self,
@@ -50,12 +47,12 @@ class Answers:
     ) -> list[Conversation]:
         """Answer every user turn of each prompt of a batch, shortest prompts first.
 
-        Prompts that come with answers keep them when `regenerate` is off; the others are answered all the same, this
-        share of them at temperature 1. `left_out` counts conversations, turns and ends of answers that are dropped.
+        Prompts with answers keep them when `regenerate` is off; `sampled_fraction` of the others are answered at
+        temperature 1. `left_out` counts dropped conversations, turns and ends of answers.
         """
-        settings, target = self._settings, self._target
+        settings = self._settings
         given = [] if settings.regenerate else [item for item in prompts if item.messages[-1]["role"] == "assistant"]
-        running = [_Running(prompt, target.tokenizer) for prompt in prompts if prompt not in given]
+        running = [_Running(prompt, self._target.tokenizer) for prompt in prompts if prompt not in given]
         sampled = round(sampled_fraction * len(running))
         for index, row in enumerate(running):
             row.temperature = 1.0 if index < sampled else settings.temperature
@@ -77,11 +74,11 @@ class Answers:
         return [*_fitting(given, lambda prompt: self._given(prompt, left_out), left_out), *written]
 
     def openings(self, prompts: Sequence[Prompt], left_out: LeftOut) -> list[Conversation]:
-        """The prompts without answers; those that the chat template refuses are counted."""
+        """Return prompts without answers; count the ones the chat template refuses."""
         return _fitting(prompts, lambda prompt: _unanswered(prompt, self._target.tokenizer), left_out)
 
     def _given(self, prompt: Prompt, left_out: LeftOut) -> Conversation:
-        """Encode a prompt with its own answers, up to the last one that fits: nothing is learnt after it."""
+        """Encode a prompt with its own answers, truncated after the last answer that fits."""
         longest, window = self._settings.max_prompt_tokens, self._target.max_length
         end = before = 0
         tokens, supervised = encode(prompt.messages, with_tools(self._target.tokenizer, prompt.tools))
@@ -108,8 +105,8 @@ class Answers:
         )
 
     def _next_turn(self, running: Sequence[_Running], seed: int, turns: TurnCaches) -> bool:
-        """Ask each conversation's next user turn, if it has one, and answer; false when none could be asked."""
-        target, settings = self._target, self._settings
+        """Answer the next user turn of each conversation; return False when no turn is left."""
+        settings = self._settings
         limits = settings.max_prompt_tokens, settings.max_new_tokens, self._writer.window
         asking = [row for row in running if row.remaining and row.ask(*limits)]
         asking.sort(key=lambda row: len(row.tokens))
@@ -119,7 +116,7 @@ class Answers:
         continuation = Continuation(
             settings.max_new_tokens,
             [row.temperature for row in asking],
-            target.end_tokens,
+            self._target.end_tokens,
             seed,
             check=self._check,
             states=None if self._capture is None else RowStates(self._capture.aux_layers),
@@ -131,7 +128,7 @@ class Answers:
             if number in continuation.refused:
                 row.refuse(continuation.refused[number])
                 continue
-            row.answer(answer, target)
+            row.answer(answer, self._target)
             row.states = states.get(number, {})
         return True
 
@@ -139,7 +136,7 @@ class Answers:
 def _fitting(
     prompts: Sequence[Prompt], read: Callable[[Prompt], Conversation], left_out: LeftOut
 ) -> list[Conversation]:
-    """The conversations of the prompts that the chat template takes as they are; the others are counted."""
+    """Return the conversations of prompts that fit the chat template; count the others."""
     fitting = []
     for prompt in prompts:
         try:
@@ -150,11 +147,10 @@ def _fitting(
 
 
 class _Running:
-    """A conversation that is being written: the exact tokens that the target read and wrote, and the messages that
-    remain to be asked. Its states are those of all tokens so far, by layer; empty where they are not known.
+    """A conversation in progress: exact tokens, hidden states by layer (empty if unknown), messages still to ask.
 
-    Where it ends before a turn, `cut` has the reason for `LeftOut`, `why` a server's words, and `dropped` the number of
-    turns. The last answer `is_clipped` where it has no end.
+    If it ends early, `cut` holds the reason for `LeftOut`, `why` the server's message and `dropped` the number of turns
+    lost. `is_clipped` marks a last answer without an end token.
     """
 
     def __init__(self, prompt: Prompt, tokenizer: Any) -> None:
@@ -169,11 +165,10 @@ class _Running:
         self.dropped, self.is_clipped = 0, False
 
     def ask(self, longest: int, answer: int, window: int) -> bool:
-        """Append the next user turn (with a system turn before it) and the generation prompt; false if there is none.
+        """Append the next user turn (after any system turn) and the generation prompt; return False if none fits.
 
-        The conversation ends before a turn of more than `longest` tokens, or of more than `window` with the tokens so
-        far and an `answer`, before a turn that the template refuses, and before one at which it rewrites earlier turns
-        (dropped thinking, say): the target would have read and written something else than the template shows.
+        The conversation ends before a turn that exceeds `longest` tokens, that leaves no room in `window` for an
+        `answer`, that the template refuses, or that makes the template rewrite earlier turns (dropped thinking, say).
         """
         turn: list[Message] = []
         while self.remaining:
@@ -194,13 +189,13 @@ class _Running:
         return True
 
     def _end(self, reason: str, turn: Sequence[Message] = ()) -> bool:
-        """End the conversation before the messages that are left; returns False."""
+        """Drop the remaining messages; return False."""
         self.dropped = sum(message["role"] == "user" for message in [*turn, *self.remaining])
         self.remaining, self.cut = [], reason if self.dropped else ""
         return False
 
     def _rendered(self, turn: list[Message]) -> list[int]:
-        """Tokens that these messages add; `Unfit` if the template refuses them or rewrites earlier answers."""
+        """Return the tokens these messages add; `Unfit` if the template refuses them or rewrites earlier answers."""
         tokenizer = self._tokenizer
         if not self.tokens:
             return prompt_tokens(turn, tokenizer)
@@ -212,7 +207,7 @@ class _Running:
         raise Unfit("The chat template rewrites earlier answers.", "Give single turns.", reason)
 
     def answer(self, tokens: list[int], target: Target) -> None:
-        """Append the target's answer; an answer without an end token ends the conversation."""
+        """Append the target's answer; end the conversation if it has no end token."""
         self.tokens = [*self.tokens, *tokens]
         self.supervised = [*self.supervised, *[True] * len(tokens)]
         self.messages.append({"role": "assistant", "content": target.text_of(tokens)})
@@ -221,7 +216,7 @@ class _Running:
             self._end(f"after an answer over {len(tokens)} tokens")
 
     def refuse(self, why: str) -> None:
-        """End the conversation before the newest turn, which a server refuses."""
+        """End the conversation before the newest turn, which the server refused."""
         end = max((stop for _, stop in spans_of(self.supervised)), default=0)
         self.tokens, self.supervised, turn = self.tokens[:end], self.supervised[:end], list[Message]()
         while self.messages and self.messages[-1]["role"] != "assistant":

@@ -1,10 +1,9 @@
-"""On-policy conversations: prompts, answered by the target itself.
+"""On-policy conversations: prompts answered by the target itself.
 
-Work goes in numbered parts of one batch each, written atomically and seeded by their number, so that an interrupted
-run goes on with the next part and gives what an uninterrupted one would have given. Parts are only ever added: more
-conversations take more parts, fewer use the first ones. All prompts with the same opening (system message, tools and
-first turn) belong to the split of the first part that has one. One process plans the parts and adds them, in their
-order; others may write some of them (`headstart.data.conversations.jobs`).
+Each numbered part is one batch, written atomically and seeded by its number, so a resumed run matches an uninterrupted
+one. Parts are append-only: more conversations add parts, fewer use the first ones. Prompts with the same opening
+(system message, tools, first turn) go to the split of the first part that contains one. One process plans and appends
+parts in order; other processes may write them (`headstart.data.conversations.jobs`).
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -42,7 +40,7 @@ from headstart.target.model import Target
 
 @dataclass(frozen=True)
 class Splits:
-    """Files of conversations, read when they are asked for, and how many there are by split."""
+    """Conversation files, read lazily, and the number of conversations per split."""
 
     folder: Path
     counts: dict[str, int]
@@ -73,16 +71,15 @@ def build_conversations(
     max_tokens: float = math.inf,
     capture: KeepsStates | None = None,
 ) -> Splits:
-    """Write (or go on writing) the conversations of a run.
+    """Write or resume the conversations of a run.
 
-    Held-out and validation conversations come first, so that a time budget cuts the training ones only.
+    Held-out and validation conversations come first, so a time budget only cuts training conversations.
 
     Args:
-        folder: where `train.jsonl`, `validation.jsonl` and `heldout.jsonl` go.
-        shared: folder of the parts, and of the jobs that other processes may take; runs with the same `identity` may
-            share it. By default the parts lie in `folder` and all are written here.
-        max_tokens: training conversations are written until they and those for validation have so many tokens.
-        capture: takes the hidden states that writing computes, where memory has room for them.
+        folder: destination of `train.jsonl`, `validation.jsonl` and `heldout.jsonl`.
+        shared: folder of parts and jobs, shared by runs of the same `identity`; `folder` by default.
+        max_tokens: limit on training plus validation tokens.
+        capture: sink for hidden states computed while writing, if they fit in memory.
 
     Raises:
         UserError: no usable prompt, unreadable prompt file, or no chat template.
@@ -107,10 +104,9 @@ def build_conversations(
                 answer_tokens += sum(item.answer_tokens for item in part.conversations) if new else 0
                 rate = answer_tokens / max(1e-9, time.perf_counter() - started)
                 done = sum(map(len, kept.values()))
-                # What there is time for may be less than what is asked for.
-                total = (
-                    min(wanted, round(done + len(kept[split]) * (1 / writing.spent - 1))) if writing.spent else wanted
-                )
+                total = wanted
+                if writing.spent:  # the time budget may end before all are written
+                    total = min(wanted, round(done + len(kept[split]) * (1 / writing.spent - 1)))
                 note = f"{rate:.0f} answer tokens/s" if rate else ""
                 if new and writer.requests:
                     note = f"{note}, {writer.requests} requests at a time"
@@ -138,12 +134,12 @@ def build_conversations(
     board.clear()
     for split, conversations in kept.items():
         write_split(folder / f"{split}.jsonl", parts, conversations)
-    answers = sum(item.answer_tokens for item in kept["train"])
-    return Splits(folder, {split: len(conversations) for split, conversations in kept.items()}, answers)
+    counts = {split: len(conversations) for split, conversations in kept.items()}
+    return Splits(folder, counts, sum(item.answer_tokens for item in kept["train"]))
 
 
 class _Writing:
-    """The parts of a folder: those that are there, and further ones as they are asked for."""
+    """Existing parts of a folder, and new ones written on demand."""
 
     def __init__(self, writer: PartWriter, folder: Path, board: Board) -> None:
         settings = writer.settings
@@ -151,7 +147,7 @@ class _Writing:
         self._seen: set[str] = set()
         self._split_of: dict[str, str] = {}  # by the key of an opening
         self._parts: list[Part] = []
-        self.time_is_up, self.spent = False, 0.0  # of the split that is being written, the share of its time
+        self.time_is_up, self.spent = False, 0.0  # fraction of the current split's time budget
         for file in sorted(self._folder.glob("[0-9]*-*.jsonl")):
             self._add(Part.read(file))
         wanted = sum(int(getattr(settings, name)) for name in SPLITS.values())
@@ -165,8 +161,7 @@ class _Writing:
         self._parts.append(part)
 
     def parts(self, split: str, kept: Sequence[Written], count: int, max_tokens: float) -> Iterator[tuple[Part, bool]]:
-        """The parts of a split, each with whether it is new, until the caller has kept enough of them."""
-
+        """Yield parts of a split with an is-new flag until `kept` holds enough conversations."""
         counted = tokens = 0
 
         def missing() -> int:
@@ -198,18 +193,15 @@ class _Writing:
         self.time_is_up = self.time_is_up or clock.ended
 
     def _new(self, plan: PartPlan, count: int) -> Iterator[Part]:
-        """Further parts; while one is waited for, the next ones are being written, here and by those who help."""
+        """Yield new parts in order while workers here and in other processes write ahead."""
         writer = self._writer
         with writer.workers(count) as workers:
-
-            def write(what: dict[str, Any]) -> dict[str, Any]:
-                return writer.write(what, workers.check)
-
+            write = partial(writer.write, check=workers.check)
             for job, written in share(plan.next, write, workers, self._board, still=plan.still):
                 self.prompts.answering.add_all(LeftOut(written["left_out"], written["examples"]))
                 part = Part.write(self._folder, job.what, written["conversations"], plan.lap())
                 is_wanted = plan.missing() > 0
                 self._add(part)
                 plan.clock.note(part.seconds)
-                if is_wanted:  # else it was begun before it was known that there is enough: it stays for later
+                if is_wanted:  # else it was started before enough were written; a later run may use it
                     yield part

@@ -1,4 +1,4 @@
-"""What conversations depend on: the name under which runs share them, with the commits that prompts are pinned to."""
+"""Identity of a set of conversations, which runs share, and the dataset commits it pins."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ AMOUNTS = {
     *("conversations", "heldout", "validation", "minutes", "batch_size"),
     *("cache_gigabytes", "states", "states_dtype"),
 }
-"""Settings of the data that say how much of it there is, and not what it is."""
+"""Data settings that set the amount, not the content."""
 OF_SERVERS = {"server", "server_requests"}
-"""Settings that say who writes it. What counts is whether a server does: its numbers are not those of this process."""
+"""Server settings; the identity only records that a server wrote the text, as its numerics differ."""
 VERSION = 7
-"""Raised when the same settings come to mean other conversations."""
+"""Bumped when the same settings produce different conversations."""
 _OF_FILES, _OF_SELF = {"split", "regenerate", "revision"}, {"seed_prompts"}
 _OF_SOME = {"prefix_tokens", "chat_template_kwargs", "exclude", "writing_dtype"}
-"""Settings that are part of an identity only where they mean something."""
+"""Settings in the identity only where they apply."""
 
 
 def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What conversations depend on: the target, its template, where prompts come from, how answers are drawn.
-
-    `settings` are the recipe's data section, as JSON values.
-    """
+    """Return the identity: target, chat template, prompt sources and sampling; `settings` is the JSON data section."""
     prompts = settings["prompts"]
     self_prompted, mixed = prompts == "self", not isinstance(prompts, str)
     partly = mixed and any(source["source"] == "self" for source in prompts)
@@ -88,15 +85,12 @@ def _mixture(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _configuration(source: str) -> str:
-    """What a folder of data has after a colon, as in `folder:config`."""
+    """Return the configuration of a `folder:config` source."""
     return "" if Path(source).expanduser().exists() else source.partition(":")[2]
 
 
 def begun_at(settings: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that name the commits of the hub that a run began with, whatever is newer.
-
-    `begun` is the identity of the conversations that the run has; empty when it has none.
-    """
+    """Return settings pinned to the Hub commits in `begun`, the identity of the run's conversations (or empty)."""
     prompts, before = settings["prompts"], begun.get("prompts")
     if isinstance(prompts, str):
         commit = begun.get("revision")
@@ -112,12 +106,12 @@ def begun_at(settings: Mapping[str, Any], begun: Mapping[str, Any]) -> dict[str,
 
 
 def revisions(prompts: Any, revision: str | None) -> list[tuple[str, str | None]]:
-    """The revisions that settings ask for, by source; None stands for the newest."""
+    """Return the requested revision of each source; None is the newest."""
     return [(prompts, revision)] if isinstance(prompts, str) else [(one["source"], one["revision"]) for one in prompts]
 
 
 def pinned(data: DataSection, identity: Mapping[str, Any]) -> DataSection:
-    """The same settings at the commits that an identity names."""
+    """Return the settings pinned to the commits of an identity."""
     if isinstance(data.prompts, str):
         return data.model_copy(update={"revision": identity["revision"]})
     pairs = zip(data.prompts, identity["prompts"], strict=True)

@@ -1,16 +1,15 @@
-"""Jobs that one process plans, and that its workers and other processes take, over nothing but a folder that all see.
+"""A job queue on a shared file system.
 
-The process that plans posts one job more than anybody works on: a worker that is free, here or in a process that comes
-to help, finds it. A job belongs to whoever holds its lock. The system lets go of the locks of a process that dies
-(see `headstart.support.lock`), and its job is free again. Results are written whole and stay until the planner has used
-them, so that they outlive whoever made them, and the planner too.
+The planner keeps one unclaimed job posted for any idle worker, in its own process or another. A worker claims a job by
+locking it; the lock of a dead process is released (`headstart.support.lock`). Results are written atomically and stay
+until the planner has read them.
 
-    00007-train-1f0c.../   job.json     what to do
-                           lock         held by whoever does it
-                           result.json  what came of it
+    00007-train-1f0c.../   job.json     payload
+                           lock         held by the worker
+                           result.json  result
 
-On a CPU two workers with half of the threads each write 1.3 times as many tokens as one with all: steps of generation
-are many small operations, few of which fill several threads.
+On a CPU two workers with half of the threads each write 1.3 times as many tokens as one worker with all threads: most
+operations of a generation step are too small for many threads.
 """
 
 from __future__ import annotations
@@ -42,10 +41,9 @@ _MAX = 2
 
 
 class Workers:
-    """A few threads that work on jobs of a CPU, each with its share of torch's threads; on a GPU there is one.
+    """A thread pool that splits torch's CPU threads among workers; one worker on a GPU unless `side_by_side` is set.
 
-    Use as a context: leaving it stops the jobs under way, as soon as they call `check`. There will be so many `jobs` at
-    most; `count` of them run at once, so many as `side_by_side` says where that does not depend on the device.
+    Leaving the context stops running jobs at their next `check`. `jobs` is an upper bound; `count` run at once.
     """
 
     def __init__(self, device: torch.device, jobs: int, side_by_side: int | None = None) -> None:
@@ -68,44 +66,44 @@ class Workers:
         return self._pool.submit(job)
 
     def check(self) -> None:
-        """For jobs to call now and then: raises `Stopped` once nobody waits for them any more."""
+        """Raise `Stopped` once the pool is closing; jobs poll this."""
         if self._stop.is_set():
             raise Stopped
 
 
 JOBS = "jobs"
-"""Folder of jobs, beside what they make."""
+"""Folder of jobs, beside their outputs."""
 JOB, RESULT = "job.json", "result.json"
 LOOK = 0.2
-"""Seconds after which a process looks again what the others have done."""
+"""Polling interval in seconds."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """Something to do; `what` is all that is needed, as JSON values. Jobs are taken in the order of `order`."""
+    """A job with its JSON payload `what`; jobs are taken in ascending `order`."""
 
     order: str
     what: dict[str, Any]
 
     @cached_property
     def name(self) -> str:
-        """Of its folder; the same for the same job only."""
+        """Folder name, unique to the payload."""
         digest = hashlib.sha256(json.dumps(self.what, sort_keys=True).encode()).hexdigest()
         return f"{self.order}-{digest[:16]}"
 
 
 Do = Callable[[dict[str, Any]], dict[str, Any]]
-"""Does a job; what comes back survives JSON."""
+"""Runs a job payload and returns a JSON-serialisable result."""
 
 
 class Board:
-    """A folder of jobs, on a disk that all who help see."""
+    """A folder of jobs on a shared disk."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def post(self, name: str, what: dict[str, Any]) -> None:
-        """Let everyone see a job; one that is there is left as it is, with its result."""
+        """Post a job unless it exists already."""
         if not (self.folder / name / JOB).is_file():
             write_json(self.folder / name / JOB, what, indent=None)
 
@@ -125,7 +123,7 @@ class Board:
         write_json(self.folder / name / RESULT, result, indent=None)
 
     def claim(self, name: str) -> ExitStack | None:
-        """Hold a job until what comes back is closed; None when another does, or when nothing is left to do of it."""
+        """Lock a job until the returned stack is closed; None if it is locked, done or withdrawn."""
         folder = self.folder / name
         if not self._open(folder):
             return None
@@ -137,7 +135,7 @@ class Board:
         if self._open(folder):
             return held
         held.close()
-        if not (folder / JOB).is_file():  # withdrawn meanwhile: locking has made the folder anew
+        if not (folder / JOB).is_file():  # withdrawn meanwhile: locking has recreated the folder
             shutil.rmtree(folder, ignore_errors=True)
         return None
 
@@ -148,7 +146,7 @@ class Board:
         return claim is not None
 
     def withdraw(self, name: str) -> bool:
-        """Take a job back; False when somebody is doing it or has done it."""
+        """Remove a job; False if it is running or done."""
         claim = self.claim(name)
         if claim is None:
             return False
@@ -157,12 +155,11 @@ class Board:
         return True
 
     def remove(self, name: str) -> None:
-        """Nobody needs the job or its result any more."""
-        (self.folder / name / JOB).unlink(missing_ok=True)  # first: without its result it would be to do again
+        (self.folder / name / JOB).unlink(missing_ok=True)  # first: without its result the job would run again
         shutil.rmtree(self.folder / name, ignore_errors=True)
 
     def clear(self) -> None:
-        """Remove what earlier planners left behind, but for what somebody is doing."""
+        """Remove leftover jobs except the running ones."""
         for name in self.names():
             if self.is_done(name):
                 self.remove(name)
@@ -176,7 +173,7 @@ class Board:
 
 
 class Taker:
-    """Takes jobs for the workers of this process, as far as they can be done here (`mine`)."""
+    """Claims jobs for the workers of this process; `mine` selects the ones it can run."""
 
     def __init__(
         self,
@@ -186,14 +183,11 @@ class Taker:
         refused: set[str] | None = None,
     ) -> None:
         self._do, self._workers, self._mine = do, workers, mine
-        self._refused = set() if refused is None else refused  # jobs that were looked at and cannot be done here
+        self._refused = set() if refused is None else refused  # jobs this process cannot run
         self.running: dict[str, Future[None]] = {}
 
     def take(self, board: Board, names: Iterable[str]) -> int:
-        """Begin what is free of these jobs and a worker has time for; how many have ended meanwhile.
-
-        What doing one raised is raised here; the job is free for others then.
-        """
+        """Start free jobs on idle workers; return how many have ended. Re-raises a job's error and frees that job."""
         ended = [name for name, future in self.running.items() if future.done()]
         for name in ended:
             self.running.pop(name).result()
@@ -233,11 +227,10 @@ def share(
     *,
     still: Callable[[Job, int], bool] = lambda job, writers: True,
 ) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Do jobs one after the other, with whoever helps; yields each with its result, in their order.
+    """Run jobs here and in other processes; yield each with its result, in order.
 
-    `next_job` gives the next one, None when there is none now: it is told the jobs before it whose results have not
-    been used, and how many write now. `still` says whether the last job, which nobody has begun, is still to be done.
-    What `do` raises here is raised; what others cannot do is done here.
+    `next_job` takes the pending jobs and the number of writers, and returns the next job or None. `still` tells whether
+    the last unclaimed job is still needed. Errors of `do` in this process propagate.
     """
     taker, posted, ended = Taker(do, workers), deque[Job](), False
 
@@ -250,9 +243,9 @@ def share(
     try:
         while True:
             free = free_jobs()
-            # Asked before a worker here takes it.
+            # Before a worker here claims it.
             if free and free[-1] is posted[-1] and not still(free[-1], writers(free)):
-                if board.withdraw(free[-1].name):  # else somebody has just taken it
+                if board.withdraw(free[-1].name):  # else another process has just claimed it
                     posted.pop()
                     ended = True
                 continue
@@ -275,7 +268,7 @@ def share(
 
 
 def help_others(boards: Sequence[Board], taker: Taker) -> int:
-    """Take jobs that another process has planned until there is none left to take; how many were done."""
+    """Run jobs of other processes until none is free; return how many ended."""
     done = 0
     while True:
         done += sum(taker.take(board, board.names()) for board in boards)

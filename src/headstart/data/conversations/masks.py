@@ -1,23 +1,23 @@
 """The loss mask of a given conversation: the tokens that the assistant wrote.
 
-Where the assistant's text lies is found by rendering the chat template, never by patterns of a model's markup:
+Spans are found by rendering the chat template, never by matching a model's markup:
 
     whole    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello.<|im_end|>\\n
     prefix   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
     span                                                            Hello.<|im_end|>
 
-The prefix is the prompt of the answer: the messages before it, rendered with the generation prompt. The whole
-rendering has to begin with it. Markup that the template puts between the prefix and a text without reasoning is not
-supervised, such as an empty thinking block. The span ends with the first special token after the answer's text, unless
-the template ends the newest answer with another token: then the target never writes this one. An answer that calls
-tools ends with the last special token of its turn: some stand around the calls. If the end of the turn is unknown,
-since a template renders the last answer in another way, the span ends with the first special token after the calls.
+The prefix is the rendering of the earlier messages with the generation prompt; the whole rendering must start with it.
+Markup between the prefix and a text without reasoning (an empty thinking block, say) is not supervised. The span ends
+with the first special token after the text, unless the template ends the newest answer with another token: the target
+never writes the first one then. With tool calls, which special tokens may enclose, it ends with the last special token
+of the turn, or the first after the calls if the end of the turn is unknown (a last answer is rendered differently).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from headstart.data.prompts.chat import Message, Unfit, check_offsets, render
@@ -27,14 +27,13 @@ from headstart.support.detokenizer import MARK
 def encode(
     messages: Sequence[Message], tokenizer: Any, *, max_tokens: int | None = None
 ) -> tuple[list[int], list[bool]]:
-    """Render and tokenize a conversation; return its tokens and their mask, true where the assistant wrote them.
+    """Render and tokenize a conversation; return its first `max_tokens` tokens and their loss mask.
 
-    An answer that the template rewrites (it drops reasoning once another turn follows, for example) is not supervised.
-    At most `max_tokens` tokens are kept, from the beginning.
+    An answer that the template rewrites (dropping reasoning once another turn follows, say) is not supervised.
 
     Raises:
-        UserError: no chat template, or a tokenizer that does not tell where its tokens lie in a text.
-        Unfit: a template that refuses the conversation or rewrites each answer, or nothing left to supervise.
+        UserError: no chat template, or a tokenizer without character offsets.
+        Unfit: the template refuses the conversation or rewrites every answer, or nothing is left to supervise.
     """
     whole = render(messages, tokenizer, answer=False)
     check_offsets(tokenizer)
@@ -91,11 +90,11 @@ def encode(
 def _answer_span(
     messages: Sequence[Message], index: int, whole: str, tokenizer: Any
 ) -> tuple[int, int, int, str] | None:
-    """Find an answer in the whole rendering; None where the template rewrote it.
+    """Find an answer in the whole rendering; None if the template rewrote it.
 
     Returns:
-        Characters at which the assistant's own text starts, the text (with the names of called tools) stops, and the
-        turn stops at the latest; and the rendering after the text while the answer is the newest.
+        Character offsets: start of the assistant's text, end of the text (with the names of called tools), upper bound
+        for the end of the turn; and the rendering after the text when the answer is the newest.
     """
     if index == 0:
         raise Unfit(
@@ -107,7 +106,7 @@ def _answer_span(
     prefix = render(before, tokenizer, answer=True)
     if not whole.startswith(prefix):
         return None
-    text = answer["content"].strip()  # some templates strip what they are given
+    text = answer["content"].strip()  # some templates strip their input
     reasoning = answer.get("reasoning_content", "").strip()
     closed = render([*before, answer], tokenizer, answer=False)
     if reasoning not in closed[len(prefix) :]:
@@ -134,15 +133,14 @@ def _answer_span(
 
 
 def _after_calls(answer: Message, rendered: str, text_stop: int) -> int:
-    """Where the name of the last tool that an answer calls ends in the rendering; where its text does, without any."""
-    stop = text_stop
+    """Return the offset after the last called tool's name in the rendering; `text_stop` without calls."""
     for call in answer.get("tool_calls", ()):
         name = call["function"]["name"]
-        place = rendered.find(name, stop)
+        place = rendered.find(name, text_stop)
         if place < 0:
             raise _not_rendered("calls of tools")
-        stop = place + len(name)
-    return stop
+        text_stop = place + len(name)
+    return text_stop
 
 
 def _not_rendered(what: str) -> Unfit:
@@ -154,19 +152,13 @@ def _not_rendered(what: str) -> Unfit:
 
 
 def _places(offsets: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """First and last character of each token.
+    """Return the start and end offset of each token.
 
-    Byte-level tokenizers report a token without its leading blanks, so that a token of blanks alone looks empty and as
-    if it stood after them; such a token starts where the one before it stopped.
+    Byte-level tokenizers report tokens without leading blanks, so an all-blank token looks empty and placed after its
+    blanks; it is moved to the end of the token before it.
 
     >>> _places([(0, 5), (6, 6), (6, 9)])
     ([0, 5, 6], [5, 6, 9])
     """
-    starts: list[int] = []
-    stops: list[int] = []
-    reached = 0
-    for start, stop in offsets:
-        starts.append(min(start, reached))
-        reached = max(reached, stop)
-        stops.append(reached)
-    return starts, stops
+    stops = list(accumulate((stop for _, stop in offsets), max))
+    return [min(start, reached) for (start, _), reached in zip(offsets, [0, *stops], strict=False)], stops

@@ -1,4 +1,4 @@
-"""Writes one part of conversations: in the process that plans them, or in another one that helps."""
+"""Writes one part of conversations, in the planning process or in a helper process."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from headstart.recipes.sections import DataSection
 from headstart.target.model import Target
 
 SPLITS = {"heldout": "heldout", "validation": "validation", "train": "conversations"}
-"""Names of the splits, in the order in which they are written, each with the setting that says how many it has."""
+"""Splits in writing order, each with the setting for its number of conversations."""
 PART = "part"
 """Kind of these jobs."""
 _OF_PLANNING = {"conversations", "heldout", "validation", "minutes", "cache_gigabytes"}
-"""Settings that say how many parts there are, and nothing of what is in them."""
+"""Settings that change the number of parts, not their content."""
 
 
 class PartWriter:
-    """Writes parts: the same for the same settings and number, whoever does (beyond rounding); `capture` takes hidden
-    states."""
+    """Writer of parts; a part is the same in any process, up to rounding. `capture` takes hidden states."""
 
     def __init__(self, target: Target, settings: DataSection, capture: KeepsStates | None = None) -> None:
         self.target = target.with_tokenizer(with_template_kwargs(target.tokenizer, settings.chat_template_kwargs))
@@ -43,12 +42,12 @@ class PartWriter:
 
     @cached_property
     def _training_writer(self) -> Writer:
-        """Of what is trained on; made once there is anything to write."""
+        """Writer of the training split, created on first use."""
         return InProcess(self.target.in_int8()) if self.settings.in_int8 else self._writer
 
     @property
     def requests(self) -> int | None:
-        """Concurrent requests to servers; None where the target writes in this process."""
+        """Concurrent requests to servers; None if the target runs in this process."""
         return self._writer.requests if isinstance(self._writer, Servers) else None
 
     def workers(self, count: int) -> Workers:
@@ -56,15 +55,14 @@ class PartWriter:
         return Workers(self.target.device, -(-count // size), self._writer.batches(size))
 
     def job(self, part: dict[str, Any], given: Sequence[Prompt]) -> dict[str, Any]:
-        """A part to write, that answers these prompts and, where the target writes some, as many of its own as fill it.
+        """Return the job of a part: `part` (split, number, prompt range, maximum size) with these given prompts.
 
-        `part` has its split and number, where its prompts start among those given, and how many conversations it has at
-        most (size).
+        Prompts written by the target fill up the rest, if the settings ask for any.
         """
         return {
             **part,
             "kind": PART,
-            # The one process that sends requests to servers bounds them: nobody helps.
+            # Requests to servers are limited within one process, so no other process helps.
             "target": "" if self.settings.server else self.target.whole_identity,
             "settings": self.settings.model_dump(mode="json", exclude=_OF_PLANNING),
             "prompts": [asdict(prompt) for prompt in given],
@@ -73,14 +71,14 @@ class PartWriter:
 
     def write(self, what: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
         split, number = str(what["split"]), int(what["number"])
-        # Reports and validations stand for the target as it is.
+        # Held-out and validation text comes from the unquantised target.
         writer = self._training_writer if split == "train" else self._writer
         seed = (self.settings.seed * 1_000_003 + number) * len(SPLITS) + list(SPLITS).index(split)
         left_out = LeftOut()
         prompts = [Prompt(**prompt) for prompt in what["prompts"]]
         share, missing = self.settings.self_share, what["size"] - len(prompts)
         if share and missing:
-            # Some of them will not do.
+            # A margin: some of the written prompts are unusable.
             count = missing + -(-missing // 4) if prompts else self.settings.batch_size
             own = self._self_prompts(writer, f"{split}-{number}", count, seed, check, left_out)[:missing]
             turns = in_turns([iter(prompts), iter(own)], [1 - share, share])
@@ -89,7 +87,7 @@ class PartWriter:
         if split == "heldout":
             written = answers.openings(prompts, left_out)
         else:
-            # Validation answers stay at the data's temperature: they stand for decoding as it is judged.
+            # Validation answers keep the configured temperature, at which decoding is judged.
             share = self.settings.sampled_fraction if split == "train" else 0.0
             written = answers.answered(prompts, seed, share, left_out)
         return {
@@ -101,13 +99,13 @@ class PartWriter:
     def _self_prompts(
         self, writer: Writer, name: str, count: int, seed: int, check: Callable[[], None], left_out: LeftOut
     ) -> list[Prompt]:
-        """Let the target write at most `count` prompts, the same for the same settings whatever was written before."""
-        target, settings = self.target, self.settings
-        drafts = write_prompts(target, count, settings.seed_prompts, seed, writer=writer, check=check)
+        """Let the target write at most `count` prompts; deterministic for the same settings."""
+        settings = self.settings
+        drafts = write_prompts(self.target, count, settings.seed_prompts, seed, writer=writer, check=check)
         prompts: dict[str, Prompt] = {}
         for number, (text, category) in enumerate(drafts):
             prompt = Prompt([{"role": "user", "content": text}], category, f"{name}-{number}")
-            if len(prompt_tokens(prompt.messages, target.tokenizer)) > settings.max_prompt_tokens:
+            if len(prompt_tokens(prompt.messages, self.target.tokenizer)) > settings.max_prompt_tokens:
                 continue
             if reason := self._excluded.reason(prompt.turns):
                 left_out.add(reason, prompt.id)
@@ -122,10 +120,7 @@ def help_writing(
     capture: Callable[[Sequence[int], str], KeepsStates],
     check: Callable[[], None],
 ) -> dict[str, Any]:
-    """Write the part of a job that another process has planned.
-
-    `capture` makes what takes the hidden states of these layers, stored in this way, if the job keeps any.
-    """
+    """Write a part planned by another process; `capture(layers, dtype)` creates the sink if the job keeps states."""
     settings = DataSection.model_validate(what["settings"])
     states = capture(what["states"], settings.states_dtype) if what["states"] else None
     return PartWriter(target, settings, states).write(what, check)

@@ -1,7 +1,7 @@
-"""Parts of conversations: batches that are written once, numbered, and only ever added to; and which come next.
+"""Parts of conversations: numbered, append-only batches, and the plan of the next ones.
 
-The first line of a part's file describes its conversations, so that a restart parses that line alone, and the lines of
-the conversations are copied into the splits as they are.
+The first line of a part's file describes its conversations, so a restart parses only that line; conversation lines are
+copied into the splits unchanged.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from headstart.errors import UserError
 from headstart.support.files import read_json, write_atomic, write_json, write_text
 
 CLOCKS = "clocks.json"
-"""Beside the parts: where budgets of time ended."""
+"""File beside the parts: where each time budget ended."""
 
 
 class Written(NamedTuple):
-    """A conversation in the file of its part: its line there, its sizes, and the keys (`prompt_key`) of its opening and
-    of everything that it was asked."""
+    """A conversation in its part's file: line, sizes, and keys (`prompt_key`) of its opening and of all prompts."""
 
     file: str
     line: int
@@ -54,9 +53,9 @@ class Part:
     """One batch of conversations of a split, with a number among the parts of all splits.
 
     Attributes:
-        prompts: range of the given prompts that the part takes up.
-        seconds: writing time; parts written at once share it.
-        fresh: conversations that repeat no earlier one and do not begin like one of another split.
+        prompts: range of given prompts in the part.
+        seconds: writing time, split among parts written concurrently.
+        fresh: conversations that neither repeat an earlier one nor share an opening with another split.
     """
 
     number: int
@@ -90,14 +89,13 @@ class Part:
 
     @classmethod
     def read(cls, file: Path) -> Part:
-        """Read the first line of a part; a UserError names a file that is no part."""
+        """Read the first line of a part; raise a UserError for any other file."""
         try:
             with file.open("rb") as handle:
                 about = json.loads(next(handle))
             start, stop = about["prompts"]
             part = cls(int(about["part"]), str(about["split"]), (int(start), int(stop)), float(about["seconds"]))
-            rows = enumerate(about["conversations"])
-            part.conversations = [Written(file.name, line, *known) for line, known in rows]
+            part.conversations = [Written(file.name, line, *known) for line, known in enumerate(about["conversations"])]
         except (StopIteration, KeyError, TypeError, ValueError) as error:
             raise _no_part(file, str(error)) from None
         return part
@@ -108,7 +106,7 @@ def _no_part(file: Path, reason: str) -> UserError:
 
 
 def write_split(file: Path, folder: Path, chosen: Sequence[Written]) -> None:
-    """Copy the lines of conversations from the parts of a folder; a UserError names a damaged part."""
+    """Copy conversation lines from the parts of a folder; raise a UserError for a damaged part."""
 
     def write(partial: Path) -> None:
         with partial.open("wb") as handle:
@@ -123,9 +121,9 @@ def write_split(file: Path, folder: Path, chosen: Sequence[Written]) -> None:
 
 
 class TimeBudget:
-    """Time spent on the training conversations that a run uses, whoever wrote them; None `minutes` have no end.
+    """Time budget for a run's training conversations; None `minutes` is unlimited.
 
-    The `file` keeps after how many parts a budget was spent, so that the same budget ends there again.
+    `file` records the part count at which a budget was spent, so that the same budget ends there again.
     """
 
     def __init__(self, minutes: float | None, file: Path) -> None:
@@ -136,7 +134,7 @@ class TimeBudget:
         self.ended = False
 
     def takes(self, seconds: float) -> bool:
-        """Whether a part that is there belongs to the budget: its middle does, or it did before."""
+        """Whether an existing part is within the budget: its midpoint is, or it was before."""
         if self._key in self._ends:
             taken = self._taken < self._ends[self._key]
         else:
@@ -152,13 +150,13 @@ class TimeBudget:
 
     @property
     def share(self) -> float:
-        """Of the budget, how much is spent; 0 where it has no end."""
+        """Spent fraction of the budget; 0 if unlimited."""
         return self._spent / self._budget
 
     def over(self, workers: int, since: float) -> bool:
-        """Whether another part would end further after the budget than its worker would stop before it without one.
+        """Whether another part would overshoot the budget by more than stopping now undershoots it.
 
-        So many `workers` write parts at once, and the last was written so many seconds `since`.
+        `workers` write concurrently; `since` is the time since the last part, in seconds.
         """
         if self._key in self._ends:
             self.ended = self._taken >= self._ends[self._key]
@@ -168,7 +166,7 @@ class TimeBudget:
         return self.ended
 
     def stop(self) -> None:
-        """Nothing more is written; when that is because the budget is spent, it is noted where it was."""
+        """Record where the budget ended, if it is spent."""
         if self.ended and self._budget < math.inf and self._key not in self._ends:
             write_json(self._file, {**self._ends, self._key: self._taken})
 
@@ -177,10 +175,7 @@ class TimeBudget:
 
 
 class GivenPrompts:
-    """The prompts of the files and datasets that a recipe names, in one order, read as far as they are needed.
-
-    `answering` counts those that could not be used once they were answered.
-    """
+    """A recipe's prompts from files and datasets, in a fixed order; `answering` counts the ones dropped later."""
 
     def __init__(self, writer: PartWriter, limit: int) -> None:
         self.writer, self._limit = writer, limit
@@ -192,13 +187,13 @@ class GivenPrompts:
             self._read()
 
     def _read(self) -> None:
-        # Files are often sorted by kind: what is kept apart should be of the same kinds as what is trained on.
+        # Files are often sorted by kind; shuffling gives every split the same kinds.
         settings, tokenizer = self.writer.settings, self.writer.target.tokenizer
         read = load_prompts(settings, tokenizer, limit=self._limit, seed=settings.seed)
         self._prompts, self._left_out, self.used_up = read.prompts, read.left_out, read.used_up
 
     def some(self, start: int, count: int) -> list[Prompt]:
-        """So many prompts from this one on, fewer at the end."""
+        """Return up to `count` prompts from `start`."""
         if start + self.writer.settings.batch_size > len(self._prompts) == self._limit:
             self._limit *= 2
             self._read()
@@ -206,17 +201,15 @@ class GivenPrompts:
 
     @property
     def left_out(self) -> LeftOut:
-        both = LeftOut()
-        both.add_all(self._left_out)
+        both = LeftOut(self._left_out.counts, self._left_out.examples)
         both.add_all(self.answering)
         return both
 
 
 class PartPlan:
-    """Plans the parts of a split that come after those that are there, for `headstart.data.conversations.jobs.share`.
+    """Plans further parts of a split for `headstart.data.conversations.jobs.share`.
 
-    So many conversations (`count`) are wanted, of which some are still `missing`, in the time that the clock leaves. It
-    never stops the first part of a split: without it there is nothing to learn from.
+    Stops once no conversation is `missing` or the clock runs out, but always plans the first part of a split.
     """
 
     def __init__(
@@ -236,17 +229,17 @@ class PartPlan:
         self._number = 1 + max((part.number for part in parts), default=-1)
         self._start = answered_until(parts)
         self._first = None if any(part.split == split for part in parts) else self._number
-        # Only parts that gave nothing new can come to so many.
+        # Reached only if parts yield nothing new.
         self._most = self._number + 20 + 10 * count // self._batch_size
         self._mark = time.perf_counter()
 
     def lap(self) -> float:
-        """Seconds since the part before this one."""
+        """Return the seconds since the previous part."""
         before, self._mark = self._mark, time.perf_counter()
         return round(self._mark - before, 3)
 
     def next(self, waiting: Sequence[Job], writers: int) -> Job | None:
-        """The next part. How large parts are does not depend on how many are written at once."""
+        """Return the next part's job; its size does not depend on the number of writers."""
         batch_size = self._batch_size
         room = self.missing() - sum(job.what["size"] for job in waiting)
         if room <= 0 or not self._in_time(self._number, writers):
@@ -254,24 +247,23 @@ class PartPlan:
         own_share = self._prompts.writer.settings.self_share
         size = min(batch_size, room)
         if own_share:
-            # Some may be in another split, and a part for one more takes long: a few more than wanted are asked for.
+            # A margin: some may fall into another split, and one more part would take long.
             size = min(batch_size, self._count + -(-self._count // 8))
-        # Fractions add up from part to part; the number alone says how far, the same after an interruption.
+        # Fractions accumulate over parts as a function of the number alone, so a resumed run agrees.
         due = own_share * size
         own = int(due * (self._number + 1)) - int(due * self._number)
         if self._number > self._most if own_share else waiting and room < batch_size:
             return None
         start, given = self._start, self._take(size - own) if own_share < 1 else []
-        if not (own_share or given):  # with a share of its own, the target writes the rest
+        if not (own_share or given):  # with an own share, the target writes the rest
             self._prompts.reached = self._start
             return None
-        where = {"split": self._split, "number": self._number, "start": start, "stop": self._start}
-        part = {**where, "size": size}
-        self._number += 1
-        return Job(f"{part['number']:05d}-{self._split}", self._prompts.writer.job(part, given))
+        number, self._number = self._number, self._number + 1
+        part = {"split": self._split, "number": number, "start": start, "stop": self._start, "size": size}
+        return Job(f"{number:05d}-{self._split}", self._prompts.writer.job(part, given))
 
     def _take(self, count: int) -> list[Prompt]:
-        """The next prompts, without those that begin like a prompt of another split."""
+        """Return the next prompts, except the ones that open like a prompt of another split."""
         taken: list[Prompt] = []
         while more := self._prompts.some(self._start, count - len(taken)):
             self._start += len(more)
@@ -291,5 +283,5 @@ class PartPlan:
 
 
 def answered_until(parts: Sequence[Part]) -> int:
-    """Where the prompts begin that no part has answered."""
+    """Return the index of the first prompt not yet in a part."""
     return max((part.prompts[1] for part in parts), default=0)

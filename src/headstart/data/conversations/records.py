@@ -1,4 +1,4 @@
-"""Conversations as files hold them: tokens, which of them the assistant wrote, and the messages as text."""
+"""Tokenised conversations with loss mask and messages, and their JSONL format."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from headstart.support.files import read_jsonl, write_jsonl
 
 
 def tokens_key(tokens: Sequence[int]) -> str:
-    """Names a text by its token ids."""
+    """Hash token ids."""
     return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:24]
 
 
 def spans_of(supervised: Sequence[bool]) -> list[tuple[int, int]]:
-    """[start, stop) of every run of supervised tokens."""
+    """Return [start, stop) of every run of supervised tokens."""
     return [run.span() for run in re.finditer(b"\x01+", bytes(supervised))]
 
 
@@ -37,10 +37,9 @@ class Conversation:
     Attributes:
         id: unique within its file.
         tokens: token ids, kept as an int32 array.
-        supervised: for each token, whether the assistant wrote it, kept as bytes. The end-of-turn token counts, the
-            template's text after it does not.
-        tools: definitions that the tokens begin with.
-        sampling: how the answers were drawn (temperature, seed, ...); empty when they were given.
+        supervised: loss mask as bytes: the assistant's tokens up to and including the end of its turn.
+        tools: tool definitions in the prompt.
+        sampling: sampling settings of the answers (temperature, seed, ...); empty for given answers.
     """
 
     id: str
@@ -66,7 +65,7 @@ class Conversation:
         return spans_of(self.supervised)
 
     def to_json(self) -> dict[str, Any]:
-        """As a JSON object; the mask is kept as its runs."""
+        """Return a JSON object with the mask as runs."""
         return {
             "id": self.id,
             "category": self.category,
@@ -79,7 +78,7 @@ class Conversation:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Conversation:
-        """Back from `to_json`; a KeyError, TypeError, ValueError or AttributeError where it is none."""
+        """Invert `to_json`; raises KeyError, TypeError, ValueError or AttributeError on other input."""
         tokens = array("i", row["tokens"])
         supervised = [False] * len(tokens)
         for start, stop in row["supervised"]:
@@ -95,7 +94,7 @@ class Conversation:
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read what `write_conversations` wrote; a UserError names the line that is not a conversation."""
+    """Read a file of `write_conversations`; a UserError names a malformed line."""
     return list(each_conversation(path))
 
 
@@ -123,7 +122,7 @@ _OPEN, _CLOSE = "⟦", "⟧"
 
 
 def show_conversation(conversation: Conversation, tokenizer: Any, console: Console) -> None:
-    """Print a conversation with its special tokens; what the heads learn from is coloured and stands in ⟦brackets⟧."""
+    """Print a conversation with special tokens; supervised text is coloured and in ⟦brackets⟧."""
     title = Text(conversation.id, style="bold")
     if conversation.category:
         title.append(f"  {conversation.category}", style="cyan")

@@ -1,4 +1,4 @@
-"""Messages of conversations, and their rendering by the tokenizer's chat template."""
+"""Conversation messages, and their rendering with the tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headstart.errors import UserError
 from headstart.support.detokenizer import TEMPLATE_ERRORS
 
 Message = dict[str, Any]
-"""{"role": "system" | "user" | "assistant" | "tool", "content": text}, as `read_messages` returns it; of an answer also
+"""{"role": "system" | "user" | "assistant" | "tool", "content": text}, see `read_messages`; an answer may also have
 "reasoning_content" and "tool_calls", a list of {"function": {"name", "arguments"}}."""
 
 NOT_UTF8 = "with text that is not UTF-8"
@@ -35,10 +35,7 @@ class Unusable(Exception):
 
 
 class Unfit(UserError):
-    """A conversation that the chat template makes nothing to learn from of; others of the same source may do.
-
-    It is counted under `reason`, such as "that the chat template refuses".
-    """
+    """A conversation unusable with this chat template, counted under `reason` ("that the chat template refuses")."""
 
     def __init__(self, problem: str, remedy: str, reason: str) -> None:
         super().__init__(problem, remedy)
@@ -55,10 +52,7 @@ def is_utf8(value: Any) -> bool:
 
 
 def prompt_tokens(messages: Sequence[Message], tokenizer: Any) -> list[int]:
-    """Tokenize rendered messages with the generation prompt.
-
-    A target without a chat template reads the text of a single user message as it is, and continues it.
-    """
+    """Tokenize rendered messages with the generation prompt; without a chat template, a single user text as it is."""
     if tokenizer is not None and not has_template(tokenizer) and [message["role"] for message in messages] == ["user"]:
         return list(tokenizer.encode(messages[0]["content"]))
     return list(tokenizer.encode(render(messages, tokenizer, answer=True), add_special_tokens=False))
@@ -111,19 +105,19 @@ def _rendered(messages: Sequence[Message], tokenizer: Any, answer: bool) -> str:
 
 
 def _called(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """List the functions that messages call with arguments."""
+    """List the tool calls with arguments."""
     functions = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     return [function for function in functions if isinstance(function.get("arguments"), dict)]
 
 
 def read_messages(turns: Iterable[Mapping[str, Any]], any_answerer: bool = False) -> list[Message]:
-    """Normalise messages for chat templates: a known role, one text, calls of tools with their arguments as objects.
+    """Normalise messages for chat templates: a known role, one text, tool calls with arguments as objects.
 
-    Messages of the assistant with neither a text nor calls of tools are dropped: those answers were not given. Other
-    keys are kept unless they are null. `any_answerer`: an unknown role after the user is the assistant's.
+    Assistant messages with neither text nor tool calls are dropped; other non-null keys are kept. `any_answerer` maps
+    an unknown role after the user to the assistant.
 
     Raises:
-        Unusable: an unknown role, a content other than text, or calls of tools in another shape.
+        Unusable: an unknown role, content other than text, or malformed tool calls.
     """
     messages = list[Message]()
     for turn in turns:
@@ -143,7 +137,7 @@ def read_messages(turns: Iterable[Mapping[str, Any]], any_answerer: bool = False
 
 
 def _calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return an answer's calls of tools with arguments as objects, the form that chat templates take."""
+    """Return an answer's tool calls with arguments as objects, as chat templates expect."""
     called = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else [])
     if not isinstance(called, list) or not all(isinstance(call, Mapping) for call in called):
         raise Unusable("with calls of tools that are no list")
@@ -162,7 +156,7 @@ def _calls(turn: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def text_of(content: Any) -> str:
-    """Return a content as one text, parts joined; raise `Unusable` for other kinds of content."""
+    """Join text parts into one text; raise `Unusable` for other kinds of content."""
     if isinstance(content, list):
         parts = [part if isinstance(part, Mapping) else {"text": part} for part in content]
         if other := next((kind for part in parts if (kind := part.get("type", "text")) not in _TEXTS), None):
@@ -177,10 +171,7 @@ def text_of(content: Any) -> str:
 
 
 def added_tokens(before: str, after: str, last_token: int, tokenizer: Any) -> list[int]:
-    """Tokens that a template puts after an answer, from the rendering `before` them and that `after` them.
-
-    The end of the turn is the answer's own last token; what the template puts after it comes with the next turn.
-    """
+    """Return the tokens between two renderings; template text after the answer's end token counts to the next turn."""
     end = tokenizer.decode([last_token])
     tail = before[before.rindex(end) + len(end) :] if end in before else ""
     return list(tokenizer(tail + after[len(before) :], add_special_tokens=False)["input_ids"])
@@ -191,8 +182,7 @@ def has_template(tokenizer: Any) -> bool:
 
 
 def with_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> Any:
-    """A copy of a tokenizer that always renders its chat template with these variables, beside those that it has
-    already; itself without any."""
+    """Copy a tokenizer with these chat template variables bound, beside earlier ones; return it as is without any."""
     if not values:
         return tokenizer
     check_template(tokenizer)
@@ -208,8 +198,7 @@ def with_template_kwargs(tokenizer: Any, values: Mapping[str, Any]) -> Any:
 
 
 def with_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """A copy of a tokenizer whose chat template renders definitions of tools; itself without any, and `Unfit` where the
-    template has no place for them."""
+    """Copy a tokenizer with tool definitions bound to its chat template; `Unfit` if the template does not use them."""
     if tools and not has_variable(tokenizer, "tools"):
         raise Unfit(
             "The target's chat template has no place for definitions of tools.",
@@ -220,7 +209,7 @@ def with_tools(tokenizer: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def template_kwargs(tokenizer: Any) -> dict[str, Any]:
-    """The variables that `with_template_kwargs` gave to a tokenizer."""
+    """Return the variables bound by `with_template_kwargs`."""
     return dict(getattr(getattr(tokenizer, "apply_chat_template", None), "keywords", {}))
 
 
@@ -237,7 +226,7 @@ def check_template(tokenizer: Any) -> None:
 
 
 def check_prompts(tokenizer: Any, own: bool) -> None:
-    """Refuse a target that has no tokenizer, or no chat template where it should write prompts itself (`own`)."""
+    """Refuse a target without a tokenizer, or without a chat template if it writes its `own` prompts."""
     if tokenizer is None:
         check_template(tokenizer)
     if own and not has_template(tokenizer):
@@ -249,7 +238,7 @@ def check_prompts(tokenizer: Any, own: bool) -> None:
 
 
 def check_offsets(tokenizer: Any) -> None:
-    """Refuse a slow tokenizer, which does not tell where its tokens lie in a text."""
+    """Refuse a slow tokenizer, which has no character offsets."""
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"{type(tokenizer).__name__} does not tell which characters a token covers.",

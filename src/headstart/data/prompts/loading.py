@@ -1,4 +1,4 @@
-"""Prompts read from files and datasets: which records make a prompt, and in which order several sources give them."""
+"""Loading prompts: filtering the records of files and datasets, and interleaving several sources."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ _REMEDIES = {
     PLAIN: "give requests or conversations, or use a target without a chat template (a base model)",
     CHAT: 'give rows of plain text ({"text": ..}), or use an instruction-tuned target',
 }
-"""Remedy by pattern of a reason; the first that matches counts."""
+"""Remedies by regular expression of a reason; the first match wins."""
 
 _CHARACTERS_PER_TOKEN = 64
-"""More than tokens have: so much of a long text is read to cut its beginning off."""
+"""Upper bound, so that only the start of a long text is tokenised."""
 _TRIES = 1000
-"""Rows of a dataset after which one that nothing can be made of is given up."""
+"""Rows at the start of a source after which it is given up if all are of unusable shape."""
 
 T = TypeVar("T")
 
 
 class LeftOut:
-    """Records that cannot be used, counted by reason; `examples` has the first of each, and what is wrong with it."""
+    """Counts of unusable records by reason, with the first of each in `examples`."""
 
     def __init__(self, counts: Mapping[str, int] | None = None, examples: Mapping[str, str] | None = None) -> None:
         self.counts = dict(counts or {})
@@ -70,7 +70,7 @@ class LeftOut:
 
     @property
     def notice(self) -> str:
-        """Counts by reason, the most frequent first, and the remedies; empty when nothing was left out."""
+        """Counts by reason, most frequent first, and remedies; empty if nothing was left out."""
         phrases = []
         for reason, count in sorted(self.counts.items(), key=lambda item: -item[1]):
             first = f" (the first: {self.examples[reason]})" if reason == MISSHAPEN or reason.endswith(REFUSED) else ""
@@ -88,8 +88,7 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Prompts:
-    """Prompts in the order in which they were drawn, the other records that were read on the way, and the sources that
-    had no more, each with how many prompts there are up to its last one."""
+    """Prompts in drawing order, unusable records, and exhausted sources with the index after their last prompt."""
 
     prompts: list[Prompt]
     left_out: LeftOut
@@ -99,25 +98,20 @@ class Prompts:
 def load_prompts(
     data: DataSection, tokenizer: Any = None, *, limit: int | None = None, seed: int | None = None, whole: bool = True
 ) -> Prompts:
-    """The prompts that a recipe names; those that cannot be used, are repeated or too long are left out and counted.
+    """Load a recipe's prompts; unusable, repeated and too long ones are left out and counted.
 
-    With a seed they are drawn from the whole source, in an order that depends on its content and the seed alone: a
-    larger `limit` gives the same prompts and then more. Several sources are each drawn from in such an order, in turns
-    by their weights. Without a seed the records are taken as they stand.
-
-    Without a tokenizer no prompt is too long. With a chat template rows of plain text are left out, without one all
-    others. `whole`: a dataset of the hub may be downloaded as a whole; otherwise only what is read is.
-    A UserError names a source that cannot be read, or that has no prompt.
+    With a seed each source is shuffled as a function of its content and the seed alone, so a larger `limit` extends the
+    same sequence; without one, file order. Several sources are interleaved by weight. Length is only checked with a
+    tokenizer. With a chat template plain-text rows are left out, without one all others. Unless `whole`, Hub datasets
+    are streamed. A UserError names a source that is unreadable or has no prompt.
     """
     sources = data.sources
     rule = _Rule(tokenizer, data)
     of_sources = [_SourcePrompts(source, seed, whole, rule) for source in sources]
-    several = len(of_sources) > 1
     prompts: list[Prompt] = []
     last = [0] * len(sources)
-    # Prompts without a kind of their own are of the kind of their source, where there are several.
     for number, prompt in in_turns(list(map(iter, of_sources)), [source.weight for source in sources]):
-        if several:  # files of the same name give the same ids
+        if len(of_sources) > 1:  # files of the same name give the same ids; prompts default to their source's category
             category = prompt.category or sources[number].source
             prompt = replace(prompt, id=f"{number + 1}-{prompt.id}", category=category)
         prompts.append(prompt)
@@ -132,10 +126,10 @@ def load_prompts(
 
 
 def in_turns(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterator[tuple[int, T]]:
-    """The items of several sources, each with its source's number, as often as its weight (above 0) says.
+    """Interleave sources in proportion to their weights (above 0); yield (source number, item).
 
-    At every point of the order each source has given its share, to within one item for two sources and a few for more.
-    A source that has no more is passed over; the others keep their proportions.
+    Every prefix is proportional to within one item for two sources and a few for more. Exhausted sources are skipped;
+    the others keep their proportions.
 
     >>> "".join(item for _, item in in_turns([iter("aaaaaa"), iter("BB")], [3, 1]))
     'aaBaaaBa'
@@ -156,7 +150,7 @@ def in_turns(sources: Sequence[Iterator[T]], weights: Sequence[float]) -> Iterat
 
 
 class _Rule:
-    """Which records make a prompt: one rule for all sources, so that none is repeated."""
+    """Conversion of records to prompts, shared by all sources so that no prompt repeats."""
 
     def __init__(self, tokenizer: Any, data: DataSection) -> None:
         self._tokenizer, self._max_tokens = tokenizer, data.max_prompt_tokens
@@ -167,7 +161,7 @@ class _Rule:
         self._seen: set[str] = set()
 
     def prompt(self, row: Mapping[str, Any], name: str) -> Prompt:
-        """The prompt that a record makes; raises as `parse_prompt`, and when it is repeated, too long or excluded."""
+        """Convert a record; raises as `parse_prompt`, and `Unusable` if repeated, too long or excluded."""
         prompt = parse_prompt(row, name, keeps_answers=self._keeps_answers)
         if prompt.plain is not self._plain:
             raise Unusable(PLAIN if prompt.plain else CHAT)
@@ -177,7 +171,7 @@ class _Rule:
         if prompt.plain:
             text = beginning(prompt.turns[0], self._tokenizer, self._prefix_tokens)
             prompt = replace(prompt, messages=[{"role": "user", "content": text}])
-        # Answers that the target writes anew are no part of a prompt.
+        # Answers that will be regenerated are not part of the prompt.
         key = prompt_key(prompt.messages if self._keeps_answers else prompt.asked, prompt.tools)
         if key in self._seen:
             raise Unusable(REPEATED)
@@ -193,7 +187,7 @@ class _Rule:
 
 
 class _SourcePrompts:
-    """The usable prompts of a source, in their order; `where` names it for people."""
+    """The usable prompts of a source, in order; `where` is its name in messages."""
 
     def __init__(self, source: PromptSource, seed: int | None, whole: bool, rule: _Rule) -> None:
         self._split = source.split or "train"
@@ -243,7 +237,7 @@ def _none_left(where: str, read: int, left_out: LeftOut) -> UserError:
 
 
 def beginning(text: str, tokenizer: Any, tokens: int) -> str:
-    """The text of the first `tokens` tokens; all of a shorter text."""
+    """Truncate a text to its first `tokens` tokens."""
     check_offsets(tokenizer)
     read = text[: _CHARACTERS_PER_TOKEN * tokens]
     offsets = tokenizer(read, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]

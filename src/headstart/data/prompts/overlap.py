@@ -1,4 +1,4 @@
-"""When two texts ask the same, and which prompts overlap with the questions that a report will ask."""
+"""Deduplication of prompts, and decontamination against the questions of reports."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import Any
 from headstart.data.prompts.questions import read_questions
 
 OVERLAP_WORDS = 50
-"""A prompt with so many words in a row from a question overlaps with it."""
+"""Consecutive words shared with a question that count as overlap."""
 SAME = "equal to a question of data.exclude"
 OVERLAPPING = f"with {OVERLAP_WORDS} words in a row from a question of data.exclude"
 
 _CHARACTER_WORDS = r"\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\u0e00-\u0e7f"
-"""Scripts without blanks between words: kana, Chinese characters, Thai."""
+"""Scripts without spaces between words: kana, Chinese characters, Thai."""
 _WORD = re.compile(rf"[{_CHARACTER_WORDS}]|[^\W{_CHARACTER_WORDS}]+")
 
 
 def normalise(text: str) -> str:
-    """The text by which two requests count as the same: case, blanks and closing punctuation do not matter.
+    """Normalise case, whitespace and closing punctuation, to compare requests.
 
     >>> normalise("  What is\\n2 + 2 ?") == normalise("what is 2 + 2")
     True
@@ -35,14 +35,14 @@ def normalise(text: str) -> str:
 
 
 def prompt_key(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> str:
-    """Hash everything that the chat template renders of a prompt, with texts as `normalise` returns them."""
+    """Hash a prompt's messages, with `normalise`d texts, and tools."""
     said = [{**message, "content": normalise(message["content"])} for message in messages]
     rendered = json.dumps([said, list(tools)], sort_keys=True, default=str)
     return hashlib.sha256(rendered.encode()).hexdigest()[:24]
 
 
 class Excluded:
-    """Questions, of files as for a report, that no prompt may give away."""
+    """Evaluation questions, from report files, to exclude from prompts."""
 
     def __init__(self, files: Sequence[str]) -> None:
         questions = [question for file in files for question in read_questions(Path(file).expanduser())]
@@ -50,11 +50,10 @@ class Excluded:
         self._runs = {run for question in questions for turn in question.turns for run in _runs(turn)}
 
     def reason(self, turns: Sequence[str]) -> str | None:
-        """Return why a prompt is left out: the user's turns, then other texts of it. None where no question shows.
+        """Return the reason to exclude a prompt, given its user turns and then its other texts; None if there is none.
 
-        It is left out if its first turn equals a question's (see `normalise`), or if any text shares `OVERLAP_WORDS`
-        consecutive words with any turn of a question; punctuation and case do not matter. A shorter question inside a
-        longer prompt is not found.
+        The first turn equals a question's (see `normalise`), or a text shares `OVERLAP_WORDS` consecutive words with a
+        turn of a question, ignoring punctuation and case. A shorter question inside a longer prompt is not found.
         """
         if turns and normalise(turns[0]) in self._asked:
             return SAME

@@ -1,7 +1,6 @@
-"""Questions that a report is measured on: from files, or question sets that papers report on, by name.
+"""Evaluation questions, from files or from published question sets by name.
 
-These are files of datasets on the Hub, downloaded once into its cache and read as they lie there. A machine without a
-network reads copies that somebody put into `local_copy`.
+Published sets are files of Hub datasets, downloaded once into the Hub's cache, or read from `local_copy` offline.
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ class Question:
     tools: list[dict[str, Any]] = field(default_factory=list)
 
     def messages(self, turns: int) -> list[Message]:
-        """The system message and the first turns, without answers."""
+        """Return the system message and the first `turns` user turns, without answers."""
         said = [("system", self.system)] * bool(self.system) + [("user", turn) for turn in self.turns[:turns]]
         return [{"role": role, "content": text} for role, text in said]
 
 
 def read_questions(path: Path) -> list[Question]:
-    """Read a question file: JSON objects a line, with `turns` and optionally `category`, `question_id`, `system` and
-    `tools`.
+    """Read JSONL with `turns` and optional `category`, `question_id`, `system` and `tools`.
 
-    A UserError names the file that is missing or empty, and the line that is malformed.
+    A UserError names a missing or empty file, or a malformed line.
     """
     questions: list[Question] = []
     for number, row in read_jsonl(path):
@@ -72,8 +70,8 @@ class Part:
     """A file of questions.
 
     Attributes:
-        columns: what columns are called in `headstart.data.prompts.shapes`, where that differs.
-        category: of all of its questions, where they have none of their own.
+        columns: renames columns to the names of `headstart.data.prompts.shapes`.
+        category: default category of its questions.
     """
 
     dataset: str
@@ -83,14 +81,14 @@ class Part:
 
     @property
     def local_copy(self) -> Path:
-        """Where a copy is read from before the Hub is asked."""
+        """Path of a local copy, preferred to the Hub."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         return cache / "headstart" / "suites" / self.dataset / self.file
 
 
 @dataclass(frozen=True)
 class Suite:
-    """Questions of one name; `most` of each part are asked, from the first on, unless more are asked for."""
+    """A named question set; by default the first `most` questions of each part are used."""
 
     parts: tuple[Part, ...]
     most: int | None = None
@@ -105,24 +103,21 @@ SUITES = {
         (Part("openai/openai_humaneval", "openai_humaneval/test-00000-of-00001.parquet", {"task_id": "id"}, "code"),)
     ),
     "gsm8k": Suite((Part("openai/gsm8k", "main/test-00000-of-00001.parquet", {"question": "prompt"}, "math"),), 80),
-    # MT-bench's questions are a part of it; RedHatAI's copy of the others has one file for each task.
+    # MT-bench plus RedHatAI's copy of the other tasks, one file each.
     "spec-bench": Suite(
-        (
-            _MT_BENCH,
-            *(Part("RedHatAI/speculator_benchmarks", f"{task}.jsonl", category=task) for task in _SPEC_BENCH),
-        )
+        (_MT_BENCH, *(Part("RedHatAI/speculator_benchmarks", f"{task}.jsonl", category=task) for task in _SPEC_BENCH))
     ),
     "alpaca": Suite(
         (Part("tatsu-lab/alpaca", "data/train-00000-of-00001-a09b74b3ef9c3b56.parquet", category="instructions"),), 80
     ),
 }
-"""By name. Of long sets 80 questions are asked, as many as EAGLE's papers ask."""
+"""Question sets by name; long ones default to 80 questions, as in the EAGLE papers."""
 
 
 def find_questions(name: str, limit: int | None = None) -> tuple[list[Question], bool]:
-    """The questions of a suite, or of a file; and whether they are a suite's, whose turns are all meant to be asked.
+    """Return the questions of a file or suite, and whether it is a suite, with multi-turn questions asked in full.
 
-    The parts of a suite take turns, so that a `limit` leaves as many of each.
+    The parts of a suite are interleaved, so that a `limit` leaves equally many of each.
 
     Raises:
         UserError: neither a suite nor a file has this name, or its questions cannot be read or fetched.

@@ -1,8 +1,7 @@
-"""Seed prompts: how requests of many kinds begin, so that self-prompts cover the breadth of what people ask.
+"""Seed prompts: openings of many kinds of requests, for diverse self-prompts.
 
-A target that writes prompts from nothing keeps to a few habits. Given the first words of a request, it goes on in that
-kind. `{topic}` is filled from TOPICS. The kinds are those that people (and benchmarks) ask for; no seed prompt is taken
-from a benchmark or worded after a question of one.
+A target that writes prompts from nothing falls into a few habits; given an opening, it continues that kind of request.
+`{topic}` is filled from TOPICS. No seed prompt is taken from a benchmark or modelled on a benchmark question.
 """
 
 from __future__ import annotations
@@ -172,8 +171,8 @@ SEED_PROMPTS: dict[str, tuple[str, ...]] = {
 }
 
 SHARES = {"coding": 2.6, "math": 1.9}
-"""How often a kind is drawn, where others are once: text of other kinds teaches little of code and sums. Requests that
-come with headstart are mixed alike."""
+"""Sampling weights of categories, 1 by default: other text teaches little code and arithmetic. The packaged requests
+use the same mixture."""
 
 TOPICS: tuple[str, ...] = (
     "climate change", "the moon", "electric cars", "public transport", "dogs", "coffee", "the internet", "vaccines",
@@ -189,7 +188,7 @@ TOPICS: tuple[str, ...] = (
 
 
 def seed_prompt_list(breadth: str) -> list[tuple[str, str]]:
-    """(category, seed prompt) pairs to draw from in turn; "none" gives one empty seed prompt, a prompt from nothing."""
+    """List (category, seed prompt) pairs; "none" gives a single empty seed prompt."""
     if breadth == "none":
         return [("open", "")]
     return [(category, seed_prompt) for category, seed_prompts in SEED_PROMPTS.items() for seed_prompt in seed_prompts]

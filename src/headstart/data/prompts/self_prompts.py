@@ -1,7 +1,6 @@
-"""Self-prompting: the target writes the user's side itself, so that the first run needs no download.
+"""Self-prompting: the target writes the user's turns, so that a first run needs no download.
 
-The chat template is rendered up to where the user's words begin, a seed prompt may follow, and the target goes on until
-it ends the turn.
+It continues the chat template's user prefix, optionally with a seed prompt, until it ends the turn.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from headstart.data.prompts.chat import check_prompts
 from headstart.data.prompts.seed_prompts import SHARES, TOPICS, seed_prompt_list
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation, Writer
+from headstart.support.detokenizer import decode_text
 from headstart.target.model import Target
 
 _SENTINEL = "\u2603headstart\u2603"
@@ -21,7 +21,7 @@ _MAX_PROMPT_TOKENS = 128
 
 
 def user_prefix(tokenizer: Any) -> str:
-    """What the chat template writes before the user's first words."""
+    """Return the chat template's text before the first user message."""
     check_prompts(tokenizer, own=True)
     text = str(tokenizer.apply_chat_template([{"role": "user", "content": _SENTINEL}], tokenize=False))
     return text[: text.index(_SENTINEL)]
@@ -35,12 +35,9 @@ def write_prompts(
     writer: Writer | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> list[tuple[str, str]]:
-    """Let the target write `count` requests, one batch, the same for the same seed; those of poor quality are left out.
+    """Let the target write `count` requests in one batch; return the acceptable ones as (text, category).
 
-    Each comes with the category of its seed prompt.
-
-    `breadth` "broad" draws seed prompts over what people ask, "none" starts from nothing. `check` is called now and
-    then; what it raises ends the work.
+    Deterministic for a seed. `breadth` "broad" samples seed prompts, "none" uses none. `check` aborts by raising.
     """
     rng = random.Random(seed)
     by_category: dict[str, list[str]] = {}
@@ -68,9 +65,9 @@ def write_prompts(
 
 
 def _added_text(tokenizer: Any, before: list[int], tokens: list[int]) -> str:
-    """The text that tokens add after others; on their own, some tokenizers drop the blank before the first word."""
-    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-    return str(tokenizer.decode([*before, *tokens], **options))[len(tokenizer.decode(before, **options)) :]
+    """Decode tokens in context; on their own, some tokenizers drop the space before the first word."""
+    known = decode_text(tokenizer, before, skip_special_tokens=False)
+    return decode_text(tokenizer, [*before, *tokens], skip_special_tokens=False)[len(known) :]
 
 
 def acceptable(text: str, special_tokens: list[str]) -> bool:

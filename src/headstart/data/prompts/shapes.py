@@ -1,4 +1,4 @@
-"""A prompt, from one record of any shape that files and datasets of prompts have."""
+"""Parsing of records in any of the usual prompt formats."""
 
 from __future__ import annotations
 
@@ -17,26 +17,25 @@ SHAPES = (
     '{"prompt": text}',
     '{"text": text} (plain text, for targets without a chat template)',
 )
-"""Shapes of records that are understood; the first whose column is there and not null counts."""
+"""Supported record shapes."""
 
 _COLUMNS = ("messages", "conversations", "turns", "instruction", "prompt", "conversation", "text")
-"""The columns that tell a shape, in the order in which they are looked for."""
+"""Columns that identify a shape, by precedence; null columns are skipped."""
 _WITH_SYSTEM = ("conversations", "conversation", "instruction")
-"""Those of formats in which a system message may stand in a column of its own, `system`."""
+"""Shapes with an optional `system` column."""
 _OF_MESSAGES = ("reasoning_content", "tool_calls", "function_call", "name", "tool_call_id")
-"""What messages keep beside role and content."""
+"""Message keys kept beside role and content."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a user asks.
+    """A user's request of one or several turns.
 
     Attributes:
-        messages: the turns as given, from the system message or the first user message on. Where no answers were
-            given, two user messages follow one another.
-        id: the record's own, or its file and line.
-        plain: the one message is a text to go on with, not a request.
-        tools: definitions of those that an answer may call.
+        messages: turns from the system or first user message on; without given answers, user messages are adjacent.
+        id: the record's id, or file and line.
+        plain: the only message is a text to continue, not a request.
+        tools: tool definitions.
     """
 
     messages: list[Message]
@@ -47,12 +46,12 @@ class Prompt:
 
     @property
     def opening(self) -> list[Message]:
-        """The messages before the first answer: system message and first user message."""
+        """The messages up to the first user message."""
         return opening(self.messages)
 
     @property
     def asked(self) -> list[Message]:
-        """The messages that are not the assistant's, up to the first result of a tool: it belongs to a given call."""
+        """The messages without answers, up to the first tool result, which belongs to a given answer's call."""
         results = (i for i, message in enumerate(self.messages) if message["role"] == "tool")
         return [message for message in self.messages[: next(results, None)] if message["role"] != "assistant"]
 
@@ -62,19 +61,18 @@ class Prompt:
 
 
 def opening(messages: Sequence[Message]) -> list[Message]:
-    """The messages up to the first of the user."""
+    """Return the messages up to the first user message."""
     first = next(i for i, message in enumerate(messages) if message["role"] == "user")
     return list(messages[: first + 1])
 
 
 def parse_prompt(row: Mapping[str, Any], name: str, *, keeps_answers: bool = False) -> Prompt:
-    """Parse one record of any of `SHAPES`; `name` is the id of a record without one.
+    """Parse one record of any of `SHAPES`; `name` is the default id. See `read_messages`.
 
-    Assistant messages with neither text nor tool calls are dropped. Text parts of a content list are joined. An unknown
-    role after the user is the assistant's, unless the caller trains on given answers (`keeps_answers`).
+    An unknown role after the user is the assistant's, unless the caller trains on given answers (`keeps_answers`).
 
     Raises:
-        ValueError: unknown shape; the message says what is wrong.
+        ValueError: unknown shape.
         Unusable: known shape, but no prompt.
     """
     present = [column for column in _COLUMNS if column in row]
@@ -82,7 +80,7 @@ def parse_prompt(row: Mapping[str, Any], name: str, *, keeps_answers: bool = Fal
     if column is None:
         raise ValueError(f"unknown shape with the keys {', '.join(map(str, row)) or '(none)'}")
     messages = _messages(row, column, keeps_answers)
-    while messages and messages[0]["role"] == "assistant":  # a greeting that nobody asked for
+    while messages and messages[0]["role"] == "assistant":  # a greeting
         messages = messages[1:]
     user_texts = [message["content"] for message in messages if message["role"] == "user"]
     if not all(text.strip() for text in user_texts) or not user_texts:
@@ -124,7 +122,7 @@ def _turns(value: Any, field: str, keeps_answers: bool) -> list[Message]:
     for number, turn in enumerate(value, start=1):
         if not isinstance(turn, Mapping):
             raise ValueError(f"message {number} of {field!r} is a {type(turn).__name__}, not an object")
-        # Files with {"from", "value"} in `messages` and the other way round are common.
+        # {"from", "value"} in `messages` and {"role", "content"} in `conversations` are common.
         keys = (("role", "content"), ("from", "value"))
         (role_key, text_key), (other_role, other_text) = reversed(keys) if field.startswith("conv") else keys
         kept = {key: _without_nulls(turn[key]) for key in _OF_MESSAGES if turn.get(key)}
@@ -135,11 +133,8 @@ def _turns(value: Any, field: str, keeps_answers: bool) -> list[Message]:
             kept["tool_calls"], content = _parsed_calls(text_of(content)), None
         turns.append({**kept, "role": role, "content": content})
     messages = read_messages(turns, any_answerer=not keeps_answers)
-    callers = [
-        i for i, m in enumerate(messages) if "tool_calls" in m or (m["role"] == "assistant" and not keeps_answers)
-    ]
-    first_call = min(callers, default=None)
-    if any(message["role"] == "tool" for message in messages[:first_call]):
+    calls = (i for i, m in enumerate(messages) if "tool_calls" in m or (m["role"] == "assistant" and not keeps_answers))
+    if any(message["role"] == "tool" for message in messages[: next(calls, None)]):
         raise Unusable("with a message of the role 'tool'")
     return messages
 
@@ -153,8 +148,7 @@ def _parsed_calls(text: str) -> list[Any]:
 
 
 def tools_of(value: Any) -> list[dict[str, Any]]:
-    """Definitions of tools: a list, or its JSON. What a column of this name holds else, such as names, is not for the
-    template."""
+    """Return tool definitions from a list or its JSON; an empty list for other content, such as names of tools."""
     try:
         tools = json.loads(value) if isinstance(value, str) and value.strip() else value
     except ValueError:
@@ -167,7 +161,7 @@ def tools_of(value: Any) -> list[dict[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables give every object the keys of all others, and null to those that it does not have."""
+    """Drop null keys: tables give every object the keys of all others."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value

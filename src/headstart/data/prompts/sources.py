@@ -1,7 +1,7 @@
-"""Where records come from: files, folders and datasets of the hub.
+"""Sources of records: files, folders and Hub datasets.
 
-A source is pinned to what it holds (`find_origin`), and its records are drawn from all of it in an order that depends
-on that content and a seed alone: whoever asks for more of them later goes on in the same order.
+A source is pinned to its content (`find_origin`); record order depends on content and seed alone, so a later request
+for more records continues the same sequence.
 """
 
 from __future__ import annotations
@@ -18,18 +18,17 @@ from headstart.errors import UserError
 from headstart.support.files import file_hash, read_json, read_jsonl
 
 READY_MADE = "ready-made"
-"""The source of the requests that come with headstart, so that no time is spent on writing any: SmolLM2-135M-Instruct
-wrote them from our seed prompts (`headstart.data.prompts.self_prompts`)."""
+"""The packaged requests, written by SmolLM2-135M-Instruct from our seed prompts (see `self_prompts`)."""
 _WHOLE_BYTES = 8_000_000_000
-"""Datasets of the hub up to this size are downloaded and drawn from as a whole."""
+"""Hub datasets up to this size are downloaded and shuffled as a whole."""
 _BUFFER = 20_000
-"""Of larger ones, the files are read in random order, and each record is drawn from so many."""
+"""Shuffle buffer, in records, of larger datasets, which are streamed."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a source holds, now: the commit of a dataset on the hub, or the hash of a file or folder on this machine."""
+    """A pinned source: the commit of a Hub dataset, or the content hash of a local file or folder."""
 
     source: str
     commit: str | None = None
@@ -37,15 +36,13 @@ class Origin:
 
     @property
     def identity(self) -> str:
-        """What the records depend on; where a file lies is not part of it."""
-        if self.commit is None:
-            return f"content {self.content}"
-        return f"{self.source} at {self.commit}"
+        """Identity of the records; a local path is not part of it."""
+        return f"content {self.content}" if self.commit is None else f"{self.source} at {self.commit}"
 
 
 @dataclass(frozen=True)
 class Record:
-    """One record of a source: `location` is for people ("line 3"), `id` unique in the source."""
+    """One record of a source, with a `location` for messages ("line 3") and an `id` unique in the source."""
 
     location: str
     id: str
@@ -53,10 +50,9 @@ class Record:
 
 
 def find_origin(source: str, revision: str | None = None) -> Origin:
-    """Pin a source: the commit that a dataset of the hub stands at, the content of a file or folder.
+    """Pin a source to a Hub commit or a content hash; a UserError if it or the revision does not exist.
 
-    Asks the hub unless `revision` is a commit; without a network, the newest commit that was downloaded before counts.
-    A UserError says that there is no such file, dataset or revision.
+    Asks the Hub unless `revision` is a commit; offline, the last downloaded commit is used.
     """
     path = _local(source)
     if path is None:
@@ -68,30 +64,27 @@ def find_origin(source: str, revision: str | None = None) -> Origin:
 
 
 def read_records(origin: Origin, split: str, seed: int | None = None, *, whole: bool = True) -> Iterator[Record]:
-    """Every record of a source once, in the order of a seed; None reads them as they stand.
+    """Yield every record once, shuffled by `seed`; None keeps file order.
 
-    A dataset of the hub may be downloaded as a `whole`; records come as they are read otherwise. A UserError names what
-    cannot be read, with the line of a malformed one.
+    Unless `whole`, Hub datasets are streamed. A UserError names the unreadable source or malformed line.
     """
     path = _local(origin.source)
     if path is None or path.is_dir():
         yield from _dataset_records(origin, split, seed, whole=whole)
-        return
-    records = _file_records(path)
-    if seed is not None:
-        records = iter(drawn(list(records), seed))
-    yield from records
+    else:
+        records = _file_records(path)
+        yield from records if seed is None else drawn(list(records), seed)
 
 
 def drawn(items: Sequence[Any], seed: int) -> list[Any]:
-    """The items in an order of their own for each seed and number of items."""
+    """Shuffle items; the permutation depends only on the seed and the number of items."""
     order = list(range(len(items)))
     random.Random(seed).shuffle(order)
     return [items[i] for i in order]
 
 
 def is_here(source: str) -> bool:
-    """Whether a source is a file or folder of this machine, or comes with headstart."""
+    """Whether a source is local or packaged."""
     path = _local(source)
     return path is not None and path.exists()
 
@@ -107,7 +100,7 @@ def _local(source: str) -> Path | None:
 
 
 def _hash(path: Path) -> str:
-    """Of a file's content, or of the names and contents of a folder's files."""
+    """Hash a file's content, or the names and contents of a folder's files."""
     if path.is_file():
         return file_hash(path)[:32]
     if not path.is_dir():
@@ -154,7 +147,7 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
         except datasets.exceptions.DatasetGenerationError:
             if folder is None:
                 raise
-            # A table has one type for each column, and files of JSON lines may differ.
+            # A table has one type per column; JSONL files may differ.
             files = datasets.load_dataset_builder(name, config or None).config.data_files[split]
             if any(Path(file).suffix != ".jsonl" for file in files):
                 raise
@@ -169,13 +162,13 @@ def _dataset_records(origin: Origin, split: str, seed: int | None, *, whole: boo
             yield Record(f"row {number + 1}", f"{split}-{number + 1}", row)
     except UserError:
         raise
-    except Exception as error:  # datasets raises many kinds; all mean the same to the user
+    except Exception as error:  # datasets raises many kinds, all the same to the user
         raise _unreadable(f"{origin.source!r}, split {split!r}", error) from error
 
 
 def _unreadable(where: str, error: Exception) -> UserError:
     reason = (str(error).splitlines() or [""])[0].rstrip(".")
-    if error.__cause__ is not None:  # datasets says there which column is at fault
+    if error.__cause__ is not None:  # names the column at fault
         reason = f"{reason}: {' '.join(str(error.__cause__).split())[:300]}"
     return UserError(
         f"Cannot read prompts from {where}: {type(error).__name__}: {reason}.",
@@ -184,7 +177,7 @@ def _unreadable(where: str, error: Exception) -> UserError:
 
 
 def _commit_of(source: str, revision: str | None) -> str:
-    """The commit that a branch or tag stands at; without a network, that of what was downloaded last."""
+    """Return the commit of a branch or tag; offline and without a revision, the last downloaded one."""
     name, _, config = source.partition(":")
     try:
         info = _hub_info(name, revision)
@@ -201,12 +194,12 @@ def _commit_of(source: str, revision: str | None) -> str:
 
 
 def _bytes_of(name: str, config: str, commit: str) -> int:
-    """Bytes of a dataset's files; 0 where the hub does not answer and this very commit was downloaded before."""
+    """Return the size of a dataset's files; 0 if the Hub is unreachable and this commit was downloaded last."""
     info = _hub_info(name, commit)
     if info is not None:
         return sum(file.size or 0 for file in info.siblings or [])
     downloaded = _downloaded(name, config)
-    if downloaded != commit:  # `datasets` would take it for the one that was asked for
+    if downloaded != commit:  # `datasets` would return it instead
         raise UserError(
             f"The hub does not answer, and of {name!r} only revision {downloaded} was downloaded before, not {commit}.",
             "Connect to the network, or set data.revision to that one.",
@@ -215,14 +208,14 @@ def _bytes_of(name: str, config: str, commit: str) -> int:
 
 
 def _downloaded(name: str, config: str) -> str:
-    """The commit of a dataset that was downloaded last."""
+    """Return the last downloaded commit of a dataset."""
     import datasets
 
     return str(datasets.load_dataset_builder(name, config or None).hash)
 
 
 def _hub_info(name: str, revision: str | None) -> Any:
-    """What the hub says of a dataset; None when it does not answer."""
+    """Return the Hub's metadata of a dataset; None if it is unreachable."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 

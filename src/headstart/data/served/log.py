@@ -1,12 +1,11 @@
-"""A log of what was served, to learn from: kept only where it is asked for, within bounds, deleted by one call.
+"""An opt-in, bounded log of served requests, to train on.
 
-    log.json                 the bounds: bytes and days, of all who write here
+    log.json                 limits in gigabytes and days, shared by all writers
     served-<ms>-<pid>.jsonl  a segment: one answered request a line, written by one process
 
-Each line holds token ids of a prompt and its answer, how the answer was drawn, the target and chat template, the heads
-that drafted, when, and who asked, if the server says so. Nothing else is kept, and no text. Whole segments are deleted,
-the oldest first, where the folder holds more bytes or older requests than it may. Other JSONL files in the folder, of
-serving engines (see `headstart.data.served.reading`), are read beside them and left as they are.
+A line holds token ids of prompt and answer, sampling settings, target, chat template, heads, time and the source if the
+server provides one; no text. Whole segments are deleted, oldest first, when the folder exceeds its limits. JSONL files
+of serving engines in the folder are read too (see `headstart.data.served.reading`) and never deleted.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from headstart.support.files import append_whole, read_json, remove, write_json
 
 BOUNDS = "log.json"
 UPDATE, PLAN = "update", "plan.json"
-"""Where an update under way lies in the folder, and the file of it that is written last (`headstart.adapt.update`)."""
+"""Folder of an update in progress, and its last written file (`headstart.adapt.update`)."""
 _BOUNDS = {"gigabytes": 1.0, "days": 30.0}
 _SEGMENTS = 8
-"""Parts of the bounds after which a segment is closed, so that deleting the oldest loses little."""
+"""Segments that fill the limits, so that deleting the oldest loses little."""
 _DAY = 86400.0
 
 
@@ -41,16 +40,13 @@ class Served:
     """One answered request.
 
     Attributes:
-        prompt: token ids that the target read; `answer` those that it wrote.
+        prompt: token ids of the prompt; `answer`: of the answer.
         finish: why the answer ended: "end", "length" or "stop".
-        sampling: how tokens were drawn, where not greedily; "processed" where anything but the target's own
-            distribution decided (penalties, biases, grammars).
-        time: in seconds since 1970.
-        target: fingerprint of the model, and `template` a hash of its chat template; empty where an engine does not
-            say.
-        source: who asked, as the server knows it; empty where it does not.
-        heads: version of the heads that drafted, and `rounds` how many forwards the answer took; empty and 0 where an
-            engine does not say.
+        sampling: sampling settings, empty if greedy; "processed" marks penalties, biases and grammars.
+        time: Unix time in seconds.
+        target: fingerprint of the target; `template`: hash of its chat template; empty if unknown.
+        source: the client, as the server knows it; empty if unknown.
+        heads: version of the drafting heads; `rounds`: forwards of the answer; empty and 0 if unknown.
     """
 
     prompt: list[int]
@@ -66,7 +62,7 @@ class Served:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Served:
-        """Back from its fields; a KeyError, TypeError or ValueError where they are none."""
+        """Parse a JSON row; raises KeyError, TypeError or ValueError if malformed."""
         prompt, answer = ([int(token) for token in row[name]] for name in ("prompt", "answer"))
         target, template, source, heads = (str(row.get(name, "")) for name in ("target", "template", "source", "heads"))
         sampling, rounds = dict(row.get("sampling", {})), int(row.get("rounds", 0))
@@ -75,29 +71,25 @@ class Served:
 
 
 Keep = Callable[[Served], Served | None]
-"""What is kept of a request: as it is, changed (`dataclasses.replace`), or None for nothing. Called in the thread that
-decodes: what it is to know of who asked comes with the request (`source`)."""
+"""Filter that returns a request as it is, changed (`dataclasses.replace`), or None to drop it. Runs in the decoding
+thread; information about the client comes with the request (`source`)."""
 
 
 class RequestLog:
-    """Writes what is served into a folder; safe for threads, and for several processes, each with its own segments.
+    """A thread-safe writer of a log folder; each process has its own segments.
 
-    What cannot be written (the disk is full) is counted in `lost` and told once as a Python warning: answers never wait
-    or fail for it, and the line is taken back whole. A filter that raises keeps nothing, and is told too.
+    A failed write (disk full) is undone, counted in `lost` and warned about once; it never fails an answer. A filter
+    that raises drops the request, with a warning.
 
     Args:
-        folder: made if need be, readable by its owner alone.
-        gigabytes: most gigabytes (1e9 bytes) kept in it; as the folder has it where it is not given, else 1.
-        days: most days that a request is kept, an eighth more where little is served; likewise, else 30.
-        keep: see `Keep`; without one every request is kept.
+        folder: created if missing, with access for its owner only.
+        gigabytes: maximum size in 1e9 bytes; the folder's setting by default, else 1.
+        days: maximum age of a request (up to an eighth more at low traffic); the folder's setting by default, else 30.
+        keep: see `Keep`; None keeps every request.
     """
 
     def __init__(
-        self,
-        folder: str | Path,
-        gigabytes: float | None = None,
-        days: float | None = None,
-        keep: Keep | None = None,
+        self, folder: str | Path, gigabytes: float | None = None, days: float | None = None, keep: Keep | None = None
     ) -> None:
         self.folder, self.lost = Path(folder).expanduser(), 0
         given = {"gigabytes": gigabytes, "days": days}
@@ -115,11 +107,11 @@ class RequestLog:
         prune(self.folder)
 
     def add(self, served: Served) -> None:
-        """Keep a request, as far as the filter lets it."""
+        """Log a request if the filter keeps it."""
         kept: Served | None = served
         try:
             kept = served if self._keep is None else self._keep(served)
-        except Exception as error:  # whatever it was to hide stays hidden
+        except Exception as error:  # fail closed: the filter may hide private data
             kept = None
             self._tell(f"The filter of the log raised {type(error).__name__}: {error}; such requests are not kept.")
         if kept is None:
@@ -153,19 +145,18 @@ class RequestLog:
 
 
 def segments(folder: Path) -> list[Path]:
-    """What `RequestLog` wrote, the oldest first."""
+    """List the segments of a log, oldest first."""
     return sorted(folder.glob("served-*.jsonl"), key=lambda file: (int(file.stem.split("-")[1]), file.name))
 
 
 def prune(folder: Path, room: int = 0) -> None:
-    """Delete the segments that a log's bounds do not allow beside so many bytes to come, and an update under way that
-    is as old."""
+    """Delete segments beyond the limits, with `room` bytes to spare, and an update in progress that is too old."""
     if not (folder / BOUNDS).is_file():
         return
     bounds, kept = read_json(folder / BOUNDS), list[tuple[Path, int]]()
     oldest = time.time() - bounds["days"] * _DAY
     for file in segments(folder):
-        with suppress(FileNotFoundError):  # another process deletes them, too
+        with suppress(FileNotFoundError):  # another process may have deleted it
             known = file.stat()
             if known.st_mtime < oldest:
                 file.unlink()
@@ -179,16 +170,15 @@ def prune(folder: Path, room: int = 0) -> None:
 
 
 def delete_update(folder: Path) -> None:
-    """Delete what an update under way has made of a log; without its plan, which goes first, it is begun anew."""
+    """Delete an update in progress; its plan goes first, since an update without a plan starts over."""
     (folder / UPDATE / PLAN).unlink(missing_ok=True)
     remove(folder / UPDATE)
 
 
 def template_version(tokenizer: Any) -> str:
-    """A hash of a chat template with the variables it is always rendered with; empty where there is none."""
+    """Hash a chat template with its bound variables; empty if there is none."""
     template = getattr(tokenizer, "chat_template", None)
     if not template:
         return ""
-    return hashlib.sha256(f"{template} {json.dumps(template_kwargs(tokenizer), sort_keys=True)}".encode()).hexdigest()[
-        :12
-    ]
+    known = f"{template} {json.dumps(template_kwargs(tokenizer), sort_keys=True)}"
+    return hashlib.sha256(known.encode()).hexdigest()[:12]

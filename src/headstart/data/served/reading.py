@@ -1,10 +1,9 @@
-"""What a log holds that heads can learn from: our own segments, and exchanges with serving engines.
+"""Reading logs for training: our own segments, and exchanges with serving engines.
 
-An exchange is a line of JSON with the body of a request and that of its response, as OpenAI's API has them, and the
-time: {"request": {...}, "response": {...}, "time": 1790000000}. The time may be missing where the response says when it
-was made ("created"): what came later judges what was learnt. Its answer is token ids where
-the engine gave them (vLLM's `token_ids`, SGLang's `output_ids` and `response_token_ids`, llama-server's `tokens`), and
-its text otherwise. What is left out is counted by reason.
+An exchange is a JSON line with request and response bodies of OpenAI's API and the time:
+{"request": {...}, "response": {...}, "time": 1790000000}. The time defaults to the response's "created"; later requests
+validate heads trained on earlier ones. The answer is the engine's token ids if present (vLLM's `token_ids`, SGLang's
+`output_ids` and `response_token_ids`, llama-server's `tokens`), its text otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from headstart.data.prompts.chat import (
     with_template_kwargs,
     with_tools,
 )
-from headstart.data.prompts.loading import LeftOut
+from headstart.data.prompts.loading import MISSHAPEN, LeftOut
 from headstart.data.served.log import Served, template_version
 from headstart.errors import UserError
 from headstart.support.files import no_folder
@@ -39,17 +38,15 @@ _PROCESSED = (
     *("allowed_token_ids", "structured_outputs", "response_format", "grammar", "json_schema", "regex", "ebnf"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-"""Fields of requests that let something else than the target decide."""
+"""Request fields that change the target's distribution."""
 _NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0}
 _DRAWN = ("temperature", "top_p", "top_k", "min_p", "seed")
 _SHORTEST = 4
-"""Tokens of an answer that is worth reading."""
+"""Minimum length of an answer, in tokens."""
 
 
 def read_log(folder: Path, target: FrozenModel) -> tuple[list[Served], LeftOut]:
-    """Everything in a log that is an answer of this target's own, the oldest first.
-
-    Answers that were cut by their length are read as far as they go. What is left out is counted by reason.
+    """Read this target's own answers from a log, oldest first, truncated answers included; count the rest by reason.
 
     Raises:
         UserError: no such folder, or nothing in it.
@@ -72,17 +69,16 @@ def read_log(folder: Path, target: FrozenModel) -> tuple[list[Served], LeftOut]:
         except Unfit as misfit:
             left_out.add(misfit.reason, where)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            left_out.add("of a shape that is not understood", f"{where}: {type(error).__name__} {error}")
+            left_out.add(MISSHAPEN, f"{where}: {type(error).__name__} {error}")
         else:
             found.append(served)
     return sorted(found, key=lambda served: served.time), left_out
 
 
 def chosen(served: Iterable[Served], per_source: int, left_out: LeftOut, known: Iterable[str] = ()) -> list[Served]:
-    """The newest request of each prompt, and of each source at most so many, the oldest first; others are counted.
+    """Keep the newest request of each prompt and at most `per_source` per known source, oldest first; count the others.
 
-    Requests whose source is not known are capped as one another's equals alone. `known` are keys (`tokens_key`) of
-    prompts that count as asked already.
+    `known` holds keys (`tokens_key`) of prompts that count as seen.
     """
     seen, of_source, kept = set(known), Counter[str](), list[Served]()
     for item in sorted(served, key=lambda item: -item.time):
@@ -99,35 +95,35 @@ def chosen(served: Iterable[Served], per_source: int, left_out: LeftOut, known: 
 
 
 def as_conversation(served: Served) -> Conversation:
-    """For training: all of the answer is supervised, nothing of the prompt; its category is the source."""
+    """Convert to a training conversation with the answer supervised and the source as category."""
     tokens, mask = [*served.prompt, *served.answer], [False] * len(served.prompt) + [True] * len(served.answer)
     name = f"{tokens_key(tokens)}-{served.time:.3f}"
     return Conversation(name, tokens, mask, [], served.source, sampling=served.sampling)
 
 
 def _rows(files: Iterable[Path], left_out: LeftOut) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The objects of JSONL files with file and line."""
+    """Yield (file and line, object) of JSONL files."""
     for file in files:
-        with suppress(FileNotFoundError), file.open("rb") as handle:  # a segment that is over the bounds by now
+        with suppress(FileNotFoundError), file.open("rb") as handle:  # a segment pruned meanwhile
             for number, line in enumerate(handle, start=1):
+                where = f"{file.name}, line {number}"
                 try:
                     row = json.loads(line.decode("utf-8-sig"))
                 except ValueError:  # bytes that are not UTF-8, too
                     if line.strip():
                         reason = "damaged" if line.endswith(b"\n") else "half-written"
-                        left_out.add(f"lines that are {reason}", f"{file.name}, line {number}")
+                        left_out.add(f"lines that are {reason}", where)
                     continue
                 if b"\\u" in line and not is_utf8(row):
-                    left_out.add(NOT_UTF8, f"{file.name}, line {number}")
-                    continue
-                if not isinstance(row, dict):
-                    left_out.add("of a shape that is not understood", f"{file.name}, line {number}")
-                    continue
-                yield f"{file.name}, line {number}", row
+                    left_out.add(NOT_UTF8, where)
+                elif not isinstance(row, dict):
+                    left_out.add(MISSHAPEN, where)
+                else:
+                    yield where, row
 
 
 def _check(served: Served, target: FrozenModel, fingerprint: str, template: str) -> None:
-    """Raise `Unusable` for what this target did not write by itself, or cannot read."""
+    """Raise `Unusable` for requests that this target did not answer by itself, or cannot read."""
     tokens = [*served.prompt, *served.answer]
     if served.target not in ("", fingerprint):
         raise Unusable("of another target")
@@ -147,7 +143,7 @@ def _check(served: Served, target: FrozenModel, fingerprint: str, template: str)
 
 
 def _of_exchange(row: Mapping[str, Any], target: FrozenModel) -> Served:
-    """An answered request of an engine; `Unusable`, or an error of reading it, where it is none."""
+    """Convert an engine's exchange; raises `Unusable`, or a parsing error if malformed."""
     reply, request = row["response"], row["request"]
     choice = (reply.get("choices") or [reply])[0]
     message = choice.get("message") or {}
@@ -189,10 +185,9 @@ def _prompt(
 
 
 def _finish(choice: Mapping[str, Any], reply: Mapping[str, Any]) -> str:
-    """Why an answer ended, in our words; `Unusable` where it was broken off."""
-    why: Any = (
-        choice.get("finish_reason") or reply.get("stop_type") or (reply.get("meta_info") or {}).get("finish_reason")
-    )
+    """Map the engine's finish reason to ours; `Unusable` if the answer was aborted."""
+    about = reply.get("meta_info") or {}
+    why = choice.get("finish_reason") or reply.get("stop_type") or about.get("finish_reason")
     why = why.get("type") if isinstance(why, dict) else why
     stopped = choice.get("stop_reason") or choice.get("matched_stop")
     if why in ("length", "limit"):
@@ -205,7 +200,7 @@ def _finish(choice: Mapping[str, Any], reply: Mapping[str, Any]) -> str:
 
 
 def _read_text(text: str, finish: str, target: FrozenModel) -> list[int]:
-    """Token ids of an answer that came as text. The last of one that was cut may be a part of another token."""
+    """Tokenise an answer given as text; drop the last token of a truncated one, which may be incomplete."""
     tokens = list(target.tokenizer.encode(text, add_special_tokens=False))
     if finish == "end":
         end = target.markup.end
@@ -215,6 +210,6 @@ def _read_text(text: str, finish: str, target: FrozenModel) -> list[int]:
 
 def _spells(tokens: Sequence[int], text: str, finish: str, target: FrozenModel) -> bool:
     if max(tokens) >= target.vocab_size:
-        return True  # is said of these ids later
+        return True  # `_check` rejects these ids later
     spelt, text = target.text_of(tokens).strip(), text.strip()
-    return bool(spelt.startswith(text) if finish == "stop" else spelt == text)  # engines cut the text that stops
+    return bool(spelt.startswith(text) if finish == "stop" else spelt == text)  # engines cut the stop string off

@@ -1,4 +1,4 @@
-"""Which states of a target are these? Stored ones, or an engine's, beside those that the target itself computes.
+"""Diagnosis of stored or imported hidden states by comparison with the target's own.
 
 Shape suffixes: T tokens, E hidden size.
 """
@@ -13,35 +13,33 @@ from torch import Tensor
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 
-_TOLERANCE = {torch.float32: 1e-3}
-_TOLERANCE_COARSE = 0.1
-"""Largest distance of states that are the same, as a share of their size. Sums in another order move float32 states by
-1e-6 of it, TF32 by 1e-3. bfloat16 keeps 8 bits and adds up over the layers to some percent; one layer adds tens."""
+_EXACT, _COARSE = 1e-3, 0.1
+"""Largest relative distance of equal states. Another summation order moves float32 states by 1e-6, TF32 by 1e-3.
+bfloat16 rounding accumulates to some percent over the layers; one layer more or less is tens of percent."""
 
 
 def every_layer(target: Target) -> list[int]:
-    """All that states can be taken for: of all layers, before and after the final norm."""
+    """List every layer to compare with, before and after the final norm."""
     return [*range(target.num_layers + 1), FINAL]
 
 
 def identify(
     aux_layer: int, given_TE: Tensor, fresh: Mapping[int, Tensor], target: Target, rounded: bool = False
 ) -> tuple[float, str]:
-    """Distance of states from the target's own at this layer, and what they are instead ("" when alike).
+    """Return the distance of states from the target's own at this layer, and a diagnosis ("" if they match).
 
-    `fresh` are the target's own on the same tokens, at `every_layer`; `rounded` states were stored in fewer bits than
-    their dtype has.
+    `fresh` are the target's states of the same tokens at `every_layer`; `rounded` states were stored in fewer bits.
     """
     exact = not rounded and given_TE.dtype == fresh[aux_layer].dtype == torch.float32
-    limit = _TOLERANCE[torch.float32] if exact else _TOLERANCE_COARSE
+    limit = _EXACT if exact else _COARSE
     off = distance(given_TE, fresh[aux_layer])
     name = "FINAL" if aux_layer == FINAL else f"layer {aux_layer}"
     if not given_TE.isfinite().all():
         return off, f"{name} holds numbers that are not finite"
     others = {other: distance(given_TE, state_TE) for other, state_TE in fresh.items() if other != aux_layer}
     nearest = min(others, key=lambda other: others[other])
-    # In bfloat16 neighbouring layers of a deep target can be as close as the rounding: the nearer one decides.
-    if off <= limit and off <= 2 * others[nearest] + _TOLERANCE[torch.float32]:
+    # Neighbouring layers of a deep bfloat16 target can differ by no more than rounding: the nearest layer decides.
+    if off <= limit and off <= 2 * others[nearest] + _EXACT:
         return off, ""
     last = target.num_layers
     if others[nearest] <= limit:
@@ -69,7 +67,7 @@ def called(aux_layer: int) -> str:
 
 
 def distance(a_TE: Tensor, b_TE: Tensor) -> float:
-    """Median over tokens of |a - b| / |b|: a few tokens have states a thousand times the size of all others."""
+    """Return the median over tokens of |a - b| / |b|, as a few tokens have states a thousand times larger."""
     width = min(len(a_TE), len(b_TE))
     a_TE, b_TE = a_TE[:width].double().cpu(), b_TE[:width].double().cpu()
     shares_T = (a_TE - b_TE).norm(dim=-1) / b_TE.norm(dim=-1).clamp_min(1e-30)

@@ -1,4 +1,4 @@
-"""Hidden states that are computed when training reads them: the target's forward in the loop, nothing on disk.
+"""Hidden states computed on the fly by the target during training, with nothing on disk.
 
 Shape suffixes: T tokens of one conversation, S tokens of all of them.
 """
@@ -23,11 +23,9 @@ from headstart.target.model import Target
 
 
 class OnlineStates(States):
-    """Conversations whose states are computed, on the target's device, whenever they are read.
+    """Conversations with states computed on the target's device at every read; keeps five bytes a token.
 
-    Of the conversations five bytes a token are kept, and nothing else: a million of them have half a billion tokens.
-    They are what `build_store` keeps but for the order of sums: there the rows of a forward are as long as each other,
-    here those of a training batch.
+    States equal those of `build_store` up to summation order, as forwards are batched differently.
     """
 
     stored = False
@@ -54,8 +52,7 @@ class OnlineStates(States):
         self._tokens_S, self._supervised_S = _tensor(tokens, torch.int32), _tensor(supervised, torch.bool)
 
     def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
-        """Compute those of a batch. A conversation with states that are not finite teaches nothing, and a warning names
-        it once."""
+        """Compute a batch; conversations with non-finite states are fully masked, with one warning each."""
         layers, samples = self.aux_layers if layers is None else layers, list[Sample]()
         for index, states in zip(indices, self._states(tuple(indices), layers), strict=True):
             supervised_T = self._supervised(index)
@@ -73,7 +70,7 @@ class OnlineStates(States):
         return samples
 
     def _states(self, indices: tuple[int, ...], layers: Sequence[int]) -> list[dict[int, Tensor]]:
-        """Of these conversations. With a sharded target every process asks, and all run the forward of each batch."""
+        """Compute states; with a sharded target all ranks run the forwards of every rank's batch."""
         batches: list[Any] = [indices]
         if self._target.sharded:
             batches = [None] * dist.get_world_size()

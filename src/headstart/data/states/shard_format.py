@@ -1,11 +1,11 @@
-"""How hidden states are stored: as they are, or in one byte a number with a scale for each token; and their checksums.
+"""Storage format of hidden states: raw, or 8-bit codes with a scale per token; and checksums.
 
     auto   the target's dtype
     int8   codes -127 to 127, evenly spaced: numbers far below a token's largest are lost
-    fp8    codes of float8_e4m3fn: each number keeps 4 bits, down to a 200,000th of a token's largest
+    fp8    float8_e4m3fn: 4 significant bits, down to a 200,000th of a token's largest
 
-A shard says in its metadata, for each of its tensors, the CRC-32 of every conversation's part. Reading verifies each
-part once, before anything learns from it: 4 GB a second, more than most disks give.
+Shard metadata holds the CRC-32 of every conversation in every tensor; each is verified once, at its first read (4 GB a
+second, faster than most disks).
 
 Shape suffixes: S tokens of one shard, E hidden size.
 """
@@ -32,7 +32,7 @@ SCALE_BYTES = 4
 
 
 def encode(layer: int, states_SE: Tensor, states_dtype: str = AUTO) -> dict[str, Tensor]:
-    """What a shard holds of the states of a layer, by name."""
+    """Encode a layer's states as a shard's named tensors."""
     if states_dtype == AUTO:
         return {f"states.{layer}": states_SE}
     kind, largest = _CODES[states_dtype]
@@ -44,15 +44,15 @@ def encode(layer: int, states_SE: Tensor, states_dtype: str = AUTO) -> dict[str,
 
 
 def decode(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers that codes [..., E] stand for, with scales [...]."""
+    """Decode codes [..., E] with scales [...]."""
     return (codes.float() * scales[..., None]).to(dtype)
 
 
 KEY = "checksums"
-"""In the metadata of a shard."""
+"""Metadata key of a shard."""
 REBUILD = "Build the states again (headstart data build RECIPE): only that shard is computed anew."
 UNREADABLE = (SafetensorError, ValueError, KeyError, AttributeError, TypeError)
-"""What reading a damaged shard raises. Not RuntimeError, which memory that is short raises too."""
+"""Errors of reading a damaged shard. Not RuntimeError, which running out of memory raises too."""
 
 
 def checksum(tensor: Tensor) -> int:
@@ -60,31 +60,30 @@ def checksum(tensor: Tensor) -> int:
 
 
 def checksums(tensors: Mapping[str, Tensor], lengths: Sequence[int]) -> str:
-    """For a shard's metadata: of its tensors [S, ...], whose conversations of these lengths lie end to end."""
+    """Return the checksums of tensors [S, ...] of concatenated conversations, as JSON for a shard's metadata."""
     return json.dumps(
         {name: list(map(checksum, torch.split(tensor, list(lengths)))) for name, tensor in tensors.items()}
     )
 
 
 def wanted_sums(file: Path) -> dict[tuple[str, int], tuple[int, int]]:
-    """What the parts of a shard should be: by tensor and first token in it, tokens and checksum.
+    """Read (tokens, checksum) by (tensor, first token) from a shard.
 
-    Raises a FileNotFoundError, or one of UNREADABLE where the shard is damaged.
+    Raises FileNotFoundError, or one of UNREADABLE for a damaged shard.
     """
     with safe_open(file, framework="pt") as handle:
         metadata = handle.metadata()
     lengths = json.loads(metadata["lengths"])
     starts = list(accumulate(lengths, initial=0))
-    wanted: dict[tuple[str, int], tuple[int, int]] = {}
-    for name, sums in json.loads(metadata[KEY]).items():
-        wanted.update(
-            {(name, start): (length, kept) for start, length, kept in zip(starts, lengths, sums, strict=False)}
-        )
-    return wanted
+    return {
+        (name, start): (length, kept)
+        for name, sums in json.loads(metadata[KEY]).items()
+        for start, length, kept in zip(starts, lengths, sums, strict=False)
+    }
 
 
 def whole(file: Path) -> bool:
-    """Whether all of a shard is as it was written."""
+    """Whether a shard matches its checksums."""
     try:
         wanted = wanted_sums(file)
         with safe_open(file, framework="pt") as handle:
@@ -97,9 +96,9 @@ def whole(file: Path) -> bool:
 
 
 def put_aside(file: Path) -> UserError:
-    """A shard whose content is not what was written gets another name, so that building the states computes it anew."""
+    """Rename a damaged shard, so that the next build recomputes it; return the error to raise."""
     aside = file.with_name(file.name + DAMAGED)
-    with suppress(OSError):  # another process was first, or it lies where nobody may write
+    with suppress(OSError):  # another process was first, or the folder is read-only
         file.rename(aside)
     if file.exists():
         return damaged(file)

@@ -1,6 +1,4 @@
-"""Hidden states are computed and written: as shards that stores share, here or by processes that help.
-
-See `headstart.data.states.store` for what a shard and a store are.
+"""Computing hidden states into shards, in this process and helper processes; see `headstart.data.states.store`.
 
 Shape suffixes: T tokens of one conversation, S tokens of one shard, E hidden size.
 """
@@ -12,6 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,16 @@ from headstart.support.files import format_bytes, need_disk, write_atomic, write
 from headstart.target.model import Target
 
 STATES = "states"
-"""Kind of the jobs that compute a shard."""
+"""Kind of shard jobs."""
 SHARD_BYTES = 64_000_000, 2_000_000_000
-"""A shard is closed once it holds this much, at least and at most; it is the most work that a kill can lose."""
+"""Lower and upper limit of the shard size, which is the work that a kill can lose."""
 _SHARDS = 200
-"""Between the two, the states of a build make about so many shards."""
+"""Approximate number of shards of a build, within these limits."""
 
 
 @dataclass(frozen=True)
 class StateKind:
-    """Which hidden states are kept of each token, and how they are stored (see `shard_format`)."""
+    """Layers and storage format (see `shard_format`) of a target's hidden states."""
 
     target: Target
     aux_layers: tuple[int, ...]
@@ -45,7 +44,7 @@ class StateKind:
 
     @property
     def owner(self) -> str:
-        """Whose states a shard holds, and how they are stored."""
+        """Identity of target and storage format in shard metadata."""
         owner = self.target.whole_identity
         return owner if self.states_dtype == AUTO else f"{owner} {self.states_dtype}"
 
@@ -54,7 +53,7 @@ class StateKind:
         return estimate_bytes(tokens, len(self.aux_layers), *size, states_dtype=self.states_dtype)
 
     def fitting(self, conversations: Sequence[Conversation], budget_bytes: int) -> int:
-        """How many conversations, from the first one on, a byte budget holds the states of: one at least."""
+        """Return how many leading conversations fit the byte budget; at least one, or a UserError."""
         used = 0
         for kept, conversation in enumerate(conversations):
             used += self.bytes(len(conversation.tokens))
@@ -71,10 +70,10 @@ class StateKind:
 
 @dataclass(frozen=True)
 class Work:
-    """How states are computed and stored; `advance` is called with (tokens done, tokens in all) after every shard.
+    """Settings of a build; `advance` is called with (tokens done, total tokens) after every shard.
 
-    A forward has at most `batch_tokens`, padding included (one longer conversation goes alone), and a shard is closed
-    at `shard_bytes`, which follow from what there is to compute where they are None.
+    A forward has at most `batch_tokens` with padding (a longer conversation runs alone). `shard_bytes` None scales with
+    the build.
     """
 
     states_dtype: str = AUTO
@@ -93,10 +92,10 @@ def build_store(
     shards: Path | None = None,
     work: Work | None = None,
 ) -> StateStore:
-    """Compute and keep the aux hidden states of conversations, but for those that a whole shard holds already.
+    """Compute the aux hidden states that no intact shard holds, and write the manifest of a store.
 
-    A manifest that is there is replaced. Conversations are kept in their order, while they fit `budget_bytes` and their
-    states are finite. Other stores of the same target may share the folder of the `shards`, by default the store's own.
+    Conversations are kept in order while they fit `budget_bytes`; ones with non-finite states are left out. Stores of
+    one target may share the `shards` folder, by default the store's own.
 
     Raises:
         UserError: nothing to store, a budget too small for the first conversation, or too little free disk.
@@ -106,7 +105,7 @@ def build_store(
     kind = StateKind(target, tuple(dict.fromkeys(aux_layers)), work.states_dtype)
     kept = conversations[: kind.fitting(conversations, budget_bytes)]
     board = Board(shards / JOBS)
-    # What a process which was killed had planned: its helpers may be computing it still.
+    # Jobs of a killed planner: its helpers may still be computing them.
     posted = [Job(name.rpartition("-")[0], board.job(name)) for name in board.names()]
     for _ in _computed(target, shards, posted, board):
         pass
@@ -137,29 +136,23 @@ def build_store(
 
 
 def shard_size(total: int) -> int:
-    """Bytes at which a shard is closed when so many are to be written: few files of a large store, little lost of a
-    small one."""
+    """Return the shard size for a build of `total` bytes."""
     least, most = SHARD_BYTES
     return min(most, max(least, total // _SHARDS))
 
 
 class Capture:
-    """Hidden states that writing conversations computes anyway, kept as shards that a store built later finds.
-
-    They are those of decoding, token by token, and differ from what `build_store` computes by rounding alone.
-    """
+    """A sink that keeps hidden states of generation as shards for a later build; they equal prefill up to rounding."""
 
     def __init__(self, shards: Path, target: Target, aux_layers: Sequence[int], states_dtype: str = AUTO) -> None:
         self.aux_layers = tuple(dict.fromkeys(aux_layers))
         self._shards, self._kind = shards, StateKind(target, self.aux_layers, states_dtype)
 
     def keep(self, written: Sequence[tuple[Conversation, Mapping[int, Tensor]]]) -> None:
-        """Write a shard of conversations and the states [T, E] of their tokens, by layer, except for those with states
-        that are not finite; needs free disk."""
-        finite = [(conversation.tokens, states) for conversation, states in written if all_finite(states)]
-        if not finite:
+        """Write a shard of the conversations with finite states [T, E], by layer; needs free disk."""
+        once = {tokens_key(item.tokens): (item.tokens, states) for item, states in written if all_finite(states)}
+        if not once:
             return
-        once = {tokens_key(tokens): (tokens, states) for tokens, states in finite}
         rows, states = [tokens for tokens, _ in once.values()], [states for _, states in once.values()]
         need_disk(self._shards, self._kind.bytes(sum(map(len, rows))), "Keeping hidden states")
         _write_shard(self._shards, self._kind, rows, states)
@@ -171,7 +164,7 @@ class Capture:
 def _planned(
     kind: StateKind, kept: Sequence[Conversation], index: ShardIndex, work: Work
 ) -> list[tuple[tuple[int, ...], list[int]]]:
-    """Layers and numbers of the conversations of each shard to compute."""
+    """Return layers and conversation numbers of each shard to compute."""
     lengths = [len(conversation.tokens) for conversation in kept]
     lacking = index.lacking(kept, kind.aux_layers)
     per_token = {layers: replace(kind, aux_layers=layers).bytes(1) for layers in lacking}
@@ -202,28 +195,23 @@ def _job(
 def compute_shard(
     target: Target, what: dict[str, Any], shards: Path, check: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Compute and write the shard of a job; `check` is called before every forward."""
+    """Compute and write a job's shard; `check` is called before every forward."""
     rows, layers = what["rows"], tuple(what["layers"])
     states: dict[int, dict[int, Tensor]] = {}
     for batch in _batches(range(len(rows)), list(map(len, rows)), what["batch_tokens"]):
         check()
         computed = target.hidden_states([rows[i] for i in batch], layers)
         states.update(zip(batch, ({layer: row[layer].cpu() for layer in layers} for row in computed), strict=True))
-    kind, finite = (
-        StateKind(target, layers, what["states_dtype"]),
-        [i for i in range(len(rows)) if all_finite(states[i])],
-    )
+    kind = StateKind(target, layers, what["states_dtype"])
+    finite = [i for i in range(len(rows)) if all_finite(states[i])]
     file = _write_shard(shards, kind, [rows[i] for i in finite], [states[i] for i in finite]).name if finite else ""
     return {"file": file, "not_finite": sorted({*range(len(rows))} - {*finite})}
 
 
 def _computed(target: Target, shards: Path, jobs: Iterable[Job], board: Board) -> Iterator[tuple[Job, dict[str, Any]]]:
+    waiting = iter(jobs)
     with Workers(target.device, 1) as workers:
-
-        def compute(what: dict[str, Any]) -> dict[str, Any]:
-            return compute_shard(target, what, shards, workers.check)
-
-        waiting = iter(jobs)
+        compute = partial(compute_shard, target, shards=shards, check=workers.check)
         yield from share(lambda *_: next(waiting, None), compute, workers, board)
 
 
@@ -253,7 +241,7 @@ def _manifest(folder: Path, index: ShardIndex, kind: StateKind, kept: Sequence[C
 
 
 class ShardIndex:
-    """What the whole shards of a folder hold of an `owner`: file and first token by layer and conversation."""
+    """Index of an `owner`'s intact shards: file and first token by layer and conversation."""
 
     def __init__(self, folder: Path, owner: str) -> None:
         self.folder = folder
@@ -263,10 +251,9 @@ class ShardIndex:
             self.add(file)
 
     def add(self, file: Path) -> None:
-        """Read what a shard says of itself; one that is cut short, damaged there, or another target's, counts for
-        nothing."""
+        """Index a shard by its metadata; ignore truncated or damaged ones, and other owners'."""
         try:
-            with safe_open(file, framework="pt") as handle:  # refuses a file of another length than its header's
+            with safe_open(file, framework="pt") as handle:  # refuses a file of another length than in its header
                 metadata = handle.metadata() or {}
             keys, lengths, layers = (json.loads(metadata[name]) for name in ("keys", "lengths", "taps"))
         except (SafetensorError, OSError, ValueError, KeyError):
@@ -282,7 +269,7 @@ class ShardIndex:
     def lacking(
         self, conversations: Sequence[Conversation], aux_layers: Sequence[int]
     ) -> dict[tuple[int, ...], list[int]]:
-        """By the layers that no whole shard holds of them: numbers of conversations, equal ones once."""
+        """Group conversation numbers by the layers missing from all shards; duplicates appear once."""
         numbers: dict[tuple[int, ...], dict[str, int]] = {}
         for number, key in enumerate(tokens_key(conversation.tokens) for conversation in conversations):
             if missing := tuple(layer for layer in aux_layers if (layer, key) not in self.places):
@@ -291,7 +278,7 @@ class ShardIndex:
 
 
 def _split(numbers: Sequence[int], lengths: Sequence[int], per_token: int, shard_bytes: int) -> list[list[int]]:
-    # Longest first: rows of a batch have about one length, and memory runs out at once or never.
+    # Longest first: rows of a batch have similar lengths, and memory runs out at once or never.
     shards: list[list[int]] = [[]]
     filled = 0
     for i in sorted(numbers, key=lambda i: (-lengths[i], i)):
@@ -339,7 +326,7 @@ def _write_shard(
 
 
 def check_conversations(conversations: Sequence[Conversation], target: Target) -> None:
-    """Refuse conversations whose states cannot be computed, or that have nothing to teach."""
+    """Refuse conversations that do not fit the target or have nothing supervised."""
     if not conversations:
         raise UserError("There are no conversations to store.", "Check data.prompts and data.conversations.")
     for conversation in conversations:

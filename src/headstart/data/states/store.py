@@ -1,14 +1,12 @@
 """Hidden states of conversations on disk: computed once with the frozen target, read many times by training.
 
-States lie in shards, safetensors files that are only ever added: a shard holds some layers of some conversations, is
-named by them and is written atomically. A store is a folder whose manifest says which conversations it holds, in which
-order, and in which shards their states lie. Several stores can share the shards of one folder; whoever asks for more
-conversations or for other layers computes what no shard holds yet. Whatever moment a build is killed at, the next one
-goes on from the shards that are complete.
+Shards are append-only safetensors files, written atomically and named by the layers and conversations they hold. A
+store is a manifest of conversations and the location of their states. Stores can share a folder of shards, and a build
+only computes states that no shard holds, so an interrupted build resumes from the complete shards.
 
-    shard-<name>.safetensors   tokens [S] int32, states.<layer> [S, E], sequences end to end; checksums in its metadata;
-                               scales.<layer> [S] where states are stored in one byte a number
-    manifest.json              fingerprint, aux layers, and for every conversation its length, mask and places
+    shard-<name>.safetensors   tokens [S] int32, states.<layer> [S, E], scales.<layer> [S] of 8-bit states; sequences
+                               concatenated, checksums in the metadata
+    manifest.json              fingerprint, aux layers, and length, mask and places of every conversation
 
 Shape suffixes: T tokens of one conversation, S tokens of one shard, E hidden size, V vocabulary.
 """
@@ -55,18 +53,16 @@ _DTYPES = {
 }
 
 Location = tuple[int, int]
-"""Where the states of a conversation lie: number of the shard among the manifest's, first token in it."""
+"""Location of a conversation: index of the shard in the manifest, first token in it."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation: its tokens (int64), whether the assistant wrote them, and hidden states by layer, [T, E].
-
-    The tensors may share memory with the store: do not write to them.
+    """A conversation's tokens (int64), loss mask and hidden states [T, E] by layer; read-only, may alias the store.
 
     Attributes:
-        kept: by layer, states as they are stored.
-        scales: by layer, [T], of states in one byte a number (see `shard_format`); they stand for numbers of a `dtype`.
+        kept: by layer, states as stored.
+        scales: by layer, [T], for 8-bit states (see `shard_format`), which decode to `dtype`.
     """
 
     tokens_T: Tensor
@@ -83,7 +79,7 @@ class Sample:
 
 
 def estimate_bytes(tokens: int, aux_layers: int, hidden: int, dtype: torch.dtype, states_dtype: str = AUTO) -> int:
-    """Bytes on disk of so many tokens, each with `aux_layers` states of `hidden` numbers.
+    """Estimate bytes on disk of tokens with `aux_layers` states of size `hidden` each.
 
     >>> [estimate_bytes(1, 1, 4096, torch.bfloat16, states_dtype) for states_dtype in ("auto", "fp8")]
     [8197, 4105]
@@ -97,12 +93,12 @@ def all_finite(states: Mapping[int, Tensor]) -> bool:
 
 
 class States(ABC):
-    """Conversations with hidden states, as training reads them: stored, or online (`headstart.data.states.online`).
+    """A training set of conversations with hidden states, stored or online (`headstart.data.states.online`).
 
     Attributes:
-        stored: whether reading them computes nothing.
-        folder: for messages: where they lie, or where the conversations were read.
-        fingerprint: of the conversations and of whose states these are.
+        stored: whether states are read instead of computed.
+        folder: for messages: folder of the store or the conversations.
+        fingerprint: hash of the conversations, target and format.
         lengths: tokens of each conversation.
     """
 
@@ -119,8 +115,7 @@ class States(ABC):
 
     @abstractmethod
     def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
-        """Those of a batch, with the states of some layers, or of all. Where several processes train, each asks as
-        often as the others, if need be for none."""
+        """Return a batch with states of these layers, or all; all ranks must call it equally often, even for none."""
 
     @abstractmethod
     def _tokens(self, index: int) -> Tensor: ...
@@ -132,11 +127,11 @@ class States(ABC):
         return self.samples([index])[0]
 
     def supervised(self) -> Iterable[Tensor]:
-        """The mask of each conversation in turn, bool [T]; no states are read."""
+        """Yield the mask of each conversation, bool [T], without reading states."""
         return map(self._supervised, range(len(self)))
 
     def supervised_counts(self, vocab_size: int) -> Tensor:
-        """How often each token of the vocabulary is supervised, int64 [V]."""
+        """Count how often each token of the vocabulary is supervised, int64 [V]."""
         counts_V = torch.zeros(vocab_size, dtype=torch.long)
         for index in range(len(self)):
             supervised_S = self._tokens(index)[self._supervised(index)]
@@ -145,13 +140,13 @@ class States(ABC):
 
 
 class StateStore(States):
-    """A finished store; samples are in the order of the conversations it was built from, see `number_of`.
+    """A finished store, in the order of the conversations it was built from; see `number_of`.
 
     Attributes:
-        dropped: how many conversations the byte budget left out.
-        not_finite: conversations that were left out for their states: their ids, by their index.
+        dropped: number of conversations beyond the byte budget.
+        not_finite: ids of conversations left out for non-finite states, by index.
 
-    A UserError says that the folder holds no finished store, or that a shard is missing, cut short or damaged.
+    Raises a UserError if there is no finished store, or a shard is missing, truncated or damaged.
     """
 
     stored = True
@@ -217,7 +212,7 @@ class StateStore(States):
         return number if index not in self.not_finite and number < len(self) else None
 
     def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
-        """Those of a batch; a damaged shard is put aside."""
+        """Read a batch; a damaged shard is renamed."""
         layers, samples = self.aux_layers if layers is None else layers, list[Sample]()
         for index in indices:
             if not 0 <= index < len(self):
@@ -246,15 +241,10 @@ class StateStore(States):
         try:
             if shard not in self._wanted:
                 self._wanted[shard] = wanted_sums(file)
-                with suppress(OSError):  # for `headstart gc`: many disks keep no time of reading
+                with suppress(OSError):  # for `headstart gc`: many disks record no access time
                     os.utime(file, ns=(time.time_ns(), file.stat().st_mtime_ns))
-        except FileNotFoundError:  # another process has put it aside, or somebody deleted it
-            raise UserError(f"{file} is missing.", REBUILD) from None
-        except UNREADABLE:
-            raise put_aside(file) from None
-        try:
             part = self._part(name, shard, slice(start, start + self.lengths[index]))
-        except FileNotFoundError:
+        except FileNotFoundError:  # renamed by another process, or deleted
             raise UserError(f"{file} is missing.", REBUILD) from None
         except UNREADABLE:
             raise put_aside(file) from None
@@ -264,8 +254,7 @@ class StateStore(States):
         return part
 
     def _part(self, name: str, shard: int, tokens: slice) -> Tensor:
-        """Tokens of one of a shard's tensors, by a read of all of them at once, which other threads need not wait for:
-        network disks give a few large reads faster than many small ones."""
+        """Read tokens of a shard's tensor in one large read, fast on network disks and concurrent between threads."""
         if shard not in self._open:
             handle = os.open(self.files[shard], os.O_RDONLY)
             weakref.finalize(self, os.close, handle)
@@ -282,5 +271,5 @@ class StateStore(States):
         return part
 
     def damaged_files(self) -> list[Path]:
-        """Shards that are not as they were written; all of them are read."""
+        """Verify all shards; return the damaged ones."""
         return [file for file in self.files if not whole(file)]

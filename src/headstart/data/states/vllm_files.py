@@ -1,10 +1,9 @@
-"""Hidden states that vLLM's own extraction wrote, as shards of our store: from files, or from servers while they write.
+"""Import of vLLM's extracted hidden states into shards, from files or from running servers.
 
-vLLM (method `extract_hidden_states`, connector `ExampleHiddenStatesConnector`) writes a safetensors file for each
-request, `hidden_states` [T, L, E] and `token_ids` [T], which says nothing of the layers. Its layer ids count as
-transformers' hidden_states and as ours do: 0 the embeddings, k the output of the k-th layer. They are ascending, and no
-id stands for the state after the final norm: layer N is read before it, and the norm is applied here. As nothing in a
-file proves any of this, the states of one conversation of each shard are compared with the target's own.
+vLLM (method `extract_hidden_states`, connector `ExampleHiddenStatesConnector`) writes a safetensors file per request,
+`hidden_states` [T, L, E] and `token_ids` [T], without layer ids. Layers are ascending and numbered as here and in
+transformers' hidden_states: 0 the embeddings, k the output of the k-th layer. Layer N is taken before the final norm,
+which is applied here. As files prove none of this, one conversation of each shard is compared with the target's states.
 
 Shape suffixes: T tokens of one conversation, L layers that vLLM wrote, E hidden size.
 """
@@ -38,28 +37,28 @@ from headstart.target.identity import dtype_name
 from headstart.target.model import Target
 
 _COMPARED = 128
-"""Tokens of a conversation that are compared: a causal model's first states do not depend on the rest."""
+"""Leading tokens to compare; their states in a causal model do not depend on the rest."""
 
 
 class Unusable(Exception):
-    """A file whose states cannot be taken over; says why, of what kind of file."""
+    """A file that cannot be imported, with the reason."""
 
 
 def engine_layers(aux_layers: Iterable[int], target: Target) -> list[int]:
-    """The layers to ask vLLM for, ascending as it writes them; see the module for how they count."""
+    """Return the layers to request from vLLM, ascending; see the module docstring."""
     return sorted({target.num_layers if layer == FINAL else layer for layer in aux_layers})
 
 
 def serve_command(model: str, target: Target, aux_layers: Iterable[int], folder: Path) -> str:
-    """What starts a vLLM that loads this model, the target, and writes its states at these layers into a folder."""
+    """Return the command of a vLLM server that writes this model's states at these layers into a folder."""
     layers = {"eagle_aux_hidden_state_layer_ids": engine_layers(aux_layers, target)}
     method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
-    extra = {"shared_storage_path": str(folder)}
+    storage = {"kv_connector_extra_config": {"shared_storage_path": str(folder)}}
+    connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer", **storage}
     words = [
         *("vllm", "serve", model, "--dtype", target.dtype_name, "--no-enable-prefix-caching"),
         *("--speculative-config", json.dumps({**method, "draft_model_config": {"hf_config": layers}})),
-        *("--kv-transfer-config", json.dumps({**connector, "kv_connector_extra_config": extra})),
+        *("--kv-transfer-config", json.dumps(connector)),
     ]
     return shlex.join(words)
 
@@ -69,9 +68,9 @@ class NotFinite(Unusable):
 
 
 class Import:
-    """Takes states over into the shards of a folder; what lies there already is not taken again.
+    """An import of states into a folder's shards; states already there are skipped.
 
-    Counts the conversations whose states were `taken` over and those `known` before; `left_out` has files by reason.
+    Counts `taken` and already `known` conversations; `left_out` lists files by reason.
     """
 
     def __init__(
@@ -108,7 +107,7 @@ class Import:
         return sorted((item for item, _ in self._wanted.values()), key=lambda item: -len(item.tokens))
 
     def take_folder(self, folder: Path, advance: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Take the files of a folder, which stay as they are; those that cannot be used are named with the reason."""
+        """Import the files of a folder, unchanged; unusable ones go to `left_out`."""
         files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
         if not files:
             raise UserError(
@@ -124,9 +123,9 @@ class Import:
         self.close()
 
     def take(self, file: Path, asked: Sequence[int] | None = None) -> None:
-        """Take one file, which should hold the states of these tokens; None for any conversation that is waiting.
+        """Import a file with the states of the tokens `asked` (None: any waiting conversation).
 
-        Raises `Unusable` where it is cut short, of other tokens, layers or sizes, or holds no numbers.
+        Raises `Unusable` if it is truncated, has other tokens, layers or sizes, or non-finite or unwritten states.
         """
         tokens, states_TLE = self._read(file)
         if asked is not None and tokens != list(asked):
@@ -144,7 +143,7 @@ class Import:
             self.close()
 
     def close(self) -> None:
-        """Write what was gathered; nothing of it, and a UserError, where it is not the target's at these layers."""
+        """Write the gathered states; raise a UserError instead if they are not the target's at these layers."""
         gathered, self._gathered, self._bytes = self._gathered, {}, 0
         for layers, written in gathered.items():
             self._compare(*written[0])
@@ -202,7 +201,7 @@ class Import:
 
 
 def final_norm(target: Target) -> nn.Module:
-    """The decoder's norm that turns the last layer's output into the final state; a UserError where there is none."""
+    """Find the norm between the last layer's output and the final state; a UserError if there is none."""
     (states,) = target.hidden_states([[0, 1]], [target.num_layers, FINAL])
     module: nn.Module
     for module in target.decoder.children():
@@ -222,7 +221,7 @@ def final_norm(target: Target) -> nn.Module:
 
 
 _REQUESTS = 64
-"""Default number of concurrent requests to each address: files that wait to be taken over fill a disk."""
+"""Default concurrent requests per address; files waiting for import fill a disk."""
 _RESTART = "Start it as headstart data import-states RECIPE shows; then the same command goes on from there."
 
 
@@ -232,9 +231,9 @@ def take_from_servers(
     requests: int | None,
     advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Let servers read every conversation that is waiting and take what they write; their files are removed.
+    """Send waiting conversations to servers, import the files they write and delete them.
 
-    `requests` bounds the concurrent requests over all servers. `advance` is called with (tokens done, tokens in all).
+    `requests` bounds the concurrent requests over all servers. `advance` is called with (tokens done, total tokens).
     """
     waiting = work.waiting
     total, done, taken, refusals = sum(len(item.tokens) for item in waiting), 0, 0, list[Refused]()
@@ -242,10 +241,9 @@ def take_from_servers(
     def ask(number: int, endpoint: Endpoint) -> Path:
         return _written(endpoint, work.target.spec, waiting[number].tokens)
 
+    pool = Pool(urls, requests or _REQUESTS * len(urls), _RESTART)
     try:
-        with closing(
-            Pool(urls, requests or _REQUESTS * len(urls), _RESTART).answers(len(waiting), or_refusal(ask))
-        ) as files:
+        with closing(pool.answers(len(waiting), or_refusal(ask))) as files:
             for number, file in files:
                 done += len(waiting[number].tokens)
                 advance(done, total)
@@ -266,11 +264,11 @@ def take_from_servers(
         if refusals and not taken:
             raise refusals[0]
     finally:
-        work.close()  # what was taken before a failure as well: its files are gone
+        work.close()  # after a failure too: the files of imported states are deleted
 
 
 def _written(endpoint: Endpoint, spec: str, tokens: Sequence[int]) -> Path:
-    """Let a server read token ids; the file that it has written their states to."""
+    """Send token ids to a server; return the file with their states."""
     served = endpoint.once(lambda endpoint: served_by(endpoint, spec))
     path, body = served.dialect.request(Ask(tokens, 1), served.model)
     page = endpoint.ask("POST", path, body)

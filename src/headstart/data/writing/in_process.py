@@ -1,8 +1,7 @@
-"""The target in this process continues many rows at once, with the cache, the draws and the ends of decoding.
+"""Batched generation with the target in this process, optimised for throughput, not latency.
 
-Rows need not answer quickly here, only all of them soon: what all begin with is read once, rows of alike length are
-read together, a batch that memory does not hold is written in halves, and rows leave it as they end. Users decode with
-`headstart.decode`.
+A common prefix is prefilled once, rows of similar length are prefilled together, a batch that does not fit in memory is
+halved, and ended rows leave the batch. Users decode with `headstart.decode`.
 
 Shape suffixes: B rows, M rows of one temperature, V vocabulary, R candidates.
 """
@@ -30,29 +29,28 @@ from headstart.target.model import Target, alike
 from headstart.tree.tree import TreeBatch
 
 _KEPT = 0.875
-"""Rows are dropped from the cache once no more than this share of them goes on: dropping copies it."""
+"""Ended rows are dropped once at most this fraction is alive, as dropping copies the cache."""
 CACHE_PEAK = 1 + _KEPT
-"""Most that a batch's cache takes, as a multiple of itself: the copy stands beside it for a moment."""
+"""Peak memory of a cache as a multiple of its size, during that copy."""
 _CPU_SHARE, _GPU_SHARE = 0.4, 0.85
-"""Of free memory, what a batch may take: on a CPU two are written side by side."""
+"""Fraction of free memory for a batch; on a CPU two run side by side."""
 _COLDEST = 1e-4
 """Lowest temperature above 0."""
 
 
 class InProcess:
-    """The target itself continues rows; see `headstart.data.writing.writer.Writer`.
+    """A writer on the target in this process; see `headstart.data.writing.writer.Writer`.
 
-    Each row has draws of its own, so that what it says does not depend on which rows were written beside it (beyond
-    rounding).
+    Each row has its own random stream, so its text does not depend on the other rows, up to rounding.
     """
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._maximum = math.inf  # rows times tokens: larger batches did not fit into memory
+        self._maximum = math.inf  # rows times tokens; larger batches ran out of memory
 
     @property
     def shareable(self) -> bool:
-        """Some rotary tables change with the text that is read."""
+        """False if the rotary tables depend on the text length."""
         rotary = str(getattr(self._target.config, "rope_parameters", ""))
         return not any(kind in rotary for kind in ("dynamic", "longrope"))
 
@@ -65,8 +63,7 @@ class InProcess:
 
     @torch.inference_mode()
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
-        """Continue each row; rows that memory does not hold at a time are written half by half, and hidden states are
-        kept of batches whose states it has room for."""
+        """Continue each row, halving batches that do not fit in memory; hidden states are kept if they fit."""
         if not self.shareable:
             continuation = replace(continuation, turns=None)
         written: dict[int, list[int]] = {}
@@ -87,7 +84,7 @@ class InProcess:
                         "Lower data.max_new_tokens or data.max_prompt_tokens, or use another device.",
                     ) from error
                 self._maximum = min(self._maximum, count * length / 2)
-                if continuation.turns is not None:  # what is not kept is read again
+                if continuation.turns is not None:  # dropped caches are prefilled again
                     continuation.turns.forget()
                 raise
             written.update(zip(numbers, added, strict=True))
@@ -97,17 +94,17 @@ class InProcess:
         return [written[number] for number in range(len(rows))]
 
     def _holds(self, rows: int, length: int) -> bool:
-        """Whether the cache of so many rows of this length fits, as far as anyone can tell before trying."""
+        """Estimate whether the cache of a batch fits in memory."""
         target = self._target
         free = (_CPU_SHARE if target.device.type == "cpu" else _GPU_SHARE) * (
-            free_bytes(target.device) + target.spare_bytes  # what the last batch left, which this one goes on with
+            free_bytes(target.device) + target.spare_bytes  # left by the last batch, reused by this one
         )
         needed = rows * length * target.kv_bytes_per_token * CACHE_PEAK
         return rows * length <= self._maximum and needed <= free
 
 
 class _Batch:
-    """The rows with these numbers among all, which are written together."""
+    """A batch of the rows with these numbers."""
 
     def __init__(
         self, target: Target, rows: Sequence[Sequence[int]], numbers: Sequence[int], continuation: Continuation
@@ -146,18 +143,18 @@ class _Batch:
             self._states.end(self._numbers, lengths)
         return self._added
 
-    # -- reading what is there ---------------------------------------------------------------------------------------
+    # -- prefill -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> Tensor:
         if self._go_on():
-            groups = [(index, index + 1) for index in range(len(self._alive))]  # each from a length of its own
+            groups = [(index, index + 1) for index in range(len(self._alive))]  # cached lengths differ
         else:
             self._read_beginning()
             groups = alike([len(self._rows[row]) - self._cache.lengths[0] for row in self._alive])
         return torch.cat([self._prefill(start, stop) for start, stop in groups])
 
     def _go_on(self) -> bool:
-        """Put what earlier turns have read into the cache; False where there is nothing."""
+        """Restore caches of earlier turns; return False if there are none."""
         turns, states = self._continuation.turns, self._states
         if turns is None:
             return False
@@ -174,7 +171,7 @@ class _Batch:
         return begun
 
     def _read_beginning(self) -> None:
-        """Read once what all rows begin with alike, such as what a chat template puts in front of them."""
+        """Prefill the common prefix of all rows once, such as a chat template's header."""
         shared = _shared(self._rows)
         if not shared:
             return
@@ -187,7 +184,7 @@ class _Batch:
             self._states.add(self._alive, [0] * len(self._rows), of_all)
 
     def _prefill(self, start: int, stop: int) -> Tensor:
-        """Read what is new of these rows of the cache together; logits [B, V] after them."""
+        """Prefill the uncached tokens of these cache rows; return their last logits [B, V]."""
         self._continuation.check()
         part, rows = self._cache.part(start, stop), self._alive[start:stop]
         before = list(part.lengths)
@@ -198,7 +195,7 @@ class _Batch:
         self._cache.lengths[start:stop] = part.lengths
         return out.logits_BTV[:, 0]
 
-    # -- writing on --------------------------------------------------------------------------------------------------
+    # -- decoding ----------------------------------------------------------------------------------------------------
 
     def _draw(self, logits_BV: Tensor) -> list[int]:
         temperatures = [self._temperatures[row] for row in self._alive]
@@ -206,21 +203,21 @@ class _Batch:
         return next_tokens(logits_BV, temperatures, self._continuation.top_p, numbers)
 
     def _add(self, tokens: Sequence[int]) -> list[int]:
-        """Add these tokens; indices of the rows in the cache that have to be read on."""
+        """Append these tokens; return the cache indices of rows that need another forward."""
         going = []
         for index, (row, token) in enumerate(zip(self._alive, tokens, strict=True)):
             if not self._ended[row]:
                 self._added[row].append(token)
                 full = len(self._added[row]) == self._continuation.max_new_tokens
                 self._ended[row] = full or token in self._continuation.ends
-            # A token that nothing follows is read for its states alone.
+            # The last token of a row is only forwarded for its hidden states.
             unread = len(self._rows[row]) + len(self._added[row]) > self._cache.lengths[index]
             if not self._ended[row] or (self._states is not None and unread):
                 going.append(index)
         return going
 
     def _forward(self, tokens: Sequence[int]) -> Tensor:
-        """Read the last token of each row in the cache; logits [B, V] after it."""
+        """Forward the last token of each cache row; return logits [B, V]."""
         roots = TreeBatch.roots(tokens, self._target.device)
         out = self._target.forward_tree(self._cache, roots, self._aux_layers)
         if self._states is not None:
@@ -229,7 +226,7 @@ class _Batch:
         return out.logits_BTV[:, 0]
 
     def _keep_turns(self, indices: Iterable[int]) -> None:
-        """Keep what the cache holds of these rows, where another turn may follow."""
+        """Keep the caches of these rows if another turn may follow."""
         turns = self._continuation.turns
         if turns is None:
             return
@@ -241,7 +238,7 @@ class _Batch:
 
 
 def next_tokens(logits_BV: Tensor, temperatures: Sequence[float], top_p: float, numbers: Sequence[float]) -> list[int]:
-    """Next token of each row: argmax at temperature 0, else what a number from [0, 1) draws of the likeliest tokens.
+    """Return each row's next token: argmax at temperature 0, else drawn from the top candidates by a uniform number.
 
     >>> logits_BV = torch.tensor([[0.0, 2.0, 1.0]])  # probabilities 0.09, 0.67, 0.24
     >>> [next_tokens(logits_BV, [1.0], 1.0, [number])[0] for number in (0.0, 0.6, 0.7, 0.92, 1.0)]
@@ -257,12 +254,11 @@ def next_tokens(logits_BV: Tensor, temperatures: Sequence[float], top_p: float, 
         number_M = torch.tensor([numbers[i] for i in index], dtype=torch.float64, device=logits_BV.device)
         drawn_M, _ = draw_at(probs_MR, number_M)
         tokens_B[index_M] = tokens_MR.gather(1, drawn_M[:, None])[:, 0]
-    tokens: list[int] = tokens_B.tolist()
-    return tokens
+    return list(tokens_B.tolist())
 
 
 def _shared(rows: Sequence[Sequence[int]]) -> int:
-    """How many tokens all of several rows begin with alike, at least one of each left over.
+    """Return the length of the rows' common prefix, leaving at least one token of each; 0 for a single row.
 
     >>> _shared([[1, 2, 3], [1, 2, 4, 5], [1, 2]]), _shared([[1, 2]])
     (1, 0)

@@ -1,7 +1,7 @@
-"""Servers continue rows: asked for token ids with token ids, and checked.
+"""Generation on servers, token ids in and out, with checked replies.
 
-A row that a server refuses is left as it is. A reply that the target cannot have written ends the work, with the
-server's name; see `headstart.servers.client` for what is tried again.
+A refused row stays unchanged. A reply that the target cannot have written raises a UserError with the server's name.
+Retries are in `headstart.servers.client`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from headstart.servers.completions import Ask, NoTokenIds, Served, served_by
 from headstart.target.model import Target
 
 _PROBE = "A bicycle stays upright while it moves, and nobody has to think about it."
-"""Words of every day: one tokenizer reads them the same way everywhere, and another one does not."""
+"""Text to compare tokenizers on."""
 
 _PATIENCE = 64, 8
-"""Rows and batches that may be refused whole, one after the other, once some rows were answered."""
+"""Consecutive rows and batches that may be refused once some rows were answered."""
 
 
 class Servers:
-    """Continues rows on servers of the target: vLLM and others with its completions, or llama-server.
+    """A writer that uses servers of the target: vLLM-compatible ones or llama-server.
 
-    Servers take turns. `requests` bounds the concurrent requests over all of them; None leaves it to the servers.
+    `requests` bounds the concurrent requests over all of them; None derives it from the servers.
     """
 
     def __init__(self, urls: Sequence[str], target: Target, requests: int | None) -> None:
         self._target = target
         self._lock = threading.Lock()
         self._answered = False
-        self._refused = (0, 0)  # rows and batches refused whole since then
+        self._refused = (0, 0)  # consecutive refused rows and batches since the last answer
         self._requests = requests
         self._pool = Pool(
             urls,
@@ -48,7 +48,7 @@ class Servers:
 
     @cached_property
     def window(self) -> int:
-        """Tokens that the target and every server read, as far as these say so."""
+        """Smallest context length of the target and the servers that report one."""
         return min([self._target.max_length, *filter(None, (served.window for served in self._met))])
 
     @cached_property
@@ -64,14 +64,11 @@ class Servers:
         return self._pool.each(lambda endpoint: endpoint.once(self._meet))
 
     def batches(self, rows: int) -> int:
-        """As many as keep all requests under way while some batches wait for their last answers."""
+        """Enough batches to keep all requests busy while some batches wait for their last answers."""
         return 1 + -(-2 * self.requests // rows)
 
     def continue_rows(self, rows: Sequence[Sequence[int]], continuation: Continuation) -> list[list[int]]:
-        """See `Writer`; of hidden states a server says nothing.
-
-        Raises a UserError where servers refuse whatever they are asked.
-        """
+        """See `Writer`; returns no hidden states. Raises a UserError if the servers refuse everything."""
 
         def answer(number: int, endpoint: Endpoint) -> list[int]:
             ask = Ask(
@@ -80,7 +77,7 @@ class Servers:
                 continuation.temperatures[number],
                 top_k=CANDIDATES,
                 top_p=continuation.top_p,
-                seed=random.Random(f"{continuation.seed} {number}").getrandbits(31),  # as servers take them
+                seed=random.Random(f"{continuation.seed} {number}").getrandbits(31),  # a range servers accept
                 ends=continuation.ends,
             )
             return self._answer(endpoint, ask)
@@ -95,7 +92,7 @@ class Servers:
         return [added.get(number, []) for number in range(len(rows))]
 
     def _refuses_all(self, refusals: int, some_answered: bool) -> bool:
-        """Whether servers refuse whatever they are asked, after a batch with so many refusals."""
+        """Whether servers refuse everything, after a batch with this many refusals."""
         with self._lock:
             if some_answered or not refusals:
                 self._answered, self._refused = True, (0, 0)
@@ -105,7 +102,7 @@ class Servers:
             return not self._answered or (rows > _PATIENCE[0] and batches > _PATIENCE[1])
 
     def _answer(self, endpoint: Endpoint, ask: Ask) -> list[int]:
-        """The added tokens; raises as `Endpoint.ask`, and where the answer cannot be the target's."""
+        """Return the added tokens; raises as `Endpoint.ask`, and a UserError for an answer that is not the target's."""
         assert ask.ends is not None and ask.seed is not None
         served = endpoint.once(self._meet)
         added: list[int] = []
@@ -120,7 +117,7 @@ class Servers:
             added += tokens
             if len(added) == ask.max_new_tokens or (added and added[-1] in ask.ends):
                 return added
-            # llama-server also ends at tokens that the target reads on from (those of other templates, say).
+            # llama-server also stops at tokens that do not end the target's answers (other templates' end tokens, say).
             if not (tokens and at_own_end):
                 raise UserError(
                     f"{endpoint.url} ended an answer after {len(added)} of {ask.max_new_tokens} tokens, but not at "
@@ -130,7 +127,7 @@ class Servers:
                 )
 
     def _once(self, endpoint: Endpoint, served: Served, ask: Ask) -> tuple[list[int], bool]:
-        """What one request adds, up to the first end token, and whether the server's own end ended it."""
+        """Return one request's tokens up to the first end token, and whether an end token stopped the server."""
         path, body = served.dialect.request(ask, served.model)
         page = endpoint.ask("POST", path, body)
         try:
@@ -172,7 +169,6 @@ class Servers:
             )
 
     def _meet(self, endpoint: Endpoint) -> Served:
-        # Its tokenizer is compared, where it lets anyone ask.
         served = served_by(endpoint, self._target.spec)
         path, body = served.dialect.tokenize(_PROBE, served.model)
         theirs = endpoint.ask("POST", path, body, absent={}).get("tokens")
