@@ -201,8 +201,7 @@ class Recorded:
             if self.refused is not None or (self.captured is not None and self.captured.holds(model)):
                 return
             self.captured = None  # forwards that run meanwhile go through the modules
-            outcome = capture()
-            if isinstance(outcome, Captured):
+            if isinstance(outcome := capture(), Captured):
                 self.captured = outcome
             else:
                 self.refused = outcome
@@ -210,8 +209,7 @@ class Recorded:
 
 def refuse_others(model: nn.Module, decoder: nn.Module) -> None:
     """Refuse a model with foreign hooks or weights, which may change unnoticed."""
-    hooked = _hooked(model)
-    if hooked:
+    if hooked := _hooked(model):
         raise NotRecordable(f"{hooked} has hooks or a forward of somebody else's")
     if not isinstance(cast(Any, decoder).get_input_embeddings(), nn.Embedding):
         raise NotRecordable("its embeddings are no table")

@@ -408,8 +408,7 @@ def best(functions: Any, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tens
     *shape, size = logits_BWD.shape
     assert ranks <= size == len(draft_to_target_D), "a token for each"
     out = torch.empty(3, *shape, ranks, dtype=torch.int32)
-    where = logits_BWD.data_ptr(), prod(shape), size, ranks, draft_to_target_D.data_ptr(), out.data_ptr()
-    functions.best(*where)
+    functions.best(logits_BWD.data_ptr(), prod(shape), size, ranks, draft_to_target_D.data_ptr(), out.data_ptr())
     return out
 
 

@@ -81,8 +81,7 @@ class Fitting:
             self._fit()
         self._put_matrices()
         wanted: set[int | str] = {_CHOOSER, *aux_layers}
-        missing = wanted - self._hooks.keys()
-        if missing:
+        if missing := wanted - self._hooks.keys():
             with self._lock:
                 for layer in missing - self._hooks.keys():
                     self._hooks[layer] = self._hook(layer)

@@ -186,11 +186,8 @@ def differs(
             alike.append(float(torch.cosine_similarity(read, numbers, dim=0)))
     if not equal and not alike:
         return "none of its weights can be compared"
-    if equal and sum(equal) < _EQUAL_SHARE * len(equal):
-        return "it has other weights"
-    if alike and sum(alike) < _ALIKE * len(alike):
-        return "it has other weights"
-    return None
+    others = (equal and sum(equal) < _EQUAL_SHARE * len(equal)) or (alike and sum(alike) < _ALIKE * len(alike))
+    return "it has other weights" if others else None
 
 
 def _compare(ours: Tensor, numbers: Tensor, rounded: bool, equal: list[bool], alike: list[float]) -> None:

@@ -119,11 +119,7 @@ def load_target(
 
 
 def load_sharded_target(
-    spec: str,
-    dtype: str = "auto",
-    device: str = "auto",
-    revision: str | None = None,
-    **access: Unpack[HubAccess],
+    spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None, **access: Unpack[HubAccess]
 ) -> Target:
     """Load a target sharded over the ranks of `torch.distributed`, by its tensor-parallel plan in transformers.
 

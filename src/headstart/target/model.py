@@ -69,12 +69,7 @@ class Target(FrozenModel):
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any = None,
-        spec: str = "",
-        exact: Exact = "auto",
-        origin: Origin | None = None,
+        self, model: Any, tokenizer: Any = None, spec: str = "", exact: Exact = "auto", origin: Origin | None = None
     ) -> None:
         super().__init__(model, tokenizer, spec, origin)
         refuse_layers(self.name, self.config)

@@ -120,28 +120,18 @@ def product(
 
     Panels support an RMS norm before (weight [I], epsilon), and after it either a gate, the second half of the outputs
     times silu of the first [.., O / 2], or a sum with `added`."""
-    if isinstance(packed, Panels):
-        return _product(rows.contiguous(), packed, bias_O, norm or (None, 0.0), gates, added)
-    assert norm is None and not gates and added is None, "what lies around is computed with panels"
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias_O, "none", [], "")
-    return out
-
-
-def _product(
-    rows: Tensor,
-    packed: Panels,
-    bias_O: Tensor | None,
-    norm: tuple[Tensor | None, float],
-    gates: bool,
-    added: Tensor | None,
-) -> Tensor:
+    if not isinstance(packed, Panels):
+        assert norm is None and not gates and added is None, "what lies around is computed with panels"
+        plain: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias_O, "none", [], "")
+        return plain
+    rows, (norm_I, eps) = rows.contiguous(), norm or (None, 0.0)
     inputs, outputs = rows.shape[-1], packed.outputs
     out = rows.new_empty(*rows.shape[:-1], outputs // 2 if gates else outputs)
-    vectors = [None if part is None else part.contiguous() for part in (norm[0], bias_O, added)]
+    vectors = [None if part is None else part.contiguous() for part in (norm_I, bias_O, added)]
     assert all(part is None or part.dtype == rows.dtype for part in (*vectors, packed)), "all in one dtype"
     assert added is None or added.shape == out.shape, "a number for each output"
     weight, bias, sums = (None if part is None else part.data_ptr() for part in vectors)
-    read = rows.data_ptr(), weight, norm[1], packed.kept.data_ptr(), bias, gates, sums, out.data_ptr()
+    read = rows.data_ptr(), weight, eps, packed.kept.data_ptr(), bias, gates, sums, out.data_ptr()
     _compiled(rows.dtype, packed.int8).product(*read, rows.numel() // inputs, inputs, outputs, torch.get_num_threads())
     return out
 
@@ -319,9 +309,7 @@ def _changes(tensor: Tensor) -> tuple[int, int]:
 def _sample(tensor: Tensor) -> tuple[Tensor, ...]:
     """A row and a column of a matrix; all of a bias."""
     tensor = tensor.detach()
-    if tensor.ndim < 2:
-        return (tensor,)
-    return tensor[tensor.shape[0] // 2], tensor[:, tensor.shape[1] // 2]
+    return (tensor,) if tensor.ndim < 2 else (tensor[tensor.shape[0] // 2], tensor[:, tensor.shape[1] // 2])
 
 
 def _is_as_it_was(sample: tuple[Tensor, ...], tensor: Tensor) -> bool:

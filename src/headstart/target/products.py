@@ -70,14 +70,7 @@ class Merged:
         """Drop a stale copy."""
         self._copy.refresh(self.weights, self._biases)
 
-    def __call__(
-        self,
-        rows: Tensor,
-        norm_I: Tensor | None,
-        eps: float,
-        gates: bool,
-        added: Tensor | None,
-    ) -> Tensor:
+    def __call__(self, rows: Tensor, norm_I: Tensor | None, eps: float, gates: bool, added: Tensor | None) -> Tensor:
         """See `prepacked.product`."""
         packed, norm = self.packed(), None if norm_I is None else (norm_I, eps)
         return packed.times(rows, packed.bias_O, norm=norm, gates=gates, added=added)

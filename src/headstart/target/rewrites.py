@@ -359,8 +359,7 @@ def _norm_in_c(node: Any) -> _Call | None:
     if (found := _norm(node)) is None:
         return None
     weight_I: Tensor = found[1].meta["constant"]
-    serves = _serves(weight_I.dtype) and weight_I.is_cpu and weight_I.is_contiguous()
-    return (normed, found) if serves else None
+    return (normed, found) if _serves(weight_I.dtype) and weight_I.is_cpu and weight_I.is_contiguous() else None
 
 
 def _norm_in_one(node: Any) -> _Call | None:

@@ -14,8 +14,8 @@ Layers are added on demand, and all stores of a folder share one teacher.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     size = sum(tensor.numel() * tensor.itemsize for tensors in missing.values() for tensor in tensors.values())
     need_disk(states, size, "Keeping the teacher")
     for file, tensors in missing.items():
-        _write(folder / file, tensors)
+        write_atomic(folder / file, partial(write_tensors, tensors=tensors))
         files[file] = {"bytes": (folder / file).stat().st_size, "sha256": file_hash(folder / file)}
     write_json(folder / NOTE, {**_facts(target, revision), "sketch": target.sketch(), "files": files})
     return folder
@@ -188,10 +188,6 @@ def _note(folder: Path) -> dict[str, Any]:
 
 
 def _facts(target: Target, revision: str | None) -> dict[str, Any]:
-    tied: dict[str, list[str]] = {}
-    for names in _names(target.model).values():
-        if len(names) > 1:
-            tied[names[0]] = names[1:]
     return {
         "format": _FORMAT,
         "name": target.name,
@@ -207,7 +203,7 @@ def _facts(target: Target, revision: str | None) -> dict[str, Any]:
         "class": type(target.model).__name__,
         "transformers": transformers.__version__,
         "config": _config_of(target.model),
-        "tied": tied,
+        "tied": {first: others for first, *others in _names(target.model).values() if others},
     }
 
 
@@ -251,12 +247,9 @@ def _base(target: Target) -> dict[str, Tensor]:
 
 
 def _of_layer(target: Target, number: int) -> dict[str, Tensor]:
-    def kept() -> Iterator[Tensor]:
-        for path, module in target.layers[number].named_modules():
-            if path.count(".") <= 1:
-                yield from (parameter for parameter in module.parameters(recurse=False) if parameter.ndim <= 2)
-
-    return _by_name(target, list(kept()))
+    modules = [module for path, module in target.layers[number].named_modules() if path.count(".") <= 1]
+    parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+    return _by_name(target, [parameter for parameter in parameters if parameter.ndim <= 2])
 
 
 def _by_name(target: Target, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -266,7 +259,3 @@ def _by_name(target: Target, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def _layer_file(number: int) -> str:
     return f"layer-{number + 1:03d}.safetensors"
-
-
-def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    write_atomic(file, lambda partial: write_tensors(partial, tensors))

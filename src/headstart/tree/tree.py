@@ -397,11 +397,7 @@ def upload_paths(
 
 
 def decided(
-    batch: TreeBatch,
-    paths: list[list[int]],
-    next_tokens: list[int],
-    states: dict[int, Tensor],
-    logits_BNV: Tensor,
+    batch: TreeBatch, paths: list[list[int]], next_tokens: list[int], states: dict[int, Tensor], logits_BNV: Tensor
 ) -> tuple[Committed, TreeBatch]:
     """Build a round's `Committed` and the next roots with one upload."""
     paths_BP, counts_B, next_B = upload_paths(paths, next_tokens, batch.tokens_BN.device)
