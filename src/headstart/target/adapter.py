@@ -1,7 +1,6 @@
-"""Adapters (peft) of a target: found, known by their hash, and merged into its weights.
+"""Find, hash and merge a target's peft adapter.
 
-A merged adapter costs nothing while decoding, and everything else sees an ordinary model. Layers whose weights are
-packed keep it beside them instead: merging would round it away.
+Merging costs nothing at decoding. Packed layers keep the adapter unmerged, since merging would round it away.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from headstart.target.identity import Adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NOTE = "headstart.json"
-"""Of adapters that headstart trained: how far the adapted model is from the one without."""
+"""Distance between the adapted and the base model; only with adapters that headstart trained."""
 FILES = (CONFIG, WEIGHTS)
 KEPT = (*FILES, NOTE)
-"""What is copied of an adapter, as far as it is there."""
+"""Files to copy; the note is optional."""
 _OF_NO_WEIGHT = {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "task_type", "auto_mapping"}
-"""Of an adapter's config: what may change without the adapted model changing."""
+"""Config fields that do not affect the adapted model."""
 
 
 def find_adapter(spec: str, token: str | bool | None = None) -> Path:
-    """The folder of an adapter that a user named by its path or by a Hub id."""
+    """Resolve a path or a Hub id to a local folder."""
     path = Path(spec).expanduser()
     if not path.is_dir():
         if spec.count("/") != 1 or spec.startswith((".", "/", "~")):
@@ -47,7 +46,7 @@ def find_adapter(spec: str, token: str | bool | None = None) -> Path:
 
 
 def read_adapter(spec: str, token: str | bool | None = None) -> Adapter:
-    """What names an adapter: two have the same hash when they change every model alike."""
+    """Hash the weights and the config fields that affect the adapted model."""
     folder = find_adapter(spec, token)
     digest = hashlib.sha256()
     known = {key: value for key, value in _config(folder).items() if key not in _OF_NO_WEIGHT}
@@ -59,10 +58,10 @@ def read_adapter(spec: str, token: str | bool | None = None) -> Adapter:
 
 
 def apply_adapter(model: Any, spec: str, merge: bool = True, token: str | bool | None = None) -> Any:
-    """The transformers model, changed in place, with an adapter added to its weights, or kept beside them (`merge`).
+    """Merge an adapter into the transformers model in place, or keep it as separate layers without `merge`.
 
     Raises:
-        UserError: an adapter that adds tokens to prompts, that is another model's, or that changes tied embeddings.
+        UserError: prompt-learning adapter, adapter of another model, or one that changes tied embeddings.
     """
     import peft
 
@@ -100,7 +99,7 @@ def apply_adapter(model: Any, spec: str, merge: bool = True, token: str | bool |
 
 
 def _merged(adapted: Any) -> Any:
-    """The model with its adapter in the weights, which are rounded once: peft alone would round what is added too."""
+    """Merge in float32 and round once; peft alone would round the update as well."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for module in adapted.modules():
@@ -121,7 +120,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def _sorted(value: Any) -> Any:
-    """JSON values with their lists in order: peft saves sets in whatever order they are."""
+    """Sort lists in JSON values: peft saves sets in arbitrary order."""
     if isinstance(value, dict):
         return {key: _sorted(inner) for key, inner in value.items()}
     return sorted(map(_sorted, value), key=json.dumps) if isinstance(value, list) else value

@@ -1,12 +1,11 @@
-"""The attention that every forward of a target runs through, registered with transformers as "headstart".
+"""Attention for every target forward, registered with transformers as "headstart".
 
-Three things differ from transformers' own sdpa path:
+Differences from transformers' sdpa path:
 
-- Texts are read with causal attention and no mask of text by text; longer ones a piece at a time.
-- For trees and single tokens, query heads that share a key-value head are folded into the query length instead of
-  repeating keys and values in memory (5-7x faster for one token in a batch of 16-64 on a CPU), and the mask is that of
-  the forward that runs in this thread.
-- A few tokens of each row on a CPU go row by row, in C, and have the bits of single steps (see `cpu_attention`).
+- Prefill uses causal attention without a T x T mask; long texts are chunked.
+- Trees and single tokens fold the query heads of a key-value head into the query length instead of repeating keys and
+  values (5-7x faster for one token in a batch of 16-64 on a CPU). The mask comes from this thread's forward.
+- A few tokens per row on a CPU run in C, bit-exact with single steps (see `cpu_attention`).
 
 Shape suffixes: B rows, Q query heads, H key-value heads, G = Q / H, T new tokens, S slots in sight, D head size.
 """
@@ -30,15 +29,14 @@ NAME = "headstart"
 _SPAN = 16
 """Rows of a span."""
 _SPANS_PAY = 0.85
-"""Share of the slots, padding included, from which attention goes in spans."""
+"""Attend in spans when they cover at most this share of the padded slots."""
 PIECE = 1024
-"""Tokens of a text that are read at a time: no mask has more rows."""
+"""Prefill chunk size in tokens; no mask has more rows."""
 
 
 class TreeMask:
-    """Additive masks for one forward: 0 where a new token may look and -inf elsewhere; in `sliding_B1TS` with the
-    sliding window applied, for the layers that have one: of the slots from `near` on, since no window reaches further
-    back."""
+    """Additive masks for one forward: 0 where visible, else -inf. `sliding_B1TS` applies the sliding window and starts
+    at slot `near`, since no window reaches further back."""
 
     def __init__(self, full_B1TS: Tensor, sliding_B1TS: Tensor | None, near: int = 0) -> None:
         self.full_B1TS = full_B1TS
@@ -47,8 +45,8 @@ class TreeMask:
         self._folded: dict[tuple[bool, int, torch.device, torch.dtype], Tensor] = {}
 
     def folded(self, sliding: bool, groups: int, like: Tensor) -> Tensor:
-        """The mask for `groups` query heads folded into the query length, [B, 1, groups * T, S], in the dtype and on
-        the device of `like`: layers may differ in them. A sliding one has the slots from `near` on."""
+        """Return the mask for folded query heads, [B, 1, groups * T, S], in the dtype and on the device of `like`;
+        layers may differ in both. A sliding mask starts at slot `near`."""
         key = (sliding and self.sliding_B1TS is not None, groups, like.device, like.dtype)
         if key not in self._folded:
             mask = self.sliding_B1TS if key[0] else self.full_B1TS
@@ -66,9 +64,9 @@ def tree_mask(
     seen: int,
     more: bool = False,
 ) -> TreeMask | None:
-    """The masks of a tree: each row's committed prefix, then the tree's own visibility; None where the only token sees
-    everything. B is 1 where all rows have as many committed tokens, or share a shape; `seen` are the slots in sight,
-    those of the tree included, and with `more` further ones."""
+    """Build the masks of a tree: committed prefix, then the tree's visibility; None if a single token sees everything.
+    B is 1 if all rows have equal lengths, or share a shape. `seen` counts the slots in sight, tree included; with
+    `more`, further slots follow the tree."""
     width, device = positions_BT.shape[1], positions_BT.device
     one_length = lengths_B1.shape[0] == 1 and not more
     windowed = window is not None and seen > window
@@ -104,7 +102,7 @@ def _additive(allowed_BTS: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def spans(lengths: Sequence[int], width: int) -> list[tuple[int, int, int]]:
-    """Rows that attend together, where those of a batch differ so much in length that it pays; see `Running`.
+    """Split rows into spans (see `Running`) if lengths differ enough for that to pay.
 
     >>> spans([10] * 16 + [100] * 16, 4), spans([90] * 16 + [100] * 16, 4)
     ([(0, 16, 14), (16, 32, 104)], [])
@@ -117,24 +115,23 @@ def spans(lengths: Sequence[int], width: int) -> list[tuple[int, int, int]]:
 
 @dataclass
 class Running:
-    """What the parts of a model ask about the forward that runs through them.
+    """Context of one forward, read by the model's modules.
 
     Attributes:
-        mask: of its tokens; None when its only token sees everything, or when it is causal.
-        aux_layers: whose hidden states are wanted; they come in `captured`, by layer.
-        ends_BT: for each token the length of the text as it stood when a plain loop would have read it; None where
-            nothing depends on it.
-        ends: the least and the greatest of them.
-        causal: whether its tokens are the end of one text, each seeing itself and all before it.
-        bits: whether a row must have the same bits whatever else is in the forward (see `Target.exact`).
-        int8: whether products are in 8 bits, see `Target.in_int8`.
-        spans: rows that attend together, as (start, stop, slots in sight of the longest of them); empty for all rows.
-        slots_B: slots in sight of each row, its new tokens included, where `cpu_attention` serves the forward.
-        wanted: rows [R] and positions [R] of the tokens whose logits are wanted; None for those of all tokens.
-        row: of a target with running states, what is read by itself (see `chains`).
-        cache: where a replay of a recorded forward keeps keys and values.
-        weights: what steps of a replay that are one call compute with (see `steps`).
-        recording: what hears this forward, while it is recorded (see `captured`).
+        mask: None for a causal forward, or a single token that sees everything.
+        aux_layers: layers to capture; their hidden states go to `captured`.
+        ends_BT: per token, the text length when a plain loop would have read it; None if unused.
+        ends: minimum and maximum of `ends_BT`.
+        causal: whether the tokens are the end of one text.
+        bits: whether a row must be batch-invariant (see `Target.exact`).
+        int8: whether products are in 8 bits (see `Target.in_int8`).
+        spans: rows that attend together, (start, stop, slots in sight of the longest row); empty for all rows.
+        slots_B: slots in sight per row, new tokens included, if `cpu_attention` serves the forward.
+        wanted: rows [R] and positions [R] to compute logits for; None for all tokens.
+        row: the row being read, for targets with running states (see `chains`).
+        cache: KV cache of a replay.
+        weights: weights of a replay's joined steps (see `steps`).
+        recording: set while this forward is recorded (see `captured`).
     """
 
     mask: TreeMask | None = None
@@ -159,7 +156,7 @@ _THREAD = threading.local()
 
 
 def running() -> Running | None:
-    """The forward of ours that runs in this thread; None in every other call of a model."""
+    """Return this thread's headstart forward; None in any other call of the model."""
     return getattr(_THREAD, "running", None)
 
 
@@ -174,16 +171,14 @@ def run(forward: Running) -> Iterator[Running]:
 
 
 def leave_out_cudnn() -> None:
-    """Let torch's own attention choose from all kernels but cuDNN's, which is planned anew for every size: 23 to 37 ms
-    each time that a text or a tree has a length not seen before. Torch has one such setting for all of the process, so
-    it is made once and stays: a setting of each forward would not hold in threads whose forwards overlap."""
+    """Disable cuDNN attention, which replans for every new length (23 to 37 ms). The setting is process-wide, so it is
+    never restored: forwards of several threads overlap."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """How a layer makes scores of the products of queries and keys: scaled (None is one over the root of D), bent to
-    stay within plus and minus a cap (Gemma 2), beside a sink of each query head that takes a share and gives nothing
+    """A layer's attention scores: scaling (None: 1 / sqrt(D)), soft cap (Gemma 2), and a sink per query head
     (gpt-oss)."""
 
     scaling: float | None = None
@@ -192,11 +187,11 @@ class Scores:
 
     @property
     def plain(self) -> bool:
-        """Whether torch's own attention makes them so."""
+        """Whether torch's sdpa supports them."""
         return self.softcap is None and self.sink is None
 
     def scale(self, size: int) -> float:
-        """What products of queries and keys of `size` numbers are multiplied with."""
+        """Resolve the default of `scaling` for a head size."""
         return size**-0.5 if self.scaling is None else self.scaling
 
 
@@ -225,7 +220,7 @@ def tree_attention(
 
 
 def attend(forward: Running, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
-    """Attention of a forward of ours in a layer, with a sliding window or without: [B, T, Q, D_v]."""
+    """Run a layer's attention in a headstart forward: [B, T, Q, D_v]."""
     rows, query_heads, new_tokens, size = query.shape
     heads = key.shape[1]
     groups = query_heads // heads
@@ -273,8 +268,8 @@ def attend_joined(
     scores: Scores,
     sliding: bool,
 ) -> Tensor | None:
-    """The same of queries, keys and values as they lie side by side, X = Q + 2 H, before norms, positions and cache:
-    [B, T, Q, D], by `cpu_attention` alone; None where that has to be done step by step."""
+    """Run norms, rotary positions, cache writes and attention on joined queries, keys and values, X = Q + 2 H, in C:
+    [B, T, Q, D]; None if the kernel does not serve them."""
     if forward.slots_B is None:
         return None
     seen = sight(forward, joined_BTXD, joined_BTXD.shape[1], sliding)
@@ -284,7 +279,7 @@ def attend_joined(
 
 
 def sight(forward: Running, like: Tensor, new_tokens: int, sliding: bool) -> tuple[Tensor | None, int, int | None]:
-    """What new tokens see of a cache, as `cpu_attention` takes it: a mask, its first slot, and a window without one."""
+    """Visibility as `cpu_attention` takes it: mask, first slot of the mask, and the window if there is no mask."""
     if forward.mask is None or new_tokens == 1:
         return None, 0, forward.window if sliding else None
     return forward.mask.folded(sliding, 1, like), forward.mask.near if sliding else 0, None
@@ -293,8 +288,8 @@ def sight(forward: Running, like: Tensor, new_tokens: int, sliding: bool) -> tup
 def causal_attention(
     query: Tensor, key: Tensor, value: Tensor, scores: Scores = Scores(), window: int | None = None
 ) -> Tensor:
-    """Attention of the last T tokens of a text [B, Q, T, D] over all of it [B, H, S, D]; returns [B, Q, T, D_v]. What
-    needs a mask goes in pieces, so that memory does not grow with T * S."""
+    """Attention of the last T tokens of a text [B, Q, T, D] over all of it [B, H, S, D]; returns [B, Q, T, D_v]. Chunks
+    the queries where a mask is needed, so that memory does not grow with T * S."""
     groups = query.shape[1] // key.shape[1]
     new, seen = query.shape[2], key.shape[2]
     near = window is None or seen <= window
@@ -329,7 +324,7 @@ def _causal_mask(new: int, seen: int, window: int | None, like: Tensor) -> Tenso
 
 
 def _reference(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: Scores = Scores()) -> Tensor:
-    """Compute attention of [B, H, G * T, D] whose scores torch's own cannot make, with scores in float32."""
+    """Attention of [B, H, G * T, D] with soft caps or sinks, which sdpa lacks; scores in float32."""
     scores = torch.matmul(query, key.transpose(2, 3)).float().mul_(how.scale(query.shape[-1]))
     if how.softcap is not None:
         scores = how.softcap * torch.tanh(scores / how.softcap)

@@ -1,4 +1,4 @@
-/* What a forward computes between its products, of rows that lie one after the other. Rounded where torch rounds. */
+/* Elementwise operators between products, over contiguous rows. Rounds where torch rounds. */
 
 #include "numbers.h"
 
@@ -9,7 +9,7 @@ void norm(const number *x, const number *weight, number *out, int64_t rows, int6
     for (int64_t m = 0; m < rows; m++) norm_row(x + m * size, weight, out + m * size, size, eps);
 }
 
-/* out [rows, size]: the second half of both [rows, 2 * size] gated by silu of the first. */
+/* out [rows, size] = silu(first half of both) * second half; both [rows, 2 * size]. */
 void gate(const number *both, number *out, int64_t rows, int64_t size, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads) if (rows * size > WORTH_THREADS)
     for (int64_t m = 0; m < rows; m++) {

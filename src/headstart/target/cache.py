@@ -1,8 +1,7 @@
-"""A preallocated KV cache that takes token trees.
+"""A preallocated KV cache for token trees.
 
-Each row of a batch has its own committed length. A forward writes its tokens after that length; `commit` keeps the
-accepted ones by moving them down in place, and whatever lies after the new length is garbage that the masks hide and
-the next forward overwrites. Nothing is ever padded on the left, so slot number equals position for committed tokens.
+Each row has its own committed length. A forward writes after it; `commit` moves the accepted tokens down in place.
+Slots past the length are garbage that masks hide. There is no left padding: a committed token's slot is its position.
 
 Shape suffixes: B rows, H key-value heads, C capacity in tokens, D head size, T new tokens, P accepted nodes.
 """
@@ -22,14 +21,14 @@ from headstart.support.uploads import upload
 from headstart.target.memory import Memory
 
 _ONE_BY_ONE = 4
-"""Tokens that are moved one by one: an index for all of them takes longer."""
+"""Move up to this many tokens one by one; building an index takes longer."""
 Place = tuple[tuple[int, int], tuple[int, int]]
-"""Of a layer's keys and of its values: the store that they are in, and which of its tensors they are."""
+"""(store, index in it) of a layer's keys, and of its values."""
 
 
 @dataclass(frozen=True)
 class LayerKeys:
-    """What one layer keeps of a token: heads and numbers of a head, of keys and of values."""
+    """KV layout of one layer: (heads, head size) of keys and of values."""
 
     keys: tuple[int, int]
     values: tuple[int, int]
@@ -38,7 +37,7 @@ class LayerKeys:
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor) -> LayerKeys:
-        """From keys and values of some tokens, [B, H, T, D]."""
+        """Read it off keys and values [B, H, T, D]."""
         return cls((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), keys.dtype, keys.device)
 
     @property
@@ -47,11 +46,11 @@ class LayerKeys:
 
 
 class KeyMemory(Memory):
-    """Memory for the keys and values of one cache after another."""
+    """KV memory reused by successive caches."""
 
     def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int) -> None:
         super().__init__(rows, capacity)
-        with torch.inference_mode(False):  # whoever has it next may work without inference mode
+        with torch.inference_mode(False):  # the next cache may be used outside inference mode
             self.stores, self.places = _allocate(layers, rows, capacity)
 
     def layer(self, number: int) -> tuple[Tensor, Tensor]:
@@ -60,7 +59,6 @@ class KeyMemory(Memory):
         return keys, values
 
     def write(self, number: int, rows_B1: Tensor, slots_BT: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor) -> None:
-        """Put a layer's new keys and values into these slots."""
         for store, new_BHTD in zip(self.layer(number), (keys_BHTD, values_BHTD), strict=True):
             store[rows_B1, :, slots_BT] = new_BHTD.transpose(1, 2)
 
@@ -70,8 +68,8 @@ class KeyMemory(Memory):
 
 
 class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
-    """Keys and values of every layer, written in place; with `keep_tokens` the token ids as well, for targets that read
-    a text again. A row can hold `capacity` tokens, tree nodes included."""
+    """Keys and values of every layer, written in place. `capacity` is in tokens per row, tree nodes included;
+    `keep_tokens` stores token ids as well, for targets that read a text again."""
 
     def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int, keep_tokens: bool = False) -> None:
         super().__init__(layers=[])
@@ -93,7 +91,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     @classmethod
     def of(cls, memory: KeyMemory, rows: int) -> TreeCache:
-        """A cache of so many rows in memory that serves others after it."""
+        """Create a cache on reused memory."""
         cache = cls((), rows, memory.capacity)
         cache.memory, cache._places = memory, memory.places
         cache._stores = [store[:, :rows] for store in memory.stores]
@@ -104,7 +102,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return len(self.lengths)
 
     def watch(self, check: Callable[[], None] | None) -> None:
-        """Call this before each forward; an exception from it ends the forward."""
+        """Call `check` before each forward; its exception aborts the forward."""
         self._check = check
 
     def begin(self, new_tokens: int) -> None:
@@ -120,7 +118,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self._all, self._new, self._sight = [], [], []
 
     def begin_at(self, lengths_B1: Tensor, new_tokens: int, seen: int) -> None:
-        """Announce a forward whose rows begin where a tensor says, with so many slots in sight."""
+        """Announce a forward whose rows start at `lengths_B1`, with `seen` slots in sight."""
         self._new_tokens, self._seen, self._ragged = new_tokens, seen, True
         slots_BT = lengths_B1 + torch.arange(new_tokens, device=lengths_B1.device)
         self._slots = {lengths_B1.device: (torch.arange(self.rows, device=lengths_B1.device)[:, None], slots_BT)}
@@ -146,7 +144,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return keys[:, :, : self._seen], values[:, :, : self._seen]
 
     def slots(self, layer: int) -> tuple[Tensor, Tensor]:
-        """All slots of one layer, keys and values [B, H, C, D], where the forward that was announced writes its own."""
+        """Return all slots of a layer, keys and values [B, H, C, D]."""
         if not self._all:
             self._all = [store.unbind() for store in self._stores]
         (key_store, key_index), (value_store, value_index) = self._places[layer]
@@ -154,7 +152,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     @property
     def layout(self) -> tuple[Sequence[Tensor], Sequence[Place]]:
-        """Stores [count, B, H, C, D], and where in them each layer's keys and values lie."""
+        """Stores [count, B, H, C, D], and each layer's places in them."""
         return self._stores, self._places
 
     def note(self, tokens_BT: Tensor) -> None:
@@ -168,7 +166,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return self._stores[-1][0, row, 0, : self.lengths[row], 0][None]
 
     def replace(self, row: int, other: TreeCache) -> None:
-        """Take what another cache has written for its only row: the same text, read anew."""
+        """Copy the only row of another cache, which has read the same text again."""
         for store, read in zip(self._stores, other._stores, strict=True):
             store[:, row, :, : self.lengths[row]] = read[:, 0, :, : self.lengths[row]]
 
@@ -181,9 +179,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
     def commit(
         self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None, counts_B: Tensor | None = None
     ) -> None:
-        """Keep, for each row, the nodes on its accepted path (indices into the last forward), in order; an empty path
-        drops everything the last forward wrote for that row. `paths_BP`, the same on the device and padded with any
-        node, and `counts_B`, how many there are of each row, save uploads."""
+        """Keep each row's accepted path (node indices of the last forward, in order); an empty path drops them all.
+        `paths_BP`, the paths on the device, padded with any node, and `counts_B`, their lengths, save uploads."""
         moved = [
             (row, self.lengths[row] + node, self.lengths[row] + index)
             for row, path in enumerate(paths)
@@ -191,7 +188,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             if node != index
         ]
         if moved and paths_BP is not None and paths_BP.device.type != "cpu":
-            # What padding moves lies after the new length, where everything is garbage.
+            # Padding moves garbage to slots past the new length.
             starts_B1 = self.lengths_B1(paths_BP.device)
             index_BP = starts_B1 + torch.arange(paths_BP.shape[1], device=paths_BP.device)
             for store in self._stores:
@@ -199,13 +196,13 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
                 rows_B1 = torch.arange(self.rows, device=store.device)[:, None]
                 store[:, rows_B1, :, index_BP.to(store.device)] = store[:, rows_B1, :, sources]
         elif 0 < len(moved) <= _ONE_BY_ONE:
-            # In order, no slot is overwritten that another is still to take.
+            # In order, no move overwrites the source of a later one.
             for store in self._stores:
                 for row, source, index in moved:
                     store[:, row, :, index] = store[:, row, :, source]
         elif moved:
             columns = torch.tensor(moved).T
-            placed = {device: upload(columns, device) for device in self._devices}
+            placed = {device: upload(columns, device) for device in {store.device for store in self._stores}}
             for store in self._stores:
                 rows, sources, indices = placed[store.device]
                 # Indexing gathers a copy before the write, so overlapping moves are safe.
@@ -218,8 +215,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
             self._lengths[counts_B.device] = list(self.lengths), known[1] + counts_B[:, None]
 
     def lengths_B1(self, device: torch.device) -> Tensor:
-        """Committed tokens of each row, int64 [B, 1], or [1, 1] where all have the same; uploaded once, as long as what
-        is committed is known on the device, too."""
+        """Committed lengths, int64 [B, 1], or [1, 1] if all are equal; kept on the device across commits that pass
+        `counts_B`."""
         if len(set(self.lengths)) == 1:
             return torch.full((1, 1), self.lengths[0], device=device)
         known = self._lengths.get(device)
@@ -228,8 +225,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return known[1]
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in ascending order: rows that have ended stop costing anything. The others move down in
-        place, row by row, since the memory was planned for a single cache."""
+        """Keep only these rows, in ascending order. Moves them down in place, since memory is sized for one cache."""
         assert list(rows) == sorted(set(rows)), "rows move down, never up"
         for row, source in enumerate(rows):
             if row != source:
@@ -240,8 +236,8 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         self.lengths = [self.lengths[row] for row in rows]
 
     def part(self, start: int, stop: int) -> TreeCache:
-        """A cache of these rows alone, in the same memory: what is written to it is written here. Lengths are its own;
-        who commits to it sets those of these rows here."""
+        """Return a view of these rows with lengths of its own; after a commit to it, the caller updates the lengths
+        here."""
         part = copy.copy(self)
         part._stores = [store[:, start:stop] for store in self._stores]
         part.lengths = self.lengths[start:stop]
@@ -250,8 +246,7 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return part
 
     def with_room(self, needed: int, new_cache: Callable[[int, int], TreeCache]) -> TreeCache:
-        """Itself; or its content in a cache of `new_cache(rows, capacity)` for twice as many tokens, if they do not
-        fit."""
+        """Return this cache if it fits `needed` tokens, else a copy with twice that capacity."""
         if needed <= self.capacity:
             return self
         other = new_cache(self.rows, 2 * needed)
@@ -261,32 +256,27 @@ class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
         return other
 
     def kept(self, row: int, length: int) -> TreeCache:
-        """What a row has committed of so many tokens, in memory of its own."""
+        """Copy the first `length` tokens of a row into memory of its own."""
         alone = self.part(row, row + 1)
         alone._stores = [store[:, :, :, :length].clone() for store in alone._stores]
         alone.capacity, alone.lengths = length, [length]
         return alone
 
     def go_on_with(self, row: int, other: TreeCache) -> None:
-        """Start a row with what the only row of another cache has committed."""
+        """Start a row with the content of another cache's only row."""
         self.lengths[row] = other.lengths[0]
         self.replace(row, other)
 
-    @property
-    def _devices(self) -> set[torch.device]:
-        return {store.device for store in self._stores}
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Committed tokens of the longest row; transformers asks."""
         return max(self.lengths)
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """(slots in sight, offset); transformers asks."""
+        """(slots in sight, offset), for transformers."""
         return max(self.lengths) + self._new_tokens, 0
 
 
 def _allocate(layers: Sequence[LayerKeys], rows: int, capacity: int) -> tuple[list[Tensor], list[Place]]:
-    """One tensor [count, B, H, C, D] per distinct kind, so that a commit is one operation for all layers."""
+    """Allocate one tensor [count, B, H, C, D] per layout, so that a commit is one operation for all layers."""
     counts: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
     indices = []
     for layer in layers:

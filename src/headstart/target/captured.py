@@ -1,13 +1,10 @@
-"""The target's decoder, recorded once and replayed for forwards of a few tokens.
+"""Record the target's decoder once and replay it for forwards of a few tokens.
 
-What is recorded is the forward over one text; see `tape`. The tokens of a batch go through it as if they were of one
-row, since nothing but attention looks from one token to another: there each row gets its own shape back, and its keys
-and values go to the cache, as in every forward of ours. The operators are then rewritten where that pays on a CPU (see
-`rewrites`).
+The recording (see `tape`) covers one text. A batch is replayed as a single row, since only attention mixes tokens; it
+restores the batch shape and writes to the cache. Operators are rewritten where that pays (see `rewrites`).
 
-What cannot be recorded, or gives other logits than the modules do, runs through the modules, and `Target.eager` says
-why. Long texts do so anyway, but in 8 bits: there the operators themselves take all the time. On a GPU, trees go
-through CUDA graphs of this replay (see `graphs`).
+A model that cannot be recorded, or that replays to other logits, runs through its modules; `Target.eager` gives the
+reason. So do long texts, except in 8 bits. On a GPU, trees run as CUDA graphs of the replay (see `graphs`).
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, E hidden size.
 """
@@ -33,20 +30,20 @@ from headstart.target.steps import Steps, Weights, join_steps
 from headstart.target.tape import NotRecordable, clean, record
 
 PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
-"""Weights that are what they say; others are packed, or spread over processes."""
+"""Types of plain weights, neither packed nor sharded."""
 _COUNTS = (11, 13)
-"""Tokens of the two recordings."""
+"""Token counts of the two recordings."""
 
 
 @dataclass
 class Recording:
-    """What stands in for cache and attention while a forward is recorded."""
+    """Stand-in for cache and attention during recording."""
 
     recorder: Any
     cache: Any = field(default_factory=lambda: _NewKeys())
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
-        """Causal attention of a text that is read from its beginning, [1, T, Q, D_v]."""
+        """Causal attention of a text without a prefix, [1, T, Q, D_v]; recorded as a `Site`."""
         layer = self.cache.layer_of.get(id(key))
         if layer is None:
             raise NotRecordable("a layer attends over keys of another one")
@@ -58,7 +55,7 @@ class Recording:
 
 
 class _NewKeys(Cache):  # type: ignore[misc]  # transformers has no types
-    """A cache that holds nothing: layers get their new keys and values back."""
+    """A cache that stores nothing and returns the new keys and values."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -81,8 +78,7 @@ class _NewKeys(Cache):  # type: ignore[misc]  # transformers has no types
 
 @dataclass(frozen=True)
 class _Replay:
-    """A recorded forward that gives the states of these layers: one operator after the other, and with those steps as
-    one call (see `steps`)."""
+    """A replay that returns these layers' states: operator by operator, and with joined `steps`."""
 
     layers: Sequence[int]
     alone: Callable[..., Sequence[Tensor]]
@@ -94,17 +90,17 @@ class Captured:
     """A decoder's recorded forward.
 
     Args:
-        model: in eval mode, its decoder with the hooks of `layers` in place; it is not kept.
-        layers: whose states it gives, see `TargetOutput`.
-        packs: whether weights may be kept prepacked.
-        int8: whether those are kept in 8 bits.
+        model: in eval mode, with the hooks of `layers` in place; not kept.
+        layers: layers to return states of, see `TargetOutput`.
+        packs: whether weights may be prepacked.
+        int8: whether to prepack them in 8 bits.
 
     Raises:
         NotRecordable: with the reason.
 
     Attributes:
-        graphs: CUDA graphs of the replay (see `headstart.target.graphs`), on a GPU.
-        rounds: why the bits of a token may depend on the other tokens of a replay on a CPU; None where they do not.
+        graphs: CUDA graphs of the replay, on a GPU (see `headstart.target.graphs`).
+        rounds: why a replay on a CPU is not batch-invariant; None if it is.
     """
 
     def __init__(self, model: Any, layers: Sequence[int], device: torch.device, packs: bool, int8: bool) -> None:
@@ -141,7 +137,7 @@ class Captured:
         self.rounds = self._why_it_rounds()
 
     def __call__(self, tokens_BT: Tensor, positions_BT: Tensor) -> dict[int, Tensor]:
-        """States [B, T, E] by layer, in a forward of ours that has a cache."""
+        """Return states [B, T, E] by layer; needs a running forward with a cache."""
         shape, count, forward = tokens_BT.shape, tokens_BT.numel(), running()
         assert forward is not None, "a forward of ours"
         replay = self._replays.get(forward.aux_layers) or self._giving(forward.aux_layers)
@@ -159,8 +155,8 @@ class Captured:
         return replay
 
     def serves(self, tokens: int, bits: bool) -> bool:
-        """Whether it replays a forward over so many tokens of all rows, which may have to keep its bits."""
-        # Modules have other bits. In 8 bits every forward is replayed, so that weights have one copy.
+        """Whether to replay a forward of `tokens` in total."""
+        # Modules are not bit-exact. In 8 bits every forward is replayed, so that weights have one copy.
         return bits or self._int8 or tokens <= MAX_ROWS
 
     def _why_it_rounds(self) -> str | None:
@@ -173,7 +169,7 @@ class Captured:
         return None
 
     def holds(self, model: nn.Module) -> bool:
-        """Whether the decoder has the modules and weights that it was recorded with, and the model nobody's hooks."""
+        """Whether modules and weights are the recorded ones, and the model has no foreign hooks."""
         modules = list(self._decoder.modules())
         if len(modules) != len(self._modules) or any(map(is_not, modules, self._modules)):
             return False
@@ -187,12 +183,12 @@ class Captured:
 
 @dataclass
 class Recorded:
-    """What came of recording a target's forward; copies of the target share it.
+    """Outcome of recording a target's forward, shared by copies of the target.
 
     Attributes:
-        captured: the recording; None before anybody decodes, and where there can be none.
-        refused: why there can be none.
-        lock: held while a forward is recorded: other threads wait for it.
+        captured: the recording; None before the first one, and if recording is impossible.
+        refused: why recording is impossible.
+        lock: held during recording.
     """
 
     captured: Captured | None = None
@@ -200,22 +196,20 @@ class Recorded:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def renew(self, model: nn.Module, capture: Callable[[], Captured | str]) -> None:
-        """Record, or learn why not, where that was never done, or modules or weights are others since."""
+        """Record unless that was refused, or the recording is still valid."""
         with self.lock:
             if self.refused is not None or (self.captured is not None and self.captured.holds(model)):
                 return
             self.captured = None  # forwards that run meanwhile go through the modules
-            outcome = capture()
-            if isinstance(outcome, Captured):
+            if isinstance(outcome := capture(), Captured):
                 self.captured = outcome
             else:
                 self.refused = outcome
 
 
 def refuse_others(model: nn.Module, decoder: nn.Module) -> None:
-    """Refuse modules that others changed, and may change again unseen."""
-    hooked = _hooked(model)
-    if hooked:
+    """Refuse a model with foreign hooks or weights, which may change unnoticed."""
+    if hooked := _hooked(model):
         raise NotRecordable(f"{hooked} has hooks or a forward of somebody else's")
     if not isinstance(cast(Any, decoder).get_input_embeddings(), nn.Embedding):
         raise NotRecordable("its embeddings are no table")
@@ -227,7 +221,7 @@ def refuse_others(model: nn.Module, decoder: nn.Module) -> None:
 
 
 def _hooked(model: nn.Module) -> str | None:
-    """A module with hooks or a forward that are neither its class's, nor transformers', nor ours."""
+    """Name a module with a foreign hook or forward: not its class's, transformers' or ours."""
     for name, module in model.named_modules():
         hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
         forward = vars(module).get("forward")
@@ -245,7 +239,7 @@ def _is_ours(function: Any) -> bool:
 
 
 def _places(decoder: nn.Module, constants: Sequence[Tensor]) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Where the decoder keeps these tensors."""
+    """Find these tensors in the decoder: (module, name, tensor)."""
     wanted = {id(tensor): tensor for tensor in constants}
     for module in decoder.modules():
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):

@@ -1,10 +1,9 @@
 """Targets with linear-attention layers (Qwen3-Next, Qwen3.5), which keep a running state instead of keys and values.
 
-Such a state holds the whole text and cannot be cut back, so these targets verify chains, not trees. Before a chain is
-read, each linear layer keeps a copy of its state. Where a part of the chain is rejected, the copies come back, and the
-tokens that were accepted are read once more ahead of the next chain, in the same forward; the copies are then made
-between the two. Full-attention layers are cut back as usual. Every row has a cache of its own and is read by itself,
-since padding would run into the state.
+A running state cannot be truncated, so these targets verify chains, not trees. Each linear layer snapshots its state
+before a chain. After a rejection the snapshots are restored, and the accepted tokens are read again ahead of the next
+chain, in the same forward. Full-attention layers are truncated as usual. Every row has its own cache and forward,
+since padding would enter the state.
 
 Shape suffixes: B rows, N nodes of the longest chain, T tokens of one forward, V vocabulary, E hidden size.
 """
@@ -24,12 +23,12 @@ from headstart.support.uploads import upload
 from headstart.target.attention import PIECE, Running, run, running
 
 LINEAR = "linear_attention"
-"""Kind of the layers in question, as configs name it."""
+"""The layer type in configs."""
 
 
 class Row:
-    """What one row of a batch has read: the cache of all layers, how many tokens of the text it holds, committed ones
-    after these that it reads ahead of the next chain, and states of linear layers as before the last chain."""
+    """State of one row: its cache, tokens held in it, committed tokens pending for the next forward, and snapshots of
+    linear layers from before the last chain."""
 
     def __init__(self, config: Any) -> None:
         self.cache = DynamicCache(config=config)
@@ -42,7 +41,7 @@ class Row:
         self.copies[layer] = copy.deepcopy(self.cache.layers[layer])
 
     def accept(self, chain: Sequence[int], count: int) -> None:
-        """Keep the first tokens of the chain that was read last, after what was pending; nothing where none was."""
+        """Keep the pending tokens and the first `count` tokens of the last chain, if one was read."""
         if self.check is not None:
             self.check()
         if not chain:
@@ -60,10 +59,7 @@ class Row:
 
 
 class ChainCache:
-    """Caches of a batch; for the decode loop what `TreeCache` is for other targets. Nothing is allocated ahead.
-
-    `chains` are what each row read last, to be committed.
-    """
+    """The `TreeCache` of these targets, allocated on demand. `chains` has each row's last chain, to be committed."""
 
     def __init__(self, config: Any, rows: int) -> None:
         self._config = config
@@ -73,7 +69,7 @@ class ChainCache:
         self.chains: list[list[int]] = [[] for _ in range(rows)]
 
     def watch(self, check: Callable[[], None]) -> None:
-        """See `TreeCache.watch`; called after each piece of a text, which a row accepts, and before each chain."""
+        """See `TreeCache.watch`; called after each prefill chunk and before each chain."""
         self._check = check
         for row in self.rows_B:
             row.check = check
@@ -85,7 +81,7 @@ class ChainCache:
     def commit(
         self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None, counts_B: Tensor | None = None
     ) -> None:
-        """Keep so many tokens of each row's chain; see `TreeCache.commit`."""
+        """See `TreeCache.commit`."""
         for number, (row, path) in enumerate(zip(self.rows_B, paths, strict=True)):
             assert list(path) == list(range(len(path))), "the target reads chains"
             row.accept(self.chains[number], len(path))
@@ -93,7 +89,7 @@ class ChainCache:
             self.chains[number] = []
 
     def forget(self) -> None:
-        """Drop what was read and never committed."""
+        """Drop uncommitted chains."""
         if self._check is not None:
             self._check()
         if any(self.chains):
@@ -110,7 +106,7 @@ class ChainCache:
         return part
 
     def kept(self, row: int, length: int) -> ChainCache:
-        """What a row has committed, in memory of its own; nothing where that is more than `length` tokens."""
+        """Copy a row if it has exactly `length` tokens, else return an empty cache."""
         alone = ChainCache(self._config, 1)
         if self.lengths[row] == length:
             alone.go_on_with(0, self.part(row, row + 1))
@@ -118,7 +114,7 @@ class ChainCache:
 
     def go_on_with(self, row: int, other: ChainCache) -> None:
         kept = copy.copy(other.rows_B[0])
-        kept.check = None  # it belongs to the call that read the row, and to what that call is part of
+        kept.check = None  # do not deepcopy the check, which belongs to the call that read the row
         self.rows_B[row], self.lengths[row] = copy.deepcopy(kept), other.lengths[0]
         self.rows_B[row].check = self._check
 
@@ -132,9 +128,8 @@ def read_chains(
     device: torch.device,
     max_length: int,
 ) -> tuple[Tensor, dict[int, Tensor]]:
-    """Read a chain for each row, one row after the other: logits [B, N, V] after each token, and aux hidden states
-    [B, N, E]. With `last_only` these are texts: they are committed, and logits come after the last token of each
-    alone."""
+    """Read a chain per row, row by row: logits [B, N, V] and aux hidden states [B, N, E]. With `last_only` the rows are
+    prompts: they are committed, and only the last token gets logits."""
     cache.forget()
     logits, states = [], []
     for number, (row, tokens) in enumerate(zip(cache.rows_B, rows, strict=True)):
@@ -173,21 +168,20 @@ def read_chains(
 
 
 def has_running_states(config: Any) -> bool:
-    """Whether layers of a model have linear attention."""
     return LINEAR in (getattr(config, "layer_types", None) or ())
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is the linear attention of a layer: it convolves and knows its place in the cache."""
+    """Detect linear attention by its convolution and cache index."""
     return hasattr(module, "conv1d") and hasattr(module, "layer_idx")
 
 
 def read_in_turn(module: Any, hidden_states: Tensor, **more: Any) -> Tensor:
-    """Linear attention in a forward of ours: first what is pending, then, with a copy of the state made, the chain."""
+    """Run linear attention on the pending tokens, snapshot the state, then run it on the chain."""
     forward = running()
     row: Row | None = None if forward is None else forward.row
     forward_of_class = type(module).forward
-    # What transformers called the cache before 5.24, and since.
+    # The cache argument is named `cache_params` before transformers 5.24, `cache` since.
     cached = any(more.get(name) is not None for name in ("cache_params", "cache"))
     if row is None or not cached:
         out: Tensor = forward_of_class(module, hidden_states, **more)

@@ -1,4 +1,4 @@
-"""Whether forwards of ours give what the model itself gives, tried at every loading, and whether bit for bit.
+"""Checks, at every load, that headstart's forwards match the model's own, and whether they can be bit-exact.
 
 Shape suffixes: K tokens of a path, V vocabulary, T tokens.
 """
@@ -20,15 +20,13 @@ from headstart.target.prepacked import in_panels
 from headstart.tree.tree import Tree
 
 _CHECKED, _SMALL_WINDOW = 20, 512
-"""Tokens before the tree, and windows up to which it stands beyond the window."""
+"""Tokens before the tree; largest sliding window for which the text exceeds the window."""
 _CLOSE, _ROUNDED, _IN_8_BITS = 0.02, 0.25, 0.5
-"""Differences of logits, as a share of their spread, that rounding explains in float32, in shorter dtypes and with
-products in 8 bits: bfloat16 rounds them by some percent, quantised layers by more, and 8 bits of rows and weights by
-23 % (float32) or 30 % (bfloat16) on this text of no sense. With SmolLM2-135M a token that leaks moves them by 54 or
-65 %, one that is hidden by 17 to 76 %, whichever it is: float32 alone is sure to show it. What runs in 8 bits has
-passed in full before."""
+"""Tolerated logit error, relative to the logits' standard deviation, in float32, shorter dtypes and 8 bits. On this
+nonsense text 8 bits cause 23 % (float32) or 30 % (bfloat16). With SmolLM2-135M a leaked token causes 54 or 65 %, a
+hidden one 17 to 76 %: only float32 is sure to catch it. Targets in 8 bits were checked in full precision before."""
 FAILS = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError)
-"""What a model raises that cannot do what it is asked."""
+"""Exceptions of a model that does not support a forward."""
 
 
 @torch.inference_mode()
@@ -38,17 +36,17 @@ def check_tree(
     limit: int | None,
     rounds: bool = False,
 ) -> None:
-    """A path through a tree must have the logits that the model itself gives the same text, read at once; the text
-    reaches beyond a sliding window, where that is small enough to read at every loading.
+    """Compare logits along a tree path with the model's own logits of the same text. The text exceeds the sliding
+    window if that is small.
 
     Args:
-        target: whose model it is.
-        path_logits: what our forwards give after a text and after each node on a path of a tree, [1 + K, V].
-        limit: of tokens, at which rotary frequencies change; None for none.
+        target: the target under test.
+        path_logits: logits [1 + K, V] of our forwards after a text and after each node of a tree path.
+        limit: length in tokens at which rotary frequencies change; None for none.
         rounds: whether our forwards multiply in 8 bits.
 
     Raises:
-        UserError: it has others, or cannot be asked.
+        UserError: the logits differ, or the model fails.
     """
     path = [0, 2, 4]  # root, second child, its child
     longest = min(target.max_length, limit or target.max_length) - len(path)
@@ -71,7 +69,7 @@ def check_tree(
 
 
 def refuse_rounding(target: FrozenModel, fitting: Fitting, record: Callable[[], Recorded]) -> None:
-    """Refuse exact="bits" where products or attention run without the compiled kernels; `record` records forwards."""
+    """Refuse exact="bits" if products or attention run without the compiled kernels."""
     device, dtype, prepacked = target.device, target.dtype, fitting.prepacked
     why, fix = None, ""
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-/* Attention of a few new tokens of each row over the slots that this row has in sight. */
+/* Attention of a few new tokens per row over the slots in sight. */
 
 #include "panels.h"
 #if defined(TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && STEP == 2
@@ -9,13 +9,13 @@
 #define BY_TILES(size) 0
 #endif
 
-#define WIDE (2 * VECTORS) /* vectors of a value that are added together for few queries */
-#define WORTH_THREADS 30000 /* numbers that are turned and kept */
-#define SLOTS_AHEAD 16 /* from the value that is read to what memory is asked for */
-#define LEAST 4 /* queries that are worth their own pass over the keys, where threads would have nothing to do */
+#define WIDE (2 * VECTORS) /* vectors of a value accumulated at once for few queries */
+#define WORTH_THREADS 30000 /* numbers to rotate and write */
+#define SLOTS_AHEAD 16 /* prefetch distance in values */
+#define LEAST 4 /* queries worth their own pass over the keys, if threads would idle otherwise */
 
 #if LANES == 16
-/* Sixteen vectors of sixteen floats, or pairs, turned: from rows to columns. */
+/* Transpose sixteen vectors of sixteen floats, or pairs. */
 static inline __attribute__((always_inline)) void turn_vectors(__m512i x[16]) {
     __m512i y[16];
     for (int k = 0; k < 16; k += 2) {
@@ -39,8 +39,7 @@ static inline __attribute__((always_inline)) void turn_vectors(__m512i x[16]) {
 }
 #endif
 
-/* Keys of `count` slots, at most PANEL, as a panel of their `size` inputs; slots that it has too much are zeros. What
-   comes next is asked for meanwhile. */
+/* Transpose keys of `count` slots, at most PANEL, into a zero-padded panel; prefetches `next`. */
 static void to_panel(const number *keys, int64_t count, int64_t size, const number *next, number *panel) {
     int64_t done = 0;
 #if LANES == 16 && (STEP == 2 || !defined(BFLOAT16)) /* sixteen slots of sixteen floats, or pairs, at a time */
@@ -83,14 +82,14 @@ static void to_panel(const number *keys, int64_t count, int64_t size, const numb
 }
 
 typedef struct {
-    const number *keys, *values; /* of a row and head, slot after slot from the first that is seen */
-    const number *then;          /* keys that are read next */
+    const number *keys, *values; /* of a row and head, from the first visible slot */
+    const number *then;          /* keys of the next task, to prefetch */
     int64_t seen, size, out_size;
     float scaling, *scores; /* [MOST, room] */
     int64_t room;
-    number *panels; /* of keys, each so many numbers after the other (0: there is room for one); they may be there already */
-    int64_t apart;
-    int turned;
+    number *panels; /* of keys */
+    int64_t apart;  /* numbers between panels; 0: they share a buffer */
+    int turned;     /* whether panels are filled already */
 } sight;
 
 static inline __attribute__((always_inline)) void score(const int queries, const sight *of, const float *x,
@@ -102,7 +101,7 @@ static inline __attribute__((always_inline)) void score(const int queries, const
 }
 
 #ifdef LONGEST
-/* All scores of at most MOST queries: slots are rows of tiles as they lie, queries are columns. */
+/* Scores of at most MOST queries. Tile rows are slots, straight from the cache; columns are queries. */
 static void score_by_tiles(const sight *of, int64_t count, const float *x) {
     number last[OF_TILE * LONGEST];
     float found[OF_TILE * OF_TILE] __attribute__((aligned(LINE)));
@@ -112,7 +111,7 @@ static void score_by_tiles(const sight *of, int64_t count, const float *x) {
         for (int64_t byte = 0; byte < OF_TILE * of->size * (int64_t)sizeof *next; byte += LINE)
             __builtin_prefetch((const char *)next + byte);
         if (of->seen - s < OF_TILE) keys = memcpy(last, keys, (of->seen - s) * of->size * sizeof *keys);
-        __asm__ volatile("" ::: "memory"); /* all that tiles read is written by now */
+        __asm__ volatile("" ::: "memory"); /* finish writes before tiles read */
         _tile_zero(0);
         for (int64_t i = 0; i < of->size; i += TILE) {
             _tile_loadd(4, keys + i, of->size * sizeof *keys);
@@ -129,7 +128,7 @@ static void score_by_tiles(const sight *of, int64_t count, const float *x) {
 }
 #endif
 
-/* Numbers of what queries find, from the `at`-th on: so many vectors. */
+/* Weighted sums of values, `vectors` vectors from number `at` on. */
 static inline __attribute__((always_inline)) void mix(const int queries, const int vectors, const sight *of, int64_t at,
                                                       const float *total, number *const *out) {
     lanes sums[MOST][WIDE];
@@ -150,7 +149,7 @@ static inline __attribute__((always_inline)) void mix(const int queries, const i
         for (int v = 0; v < vectors; v++) write_rounded(sums[q][v] / total[q], out[q] + at + v * LANES);
 }
 
-/* Attend with `count` queries, which lie side by side in x, each with its mask (NULL for none) and its output. */
+/* Attend with `count` queries, interleaved in x, each with its mask (or NULL) and output. */
 static void attend_queries(const sight *of, int64_t count, const float *x, const number *const *masks, number *const *out) {
 #ifdef LONGEST
     if (BY_TILES(of->size)) score_by_tiles(of, count, x);
@@ -163,11 +162,11 @@ static void attend_queries(const sight *of, int64_t count, const float *x, const
 #define SCORE(count) score(count, of, x, panel, s)
             OF_ROWS(count, SCORE)
         }
-    int64_t padded = (of->seen + PANEL - 1) / PANEL * PANEL; /* no loop ends in single numbers, with other roundings */
+    int64_t padded = (of->seen + PANEL - 1) / PANEL * PANEL; /* no scalar remainder loops, which round differently */
     float total[MOST];
     for (int64_t q = 0; q < count; q++) {
         float *score = of->scores + q * of->room, most_of[LANES], most = -__builtin_inff();
-        double sum = 0; /* whose rounding does not depend on where slots lie that are not seen */
+        double sum = 0; /* rounding must not depend on where hidden slots lie */
         const number *mask = masks[q];
         for (int64_t s = 0; s < of->seen; s++) score[s] = score[s] * of->scaling + (mask ? read_number(mask[s]) : 0);
         for (int64_t s = of->seen; s < padded; s++) score[s] = most;
@@ -177,7 +176,7 @@ static void attend_queries(const sight *of, int64_t count, const float *x, const
         for (int half = LANES / 2; half; half /= 2)
             for (int l = 0; l < half; l++) most_of[l] = most_of[l + half] > most_of[l] ? most_of[l + half] : most_of[l];
         most = most_of[0];
-        for (int64_t s = 0; s < padded; s++) { /* what is hidden is worth nothing at all */
+        for (int64_t s = 0; s < padded; s++) { /* hidden slots get exactly 0 */
             float below = score[s] - most;
             sum += score[s] = below > -87 ? exponential(below) : 0;
         }
@@ -206,10 +205,9 @@ static void attend_queries(const sight *of, int64_t count, const float *x, const
         }
 }
 
-/* Queries [rows, heads * groups, tokens, size], with strides in numbers from row to row, head to head and token to token;
-   keys and values of a row and head lie together, slot after slot. A row has `slots` in sight, of which it sees those from
-   `first` on, or the last `window` where that is not 0. Masks [.., tokens, slots from `first` on], if there are any, are
-   added to scores. out [rows, tokens, heads * groups, out_size]. 0 or NO_MEMORY. */
+/* Attention: out [rows, tokens, heads * groups, out_size] of queries [rows, heads * groups, tokens, size] with strides of
+   rows, heads and tokens. Keys and values are contiguous per row and head. A row sees its `slots` from `first` on, or the
+   last `window` if not 0. An additive mask [.., tokens, slots from `first` on] may be NULL. Returns 0 or NO_MEMORY. */
 int attend(const number *queries, const int64_t *query_strides, const number *keys, const int64_t *key_strides,
            const number *values, const int64_t *value_strides, const number *mask, const int64_t *mask_strides,
            const int64_t *slots, number *out, int64_t rows, int64_t heads, int64_t groups, int64_t tokens, int64_t size,
@@ -221,7 +219,7 @@ int attend(const number *queries, const int64_t *query_strides, const number *ke
     int complete = 1;
 #pragma omp parallel num_threads(threads) reduction(& : complete) if (threads > 1)
     {
-        /* Keys that several parts of the queries meet one after the other are turned once. */
+        /* Transpose keys once for consecutive parts of the queries. */
         int64_t apart = parts > 1 && !BY_TILES(size) ? PANEL * size : 0, latest = -1;
         int64_t bytes = (MOST * (size + room) + (apart ? room : PANEL) * size) * sizeof(float);
         float *x = thread_scratch(0, bytes);
@@ -260,7 +258,7 @@ int attend(const number *queries, const int64_t *query_strides, const number *ke
     return complete ? 0 : NO_MEMORY;
 }
 
-/* A head's numbers turned by their position; the sines of the first half have the other sign. Rounded where torch does. */
+/* Apply rotary positions to a head in place; the sines' first half is negated. Rounds where torch rounds. */
 static void turn(number *x, const number *restrict cos, const number *restrict sin, int64_t size) {
     number *restrict low = x, *restrict high = x + size / 2;
     for (int64_t d = 0; d < size / 2; d++) {
@@ -272,9 +270,8 @@ static void turn(number *x, const number *restrict cos, const number *restrict s
     }
 }
 
-/* The same for queries, keys and values that lie side by side in `joined` [rows, tokens, heads * (groups + 2) * size]:
-   queries and keys get their norms [size], where these are not NULL, and are turned by angles [rows, tokens, size], in
-   place; keys and values go to the last slots that their row has in sight. */
+/* Attention of queries, keys and values in `joined` [rows, tokens, heads * (groups + 2) * size]. First applies norms [size]
+   (or NULL) and rotary angles [rows, tokens, size] in place, and writes keys and values to the row's last slots. */
 int attend_joined(number *joined, const number *query_norm, const number *key_norm, float eps, const number *cos,
                   const number *sin, number *keys, const int64_t *key_strides,
                   number *values, const int64_t *value_strides, const number *mask, const int64_t *mask_strides,

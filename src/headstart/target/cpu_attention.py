@@ -1,8 +1,7 @@
-"""Attention of a few new tokens of each row on a CPU, in C: trees, and the next token of many rows.
+"""Batch-invariant CPU attention in C for a few new tokens per row: trees, and the next token of many rows.
 
-Torch's own attention takes 75 us a layer for a tree of 8 nodes after 250 tokens (9 heads, bfloat16, two threads), and
-13 us for the next token of a row and head where the target writes on one core. `cpu_attention.c` takes 36 and 5. What a
-token finds has the same bits in every tree and batch. Where it cannot be compiled, torch's is used.
+A layer takes 36 us for a tree of 8 nodes after 250 tokens (9 heads, bfloat16, two threads), and torch 75 us. The next
+token of a row and head takes 5 us on one core, and torch 13 us. Torch is the fallback if the C code does not compile.
 
 Shape suffixes: B rows, Q query heads, T new tokens, H key-value heads, S slots in sight, C slots of a mask, D size of
 a query and key, E size of a value.
@@ -23,12 +22,12 @@ from headstart.target.memory import check_status
 
 SOURCE = Path(__file__).with_suffix(".c")
 _TOKENS = 256
-"""New tokens of a row up to which it is used, and tried: it is faster for all of them."""
+"""Maximum new tokens per row; the kernel was measured to be faster up to here."""
 _Strides3, _Strides2 = ctypes.c_int64 * 3, ctypes.c_int64 * 2
 
 
 def serves(width: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a forward of so many new tokens of each row is one for it."""
+    """Whether the kernel serves a forward of `width` new tokens per row."""
     functions = _compiled(dtype) if width <= _TOKENS and _reads(dtype, device) else None
     return functions is not None and (functions.threads or torch.get_num_threads() == 1)
 
@@ -43,9 +42,10 @@ def few_tokens_attention(
     first: int = 0,
     window: int | None = None,
 ) -> Tensor | None:
-    """What new tokens find, [B, T, Q, E], among the first `slots_B` slots of their row: in all to which a mask adds no
-    -inf, which has the slots from `first` on; without one in the last `window` of them, or in all. None where torch has
-    to find it: in other or mixed dtypes, without a compiler, or where slots do not lie together."""
+    """Attend over the first `slots_B` slots of each row: [B, T, Q, E].
+
+    The mask is additive and starts at slot `first`. Without one, attends to the last `window` slots, or to all. Returns
+    None for unsupported or mixed dtypes, non-contiguous slots, or without a compiler."""
     (rows, query_heads, tokens, size), (heads, _, out_size) = query_BQTD.shape, value_BHSE.shape[1:]
     dtype, parts = query_BQTD.dtype, [query_BQTD, key_BHSD, value_BHSE]
     together = key_BHSD.stride()[2:] == (size, 1) and value_BHSE.stride()[2:] == (out_size, 1)
@@ -81,10 +81,11 @@ def joined_attention(
     first: int = 0,
     window: int | None = None,
 ) -> Tensor | None:
-    """`few_tokens_attention` of queries, keys and values that lie side by side, X = Q + 2 H. There queries and keys get
-    their RMS norms, weights [D] and an epsilon, and are turned by cosines and sines [.., D] (of the first half with the
-    other sign); keys and values are written to the last slots in sight of their row. None, with nothing written, where
-    that has to be done on torch."""
+    """`few_tokens_attention` of joined queries, keys and values, X = Q + 2 H.
+
+    First applies RMS norms (weights [D] and an epsilon) and rotary positions (cosines and sines [.., D], the sines'
+    first half negated) in place, and writes keys and values to the row's last slots in sight. Returns None, with
+    nothing written, if the kernel does not serve it."""
     (rows, tokens, _, size), dtype = joined_BTXD.shape, joined_BTXD.dtype
     norms_D = [] if norms is None else norms[:2]
     parts = [joined_BTXD, *angles_MD, key_BHCD, value_BHCD, *norms_D, *([] if mask_B1TC is None else [mask_B1TC])]
@@ -109,19 +110,19 @@ def joined_attention(
 
 
 def _kept(part_BHCD: Tensor) -> tuple[int, Any]:
-    """Where keys or values of a cache lie: of rows and of heads."""
+    """Address, and strides of rows and heads."""
     return part_BHCD.data_ptr(), _Strides2(*part_BHCD.stride()[:2])
 
 
 def masked(mask_B1TC: Tensor | None) -> tuple[int | None, Any]:
-    """Where a mask lies: of rows and of tokens."""
+    """Address of a mask, and strides of rows and tokens."""
     if mask_B1TC is None:
         return None, _Strides2()
     return mask_B1TC.data_ptr(), _Strides2(mask_B1TC.stride(0) if len(mask_B1TC) > 1 else 0, mask_B1TC.stride(2))
 
 
 def attender(dtype: torch.dtype) -> int:
-    """The address of `joined_attention` in C (see `steps`)."""
+    """Address of the C function behind `joined_attention` (see `steps`)."""
     return ctypes.cast(_compiled(dtype).attend_joined, ctypes.c_void_p).value or 0
 
 
@@ -131,7 +132,7 @@ def _reads(dtype: torch.dtype, device: torch.device) -> bool:
 
 @cache
 def _compiled(dtype: torch.dtype) -> Any:
-    """The functions for numbers of a dtype, which say whether they use threads; None where they cannot be had."""
+    """Compile for a dtype and set `threads`; None without a compiler."""
     names = ["BFLOAT16", *(["TILES"] if may_use_tiles() else [])] if dtype == torch.bfloat16 else []
     with_threads = library(SOURCE, names, threads=True)
     functions: Any = with_threads or (library(SOURCE, names) if torch.get_num_threads() == 1 else None)
@@ -140,13 +141,7 @@ def _compiled(dtype: torch.dtype) -> Any:
     functions.threads = with_threads is not None
     pointer, whole = ctypes.c_void_p, ctypes.c_int64
     functions.attend.argtypes = [*[pointer] * 10, *[whole] * 8, ctypes.c_float, ctypes.c_int]
-    functions.attend_joined.argtypes = [
-        *[pointer] * 3,
-        ctypes.c_float,
-        *[pointer] * 10,
-        *[whole] * 7,
-        ctypes.c_float,
-        ctypes.c_int,
-    ]
+    before, after = (*[pointer] * 3, ctypes.c_float), (*[whole] * 7, ctypes.c_float, ctypes.c_int)
+    functions.attend_joined.argtypes = [*before, *[pointer] * 10, *after]
     functions.attend.errcheck = functions.attend_joined.errcheck = check_status
     return functions

@@ -1,6 +1,5 @@
-/* What draft heads compute for a few rows on a CPU: products with weights in 8 bits, norms, attention over a cache,
-   whole levels and trees, the best drafts; and the target's choice. Rows lie one after the other, with nothing between
-   them unless a stride is given. */
+/* Kernels of draft heads for a few rows on a CPU: products with 8-bit weights, norms, attention over a cache, whole levels
+   and trees, best drafts; and an argmax. Rows are contiguous unless a stride is given. */
 
 #include <omp.h>
 
@@ -24,20 +23,20 @@
 #error "products are written for AVX2 and AVX-512"
 #endif
 
-#define HIGHEST 32767 /* of numbers in 16 bits */
-#define NO_TOKEN -2   /* status where the table lacks a token */
-#define AHEAD 4096    /* bytes from what is multiplied to what memory is asked for */
-#define STRETCH 128   /* inputs of a row with one scale, so that a large one takes nothing from those far from it */
+#define HIGHEST 32767 /* of 16-bit activations */
+#define NO_TOKEN -2   /* status: the table lacks a token */
+#define AHEAD 4096    /* prefetch distance in bytes */
+#define STRETCH 128   /* group size: inputs of a row that share a scale */
 
-/* Weights lie as panels: PANEL outputs side by side, two inputs of each together, then their next two. */
+/* Weights are in panels of PANEL outputs, with pairs of inputs interleaved. */
 typedef struct {
     const int8_t *weight;
     const number *scale;
     int64_t inputs, outputs;
 } map;
 
-/* A row in 16 bits, two inputs in each of `pairs`, and for each STRETCH of it what a step stands for; both lie `stride`
-   apart. What is no number makes all of its stretch none. */
+/* Quantise a row to 16 bits, in `pairs` of inputs, with a scale per STRETCH; both are `stride` apart. A NaN or infinity
+   makes its whole group NaN. */
 static void round_row(const number *x, int64_t inputs, int32_t *pairs, float *scales, int64_t stride) {
     for (int64_t start = 0; start < inputs; start += STRETCH, scales += stride) {
         int64_t stop = inputs - start < STRETCH ? inputs : start + STRETCH;
@@ -89,8 +88,8 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
     }
 }
 
-/* out [rows, all counts together] of x [rows, inputs] and some of the outputs of a map: as many as its `counts` say from
-   each of `firsts` on. 0 or NO_MEMORY, as of other functions here. */
+/* out [rows, sum of counts] = x [rows, inputs] times some outputs of a map: `counts[part]` from `firsts[part]` on.
+   Returns 0 or NO_MEMORY, as do other functions here. */
 static int multiply_parts(const map *of, const number *x, number *out, int64_t rows, int parts, const int64_t *firsts,
                           const int64_t *counts, int threads) {
     int64_t inputs = of->inputs, panels = 0, width = 0, stretches = (inputs + STRETCH - 1) / STRETCH;
@@ -138,7 +137,7 @@ int64_t outputs_of_a_panel(void) { return PANEL; }
 
 /* -- embeddings ---------------------------------------------------------------------------------------------------- */
 
-/* Whether there are all of these rows. */
+/* Returns 0 if an index is out of range. */
 int gather(const number *table, const int64_t *index, number *out, int64_t count, int64_t rows, int64_t size) {
     for (int64_t m = 0; m < count; m++) {
         if (index[m] < 0 || index[m] >= rows) return 0;
@@ -161,12 +160,12 @@ void norm(const number *x, const number *weight, number *out, int64_t rows, int6
 
 /* -- attention ----------------------------------------------------------------------------------------------------- */
 
-#define WORTH_THREADS 200000 /* numbers of keys that queries are multiplied with */
-#define QUERIES 16           /* that look at a slot together; those of one entry where these are more */
+#define WORTH_THREADS 200000 /* products of queries and keys */
+#define QUERIES 16           /* queries per pass over the slots, unless one entry has more */
 
 enum { ROW, SLOT, POSITION, BEFORE, FURTHER };
 
-/* A head's numbers turned by their position, times `scaling`. */
+/* Apply rotary positions to a head, and scale it. */
 static inline void turn(const number *x, const number *cos, const number *sin, float scaling, int64_t size, float *out) {
     int64_t half = size / 2;
     for (int64_t d = 0; d < half; d++) {
@@ -186,9 +185,9 @@ static inline void add(const number *x, float share, int64_t size, float *sums) 
     for (int64_t d = 0; d < size; d++) sums[d] += share * read_number(x[d]);
 }
 
-/* New entries, as many of each of the `asks` rows where `last` says of which one of a row it is asked what it finds; else
-   NULL, and it is asked of all. Each has its row, slot, position, the slots from the first on that it sees, and
-   `further` ones. Angles are [positions, size]; keys and values of a row and head lie slot after slot. */
+/* New entries. Outputs are computed for entry `last[row]` of each of `asks` rows with equally many entries, or for all
+   entries if NULL. An entry has its row, slot, position, the number of leading slots that it sees, and `further` slots.
+   Angles are [positions, size]; keys and values are contiguous per row and head. */
 typedef struct {
     const number *cos, *sin;
     number *keys, *values;
@@ -204,9 +203,8 @@ static inline int64_t angle_of(const sight *of, const int64_t *entry) {
     return (entry[POSITION] < of->positions ? entry[POSITION] : of->positions - 1) * of->size;
 }
 
-/* Writes keys and values of all entries, and what all heads find for those that are asked, [asks, heads * size]. Queries,
-   keys and values of an entry lie side by side in qkv; of the first `own` key heads, which find their own value, there
-   are values alone, and nothing of them is written. */
+/* Write keys and values of all entries, and attend: out [asks, heads * size]. qkv has joined queries, keys and values of an
+   entry. The first `own` key heads return their own value; qkv has only their values, and the cache nothing of them. */
 static int attend_beside(int64_t own, const number *qkv, const sight *of, number *out, int threads) {
     const number *cos = of->cos, *sin = of->sin;
     number *keys = of->keys + own * of->head_stride, *values = of->values + own * of->head_stride;
@@ -289,8 +287,7 @@ int attend(const number *qkv, const sight *of, number *out, int threads) {
 
 /* -- levels -------------------------------------------------------------------------------------------------------- */
 
-/* Norms are NULL where there are none; `gate_up` has both halves of an MLP gated by silu. The first `own` key heads find
-   their own position alone. */
+/* Norms may be NULL; `gate_up` is that of a SwiGLU MLP. The first `own` key heads attend only to their own position. */
 typedef struct {
     map qkv, output, gate_up, down;
     const number *input_norm, *query_norm, *key_norm, *mlp_norm;
@@ -298,8 +295,7 @@ typedef struct {
     float eps;
 } layer_weights;
 
-/* The stream after a layer [asks, size] of entries, from what its attention reads of all of them and the stream before
-   it. Rounded where torch rounds. */
+/* Run a layer: out [asks, size], from the attention input and the residual stream. Rounds where torch rounds. */
 static int layer(const layer_weights *of, const number *read, const number *stream, const sight *at, number *out,
                  int threads) {
     int64_t inputs = of->qkv.inputs, size = of->output.outputs, inner = of->down.inputs, found = of->output.inputs;
@@ -341,9 +337,9 @@ end:
     return status;
 }
 
-/* Heads that feed their output back: layers, and a norm (NULL for none) before the LM head, which is fed back, too, or
-   not. Where there is a table of embeddings, the first layer can read a normed embedding beside what is fed back, normed;
-   the stream then begins as this or as what was fed back. */
+/* Recurrent heads: layers, and a norm (or NULL) before the LM head; the feedback is taken after or before the norm. With a
+   table of embeddings, the first layer reads a normed embedding and the normed feedback, concatenated; the stream starts
+   from the feedback, normed or not. */
 typedef struct {
     const layer_weights *layers;
     map lm_head, fusion;
@@ -352,9 +348,9 @@ typedef struct {
     float eps;
 } recurrent;
 
-/* Of the entries that are asked for, what is fed back and the logits. Either `read` and `stream` are given, or tokens
-   and, by index, what their parents fed back; without parents, each token's own numbers for the fusion, whose result
-   stands for that. NO_TOKEN where the table has not all of the tokens. */
+/* Run a level: feedback and logits of the requested entries. Inputs are `read` and `stream`, or tokens with the feedback
+   `above` of their parents, by index; without parents, `above` is the fusion's input, one row per token. Returns NO_TOKEN
+   for a token outside the table. */
 int level(const recurrent *of, const number *read, const number *stream, const int64_t *tokens, const int64_t *parents,
           const number *above, const sight *at, number *feedback, number *logits, int threads) {
     int64_t size = of->lm_head.inputs, entries = at->count, rows = at[of->depth - 1].asks;
@@ -433,7 +429,7 @@ typedef int32_t ordered;
 #define INFINITE 0x7f800000
 #endif
 
-/* A whole number that is larger where a number is; both zeros have the same, and what is no number the largest. */
+/* Map a number to an integer of the same order; both zeros are equal, and NaN is the largest. */
 static inline ordered in_order(number x) {
     ordered bits;
     memcpy(&bits, &x, sizeof bits);
@@ -450,7 +446,7 @@ typedef ordered orders __attribute__((vector_size(4 * LANES)));
 #define MANY (int64_t)(sizeof(orders) / sizeof(ordered))
 #define BLOCK (16 * MANY)
 
-/* The largest of some numbers, the first one of several. */
+/* Find the first maximum. */
 static found largest(const number *x, int64_t start, int64_t end) {
     found best = {in_order(x[start]), start};
     for (int64_t stop; start < end; start = stop) {
@@ -458,7 +454,7 @@ static found largest(const number *x, int64_t start, int64_t end) {
         stop = start + BLOCK < end ? start + BLOCK : end;
         if (stop - start < BLOCK)
             for (int64_t i = start; i < stop; i++) of_block = in_order(x[i]) > of_block ? in_order(x[i]) : of_block;
-        else { /* as `in_order`, which compilers do not turn into vectors here */
+        else { /* `in_order`, vectorised by hand, since compilers do not */
             orders most = of_block - (orders){0};
             for (int64_t i = start; i < stop; i += MANY) {
                 orders bits;
@@ -475,8 +471,8 @@ static found largest(const number *x, int64_t start, int64_t end) {
     return best;
 }
 
-/* The index of the largest number of each row, the first one of several. Each thread looks at the outputs that a product
-   lets it write (see prepacked.c): they are in its cache. */
+/* Argmax of each row, the first of several. Each thread scans the outputs that it wrote in a product (see prepacked.c),
+   which are in its cache. */
 int argmax_rows(const number *x, int64_t *out, int64_t rows, int64_t size, int threads) {
     int64_t parts = size < threads ? size : threads;
     int64_t bytes = parts * rows * sizeof(found);

@@ -1,10 +1,9 @@
-"""What draft heads compute for a few rows on a CPU, in C: products with 8-bit weights, norms, attention, whole levels
-and trees where all weights are in 8 bits, best drafts; and the target's choice, of any number of rows.
+"""C kernels for draft heads with a few rows on a CPU: 8-bit products, norms, attention, drafts, and, if all weights are
+in 8 bits, whole levels and trees. Also an argmax over any number of rows.
 
-A level of a draft has one row, or a few. Torch takes longer to call its eighty operators, one after the other and with
-cold caches, than they compute; and its product with 8-bit weights takes three times as long. See `few_rows.c`.
-For drafts it is used in inference mode alone, which decoding is in: elsewhere the same code runs on torch, and says
-what this has to give but for rounding. Where it cannot be compiled, or the processor has no AVX2, torch does all.
+A draft level has a few rows and eighty operators, so torch spends most of it on dispatch; its 8-bit product is three
+times slower. The kernels run in inference mode only. Torch is the reference elsewhere, equal up to rounding, and the
+fallback without a compiler or AVX2. See `few_rows.c`.
 
 Shape suffixes: B rows of a batch, W new entries of each, F numbers of an entry, I inputs, N outputs, E hidden size, H
 all heads, P positions, R ranks, D draft vocabulary, V rows of a table, d head size.
@@ -31,12 +30,11 @@ from headstart.tree.tree import Request, Tree
 
 SOURCE = Path(__file__).with_suffix(".c")
 ROWS = 12
-"""Rows up to which it is used: with more, weights in 8 bits are not faster than full ones. Levels of a tree that is
-grown in one call may have more."""
+"""Maximum rows: with more, 8-bit weights are not faster. Levels of a tree grown in one call may have more."""
 MOST_NODES = 1024
-"""Of a tree that is grown in one call, which keeps them on the stack."""
+"""Nodes of a tree grown in one call, which keeps them on the stack."""
 FIELDS = 4
-"""Numbers of an entry before its further slots."""
+"""Fields of an entry before its further slots."""
 
 _UNKNOWN = Calibration()
 _P, _N = ctypes.c_void_p, ctypes.c_int64
@@ -88,11 +86,10 @@ class _Growth(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Int8Matrix:
-    """A matrix in 8 bits: what number (o, i) stands for is `rows()[o, i] * scale_N[o]`; rows after the first `outputs`
-    are padding.
+    """An 8-bit matrix, `rows()[o, i] * scale_N[o]`; rows past `outputs` are padding.
 
     Attributes:
-        kept: its rows one after the other, or `in_panels`.
+        kept: row-major, or in panels.
     """
 
     kept: Tensor
@@ -101,7 +98,7 @@ class Int8Matrix:
 
     @property
     def in_panels(self) -> bool:
-        """Whether it lies as C reads it."""
+        """Whether it has the layout of the C kernels."""
         return self.kept.dim() == 4
 
     @property
@@ -109,18 +106,18 @@ class Int8Matrix:
         return self.kept.shape[1] * (2 if self.in_panels else 1)
 
     def rows(self) -> Tensor:
-        """int8_NI; a copy, where it lies as C reads it."""
+        """int8_NI; a copy if in panels."""
         return self.kept.transpose(1, 2).reshape(-1, self.inputs) if self.in_panels else self.kept
 
 
 def in_panels(functions: Any, int8_NI: Tensor) -> Tensor:
-    """Rows in 8 bits as C reads them, [panels, pairs of inputs, outputs of a panel, 2]; outputs are a multiple of 32,
-    inputs of 2."""
+    """Repack to the C layout [panels, pairs of inputs, outputs of a panel, 2]; outputs are a multiple of 32, inputs of
+    2."""
     return int8_NI.view(-1, functions.outputs_of_a_panel(), int8_NI.shape[1] // 2, 2).transpose(1, 2).contiguous()
 
 
 def compiled(dtype: torch.dtype) -> Any:
-    """The functions for numbers of a dtype; None where there are none."""
+    """Compile the kernels for a dtype; None if unsupported."""
     return _compiled(dtype) if dtype in (torch.bfloat16, torch.float32) else None
 
 
@@ -150,18 +147,18 @@ def _compiled(dtype: torch.dtype) -> Any:
 
 
 def few(x: Tensor) -> bool:
-    """Whether x [.., I] is of a few rows on a CPU."""
+    """Whether x [.., I] has at most `ROWS` rows on a CPU."""
     return x.is_cpu and x.numel() <= ROWS * x.shape[-1]
 
 
 def serves(x: Tensor) -> Any:
-    """The functions, where they compute what is asked of x [.., I]: a few rows on a CPU, while decoding."""
+    """Return the kernels if they serve x [.., I]: a few rows on a CPU, in inference mode."""
     asked = torch.is_inference_mode_enabled() and few(x) and x.numel() > 0
     return compiled(x.dtype) if asked and not torch.is_autocast_enabled("cpu") else None
 
 
 def product(functions: Any, x: Tensor, matrix: Int8Matrix) -> Tensor:
-    """x [.., I] times a matrix, [.., N]."""
+    """Multiply x [.., I] by a matrix: [.., N]."""
     x, inputs = x.contiguous(), x.shape[-1]
     out = x.new_empty(*x.shape[:-1], matrix.outputs)
     pointers = ctypes.byref(_map(matrix)), x.data_ptr(), out.data_ptr()
@@ -170,7 +167,7 @@ def product(functions: Any, x: Tensor, matrix: Int8Matrix) -> Tensor:
 
 
 def embedding(functions: Any, table_VE: Tensor, index_BW: Tensor) -> Tensor:
-    """Rows of a table [B, W, E]; an IndexError where there is none of a number."""
+    """Look up rows of a table: [B, W, E]. Raises IndexError for an invalid id."""
     index_BW = index_BW.long().contiguous()
     out = table_VE.new_empty(*index_BW.shape, table_VE.shape[1])
     pointers = (part.data_ptr() for part in (table_VE, index_BW, out))
@@ -180,7 +177,7 @@ def embedding(functions: Any, table_VE: Tensor, index_BW: Tensor) -> Tensor:
 
 
 def norms(functions: Any, parts: Sequence[Tensor], weights: Sequence[Tensor], eps: float) -> Tensor:
-    """`F.rms_norm` over the last dimension of several [.., I], each with its weight, side by side."""
+    """Concatenate the `F.rms_norm` of several [.., I], each with its own weight."""
     size, count = parts[0].shape[-1], len(parts)
     out = parts[0].new_empty(*parts[0].shape[:-1], count * size)
     start, rows = out.data_ptr(), parts[0].numel() // size
@@ -192,30 +189,30 @@ def norms(functions: Any, parts: Sequence[Tensor], weights: Sequence[Tensor], ep
 
 
 class Layer:
-    """The weights of a layer, all in 8 bits, with an MLP that is gated by silu.
+    """The weights of an 8-bit layer with a SwiGLU MLP.
 
     Args:
-        maps: of queries, keys and values; of what heads found; of gate and up together; down.
-        norms: of the input, of queries, of keys and before the MLP; None where there is none.
+        maps: qkv, attention output, gate and up, down.
+        norms: input, query, key and MLP norms; None to skip one.
         eps: of the norms.
-        own_heads: key heads, the first ones, that find nothing but their own position.
+        own_heads: number of leading key heads that attend only to their own position.
     """
 
     def __init__(
         self, maps: Sequence[Int8Matrix], norms: Sequence[Tensor | None], eps: float, own_heads: int = 0
     ) -> None:
-        self._kept, self.own_heads = (maps, norms), own_heads  # for as long as C reads them
+        self._kept, self.own_heads = (maps, norms), own_heads  # keeps the weights alive
         self.weights = _LayerWeights(*map(_map, maps), *map(_pointer, norms), own_heads, eps)
 
 
 class Entering(NamedTuple):
-    """What the first layer reads, where that is a normed embedding beside what is fed back, normed.
+    """Input of the first layer: normed embedding and normed feedback, concatenated.
 
     Attributes:
         table_VE: embeddings.
         norms_E: weights of the two norms.
-        normed_stream: whether the stream begins as what is fed back after its norm, or before it.
-        fusion: of what is read of the target, to what stands for what is fed back; None where that is not in 8 bits.
+        normed_stream: whether the residual stream starts from the feedback after its norm, or before it.
+        fusion: maps target states to the initial feedback; None if that is not in 8 bits.
     """
 
     table_VE: Tensor
@@ -226,13 +223,13 @@ class Entering(NamedTuple):
 
 @dataclass(frozen=True)
 class Growth:
-    """How one row's tree is grown without randomness.
+    """Settings to grow one row's tree deterministically.
 
     Attributes:
         request: with its calibration, and without a shape.
         draft_to_target_D: int64, tokens of the draft vocabulary.
-        levels: at most.
-        ranks: children of a node at most.
+        levels: maximum.
+        ranks: maximum children of a node.
         base: slot of the root's entry.
     """
 
@@ -243,7 +240,6 @@ class Growth:
     base: int
 
     def for_c(self) -> _Growth:
-        """As C reads it."""
         request, calibration = self.request, self.request.calibration or _UNKNOWN
         sides = [(side.flat, len(side.log_probs)) for side in (calibration, calibration.after(True))]
         curves = [_Curves(*(part.buffer_info()[0] for part in parts), depths) for parts, depths in sides]
@@ -251,20 +247,20 @@ class Growth:
         sizes = request.max_nodes, most, self.levels, min(self.ranks, len(self.draft_to_target_D)), self.base
         thresholds = request.threshold, request.level_threshold
         made = _Growth((_Curves * 2)(*curves), self.draft_to_target_D.data_ptr(), *thresholds, *sizes)
-        made.kept = sides  # for as long as C reads them
+        made.kept = sides  # keeps the buffers alive
         return made
 
 
 class Recurrent:
-    """Heads that feed their output back, with all weights in 8 bits.
+    """Recurrent heads with all weights in 8 bits.
 
     Args:
-        layers: one after the other.
+        layers: in order.
         lm_head: over the draft vocabulary.
-        norm_E: the weight of the norm before it; None where there is none.
-        feeds_normed: whether that is fed back, or the last layer's stream.
+        norm_E: weight of the final norm, if any.
+        feeds_normed: whether the feedback is the normed stream or the raw one.
         eps: of the norms.
-        entering: what the first layer reads; None where it is given.
+        entering: input of the first layer; None if the caller computes it.
     """
 
     def __init__(
@@ -294,16 +290,16 @@ class Recurrent:
     def read(
         self, functions: Any, read_BWI: Tensor, stream_BWE: Tensor, sights: Sequence[Sight]
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, asked of a row, D] after new entries, and what these feed back [.., E], from what the first layer
-        reads of them and the stream before it."""
+        """Run a level from the first layer's input and the residual stream: logits [B, asked of a row, D] and feedback
+        [.., E]."""
         read_BWI, stream_BWE = read_BWI.contiguous(), stream_BWE.contiguous()
         return self._level(functions, stream_BWE, stream_BWE.shape, (read_BWI, stream_BWE, None, None, None), sights)
 
     def enter(
         self, functions: Any, tokens_BW: Tensor, parents: array[int] | None, above_BWX: Tensor, sights: Sequence[Sight]
     ) -> tuple[Tensor, Tensor]:
-        """The same where the first layer reads what is `entering`: from tokens int64, and of each the index among what
-        all rows' entries of the level before fed back; without parents from what was read of the target before each.
+        """Run a level from tokens (int64) through `entering`. `above_BWX` is the previous level's feedback, indexed by
+        `parents` over all rows, or without parents the target states before each token.
 
         Raises:
             IndexError: the table has no such token.
@@ -313,14 +309,14 @@ class Recurrent:
 
     @property
     def grows(self) -> bool:
-        """Whether whole trees are grown from tokens and what is read of the target."""
+        """Whether `grow` is supported."""
         return self.entering is not None and self.entering.fusion is not None
 
     def grow(
         self, functions: Any, pending: array[int], above_1PX: Tensor, sights: Sequence[Sight], how: Growth
     ) -> Tree:
-        """A tree of one row after pending tokens, the last of which is its root, and what was read of the target before
-        each; `sights` are those of their entries.
+        """Grow one row's tree; the last pending token is its root. `above_1PX` are the target states before each of
+        them, `sights` describe their entries.
 
         Raises:
             IndexError: the table has no such token.
@@ -369,14 +365,14 @@ def _pointer(weight: Tensor | None) -> int | None:
 
 
 class Sight(NamedTuple):
-    """New entries of a layer, and what they see.
+    """New entries of a layer, and the slots they attend to.
 
     Attributes:
-        entries: numbers [B, W, F] as `Entries` has them, and their shape.
-        last_B: of which entry of each row it is asked what it finds; None for all.
-        kv: where keys, turned by their position, and values go, [B, key heads, slots, d].
-        angles: (cos, sin) [P, d]; positions after the end take the last.
-        heads: of queries.
+        entries: fields [B, W, F] as in `Entries`, and their shape.
+        last_B: the entry of each row to compute an output for; None for all.
+        kv: cache of rotated keys and of values, [B, key heads, slots, d].
+        angles: (cos, sin) [P, d]; later positions are clamped.
+        heads: number of query heads.
     """
 
     entries: tuple[array[int], tuple[int, int, int]]
@@ -386,7 +382,7 @@ class Sight(NamedTuple):
     heads: int
 
     def for_c(self, dtype: torch.dtype) -> _Sight:
-        """As C reads it, beside numbers of this dtype."""
+        """Convert for C; `dtype` is that of the activations."""
         (keys, values), (cos, sin), (entries, (rows, width, fields)) = self.kv, self.angles, self.entries
         assert dtype == cos.dtype == keys.dtype, "all in one dtype"
         _, key_heads, slots, size = keys.shape
@@ -397,8 +393,7 @@ class Sight(NamedTuple):
 
 
 def attend(functions: Any, qkv_BWHd: Tensor, sight: Sight) -> Tensor:
-    """What entries find, [B, asked of a row, heads * d], whose queries, keys and values lie side by side in what a
-    layer read."""
+    """Attend with joined queries, keys and values: [B, asked of a row, heads * d]."""
     qkv_BWHd = qkv_BWHd.contiguous()
     rows, width, _, size = qkv_BWHd.shape
     found = qkv_BWHd.new_empty(rows, width if sight.last_B is None else 1, sight.heads * size)
@@ -413,17 +408,16 @@ def best(functions: Any, logits_BWD: Tensor, ranks: int, draft_to_target_D: Tens
     *shape, size = logits_BWD.shape
     assert ranks <= size == len(draft_to_target_D), "a token for each"
     out = torch.empty(3, *shape, ranks, dtype=torch.int32)
-    where = logits_BWD.data_ptr(), prod(shape), size, ranks, draft_to_target_D.data_ptr(), out.data_ptr()
-    functions.best(*where)
+    functions.best(logits_BWD.data_ptr(), prod(shape), size, ranks, draft_to_target_D.data_ptr(), out.data_ptr())
     return out
 
 
 def argmax(logits: Tensor) -> Tensor:
-    """Index of the largest logit [..] of logits [.., V], of several the first; NaN counts as the largest. It is that of
-    torch's argmax, which takes many times as long on a CPU. Of any number of rows, and in any mode."""
+    """Argmax [..] of logits [.., V], equal to torch's, including ties (first) and NaN (largest), but many times faster
+    on a CPU. Takes any number of rows, in any mode."""
     functions = compiled(logits.dtype) if logits.is_cpu and logits.is_contiguous() and logits.numel() else None
     if functions is None:
-        return logits.max(-1).indices  # that of torch's argmax, five times faster in bfloat16
+        return logits.max(-1).indices  # as torch's argmax, five times faster in bfloat16
     out = torch.empty(logits.shape[:-1], dtype=torch.long)
     functions.argmax_rows(logits.data_ptr(), out.data_ptr(), out.numel(), logits.shape[-1], torch.get_num_threads())
     return out

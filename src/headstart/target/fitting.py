@@ -1,14 +1,14 @@
-"""How forwards of ours run through a transformers model beside the model's own.
+"""Patch a transformers model so that headstart's forwards run beside its own.
 
-Its parts ask, in every call, which forward runs in their thread (`attention.running`): forwards of ours in several
-threads, and the model's own `generate` in another, do not see each other.
+Each patch looks up the forward of its thread (`attention.running`), so forwards in several threads, and the model's own
+`generate`, do not interfere.
 
-- Configs are replaced by a `Config` that names our attention to forwards of ours.
-- Hooks on aux layers give the states to the forward that asks for them.
-- Rotary embeddings whose frequencies depend on the length of the text choose them for each token.
-- Linear attention keeps a copy of its state before the chain that is verified, see `chains`.
-- Linear layers multiply with prepacked weights where that is faster (see `products`).
-- The LM head reads the tokens alone whose logits are wanted.
+- Configs become a `Config` that selects our attention in our forwards.
+- Hooks on aux layers capture their states.
+- Rotary embeddings with length-dependent frequencies choose them per token.
+- Linear attention snapshots its state before a chain (see `chains`).
+- Linear layers use prepacked weights where that is faster (see `products`).
+- The LM head runs only on tokens whose logits are wanted.
 
 Shape suffixes: B rows, T tokens of one forward, d components of a head.
 """
@@ -32,13 +32,13 @@ from headstart.target.prepacked import drop, fits, refresh
 from headstart.target.products import Matrix, can_prepack, is_matrix
 
 FINAL = -1
-"""The layer number of the last hidden state, after the final norm: what the LM head reads."""
+"""Layer number of the state after the final norm, the LM head's input."""
 _CHOOSER = "LM head"
-"""Names the hook that is on no layer."""
+"""Key of the hook on the LM head."""
 
 
 class Config:
-    """A model's config for one of its modules: the same, but for the attention of forwards of ours."""
+    """A proxy of a module's config that selects our attention in our forwards."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         object.__setattr__(self, "_config", config)
@@ -63,36 +63,35 @@ class Config:
 
 
 class Fitting:
-    """What one `Target` adds to its model. Rotary embeddings take other frequencies for texts of more tokens than
-    `limit`, where it is not None."""
+    """The patches of one `Target`. Texts of more than `limit` tokens have other rotary frequencies; None for no
+    limit."""
 
     def __init__(self, decoder: nn.Module, layers: nn.ModuleList, lm_head: nn.Module) -> None:
         self._decoder, self._layers, self._lm_head = decoder, layers, lm_head
         self._lock = threading.Lock()
         self._hooks: dict[int | str, Any] = {}
-        self._undo: list[Callable[[], Any]] = []  # what gives modules back their configs and forwards
+        self._undo: list[Callable[[], Any]] = []  # restore configs and forwards
         self._fit()
         limits = [_limit(module, kind) for module in decoder.modules() for kind in _long_types(module)]
         self.limit = min(limits, default=None)
 
     def ensure(self, aux_layers: Iterable[int]) -> None:
-        """Have everything in place for a forward with these aux layers."""
+        """Apply the patches that a forward with these aux layers needs."""
         if type(vars(self._decoder).get("config")) is not Config:
             self._fit()
         self._put_matrices()
         wanted: set[int | str] = {_CHOOSER, *aux_layers}
-        missing = wanted - self._hooks.keys()
-        if missing:
+        if missing := wanted - self._hooks.keys():
             with self._lock:
                 for layer in missing - self._hooks.keys():
                     self._hooks[layer] = self._hook(layer)
 
     def refresh(self) -> None:
-        """See whether prepacked weights are still those of their layers."""
+        """Drop stale prepacked weights."""
         refresh(self._packed_weights())
 
     def release(self) -> None:
-        """Take everything off again that this target has added; the next forward of ours puts it back."""
+        """Undo all patches; the next forward applies them again."""
         self.forget()
         with self._lock:
             for undo in self._undo:
@@ -100,26 +99,26 @@ class Fitting:
             self._undo = []
 
     def forget(self) -> None:
-        """Take the hooks off; configs, rotary embeddings and layers may serve other targets with the same model."""
+        """Remove the hooks; other patches may serve other targets of the same model."""
         with self._lock:
             for hook in self._hooks.values():
                 hook.remove()
             self._hooks = {}
 
     def end(self) -> None:
-        """The target is gone: take the hooks off, and free the memory of prepacked weights."""
+        """Clean up after the target: remove the hooks and free prepacked weights."""
         self.forget()
         drop(self._packed_weights())
 
     @cached_property
     def matrices(self) -> list[nn.Module]:
-        """Every module that multiplies rows by weights, the LM head first."""
+        """Every module with a matrix product, the LM head first."""
         modules = [*self._lm_head.modules(), *self._decoder.modules()]
         return [module for module in dict.fromkeys(modules) if is_matrix(module)]
 
     @cached_property
     def prepacked(self) -> list[nn.Module]:
-        """Linear layers with a prepacked copy of their weights: none where memory has no room for all of them."""
+        """Linear layers to prepack; none if memory does not fit all of them."""
         modules = [module for module in self.matrices if can_prepack(module)]
         return modules if fits(cast(Tensor, module.weight) for module in modules) else []
 
@@ -133,7 +132,7 @@ class Fitting:
         with self._lock:
             for module in self.prepacked:
                 forward = vars(module).get("forward")
-                if type(forward) is not Matrix:  # what somebody put there is part of it
+                if type(forward) is not Matrix:  # it wraps a foreign forward
                     self._replace(module, Matrix(module, forward))
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -146,7 +145,7 @@ class Fitting:
                 config = vars(module).get("config")
                 if isinstance(config, PreTrainedConfig) and type(config) is not Config:
                     self._undo.append(partial(setattr, module, "config", config))
-                    module.config = Config(config)  # type: ignore[assignment]  # stands in for it
+                    module.config = Config(config)  # type: ignore[assignment]  # a proxy
                 if _long_types(module) and "forward" not in vars(module):
                     self._replace(module, partial(_longrope_forward, module))
                 elif is_linear(module) and "forward" not in vars(module):
@@ -171,12 +170,12 @@ def _restore(module: nn.Module, forward: Any) -> None:
 
 
 def _choose(_module: nn.Module, args: tuple[Any, ...]) -> Any:
-    """The states of the tokens whose logits are wanted, [R, 1, E], in place of all, [B, T, E]."""
+    """Replace the states [B, T, E] by those of the wanted tokens, [R, 1, E]."""
     forward = running()
     if forward is None or forward.wanted is None:
         return None
     rows, indices = (index.to(args[0].device) for index in forward.wanted)
-    forward.wanted = None  # two targets may have the same model
+    forward.wanted = None  # a second target of the same model may hook it too
     return (args[0][rows, indices][:, None], *args[1:])
 
 
@@ -196,7 +195,7 @@ def _keep_input(_module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _long_types(module: nn.Module) -> list[str | None]:
-    """Types of layers (None: all) for which a rotary embedding is of the kind "longrope"."""
+    """Layer types (None: all) with "longrope" rotary embeddings."""
     kind = vars(module).get("rope_type")
     if isinstance(kind, dict):
         return [layer_type for layer_type, name in kind.items() if name == "longrope"]
@@ -204,10 +203,9 @@ def _long_types(module: nn.Module) -> list[str | None]:
 
 
 def _longrope_forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **more: Any) -> Any:
-    """The forward of a "longrope" embedding, which has two sets of frequencies: for short texts and for long ones.
+    """Run a "longrope" embedding, choosing short or long frequencies per token, as in a loop over single tokens.
 
-    transformers takes one set for all tokens of a forward, by the last position in it. Here each token gets the set of
-    the text as it stood when it was read, as in a loop over single tokens.
+    transformers chooses one set for all tokens of a forward, by its last position.
     """
     forward = running()
     if layer_type is not None:
@@ -229,7 +227,7 @@ def _limit(module: Any, layer_type: str | None) -> int:
 
 
 def _fixed(module: Any, layer_type: str | None, long: bool, device: torch.device) -> nn.Module:
-    """A twin of a rotary embedding that has one set of frequencies, always."""
+    """Return a cached copy of a rotary embedding with fixed frequencies."""
     twins = vars(module).setdefault("_headstart_twins", {})
     key = (layer_type, long, device)
     if key not in twins:

@@ -1,4 +1,4 @@
-"""What a frozen model is, whatever runs through it: sizes, ends of turns, identity, embeddings and LM head.
+"""Properties of a frozen model: sizes, end tokens, identity, embeddings and LM head.
 
 Shape suffixes: V vocabulary, E hidden size.
 """
@@ -35,21 +35,21 @@ from headstart.target.lm_head import Finish, plain_weight, unpacked
 
 _TREE_LAYERS = {"full_attention", "sliding_attention", LINEAR}
 _RESERVED = re.compile(r"reserved|unused|extra_id|placeholder|<\|?mask|dummy|<pad\d", re.IGNORECASE)
-"""How tokenizers call tokens that are kept for later."""
+"""Names of reserved tokens."""
 
 
 class FrozenModel:
-    """A transformers causal language model and its tokenizer; changes nothing about it.
+    """A transformers causal language model and its tokenizer, both unchanged.
 
     Attributes:
-        tokenizer: None where no text is read or written.
-        spec: what to pass to `load_target` to get it again.
-        origin: what it was before its weights were changed at loading; None where they are as they were read.
-        max_length: tokens that it can read.
-        rounded: whether its weights have been through few bits, as those of a GGUF file have.
-        sharded: whether each process holds a part of its weights; all of them then run every forward.
-        window: of the layers with a sliding window; None when every layer sees everything.
-        device: where tokens go in, and logits and aux hidden states come out.
+        tokenizer: None if no text is read or written.
+        spec: argument of `load_target` to load it again.
+        origin: the model before loading changed its weights; None if they are unchanged.
+        max_length: context length in tokens.
+        rounded: whether the weights were dequantised, as those of a GGUF file.
+        sharded: whether weights are sharded over ranks, all of which then run every forward.
+        window: sliding window; None if no layer has one.
+        device: device of input tokens, logits and aux hidden states.
         dtype: of hidden states.
 
     Raises:
@@ -77,13 +77,13 @@ class FrozenModel:
         self._lender: FrozenModel | None = None
 
     def with_tokenizer(self, tokenizer: Any) -> Self:
-        """The same model with another tokenizer of the same vocabulary; itself where that is its own."""
+        """Return this model with another tokenizer of the same vocabulary."""
         if tokenizer is self.tokenizer:
             return self
         other = copy(self)
         other.tokenizer = tokenizer
         other.__dict__.pop("markup", None)
-        other._lender = self  # its fitting is undone when it goes
+        other._lender = self  # keeps the patches, which are undone once `self` is collected
         return other
 
     @property
@@ -93,17 +93,17 @@ class FrozenModel:
 
     @property
     def model_name(self) -> str:
-        """The same of the model as it was read."""
+        """The name without adapter and quantization."""
         return self.spec or str(getattr(self.config, "_name_or_path", "")) or type(self.model).__name__
 
     def named(self, name: str) -> str:
-        """A name of the model as it was read, with what was done to it since."""
+        """Append adapter and quantization to a name."""
         adapter = "" if self.adapter is None else f" with the adapter {self.adapter.name}"
         return f"{name}{adapter}" + ("" if self.quantization == "none" else f" in {self.quantization}")
 
     @property
     def quantization(self) -> str:
-        """What its linear layers were put into when it was loaded: "int8", "int4" or "none"."""
+        """Quantization applied at loading: "int8", "int4" or "none"."""
         return "none" if self.origin is None else self.origin.quantization
 
     @property
@@ -122,7 +122,7 @@ class FrozenModel:
 
     @cached_property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a turn: those of the generation config, else of the config, and the tokenizer's own."""
+        """Tokens that end a turn: from the generation config, else the config, plus the tokenizer's."""
         configured = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         if configured is None:
             configured = getattr(self.config, "eos_token_id", None)
@@ -135,7 +135,7 @@ class FrozenModel:
         return AnswerMarkup() if self.tokenizer is None else AnswerMarkup.of(self.tokenizer)
 
     def text_of(self, answer: Sequence[int]) -> str:
-        """Decode an answer, without special tokens and without messages of other channels than that of answers."""
+        """Decode an answer without special tokens and other channels' messages."""
         return answer_text(answer, self.tokenizer, self.end_tokens, self.markup)
 
     @cached_property
@@ -143,8 +143,8 @@ class FrozenModel:
         return spare_token(self.tokenizer, self.vocab_size, self.blank)
 
     def blank(self, token_id: int) -> bool:
-        """Whether heads can read nothing of a token: its embedding is zeros, or not finite."""
-        if self.embedding_weight.is_meta or token_id >= len(self.embedding_weight):  # there is nothing to look at
+        """Whether a token's embedding is zero or not finite."""
+        if self.embedding_weight.is_meta or token_id >= len(self.embedding_weight):  # nothing to inspect
             return False
         size = float(self.embedding_weight[token_id].float().abs().sum())
         return not 0 < size < math.inf
@@ -156,7 +156,7 @@ class FrozenModel:
 
     @property
     def whole_identity(self) -> str:
-        """What all that is computed with it depends on: its weights, its settings and the dtype it runs in."""
+        """Cache key of its outputs: weights, settings and dtype."""
         return f"{self.identity().fingerprint} {self.settings} {self.dtype_name}"
 
     @property
@@ -164,12 +164,12 @@ class FrozenModel:
         return dtype_name(self.dtype)
 
     def sketch(self) -> dict[str, Any]:
-        """What tells this model, in any rounding, from others; for JSON. See `differs_from`."""
+        """Identify the model in any rounding, as JSON; see `differs_from`."""
         sketched = sketch(self.model, self.tokenizer, self.architecture, self.origin)
         return {**sketched, "rounded": True} if self.rounded else sketched
 
     def differs_from(self, sketched: Mapping[str, Any]) -> str | None:
-        """In what this model differs from one that was sketched, but for rounding; None in nothing that shows."""
+        """Describe how this model differs from a sketched one, beyond rounding; None if it does not."""
         return differs(
             sketched, self.model, self.tokenizer, self.architecture, origin=self.origin, rounded=self.rounded
         )
@@ -185,22 +185,21 @@ class FrozenModel:
 
     @cached_property
     def settings(self) -> str:
-        """Hash of what changes the model's numbers besides its weights: rotary scaling, windows, scales."""
+        """Hash of config fields that affect outputs: rotary scaling, windows, scales."""
         return settings_hash(self.config)
 
     def lm_head(self, final_state: Tensor) -> Tensor:
-        """Logits [..., V] from states read at FINAL, as the model itself computes them, and where the states are."""
+        """Compute logits [..., V] from FINAL states, on the states' device."""
         logits: Tensor = self.model.get_output_embeddings()(final_state)
         return self.finish(logits.to(final_state.device))
 
     @cached_property
     def finish(self) -> Finish:
-        """What the model does to its LM head's output: caps and scales of Gemma, Cohere and Granite."""
         return Finish.of(self.config)
 
     @property
     def lm_head_weight(self) -> Tensor:
-        """[V, E]; unpacked once when it is quantised."""
+        """[V, E]; dequantised once if packed."""
         weight = plain_weight(self.model.get_output_embeddings(), self.vocab_size, self.hidden_size)
         return self._unpacked_lm_head if weight is None else weight
 
@@ -219,19 +218,19 @@ class FrozenModel:
         return weight
 
     def save(self, folder: str | Path) -> None:
-        """Write the model as it is, with its adapter merged, and its tokenizer, for transformers to read."""
+        """Save model (adapter merged) and tokenizer in transformers' format."""
         self.model.save_pretrained(folder)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
     @contextmanager
     def stock(self) -> Iterator[Any]:
-        """The untouched transformers model, for `transformers.generate` as a baseline."""
+        """Yield the transformers model, for `generate` as a baseline."""
         yield self.model
 
 
 def refuse_layers(name: str, config: Any) -> None:
-    """Refuse a model with layers that can take neither a token tree nor a chain."""
+    """Refuse a model with layers that support neither trees nor chains."""
     kinds = set(getattr(config, "layer_types", None) or ())
     unknown = sorted(kinds - _TREE_LAYERS if kinds - {LINEAR} else kinds)
     if unknown:
@@ -263,14 +262,13 @@ def _sliding_window(config: Any) -> int | None:
 
 
 def spare_token(tokenizer: Any, vocab_size: int, blank: Callable[[int], bool] = lambda token_id: False) -> int | None:
-    """A token of a model that no text uses, for heads that read a placeholder where a token is not known yet: the first
-    of these whose embedding is not blank; None where there is none.
+    """Choose an unused token as a mask token for heads: the first of these with a non-blank embedding, or None.
 
-    1. the first row after those of the tokenizer, where the embeddings were rounded up;
-    2. the tokenizer's own mask token;
-    3. a reserved token by its name;
-    4. the last added token that neither the chat template nor the tokenizer gives a meaning;
-    5. the padding token, where it ends nothing.
+    1. the first row past the tokenizer's vocabulary, if embeddings are padded;
+    2. the tokenizer's mask token;
+    3. a reserved token, by name;
+    4. the last added token without a role in tokenizer or chat template;
+    5. the padding token, if it has no other role.
     """
     if tokenizer is None:
         return None

@@ -1,13 +1,12 @@
-"""Forwards on a GPU as CUDA graphs: one launch runs all operators of a forward, over buffers at fixed addresses.
+"""CUDA graphs of target forwards, which avoid launch overhead.
 
-A small forward is over before the host has launched its next operator; a graph leaves that to the device. A graph has
-fixed shapes, so there is one for each bucket: rows and slots in sight in powers of two, widths of `WIDTHS`, and the
-layers whose states are wanted. Tokens, depths, visibility and lengths are filled into its buffers; positions, masks and
-slots are computed from them inside of it. What fills a bucket up is read like a node, and never looked at.
+There is one graph per bucket: rows and slots in sight in powers of two, widths of `WIDTHS`, and the captured layers.
+Tokens, depths, visibility and lengths are copied to static buffers; the graph computes positions, masks and slots.
+Padding is read like a node and never looked at.
 
-Keys and values stay where a graph found them: a cache is lent memory, which comes back with its graphs, so that the
-next call captures nothing. Some memories are kept, for requests that run at once and for lengths that alternate.
-`Captures` is shared with graphs of other forwards, such as those of draft heads (see `drafters.captured`).
+Graphs need the KV cache at a fixed address, so caches borrow pooled memory and return it with its graphs. The pool
+keeps a few, for concurrent requests and alternating lengths. `Captures` also serves the graphs of draft heads (see
+`drafters.captured`).
 
 Shape suffixes: B rows, N nodes, of a bucket; V vocabulary, E hidden size.
 """
@@ -30,16 +29,15 @@ from headstart.target.memory import Memory, free_bytes
 from headstart.tree.tree import TreeBatch
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
-"""Nodes of a row that buckets have; wider trees run without a graph."""
+"""Bucket widths in nodes per row; wider trees run without a graph."""
 _LEAST_SEEN = 128
-"""Slots that the smallest bucket has in sight: a fresh text does not pass through many."""
+"""Slots in sight of the smallest bucket."""
 _ROOMY = 0.25
-"""Share of the free memory up to which a cache may be larger than asked for, so that it serves the next call."""
+"""Round a cache up to a power of two while it takes at most this share of free memory."""
 _KEPT, _KEPT_SHARE = 4, 0.1
-"""Memories that are kept for later calls at most, and the share of the free memory that they may take with the next
-call's. The least recently used one goes first."""
+"""Maximum spare memories (LRU), and their maximum share of free memory together with the next call's."""
 _TOO_LARGE = 4
-"""How many times as large as asked for a memory may be that serves again."""
+"""Maximum ratio of a reused memory's size to the requested one."""
 
 M = TypeVar("M", bound=Memory)
 In = TypeVar("In")
@@ -51,7 +49,7 @@ Outputs = tuple[Tensor, dict[int, Tensor]]
 
 @dataclass
 class Inputs:
-    """The buffers that a graph reads. Nodes that nobody filled see themselves; rows have a length of before, or 0."""
+    """Input buffers of a graph. Padding nodes see themselves; padding rows keep an earlier length, or 0."""
 
     tokens_BN: Tensor
     depths_BN: Tensor
@@ -65,8 +63,7 @@ class Inputs:
         return cls(tokens_BN, torch.zeros_like(tokens_BN), visible_BNN, torch.zeros_like(tokens_BN[:, :1]))
 
     def fill(self, batch: TreeBatch, cache: TreeCache) -> None:
-        """Put in a batch of at most as many rows and nodes. No node sees a later one, so that what a wider batch left
-        behind is not seen."""
+        """Copy in a batch that fits. Leftovers of a wider batch are hidden, since no node sees a later one."""
         rows, width = batch.tokens_BN.shape
         self.tokens_BN[:rows, :width] = batch.tokens_BN
         if self.tokens_BN.shape[1] > 1:
@@ -79,20 +76,19 @@ class Inputs:
 
 
 Forward = Callable[[Inputs, TreeCache, int, frozenset[int]], Outputs]
-"""Runs the operators over `Inputs`, with a cache, so many slots in sight, and these layers' states wanted."""
-
+"""Takes inputs, cache, slots in sight and the aux layers."""
 
 _of_thread = threading.local()
 
 
 def captured() -> int:
-    """How many forwards this thread has captured: work that is done once, and no part of what a round takes."""
+    """Captures of this thread; one-off work that round timings leave out."""
     return getattr(_of_thread, "captured", 0)
 
 
 @dataclass
 class Graph(Generic[In, T]):
-    """A captured forward, the buffers that it reads, and what a replay gives."""
+    """A captured forward with its input and output buffers."""
 
     graph: Any
     inputs: In
@@ -100,13 +96,13 @@ class Graph(Generic[In, T]):
 
 
 class Captures(Generic[M]):
-    """Forwards that are captured, and the memory that their graphs know.
+    """A pool of memories with their captured forwards.
 
     Args:
-        slot_bytes: what one slot of a row takes.
+        slot_bytes: bytes of one slot of a row.
 
     Attributes:
-        refused: why nothing is captured any more; None while all went well.
+        refused: why capturing has stopped, if it has.
     """
 
     def __init__(self, slot_bytes: int, device: torch.device) -> None:
@@ -116,22 +112,22 @@ class Captures(Generic[M]):
         self.refused: str | None = None
 
     def refuse(self, reason: str) -> None:
-        """Capture nothing any more."""
+        """Stop capturing."""
         self.refused = reason
         self.forget()
 
     def forget(self) -> None:
-        """Free the memories that are kept for later texts."""
+        """Free the spare memories."""
         self._spares = []
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes of the memories that are kept for later texts, and freed where the next one needs them."""
+        """Bytes of spare memories, which are freed on demand."""
         return sum(memory.bytes for memory in list(self._spares))
 
     def lend(self, make: Callable[[int, int], M], rows: int, capacity: int, weights: Iterable[Tensor]) -> M:
-        """Return memory for at least these rows and slots, cleared; `make` allocates it if no kept one fits. Its graphs
-        are dropped once any of these weights has moved."""
+        """Return cleared memory for at least these rows and slots; `make` allocates it if no spare one fits. Drops its
+        graphs if any of these weights has moved."""
         roomy = power(capacity)
         with self._lock:
             spares, self._spares = self._spares, []  # a garbage collection in here may return others
@@ -163,7 +159,7 @@ class Captures(Generic[M]):
         return memory
 
     def until_gone(self, user: object, memory: M) -> None:
-        """Have memory come back when its user is gone, unless its `lent` is detached before."""
+        """Return memory to the pool when its user is collected, unless its `lent` is detached before."""
         memory.lent = weakref.finalize(user, self._keep, memory)
 
     def _keep(self, memory: M) -> None:
@@ -171,11 +167,11 @@ class Captures(Generic[M]):
             self._spares = [*self._spares, memory][-_KEPT:] if self.refused is None else []
 
     def capture(self, memory: M, bucket: Any, inputs: In, forward: Callable[[], T]) -> Graph[In, T] | None:
-        """The graph of a forward over these inputs, which is in the memory from then on; None where there can be none.
-        The forward runs twice before, and must give the same again."""
+        """Capture a forward over these inputs and keep the graph in the memory; None on failure. The forward runs twice
+        before, so it must be repeatable."""
         _of_thread.captured = captured() + 1
         try:
-            # Kernels and libraries set themselves up at their first calls, which no graph can hold.
+            # Warm-up: kernels and libraries initialise at their first calls, which cannot be captured.
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no types
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
@@ -185,7 +181,6 @@ class Captures(Generic[M]):
             if memory.pool is None:
                 memory.pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile.
             with torch.cuda.graph(graph, pool=memory.pool, capture_error_mode="thread_local"):
                 outputs = forward()
         except RuntimeError as error:
@@ -198,15 +193,14 @@ class Captures(Generic[M]):
 
 
 class Graphs(Captures[KeyMemory]):
-    """The CUDA graphs of one target, which they do not keep alive; `layers` is what its layers keep, all on one
-    device."""
+    """The CUDA graphs of one target, without a reference to it; all `layers` are on one device."""
 
     def __init__(self, layers: Sequence[LayerKeys]) -> None:
         super().__init__(sum(layer.bytes for layer in layers), layers[0].device)
         self._new_memory = partial(KeyMemory, layers)
 
     def new_cache(self, rows: int, capacity: int, weights: Iterable[Tensor]) -> TreeCache:
-        """An empty cache in memory that graphs can know; there is room to fill up the widest bucket."""
+        """Create an empty cache in pooled memory, with room for the padding of the widest bucket."""
         memory = self.lend(self._new_memory, rows, capacity + WIDTHS[-1], weights)
         cache = TreeCache.of(memory, rows)
         self.until_gone(cache, memory)
@@ -215,8 +209,8 @@ class Graphs(Captures[KeyMemory]):
     def __call__(
         self, forward: Forward, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int]
     ) -> Outputs | None:
-        """Read a tree, as `Target.forward_tree` does; None where no graph can. What is captured is `forward`, which
-        must neither wait for the device nor send it anything."""
+        """Run `Target.forward_tree` as a graph; None if that is impossible. `forward` is captured, so it must neither
+        synchronise nor upload."""
         memory, lengths = cache.memory, cache.lengths
         width = next((width for width in WIDTHS if width >= batch.size), None)
         if self.refused or memory is None or width is None or max(lengths) + width > memory.capacity:
@@ -239,16 +233,16 @@ class Graphs(Captures[KeyMemory]):
                 return None
         graph.graph.replay()
         logits_BNV, states = graph.outputs
-        # The next replay of any graph of this memory writes over them.
+        # The next replay of any graph of this memory overwrites the outputs.
         part = slice(cache.rows), slice(batch.size)
         return logits_BNV[part].clone(), {layer: state_BNE[part].clone() for layer, state_BNE in states.items()}
 
 
 def slots_in_sight(slots: int, memory: Memory) -> int:
-    """Of the bucket for so many."""
+    """Round up to a bucket."""
     return min(max(_LEAST_SEEN, power(slots)), memory.capacity)
 
 
 def power(number: int) -> int:
-    """The least power of two that is not less."""
+    """Round up to a power of two."""
     return 1 << (number - 1).bit_length()

@@ -1,27 +1,25 @@
-/* A tree of one row that recurrent heads grow level by level, chosen without randomness: what `grow` in
-   drafters/heads.py does, in one call. Between two levels there are microseconds of work, for which Python takes as long
-   as a level. */
+/* Grow one row's tree from recurrent heads without randomness, as `grow` in drafters/heads.py does. In Python, the work
+   between two levels takes as long as a level. */
 
 #define DEEPEST 16 /* levels, as in calibration.py */
 
-/* From a draft's log-probability to how likely it is accepted, by depth: knots from `starts` of it on, linear between
-   them; and how likely a node of each level has a child that is accepted. */
+/* Acceptance probability by log-probability, linear between the knots of a depth, which begin at its `starts`; `reached`:
+   probability that a node of each level has an accepted child. */
 typedef struct {
     const double *knots, *shares, *reached;
     const int64_t *starts;
     int64_t depths;
 } curves;
 
-/* What may grow: curves after paths that kept to each node's best draft, and after others. */
 typedef struct {
-    curves of_path[2];
+    curves of_path[2];     /* after paths of best drafts only, and after others */
     const int64_t *tokens; /* of the draft vocabulary */
     double threshold, level_threshold;
     int64_t max_nodes, most_children, levels, ranks, base; /* the slot of the root's entry */
 } growth;
 
-/* A node of the newest level: its parent's index in the level before, whether its path has left the best one, and the
-   slots that it sees beside the text's. */
+/* A node of the newest level: its parent's index in the previous level, whether its path has left the best one, and the
+   slots of its path. */
 typedef struct {
     int64_t node, above, off_best, path[DEEPEST];
 } leaf;
@@ -31,7 +29,7 @@ typedef struct {
     int64_t index; /* of a node, or of a leaf and a rank together */
 } choice;
 
-/* The likelier first, of equals the one that came first. */
+/* By descending probability, then by index. */
 static int in_order_of_worth(const void *left, const void *right) {
     const choice *a = left, *b = right;
     if (a->prob != b->prob) return a->prob > b->prob ? -1 : 1;
@@ -48,9 +46,9 @@ static double accepted(const curves *of, int64_t depth, double log_prob) {
     return slope * (log_prob - of->knots[at]) + of->shares[at];
 }
 
-/* Nodes of the tree, the root's token being the first: their tokens and parents, one after the other, [2, 2 * max_nodes],
-   and probabilities; `drafted` is how many levels were. `at` says what the pending entries see in each layer, `tokens`
-   and `above` are theirs, see `level`, whose status is returned where it is not 0. */
+/* Return the number of nodes, or the status of `level` if not 0. Fills tokens (tokens[0] is the root's, given) and parents,
+   [2, 2 * max_nodes], probabilities, and the number of drafted levels. `at`, `pending` and `above` describe the pending
+   entries, see `level`. */
 int64_t grow(const recurrent *heads, const growth *how, sight *at, const int64_t *pending, const number *above,
              int64_t *tokens, double *probs, int64_t *drafted, int threads) {
     int64_t most = how->max_nodes, ranks = how->ranks, nodes = 1, slots = 0, width = 1, *parents = tokens + 2 * most;
@@ -112,7 +110,7 @@ int64_t grow(const recurrent *heads, const growth *how, sight *at, const int64_t
                 tokens[nodes] = table[2 * width * ranks + k], parents[nodes] = leaves[k / ranks].node;
                 probs[nodes++] = wanted[k];
             }
-        if (nodes > most) { /* the best of them, parents before children */
+        if (nodes > most) { /* keep the best, parents before children */
             for (int64_t m = 1; m < nodes; m++) choices[m - 1] = (choice){probs[m], m}, renumbered[m] = 0;
             qsort(choices, nodes - 1, sizeof *choices, in_order_of_worth);
             for (int64_t m = 0; m < most - 1; m++) renumbered[choices[m].index] = 1;

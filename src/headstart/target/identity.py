@@ -1,7 +1,7 @@
-"""Which model a target is: exactly, and as far as rounding its weights leaves it the same model.
+"""Identify a target, exactly and up to rounding of its weights.
 
-What is made of a target's states belongs to these weights in this rounding, and goes by `fingerprint`. Heads fit every
-rounding of the model that they were trained on, and go by a `sketch`: some numbers of the weights themselves.
+Stored states belong to exact weights, identified by `fingerprint`. Heads fit every rounding of their model, identified
+by a `sketch`: a sample of the weights.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from typing_extensions import TypedDict
 from headstart.target.lm_head import is_packed, plain_weight
 
 BUNDLED = "adapter"
-"""Folder of an adapter that lies with the heads for it."""
+"""Folder of an adapter bundled with its heads."""
 _PRINTED = 64
-"""Numbers of each parameter in a fingerprint."""
+"""Samples per parameter in a fingerprint."""
 _PARAMETERS, _NUMBERS = 32, 16
-"""Of a sketch: parameters, spread over the model, and numbers of each."""
+"""Parameters in a sketch, spread over the model, and samples of each."""
 _Numbers = Annotated[list[FiniteFloat], Field(min_length=_NUMBERS, max_length=_NUMBERS)]
 _NEAR, _TINY = 2**-7, 1e-6
-"""How far, relatively and absolutely, rounding to bfloat16 or float16 moves a number."""
+"""Relative and absolute tolerance for rounding to bfloat16 or float16."""
 _EQUAL_SHARE = 0.97
-"""Of the numbers that nothing but such rounding may have moved."""
+"""Required share of samples within that tolerance."""
 _ALIKE = 0.9
-"""Cosine of packed weights and those they were made of: 0.99 in 4 bits; 0 for other weights."""
+"""Required cosine of packed weights and their originals: 0.99 in 4 bits, 0 for other weights."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that a target's weights were changed by: its folder or hub id, a hash of its weights and settings, and
-    how far the adapted model is from the one without, where headstart trained it."""
+    """An adapter of a target: folder or hub id, hash of weights and settings, and, if headstart trained it, its
+    distance from the base model."""
 
     spec: str
     hash: str
@@ -47,15 +47,14 @@ class Adapter:
 
     @property
     def name(self) -> str:
-        """What people call it: its hub id or folder; by its hash where it lies with the heads."""
+        """Hub id or folder name; the hash of a bundled adapter."""
         path = Path(self.spec).expanduser()
         return self.spec if not path.is_dir() else self.hash[:8] if path.name == BUNDLED else path.resolve().name
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What a model was before its weights were changed at loading, by an adapter or by putting its linear layers into
-    "int8" or "int4"."""
+    """The model before loading applied an adapter or quantization ("int8" or "int4")."""
 
     fingerprint: str
     sketch: Mapping[str, Any]
@@ -64,7 +63,7 @@ class Origin:
 
     @property
     def changed_fingerprint(self) -> str:
-        """Of the model as it is now: the same in every dtype, since nothing that was rounded goes into it."""
+        """Fingerprint of the changed model, equal in every dtype."""
         adapter = "" if self.adapter is None else f" adapter {self.adapter.hash}"
         packed = "" if self.quantization == "none" else f" {self.quantization}"
         return hashlib.sha256(f"{self.fingerprint}{adapter}{packed}".encode()).hexdigest()[:32]
@@ -72,8 +71,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Identity:
-    """Which model this is: what to pass to `load_target` to get it again, what people call it, and a hash of the
-    architecture and of sampled weights rounded to bfloat16, so that it is equal in float32 and bfloat16."""
+    """Argument of `load_target`, display name, and a hash of the architecture and of weights sampled in bfloat16, equal
+    in float32 and bfloat16."""
 
     spec: str
     name: str
@@ -81,12 +80,12 @@ class Identity:
 
 
 def whole(weight: Tensor) -> Tensor:
-    """A weight, gathered where every process holds a part of it; then every process calls it."""
+    """Gather a sharded weight, on all ranks."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def places(count: int) -> range:
-    """Which of so many numbers of a parameter go into the fingerprint."""
+    """Choose the flat indices of a parameter to sample for the fingerprint."""
     return range(0, count, max(1, count // _PRINTED))[:_PRINTED]
 
 
@@ -97,7 +96,7 @@ def _at_places(_: str, parameter: Tensor) -> Tensor:
 
 
 def fingerprint(model: nn.Module, architecture: str, sample: Callable[[str, Tensor], Tensor] = _at_places) -> str:
-    """Of a sharded model every process asks for it. `sample` has the numbers of a parameter at its `places`."""
+    """Hash architecture and weights; call it on all ranks if sharded. `sample` reads a parameter at its `places`."""
     digest = hashlib.sha256()
     digest.update(architecture.encode())
     for name, parameter in sorted(model.named_parameters()):
@@ -115,7 +114,7 @@ class SketchedWeight(TypedDict):
 
 
 class Sketch(TypedDict):
-    """What `sketch` makes, as files hold it."""
+    """Schema of a sketch in files."""
 
     architecture: Annotated[str, Field(pattern=r"^\S+( \d+){3}$")]
     vocabulary: str | None
@@ -126,11 +125,8 @@ class Sketch(TypedDict):
 
 
 def sketch(model: nn.Module, tokenizer: Any, architecture: str, origin: Origin | None = None) -> dict[str, Any]:
-    """What `differs` compares, for JSON: architecture, a hash of the vocabulary, and some numbers of some weights.
-
-    Packed weights are left out: what they stand for is not what the model was trained to. Of a model with an adapter
-    there is its hash as well, and what the numbers would be without it.
-    """
+    """Sample a model for `differs`, as JSON: architecture, vocabulary hash, and samples of some unpacked weights. With
+    an adapter, also its hash and the samples without it."""
     if origin is not None and origin.quantization != "none":
         return {**origin.sketch, **({} if origin.adapter is None else {"adapter": origin.adapter.hash})}
     complete = [(name, weight) for name, weight in sorted(model.named_parameters()) if _is_plain(weight)]
@@ -160,12 +156,11 @@ def differs(
     origin: Origin | None = None,
     rounded: bool = False,
 ) -> str | None:
-    """In what a model differs from the one that was sketched, but for rounding; None in nothing that shows.
+    """Describe how a model differs from a sketched one, beyond rounding; None if it does not.
 
-    Numbers that the model keeps as such are compared one by one. Of packed layers it is asked what the layer makes of
-    unit vectors, and that is compared as a whole. An adapter moves numbers by less than that would tell: it is known by
-    its hash, or by whether the numbers are nearer to those with it or without. Of a GGUF file (`rounded`), either this
-    one or the one that was sketched, every number has been through few bits: all are compared as a whole.
+    Plain weights are compared number by number. Packed layers are read through unit vectors and compared by cosine, as
+    are all weights if either model comes from a GGUF file (`rounded`). An adapter changes weights too little for that:
+    it is identified by its hash, or by whether the samples are nearer to those with or without it.
     """
     rounded = rounded or bool(sketched.get("rounded"))
     if sketched.get("architecture") != architecture:
@@ -191,15 +186,12 @@ def differs(
             alike.append(float(torch.cosine_similarity(read, numbers, dim=0)))
     if not equal and not alike:
         return "none of its weights can be compared"
-    if equal and sum(equal) < _EQUAL_SHARE * len(equal):
-        return "it has other weights"
-    if alike and sum(alike) < _ALIKE * len(alike):
-        return "it has other weights"
-    return None
+    others = (equal and sum(equal) < _EQUAL_SHARE * len(equal)) or (alike and sum(alike) < _ALIKE * len(alike))
+    return "it has other weights" if others else None
 
 
 def _compare(ours: Tensor, numbers: Tensor, rounded: bool, equal: list[bool], alike: list[float]) -> None:
-    """Add to what is equal, number by number, or where they were rounded to few bits, to how alike they are."""
+    """Append elementwise matches to `equal`, or, if rounded, the cosine to `alike`."""
     if not rounded:
         equal += ((ours - numbers).abs() <= _NEAR * numbers.abs() + _TINY).tolist()
     elif numbers.norm() > 0:
@@ -222,7 +214,7 @@ def _differs_in_adapter(sketched: Mapping[str, Any], model: nn.Module, origin: O
 
 
 def _share_of_adapter(sketched: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> float | None:
-    """How far numbers are on the way from those without the adapter (0) to those with it (1); None without any."""
+    """Project samples on the step from without the adapter (0) to with it (1); None without samples."""
     along = size = 0.0
     for name, without in sketched.get("without_adapter", {}).items():
         if (here := numbers.get(name)) is not None and len(here) == len(without):
@@ -250,7 +242,7 @@ def _sampled(weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _through_layer(model: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor | None:
-    """The sampled numbers of a linear layer whose weights are packed; None when it is not one, or not there."""
+    """Sample a packed linear layer through unit vectors; None if there is no such layer."""
     path, _, kind = name.rpartition(".")
     if kind != "weight" or len(shape) != 2:
         return None
@@ -276,7 +268,7 @@ _SETTINGS = (
     *("final_logit_softcapping", "logit_scale", "logits_scaling"),
     *("attention_multiplier", "residual_multiplier", "embedding_multiplier"),
 )
-"""Of a model's config; named one by one, since transformers adds settings that change nothing with every version."""
+"""Config fields that affect outputs; an allow-list, since every transformers version adds fields that do not."""
 
 
 def settings_hash(config: Any) -> str:
@@ -291,5 +283,5 @@ def vocabulary_hash(tokenizer: Any) -> str | None:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As it is typed, such as "bfloat16"."""
+    """Name as typed, such as "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -1,10 +1,10 @@
-/* Weights in 8 bits, with a step for each output, and rows too, with one for each stretch of inputs, so that a large number
-   takes nothing from those far from it. Processors multiply four of them at once, weights without a sign. Without VNNI,
-   AVX2 adds up two products in 16 bits, which they must not exceed: rows then have one bit less, and shorter stretches. */
+/* Weights in 8 bits with a scale per output, and activations with a scale per STRETCH of inputs, so that an outlier affects
+   only its group. Instructions multiply four at once, with unsigned weights. Without VNNI, AVX2 adds two products in 16
+   bits; to avoid overflow, activations then have one bit less, and shorter groups. */
 
-#define FOUR 4      /* inputs that lie together */
-#define HIGHEST 127 /* of a weight in 8 bits */
-#define MIDDLE 128  /* what a weight of zero is kept as, without a sign */
+#define FOUR 4      /* interleaved inputs */
+#define HIGHEST 127 /* of a weight */
+#define MIDDLE 128  /* zero point of unsigned weights */
 
 #if LANES == 16 && defined(__AVX512VNNI__)
 #define READ(from) _mm512_loadu_si512(from)
@@ -27,7 +27,7 @@
 
 static inline __m256i add_fours(__m256i sums, __m256i weights, __m256i x) {
     __m256i products = _mm256_madd_epi16(_mm256_maddubs_epi16(weights, x), _mm256_set1_epi16(1));
-    /* One after the other: products side by side, still to be added, take registers from the sums. */
+    /* Serialise the additions: products in flight would take registers from the sums. */
     __asm__ volatile("vpaddd %1, %0, %0" : "+x"(sums) : "x"(products));
     return sums;
 }
@@ -36,19 +36,17 @@ static inline __m256i add_fours(__m256i sums, __m256i weights, __m256i x) {
 #define HIGHEST_OF_ROW 127
 #endif
 
-/* A panel: the step of each output, then four inputs of each, then their next four. */
+/* A panel: the scale of each output, then its weights, four inputs of each output at a time. */
 static inline int64_t bytes_of_panel(int64_t inputs, int kept) { return PANEL * (sizeof(float) + inputs); }
 
-/* A row has for each stretch its step, what its sums begin with, and its inputs; those of rows that are multiplied
-   together lie side by side. */
+/* Per group, a row has its scale, initial sum (zero-point correction) and inputs; rows of a product are interleaved. */
 static inline int64_t floats_of_row(int64_t inputs) { return 2 * ((inputs + STRETCH - 1) / STRETCH) + inputs / FOUR; }
 
 #ifdef ADD_FOURS
 
 int reads(int64_t inputs) { return inputs % FOUR == 0; }
 
-/* The bits of the largest of some numbers, without signs: their order is that of the numbers, and those of what is no
-   number are above all. */
+/* Bits of the largest magnitude; bits of NaN are the largest. */
 static inline uint32_t bits_of_largest(const float *x, int64_t count) {
     uint32_t most = 0;
     for (int64_t i = 0; i < count; i++) {
@@ -60,7 +58,7 @@ static inline uint32_t bits_of_largest(const float *x, int64_t count) {
     return most;
 }
 
-/* Whole numbers up to the `highest`, and their step; what is not finite makes all of them no numbers. */
+/* Quantise to integers up to `highest` and return the scale, NaN if any number is not finite. */
 static inline __attribute__((always_inline)) float round_numbers(const float *x, int64_t count, int highest, int8_t *out) {
     uint32_t bits = bits_of_largest(x, count);
     float most, factor;
@@ -144,6 +142,5 @@ static void pack_panel(const number *weights, int64_t count, int64_t inputs, int
 
 #endif
 
-/* There is one way to keep them. */
 int best_kept(const number *weights, int64_t count, int threads) { return WHOLE; }
 static void open_panel(const void *panel, int64_t inputs, number *out) {}

@@ -1,12 +1,11 @@
-/* Weights as they are, and rows too: one stretch of inputs after the other, as `panels.h` multiplies them. Floats that
-   bfloat16 holds exactly, as those of most models that are published, are kept as their upper halves: half of what memory
-   has to give, and the same numbers multiplied. */
+/* Unquantised weights and rows, multiplied by `panels.h`. Floats that bfloat16 represents exactly, as in most published
+   models, are stored as their upper halves: half the memory traffic, equal results. */
 
-#define STRETCH 512 /* inputs that are added up before they join the total: rounding grows with the longest sum */
+#define STRETCH 512 /* inputs per partial sum: rounding errors grow with the length of a sum */
 
 static inline int64_t bytes_of_panel(int64_t inputs, int kept) { return PANEL * inputs * size_of_weight(kept); }
 
-/* Floats that a row takes as `add_up` reads it. */
+/* Floats of a row in the layout of `add_up`. */
 static inline int64_t floats_of_row(int64_t inputs) { return inputs / STEP; }
 
 static inline void read_rows(const number *const *rows, int64_t count, int64_t inputs, float *out) {
@@ -29,7 +28,7 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
     }
 }
 
-/* Whether there are products of so many inputs. */
+/* Whether products support this number of inputs. */
 int reads(int64_t inputs) { return inputs % STEP == 0; }
 
 static inline uint32_t bits_of(number x) {
@@ -39,9 +38,9 @@ static inline uint32_t bits_of(number x) {
     return bits;
 }
 
-#define BLOCK 4096 /* weights that are looked at without a branch */
+#define BLOCK 4096 /* weights checked without a branch */
 
-/* How so many weights are kept. */
+/* WHOLE or HALVES. */
 int best_kept(const number *weights, int64_t count, int threads) {
     if (sizeof(number) == 2) return WHOLE;
     uint32_t lower = 0;
@@ -56,7 +55,7 @@ int best_kept(const number *weights, int64_t count, int threads) {
     return lower ? WHOLE : HALVES;
 }
 
-/* A panel from weights [count, inputs]; outputs after the last one are zeros. */
+/* Pack weights [count, inputs] into a zero-padded panel. */
 static void pack_panel(const number *weights, int64_t count, int64_t inputs, int kept, void *panel) {
     uint16_t *halves = panel;
     number *whole = panel;
@@ -69,7 +68,7 @@ static void pack_panel(const number *weights, int64_t count, int64_t inputs, int
         }
 }
 
-/* A panel of halves as it would be whole. */
+/* Convert a panel from HALVES to WHOLE. */
 static void open_panel(const void *panel, int64_t inputs, number *out) {
     const uint16_t *halves = panel;
     for (int64_t i = 0; i < inputs * VECTORS; i++, halves += LANES, out += LANES) {

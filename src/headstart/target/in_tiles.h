@@ -1,12 +1,12 @@
-/* Weights in bfloat16 as they are, multiplied by tiles: sixteen rows with both vectors of a panel at once. Every number is
-   added up in the same order however many rows there are. */
+/* Unquantised bfloat16 weights, multiplied by tiles: sixteen rows by a panel at once. Batch-invariant: the order of sums
+   does not depend on the number of rows. */
 
 #include "tiles.h"
 
 #define IN_TILES 1
-#define TOGETHER 32 /* rows that are multiplied together: two tiles */
-#define AHEAD 8192  /* bytes from what is multiplied to what memory is asked for, where weights are read once */
-#define FEW TOGETHER /* rows that every thread reads */
+#define TOGETHER 32 /* rows multiplied together: two tiles */
+#define AHEAD 8192  /* prefetch distance in bytes if weights are read once */
+#define FEW TOGETHER /* up to here, every thread lays out all rows */
 #define OF_GROUP(count, work) work((int)(count));
 
 static inline int64_t padded(int64_t inputs) { return (inputs + TILE - 1) / TILE * TILE; }
@@ -20,7 +20,7 @@ static inline int64_t rows_of(int64_t count, int64_t tile) {
     return left < OF_TILE ? left : OF_TILE;
 }
 
-/* Tiles one after the other: TILE inputs of each of their rows, then the next ones; zeros after the last input. */
+/* Lay out rows as zero-padded tiles of TILE inputs of each row. */
 static inline void read_rows(const number *const *rows, int64_t count, int64_t inputs, float *out) {
     number *to = (number *)out;
     for (int64_t tile = 0; tile * OF_TILE < count; tile++)
@@ -30,7 +30,7 @@ static inline void read_rows(const number *const *rows, int64_t count, int64_t i
                 if (inputs - i < TILE) {
                     memset(to, 0, TILE * sizeof *to);
                     memcpy(to, from, (inputs - i) * sizeof *to);
-                } else memcpy(to, from, TILE * sizeof *to); /* of a size that is known: no call */
+                } else memcpy(to, from, TILE * sizeof *to); /* a constant size avoids the call */
             }
 }
 
@@ -40,7 +40,7 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
     const char *weights = panel, *first = (const char *)x, *second = first + OF_TILE * floats_of_row(inputs) * sizeof *x;
     const int64_t of_row = TILE * sizeof(number), from_to = PANEL * STEP * sizeof(number);
     const int64_t of_first = (rows > OF_TILE ? OF_TILE : rows) * of_row, of_second = (rows - OF_TILE) * of_row;
-    __asm__ volatile("" ::: "memory"); /* rows are written by now */
+    __asm__ volatile("" ::: "memory"); /* finish writes before tiles read */
     _tile_zero(0);
     _tile_zero(2);
     if (rows > OF_TILE) {
@@ -49,10 +49,10 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
     }
     for (int64_t i = 0; i < inputs; i += TILE, first += of_first, second += of_second) {
         for (int64_t byte = 0; byte < TILE / STEP * next.each; byte += LINE)
-            if (rows > OF_TILE) __builtin_prefetch(next.from + byte, 0, 2); /* what lies nearer is rows and sums */
+            if (rows > OF_TILE) __builtin_prefetch(next.from + byte, 0, 2); /* leave L1 to rows and sums */
             else __builtin_prefetch(next.from + byte, 0, 3);
         next.from += TILE / STEP * next.each;
-        if (rows > OF_TILE && next.each) { /* read once, and rows are to stay */
+        if (rows > OF_TILE && next.each) { /* weights are read once, rows should stay cached */
             _tile_stream_loadd(6, weights, from_to);
             _tile_stream_loadd(7, weights + 64, from_to);
         } else {
@@ -77,13 +77,12 @@ static inline __attribute__((always_inline)) void add_up(const int rows, const i
     }
 }
 
-/* Whether there are products of so many inputs. */
+/* Whether products support this number of inputs. */
 int reads(int64_t inputs) { return inputs % STEP == 0; }
 
-/* There is one way to keep them. */
 int best_kept(const number *weights, int64_t count, int threads) { return WHOLE; }
 
-/* A panel from weights [count, inputs]; outputs after the last one, and inputs, are zeros. */
+/* Pack weights [count, inputs] into a zero-padded panel. */
 static void pack_panel(const number *weights, int64_t count, int64_t inputs, int kept, void *panel) {
     number *to = panel;
     memset(to, 0, bytes_of_panel(inputs, kept));

@@ -1,4 +1,4 @@
-"""A model's LM head: its weights, packed or not, and what the model does to its output.
+"""A model's LM head: its weights, packed or not, and the scaling of its logits.
 
 Shape suffixes: V vocabulary, E hidden size.
 """
@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 
 _COLUMNS = 256
-"""Columns of packed weights that are unpacked at a time."""
+"""Columns to unpack at a time."""
 
 
 @dataclass(frozen=True)
 class Finish:
-    """What a model does to the output of its LM head: multiplied by a factor (Cohere), divided by a divisor (Granite),
-    bent to stay within plus and minus a cap (Gemma 2)."""
+    """Scaling of LM head outputs: factor (Cohere), divisor (Granite), soft cap (Gemma 2)."""
 
     factor: float | None = None
     divisor: float | None = None
@@ -35,7 +34,7 @@ class Finish:
         return (1.0 if self.factor is None else self.factor) / (1.0 if self.divisor is None else self.divisor)
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Logits as the model gives them, from those of its LM head."""
+        """Turn LM head outputs into the model's logits."""
         if self.factor is not None:
             logits = logits * self.factor
         if self.divisor is not None:
@@ -46,7 +45,7 @@ class Finish:
 
 
 def plain_weight(linear: Any, outputs: int, inputs: int) -> Tensor | None:
-    """The weights of a linear layer [outputs, inputs] where it keeps them as plain numbers; None where packed."""
+    """Return a linear layer's weights [outputs, inputs]; None if packed."""
     weight = getattr(linear, "weight", None)
     if (
         isinstance(weight, Tensor)
@@ -59,14 +58,13 @@ def plain_weight(linear: Any, outputs: int, inputs: int) -> Tensor | None:
 
 
 def is_packed(weight: Tensor) -> bool:
-    """Whether it is torchao's: weights in few bits that call themselves a tensor of floating-point numbers."""
+    """Whether it is a torchao tensor, which reports a floating-point dtype though it is quantised."""
     return type(weight).__module__.partition(".")[0] == "torchao"
 
 
 @torch.no_grad()
 def unpacked(linear: nn.Module, inputs: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """What the packed weights of any kind of quantised linear layer stand for, [outputs, inputs]: column i is what the
-    layer gives for the i-th unit vector."""
+    """Dequantise any linear layer, [outputs, inputs]: column i is its output for the i-th unit vector."""
     zero_1V = linear(torch.zeros(1, inputs, dtype=dtype, device=device))  # its bias
     parts = []
     for start in range(0, inputs, _COLUMNS):

@@ -1,4 +1,4 @@
-"""From what a user writes (a short name, a hub id, a folder, a GGUF file) to a loaded Target."""
+"""Load a Target from a short name, hub id, folder or GGUF file."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from headstart.target.model import Exact, Target
 from headstart.target.quantized import check_quantization, quantize
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""float16 is for decoding: it holds finer numbers than bfloat16, but none above 65504, see `_check_range`."""
+"""float16 is for decoding: more precise than bfloat16, but limited to 65504 (see `_check_range`)."""
 SPREAD = "all"
-"""The device of a target whose layers are spread over all GPUs that there are."""
+"""Device name that spreads the layers over all GPUs."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ PACKAGED = {
 
 
 class HubAccess(TypedDict, total=False):
-    """How repositories are read: whether Python code that they bring along may run, and with which token of the Hub."""
+    """Hub options: whether to run a repository's own Python code, and the access token."""
 
     trust_remote_code: bool
     token: str | bool | None
@@ -70,20 +70,19 @@ def load_target(
 ) -> Target:
     """Load a target: a packaged name ("smollm2-135m"), a folder with a transformers model, a .gguf file, or a hub id.
 
-    The dtype "auto" is bfloat16 where the machine is fast at it, else float32; the device "auto" is CUDA when there is
-    one, and "all" spreads the layers over all GPUs. A peft adapter (folder or hub id) is merged into the weights: the
-    target is the adapted model. Quantization "int8" or "int4" puts the linear layers into so many bits. For `access`
-    see `HubAccess`.
+    The dtype "auto" is bfloat16 if the machine is fast at it, else float32; the device "auto" is CUDA if available, and
+    "all" spreads the layers over all GPUs. A peft adapter (folder or hub id) is merged into the weights. Quantization
+    ("int8" or "int4") applies to linear layers. For `access` see `HubAccess`.
 
     Raises:
-        UserError: unknown target, dtype or device, missing package, unreadable folder, a model that cannot take token
-            trees, or an adapter that is another model's.
+        UserError: unknown target, dtype or device, missing package, unreadable folder, a model that does not support
+            token trees, or an adapter of another model.
     """
     known_adapter = None if adapter is None else read_adapter(adapter, access.get("token"))
     where = pick_device(device)
     check_quantization(quantization, where)
     kind = pick_dtype(dtype, where)
-    # Adapters are merged on the host, since a GPU rounds sums of its own.
+    # Adapters are merged on the host, since a GPU rounds sums differently.
     straight = where.type == "cuda" and known_adapter is None
     if device == SPREAD and known_adapter is not None:
         raise UserError(
@@ -120,16 +119,12 @@ def load_target(
 
 
 def load_sharded_target(
-    spec: str,
-    dtype: str = "auto",
-    device: str = "auto",
-    revision: str | None = None,
-    **access: Unpack[HubAccess],
+    spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None, **access: Unpack[HubAccess]
 ) -> Target:
-    """As `load_target`, but each of the processes that have met (`torch.distributed`) keeps a part of the weights, by
-    the architecture's tensor-parallel plan in transformers.
+    """Load a target sharded over the ranks of `torch.distributed`, by its tensor-parallel plan in transformers.
 
-    A UserError where their number does not divide the key heads.
+    Raises:
+        UserError: as `load_target`, or a number of ranks that does not divide the key heads.
     """
     from transformers.distributed import DistributedConfig
 
@@ -151,8 +146,7 @@ def load_sharded_target(
 def _read(spec: str, dtype: torch.dtype, revision: str | None, access: HubAccess, **places: Any) -> tuple[Any, Any]:
     folder, gguf = _locate(spec)
     folder, options = known_folder(folder, revision, access.get("token"))
-    # Left out, transformers would ask on a terminal.
-    options["trust_remote_code"] = access.get("trust_remote_code", False)
+    options["trust_remote_code"] = access.get("trust_remote_code", False)  # without it, transformers prompts
     try:
         with silent():
             if gguf is not None:
@@ -179,7 +173,7 @@ def _too_large(spec: str, error: BaseException) -> UserError:
 
 
 def refuse_code(spec: str, error: Exception) -> None:
-    """Raise what to say where transformers refuses to run the code that a target brings along, if that is the error."""
+    """Raise a UserError if transformers refused to run a target's own code."""
     if "trust_remote_code" in str(error):
         raise UserError(
             f"The target {spec!r} needs Python code of its own to load.",
@@ -189,8 +183,8 @@ def refuse_code(spec: str, error: Exception) -> None:
 
 
 def known_folder(folder: str, revision: str | None, token: str | bool | None = None) -> tuple[str, dict[str, Any]]:
-    """What transformers loads a folder or hub id from, with its options: the copy on this machine where the hub has
-    none, or cannot be reached; a `UserError` where there is neither."""
+    """Resolve a folder or hub id for transformers, with its options; falls back to the cached copy if the hub cannot be
+    reached. Raises UserError if there is neither."""
     if Path(folder).is_dir() or (problem := absent(folder, "config.json", revision, token)) is None:
         given = {"revision": revision, "token": token}
         return folder, {key: value for key, value in given.items() if value is not None}
@@ -202,7 +196,7 @@ def known_folder(folder: str, revision: str | None, token: str | bool | None = N
 
 @contextmanager
 def silent() -> Iterator[None]:
-    """Have transformers say nothing but errors."""
+    """Silence transformers except for errors."""
     verbosity = transformers.logging.get_verbosity()
     bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -216,19 +210,19 @@ def silent() -> Iterator[None]:
 
 
 def loadable_folder(spec: str) -> str:
-    """What other programs load a target from with transformers: its folder, its hub id, or its converted GGUF file."""
+    """Resolve a target to a folder or hub id that transformers loads; converts a GGUF file."""
     folder, gguf = _locate(spec)
     return folder if gguf is None else str(_dequantised(Path(folder), gguf))
 
 
 def gguf_file(spec: str) -> Path | None:
-    """The GGUF file that a target is loaded from; None where it is not one."""
+    """Return a target's GGUF file, if it has one."""
     folder, gguf = _locate(spec)
     return None if gguf is None else Path(folder) / gguf
 
 
 def load_config(spec: str, trust_remote_code: bool = False) -> Any:
-    """The text config of a target, without its weights; None where it cannot be had."""
+    """Load a target's text config; None on failure."""
     try:
         config = AutoConfig.from_pretrained(loadable_folder(spec), trust_remote_code=trust_remote_code)
     except (OSError, ValueError):
@@ -239,11 +233,11 @@ def load_config(spec: str, trust_remote_code: bool = False) -> Any:
 _EMBEDDINGS = tuple(
     f"{before}embed_tokens.weight" for before in ("model.", "", "model.language_model.", "language_model.model.")
 )
-"""What models call their token embeddings."""
+"""Common names of token embeddings."""
 
 
 def read_embeddings(spec: str) -> torch.Tensor | None:
-    """A target's token embeddings [V, E], read alone; None where its files do not have them under a common name."""
+    """Read only a target's token embeddings [V, E]; None if its files have none under a common name."""
     folder = loadable_folder(spec)
     files = tensor_files(folder)
     name = next((name for name in _EMBEDDINGS if name in files), None)
@@ -258,7 +252,7 @@ def read_embeddings(spec: str) -> torch.Tensor | None:
 
 
 def tensor_files(folder: str, revision: str | None = None) -> dict[str, str]:
-    """The file of each tensor of a checkpoint; nothing where there are no safetensors files."""
+    """Map a checkpoint's tensor names to files; empty without safetensors files."""
     find = partial(cached_file, folder, revision=revision, _raise_exceptions_for_missing_entries=False)
     try:
         if index := find(SAFE_WEIGHTS_INDEX_NAME):
@@ -273,7 +267,7 @@ def tensor_files(folder: str, revision: str | None = None) -> dict[str, str]:
 
 
 def gguf_library() -> Any:
-    """Import the package `gguf` with its `quants`; a UserError where it is not installed."""
+    """Import `gguf` with its `quants`; raises UserError if it is not installed."""
     try:
         importlib.import_module("gguf.quants")
         return importlib.import_module("gguf")
@@ -282,7 +276,7 @@ def gguf_library() -> Any:
 
 
 def read_gguf(file: Path) -> Any:
-    """Open a GGUF file with its fields and tensors, which stay in the file; a UserError where it is not whole."""
+    """Memory-map a GGUF file; raises UserError if it is truncated or damaged."""
     try:
         return gguf_library().GGUFReader(file)
     except UserError:
@@ -292,15 +286,15 @@ def read_gguf(file: Path) -> Any:
 
 
 def _dequantised(folder: Path, gguf: str) -> Path:
-    """A GGUF file as an ordinary float32 model folder, converted once and kept in the user's cache: reading it takes a
-    quarter of a minute each time, the folder a second."""
+    """Convert a GGUF file to a float32 model folder in the user's cache, once: the file takes 15 s to read, the folder
+    one."""
     file = folder / gguf
     stamp = f"{file.resolve()} {file.stat().st_size} {file.stat().st_mtime_ns} {transformers.__version__}"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headstart" / "gguf"
     path = cache / f"{file.stem}-{hashlib.sha256(stamp.encode()).hexdigest()[:16]}"
 
     def convert(partial: Path) -> None:
-        # Read once: it takes seconds, and tokenizer and model would each read it anew.
+        # Read the config once: it takes seconds, and tokenizer and model would each read it again.
         config = AutoConfig.from_pretrained(folder, gguf_file=gguf)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=gguf, config=config)
         options: dict[str, Any] = {"dtype": torch.float32, "config": config}
@@ -315,7 +309,7 @@ def _dequantised(folder: Path, gguf: str) -> Path:
         model.save_pretrained(partial)
 
     if not path.is_dir():
-        read_gguf(file)  # transformers raises many kinds of errors for files that are not whole
+        read_gguf(file)  # one error for damaged files, where transformers raises many kinds
         elsewhere = "set XDG_CACHE_HOME to a folder of yours on another disk"
         need_disk(cache, 8 * file.stat().st_size, f"Converting {gguf}", f"or {elsewhere}")
         with ExitStack() as stack:
@@ -333,7 +327,7 @@ def _dequantised(folder: Path, gguf: str) -> Path:
 
 
 def _check_places(model: Any, spec: str) -> None:
-    """Refuse a model of which a part found no room on a GPU: it would be sent there anew in every forward."""
+    """Refuse a model that is partly offloaded: each forward would upload that part again."""
     if {"cpu", "disk"} & {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}:
         raise UserError(
             f"The {torch.cuda.device_count()} GPUs here have no room for all layers of {spec}.",
@@ -359,8 +353,8 @@ _LOCAL_RANKS = (
 def pick_device(device: str) -> torch.device:
     """Resolve a device name; a launched process resolves "auto" and "cuda" to the GPU of its local rank.
 
-    `CUDA_VISIBLE_DEVICES` counts: torchrun and accelerate number the visible GPUs. A task of srun or mpirun that sees a
-    single GPU uses that one.
+    torchrun and accelerate number the GPUs of `CUDA_VISIBLE_DEVICES`. A task of srun or mpirun that sees a single GPU
+    uses that one.
     """
     try:
         where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device in ("auto", SPREAD) else device)
@@ -388,7 +382,7 @@ def pick_device(device: str) -> torch.device:
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype a name stands for on this device."""
+    """Resolve a dtype name on this device."""
     if dtype == "auto":
         return torch.bfloat16 if _fast_bfloat16(device) else torch.float32
     if dtype not in DTYPES:

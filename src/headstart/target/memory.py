@@ -1,4 +1,4 @@
-"""Memory of texts, and how much memory is left."""
+"""Reusable memory with CUDA graphs, and free memory."""
 
 from __future__ import annotations
 
@@ -17,24 +17,22 @@ _NO_MEMORY = -1
 
 
 class Memory:
-    """Tensors for one text after another, so many rows and slots of each, and what was captured with their addresses
-    (see `graphs`)."""
+    """Tensors reused by successive texts, with the CUDA graphs captured over them (see `graphs`)."""
 
     def __init__(self, rows: int, capacity: int) -> None:
         self.rows, self.capacity = rows, capacity
         self.graphs: dict[Any, Any] = {}
         self.pool: Any = None
-        self.lent: Any = None  # what ends a loan
-        self.weights: Any = None  # where those lay that graphs read
+        self.lent: Any = None  # finalizer that returns it to the pool
+        self.weights: Any = None  # addresses of the weights that graphs read
 
     @property
     def bytes(self) -> int:
-        """What its tensors take."""
         storages = (leaf.untyped_storage() for leaf in tree_leaves(vars(self)) if isinstance(leaf, Tensor))
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def clear(self) -> None:
-        """Forget what a text left: numbers that are not finite would pass through masks."""
+        """Zero the tensors: leftover NaN or inf would pass through masks."""
 
 
 def free_bytes(device: torch.device) -> int:

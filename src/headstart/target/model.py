@@ -1,4 +1,4 @@
-"""The frozen model that everything else is about: prefill, forward over a token tree, commit, aux hidden states.
+"""The target model: prefill, tree forwards, aux hidden states.
 
 Shape suffixes: B rows, T tokens of one forward, V vocabulary, E hidden size, S cache slots in sight, N tree nodes.
 """
@@ -36,46 +36,40 @@ from headstart.target.tape import NotRecordable
 from headstart.tree.tree import Tree, TreeBatch
 
 Exact = Literal["auto", "bits", "tokens"]
-"""What a tree may change about the target's numbers, see `Target.exact`."""
+"""Guarantee of tree verification, see `Target.exact`."""
 
 _CAPTURED = 8192
-"""Tokens whose states are captured at a time, or one row."""
+"""Tokens per forward of `hidden_states`, or one row."""
 _MAX_PADDING = 64
-"""Tokens of padding that a group of rows may be read with in any case: a forward of its own costs as much."""
+"""Padding tokens always tolerated in a group of rows: a separate forward costs as much."""
 
 
 @dataclass
 class TargetOutput:
-    """Next-token logits (T is 1 after a prefill: the last token of each row), and aux hidden states [B, T, E] by layer:
-    k > 0 is the output of layer k (transformers' `hidden_states[k]`), 0 the embeddings, FINAL the state after the final
-    norm."""
+    """Next-token logits (T is 1 after a prefill) and aux hidden states [B, T, E] by layer: k > 0 is the output of layer
+    k (transformers' `hidden_states[k]`), 0 the embeddings, FINAL the state after the final norm."""
 
     logits_BTV: Tensor
     aux_hidden_states: dict[int, Tensor] = field(default_factory=dict)
 
 
 class Target(FrozenModel):
-    """A frozen causal language model, ready for tree decoding; see `FrozenModel`. The model is put in eval mode. One on
-    a GPU leaves out cuDNN's attention for the rest of the process (see `leave_out_cudnn`).
+    """A frozen causal language model in eval mode, ready for tree decoding; see `FrozenModel`. On a GPU, disables cuDNN
+    attention for the rest of the process (see `leave_out_cudnn`).
 
     Args:
-        exact: see the attribute; "auto" promises the tokens.
+        exact: see the attribute; "auto" means "tokens".
 
     Attributes:
-        kv_layers: what each layer keeps of a token.
-        chains_only: whether it verifies chains instead of trees, since some of its layers keep a running state.
+        kv_layers: KV layout of each layer.
+        chains_only: whether it verifies only chains, because some layers keep a running state.
 
     Raises:
-        UserError: when the model's attention cannot take a token tree; the model stays frozen then, without our hooks.
+        UserError: the model does not support token trees; it stays frozen, without our hooks.
     """
 
     def __init__(
-        self,
-        model: Any,
-        tokenizer: Any = None,
-        spec: str = "",
-        exact: Exact = "auto",
-        origin: Origin | None = None,
+        self, model: Any, tokenizer: Any = None, spec: str = "", exact: Exact = "auto", origin: Origin | None = None
     ) -> None:
         super().__init__(model, tokenizer, spec, origin)
         refuse_layers(self.name, self.config)
@@ -99,12 +93,11 @@ class Target(FrozenModel):
 
     @property
     def exact(self) -> Literal["bits", "tokens"]:
-        """What the verification of a tree keeps of what single steps give.
+        """Guarantee of tree verification; may be set at any time.
 
-        "bits": logits, hidden states, keys and values of a node are those of a single step after the same text, bit for
-        bit, so that greedy text in bfloat16 is the plain loop's. The compiled kernels are batch-invariant; where any
-        part of the target runs without them, it is refused. "tokens": they are the same up to rounding, so that a
-        near-tie in a short dtype may turn out differently. It may be set at any time.
+        "bits": a node's logits, hidden states, keys and values are bit-exact with a single step after the same text, so
+        greedy text in bfloat16 equals the plain loop's. Refused unless the whole target runs in the compiled,
+        batch-invariant kernels. "tokens": equal up to rounding, so near-ties in short dtypes may differ.
         """
         return "tokens" if self._exact == "auto" else self._exact
 
@@ -118,19 +111,19 @@ class Target(FrozenModel):
 
     @property
     def eager(self) -> str | None:
-        """Why forwards run through the model's modules; None where forwards of a few tokens are replayed."""
+        """Why forwards run through the model's modules; None if small forwards are replayed."""
         return self.record().refused
 
     @property
     def replays(self) -> bool:
-        """Whether forwards of a few tokens are replayed, as far as the newest cache has shown: for who asks often."""
+        """Whether small forwards are replayed, as of the newest cache; cheaper than `eager`."""
         if self._recorded.captured is None and self._recorded.refused is None:
             self.record()
         return self._recorded.refused is None
 
     @property
     def forwards(self) -> str:
-        """How forwards over trees run, for reports."""
+        """Describe how tree forwards run, for reports."""
         if self.eager is not None:
             return f"through the model's modules: {self.eager}"
         if self._graphs is None:
@@ -139,7 +132,7 @@ class Target(FrozenModel):
 
     @property
     def spare_bytes(self) -> int:
-        """Memory that the last caches left to the next ones, and that is given up for another."""
+        """Bytes of pooled cache memory, which is freed on demand."""
         return 0 if self._graphs is None else self._graphs.spare_bytes
 
     @property
@@ -153,7 +146,7 @@ class Target(FrozenModel):
 
     @property
     def in_halves(self) -> bool:
-        """Whether its prepacked weights are kept as halves of floats, see `prepacked`."""
+        """Whether prepacked weights are stored as upper halves of floats (see `prepacked`)."""
         modules: list[Any] = self._fitting.prepacked
         return bool(modules) and all(in_halves(module.weight) for module in modules)
 
@@ -173,8 +166,7 @@ class Target(FrozenModel):
         return dict(count)
 
     def forward_bytes(self, rows: int, slots: int) -> tuple[int, int]:
-        """What forwards take for a while beside the cache, where the longest row sees so many slots: bytes in any case,
-        and bytes for each node of a tree."""
+        """Estimate temporary bytes of a forward with `slots` in sight: fixed, and per tree node."""
         heads = max(layer.keys[0] for layer in self.kv_layers)
         numbers = max(sum(count * size for count, size in (layer.keys, layer.values)) for layer in self.kv_layers)
         query_heads = getattr(self.config, "num_attention_heads", None) or heads
@@ -187,9 +179,9 @@ class Target(FrozenModel):
     # -- forwards ------------------------------------------------------------------------------------------------
 
     def new_cache(self, rows: int, capacity: int) -> TreeCache:
-        """An empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
+        """Create an empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
         self._fitting.refresh()
-        if self.exact == "bits":  # adapters and hooks may have come since it was set
+        if self.exact == "bits":  # adapters or hooks may have been added since it was set
             refuse_rounding(self, self._fitting, self.record)
         else:
             self.record()
@@ -197,9 +189,8 @@ class Target(FrozenModel):
 
     @torch.inference_mode()
     def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
-        """Read each row's tokens after what the cache holds, and commit them: logits [B, 1, V] after each row's last
-        token, aux hidden states [B, longest row, E], garbage after a row's own length. Long rows are read a piece at a
-        time, the later ones without the rows that have ended, and neighbours of alike length together."""
+        """Read and commit each row's tokens: logits [B, 1, V] after the last token, aux hidden states [B, longest row,
+        E], garbage past a row's length. Reads long rows in chunks, and groups neighbours of similar length."""
         lengths = [len(row) for row in rows]
         assert min(lengths) > 0, "a row to prefill has at least one token"
         if self.chains_only:
@@ -239,8 +230,7 @@ class Target(FrozenModel):
 
     @torch.inference_mode()
     def forward_tree(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> TargetOutput:
-        """Read token trees after what the cache holds; commit the accepted paths with `cache.commit`. Logits [B, N, V]
-        come after each node, with aux hidden states [B, N, E]."""
+        """Read token trees: logits [B, N, V] and aux hidden states [B, N, E]; accept paths with `cache.commit`."""
         if self.chains_only:
             if any(tree.parents != list(range(-1, tree.size - 1)) for tree in batch.trees):
                 raise cannot_tree(self.name, "some of its layers keep a running state, so it verifies chains alone")
@@ -255,7 +245,7 @@ class Target(FrozenModel):
 
     @torch.no_grad()  # not inference mode: heads train on these
     def hidden_states(self, rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> list[dict[int, Tensor]]:
-        """Aux hidden states of whole sequences, each {layer: [its length, E]}; too large a batch is read in several."""
+        """Read aux hidden states of whole sequences, each {layer: [length, E]}, splitting large batches."""
         self._fitting.refresh()
         together = max(1, _CAPTURED // max(map(len, rows)))
         states: list[dict[int, Tensor]] = []
@@ -271,15 +261,15 @@ class Target(FrozenModel):
     def states_with_gradients(
         self, tokens_BT: Tensor, lengths: Sequence[int], aux_layers: Sequence[int]
     ) -> dict[int, Tensor]:
-        """Aux hidden states of whole sequences, {layer: [B, T, E]}, with the graph that leads to adapters in the model;
-        tokens are padded on the right."""
+        """Read aux hidden states of right-padded sequences, {layer: [B, T, E]}, with gradients for adapters."""
         self._fitting.refresh()
         return self._read_causal(None, tokens_BT, aux_layers, {0: 0}, lengths).aux_hidden_states
 
     def in_int8(self) -> Target:
-        """This target with products in 8 bits, for writing data: weights are rounded, and what they are multiplied
-        with. Itself where that is not to be had: on a GPU, on processors without AVX2 or with tiles,
-        which are faster still, and where weights are not prepacked or forwards not replayed."""
+        """Return this target with 8-bit products (weights and activations), for writing data.
+
+        Returns itself if unsupported: on a GPU, without AVX2, with tiles (AMX, faster still), or if weights are not
+        prepacked or forwards not replayed."""
         modules: list[Any] = self._fitting.prepacked
         if not modules or not all(in_panels(module.weight, int8=True) for module in modules) or self.eager is not None:
             return self
@@ -289,18 +279,17 @@ class Target(FrozenModel):
         return self if rounded.eager is not None else rounded
 
     def record(self) -> Recorded:
-        """Record the forward of the model as it is now (see `captured`), unless that is done. The first cache calls
-        this; code that measures time calls it ahead, so that no first token waits for it."""
+        """Record the model's forward (see `captured`) if needed. `new_cache` calls this; call it ahead when timing."""
         self._recorded.renew(self.model, self._capture)
         return self._recorded
 
     def release(self) -> None:
-        """Take our hooks and configs off the model, which stays frozen; the next forward puts them back."""
+        """Undo our patches of the model, which stays frozen; the next forward applies them again."""
         self._fitting.release()
 
     def _empty_cache(self, rows: int, capacity: int) -> TreeCache:
         if self.chains_only:
-            return cast(TreeCache, ChainCache(self.config, rows))  # of the same methods
+            return cast(TreeCache, ChainCache(self.config, rows))  # same interface
         graphs = self._graphs
         if graphs is not None and graphs.refused is None:
             return graphs.new_cache(rows, capacity, (*self.model.parameters(), *self.model.buffers()))
@@ -314,9 +303,9 @@ class Target(FrozenModel):
         wanted: Mapping[int, int],
         ends: Sequence[int],
     ) -> TargetOutput:
-        """Read texts after what the cache holds, equally long for all rows, with causal attention; it is written, not
-        committed, and may be None. `wanted` has, for some rows, the index of the token whose logits are wanted; `ends`
-        the length of each row's text as a whole, tokens yet to come included."""
+        """Read texts with causal attention. The cache is written, not committed; it may be None, and all its rows have
+        the same length. `wanted` maps rows to the token index to compute logits for; `ends` has each row's final text
+        length, later chunks included."""
         rows, width = tokens_BT.shape
         before = cache.lengths[0] if cache is not None else 0
         positions_1T = torch.arange(before, before + width, device=self.device)[None].clamp(max=self.max_length - 1)
@@ -328,7 +317,7 @@ class Target(FrozenModel):
         return self._run(forward, cache, tokens_BT, positions_1T.expand(rows, width))
 
     def _replays_texts(self, rows: int, width: int) -> bool:
-        """Whether so few tokens are read as trees are, with attention in C."""
+        """Whether to read a short text as a tree, with attention in C."""
         few = width <= PIECE and rows * width <= MAX_ROWS and self._recorded.captured is not None
         return few and cpu_attention.serves(width, self.dtype, self.device)
 
@@ -348,25 +337,25 @@ class Target(FrozenModel):
         wanted: Mapping[int, int] | None = None,
         ends: Sequence[int] | None = None,
     ) -> TargetOutput:
-        """Read a tree after what the cache holds; it is written, not committed. See `_read_causal`.
+        """Read a tree; the cache is written, not committed. See `_read_causal`.
 
-        `depth` is that of the deepest node, for targets that ask. `ends` are given for chains that are texts to read;
-        None for trees, where each path stands for tokens that are read one at a time.
+        `depth` is the batch's, for length-dependent rotary frequencies. `ends` are given for texts; None for trees, as
+        if tokens were read one at a time.
         """
         if self._reads_again:
             self._read_again(cache, ends or [length + 1 for length in cache.lengths])
         width = batch.size
         seen = max(cache.lengths) + width
         lengths_B1 = cache.lengths_B1(self.device)
-        # Near the end of the context a tree reaches past it. Those nodes are never emitted, but learned position tables
-        # have no row for them, and some rotary scalings change for all tokens of a forward that passes the limit.
+        # Nodes past the context length are never emitted, but learned position tables have no row for them, and some
+        # rotary scalings change for all tokens of a forward that passes the limit.
         shape = batch.tokens_BN.shape
         positions_BN = (lengths_B1 + batch.depths_BN).expand(shape)
         if seen > self.max_length:
             positions_BN = positions_BN.clamp(max=self.max_length - 1)
         mask = tree_mask(lengths_B1, batch.visible_BNN, positions_BN, self.window, self.dtype, seen)
         forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
-        # With bits attention of every width must run in C, as that of one token does.
+        # Bit-exact attention must run in C at every width, as for one token.
         if cpu_attention.serves(1 if forward.bits else width, self.dtype, self.device):
             if len(lengths_B1) == 1:
                 forward.slots_B = torch.full((shape[0],), seen, device=self.device)
@@ -423,7 +412,7 @@ class Target(FrozenModel):
     def _graphed(
         self, captured: Captured, inputs: Inputs, cache: TreeCache, seen: int, aux_layers: frozenset[int]
     ) -> Outputs:
-        """What a CUDA graph holds: `_forward` with nothing that depends on numbers of the host."""
+        """`_forward` for a CUDA graph, independent of host values."""
         positions_BN = (inputs.lengths_B1 + inputs.depths_BN).clamp(max=self.max_length - 1)
         where = inputs.lengths_B1, inputs.visible_BNN, positions_BN
         mask = tree_mask(*where, self.window, self.dtype, seen, more=True)
@@ -440,19 +429,18 @@ class Target(FrozenModel):
         return upload([[*row, *[0] * (width - len(row))] for row in rows], self.device)
 
     def reads_alike(self, length: int) -> bool:
-        """Whether reading a text of this length in parts gives what reading it at once does: rotary frequencies that
-        change with the length of the text make them differ."""
+        """Whether a text of this length may be read in parts: rotary frequencies do not change within it."""
         return self._fitting.limit is None or length <= self._fitting.limit
 
     def deepest(self, cache: TreeCache) -> int | None:
-        """How deep the next tree may be; None for as deep as it likes. Phi-3 reads its text again, with other rotary
-        frequencies, once that passes a limit: what a node beyond it says of the next token holds only then."""
+        """Maximum depth of the next tree; None for no limit. Phi-3 reads its text again, with other rotary
+        frequencies, once it passes a limit, so nodes past the limit are valid only after that."""
         if not self._reads_again or self._fitting.limit is None:
             return None
         return min((left for length in cache.lengths if (left := self._fitting.limit - length - 1) >= 0), default=None)
 
     def _read_again(self, cache: TreeCache, ends: Sequence[int]) -> None:
-        """Read those rows again whose text passes the limit of its rotary frequencies with this forward."""
+        """Read rows again that pass the limit of their rotary frequencies in this forward."""
         limit = self._fitting.limit
         assert limit is not None, "only such models read again"
         for row, (length, end) in enumerate(zip(cache.lengths, ends, strict=True)):
@@ -464,9 +452,9 @@ class Target(FrozenModel):
                     alone.commit([range(min(PIECE, length - start))])
                 cache.replace(row, alone)
 
-    @torch.inference_mode(False)  # decoding may ask for it, and what is made here outlives that
+    @torch.inference_mode(False)  # the recording outlives the decoding that triggers it
     def _capture(self) -> Captured | str:
-        """A recording of the forward whose replay passes `check_tree`, too; else the reason."""
+        """Record the forward and check its replay with `check_tree`; return the reason on failure."""
         layers = [FINAL, *range(self.num_layers + 1)]
         if self.chains_only:
             return "its layers keep running states"
@@ -475,7 +463,7 @@ class Target(FrozenModel):
         self._fitting.ensure(layers)
         try:
             captured = Captured(self.model, layers, self.device, self.prepacked, self._int8)
-            replaying = copy(self)  # other threads go on without it until it is checked
+            replaying = copy(self)  # other threads do not use the recording until it is checked
             replaying._exact, replaying._recorded = "tokens", Recorded(captured)
             check_tree(self, replaying._path_logits, None, self._int8)
         except NotRecordable as reason:
@@ -501,8 +489,8 @@ class Target(FrozenModel):
                 )
 
     def _probe(self) -> tuple[list[LayerKeys], torch.dtype]:
-        """What every layer keeps and the dtype of hidden states, from a forward: weights may be packed, and models on
-        several devices keep keys on each."""
+        """Probe KV layouts and the dtype of hidden states with a forward, since weights may be packed or on several
+        devices."""
         cache = DynamicCache(config=self.config) if self.chains_only else DynamicCache()
         self._fitting.ensure([FINAL])
         with torch.inference_mode(), run(Running(aux_layers=frozenset([FINAL]))) as forward:
@@ -515,8 +503,8 @@ class Target(FrozenModel):
         return layers, forward.captured[FINAL].dtype
 
     def _path_logits(self, text: Sequence[int], tree: Tree, path: Sequence[int]) -> Tensor:
-        """Logits after a text and after each node on a path of a tree that stands after it, [1 + K, V]; of targets that
-        verify chains the first branch is read and rejected, then the path."""
+        """Compute logits after a text and after each node of a tree path, [1 + K, V]. A target that verifies chains
+        reads and rejects another branch first."""
         cache = self._empty_cache(1, len(text) + tree.size)
         read_1V = self.prefill(cache, [text]).logits_BTV[0]
         if not self.chains_only:
@@ -530,7 +518,7 @@ class Target(FrozenModel):
 
 
 def _runs(wanted: Sequence[bool]) -> list[tuple[int, int]]:
-    """Rows that lie together and are wanted, as (start, stop).
+    """Find runs of True, as (start, stop).
 
     >>> _runs([True, True, False, True])
     [(0, 2), (3, 4)]
@@ -540,7 +528,7 @@ def _runs(wanted: Sequence[bool]) -> list[tuple[int, int]]:
 
 
 def alike(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Starts and stops of neighbouring rows that are read together, from their lengths: with little padding.
+    """Group neighbouring rows of similar length, as (start, stop), to limit padding.
 
     >>> alike([1, 1, 2, 100, 100, 120, 300]), alike([2, 300, 2, 2])
     ([(0, 3), (3, 6), (6, 7)], [(0, 1), (1, 2), (2, 4)])
@@ -556,6 +544,6 @@ def alike(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _reads_again(model: Any, config: Any) -> bool:
-    """Whether `generate` of this model drops its cache when a text passes the limit of its rotary frequencies."""
+    """Whether the model's `generate` drops its cache when a text passes the limit of its rotary frequencies."""
     has_its_own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
     return has_its_own and hasattr(config, "original_max_position_embeddings")

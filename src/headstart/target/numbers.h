@@ -1,4 +1,4 @@
-/* Numbers of a tensor in C: bfloat16 where BFLOAT16 is defined, else float32. Sums are float32 in either case. */
+/* Tensor elements: bfloat16 if BFLOAT16 is defined, else float32. Sums are float32 in either case. */
 
 #include <stdint.h>
 #include <string.h>
@@ -26,8 +26,8 @@ static inline float read_number(number x) { return x; }
 static inline number rounded(float value) { return value; }
 #endif
 
-/* e to the x for x <= 0, in operations that compilers turn into vectors: 2 to the whole part by the exponent's bits, and
-   to the rest by a polynomial, with |rest| <= 0.5 exact to 2e-7. */
+/* exp(x) for x <= 0, vectorisable: 2 ** whole by exponent bits, times 2 ** rest by a polynomial, exact to 2e-7 for
+   |rest| <= 0.5. */
 static inline float exponential(float x) {
     float y = x * 1.44269504f;
     y = y < -126.0f ? -126.0f : y;
@@ -50,12 +50,12 @@ static inline float silu(float x) {
     return (x < 0 ? x * e : x) / (1 + e);
 }
 
-/* A number times silu of another. */
+/* x * silu(by). */
 static inline number gated(number by, number x) {
     return rounded(read_number(rounded(silu(read_number(by)))) * read_number(x));
 }
 
-/* Over its root mean square, times a weight after that is rounded; out may be x. */
+/* RMS norm, rounded before the weight is applied; out may be x. */
 static inline void norm_row(const number *x, const number *weight, number *out, int64_t size, float eps) {
     float sum = 0;
     for (int64_t i = 0; i < size; i++) sum += read_number(x[i]) * read_number(x[i]);

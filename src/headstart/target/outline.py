@@ -1,5 +1,4 @@
-"""A target without its weights: known by its config alone, to plan for models that fit no machine at hand, or by its
-files, where only its texts are read and written."""
+"""A target without its weights, from its config (to plan for large models) or its files (if only texts are needed)."""
 
 from __future__ import annotations
 
@@ -13,13 +12,7 @@ from huggingface_hub import try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME, cached_file
 
 from headstart.errors import UserError
 from headstart.target.frozen import FrozenModel, refuse_layers, spare_token
@@ -35,12 +28,12 @@ from headstart.target.loading import (
 )
 
 _KINDS = {"BF16", "F16", "F32"}
-"""Of numbers in files that a fingerprint is read from."""
+"""Safetensors dtypes that a fingerprint can be read from."""
 
 
 class Outline(FrozenModel):
-    """A model on the device `meta`, of which only the shapes are there; the tokenizer is None where the config came
-    alone, and the dtype is what the model will run in. Where its weights lie here, `known` is their fingerprint."""
+    """A model on the `meta` device. The tokenizer is None if there is only a config; `dtype` is what the model will run
+    in, `known` the fingerprint of its weights if they are local."""
 
     def __init__(self, model: Any, tokenizer: Any, spec: str, dtype: torch.dtype) -> None:
         super().__init__(model, tokenizer, spec)
@@ -63,7 +56,7 @@ class Outline(FrozenModel):
 
     @cached_property
     def spare_token(self) -> int | None:
-        """Any, where the config came alone: nothing is drafted here."""
+        """A dummy without a tokenizer: nothing is drafted here."""
         return 0 if self.tokenizer is None else spare_token(self.tokenizer, self.vocab_size)
 
     @property
@@ -73,7 +66,7 @@ class Outline(FrozenModel):
 
 
 def weights_are_here(spec: str, revision: str | None = None) -> bool:
-    """Whether a target can be loaded without fetching it."""
+    """Whether a target's weights are local."""
     folder = loadable_folder(spec)
     if Path(folder).is_dir():
         return any(file.suffix in (".safetensors", ".bin") for file in Path(folder).iterdir())
@@ -82,11 +75,10 @@ def weights_are_here(spec: str, revision: str | None = None) -> bool:
 
 
 def outline(spec: str, dtype: str = "auto", revision: str | None = None, trust_remote_code: bool = False) -> Outline:
-    """A target's outline, from its config alone; the dtype "auto" is the config's, or bfloat16 where that is float32.
+    """Build an outline from the config; the dtype "auto" is the config's, or bfloat16 if that is float32.
 
     Raises:
-        UserError: an unknown target, a config that cannot be had or is none of a language model, or a model that cannot
-            take token trees.
+        UserError: unknown target, missing or unsuitable config, or a model that does not support token trees.
     """
     try:
         folder, options = known_folder(loadable_folder(spec), revision)
@@ -95,7 +87,7 @@ def outline(spec: str, dtype: str = "auto", revision: str | None = None, trust_r
             error.problem,
             f"{error.remedy} A folder with the model's config.json alone is enough for a plan: target=FOLDER.",
         ) from error
-    options["trust_remote_code"] = trust_remote_code  # left out, transformers would ask on a terminal
+    options["trust_remote_code"] = trust_remote_code  # without it, transformers prompts
     try:
         config = AutoConfig.from_pretrained(folder, **options)
         saved = getattr(config.get_text_config(), "dtype", None)
@@ -110,7 +102,7 @@ def outline(spec: str, dtype: str = "auto", revision: str | None = None, trust_r
         ) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-    except Exception:  # a config that came alone; lengths are then counted otherwise
+    except Exception:  # no tokenizer beside the config
         tokenizer = None
     return Outline(model, tokenizer, spec, kind)
 
@@ -118,18 +110,15 @@ def outline(spec: str, dtype: str = "auto", revision: str | None = None, trust_r
 def unloaded(
     spec: str, dtype: str = "auto", device: str = "auto", revision: str | None = None, trust_remote_code: bool = False
 ) -> Outline | None:
-    """The target that `load_target` would load, without its weights; None where its files do not say which they are:
-    where they are quantised, or have tensors of other names or shapes than the model.
-
-    Raises as `outline`.
-    """
+    """Outline the target that `load_target` would load, with its fingerprint; None if the files do not give one
+    (quantised, or other tensor names or shapes than the model's). Raises as `outline`."""
     kind = dtype_name(pick_dtype(dtype, pick_device(device)))
     drawn = outline(spec, kind, revision, trust_remote_code)
     folder, options = known_folder(loadable_folder(spec), revision)
     known = None if drawn.tokenizer is None else _fingerprint_of_files(drawn, folder, options.get("revision"))
     if known is None:
         return None
-    with suppress(OSError):  # without one the config has the end tokens
+    with suppress(OSError):  # the config has the end tokens as well
         drawn.model.generation_config = GenerationConfig.from_pretrained(folder, **options)
     drawn.known = known
     return drawn

@@ -1,7 +1,6 @@
-/* Products of rows with panels: PANEL outputs side by side, one input after the other (bfloat16 on a processor that
-   multiplies it: STEP of them, two), so that memory is read as one stream and sums stay in registers.
-
-   A number of the result is added up in the same order however many rows there are, so its bits are those of one row. */
+/* Products of rows with panels: for each input (or STEP = 2 of them with bfloat16 instructions) PANEL outputs, so that
+   memory is read as one stream and sums stay in registers. Batch-invariant: the order of sums does not depend on the
+   number of rows. */
 
 #include <pthread.h>
 #include <stdlib.h>
@@ -20,12 +19,12 @@
 #ifdef EIGHT_BITS
 #define MOST 8
 #else
-#define MOST 12 /* rows that are multiplied together: sums of all of them stay in registers */
+#define MOST 12 /* rows multiplied together: their sums stay in registers */
 #endif
 #else
 #define LANES 8
 #ifdef EIGHT_BITS
-#define MOST 5 /* of sixteen registers products take more than sums of six rows leave */
+#define MOST 5 /* the sums of six rows would leave too few of sixteen registers for products */
 #else
 #define MOST 6
 #endif
@@ -35,7 +34,7 @@
 
 typedef float lanes __attribute__((vector_size(4 * LANES)));
 
-/* As many whole numbers of 32 bits. */
+/* LANES 32-bit integers. */
 #if LANES == 16
 typedef __m512i wholes;
 #define EVERYWHERE(x) _mm512_set1_epi32(x)
@@ -47,7 +46,7 @@ typedef __m256i wholes;
 #define AS_FLOATS(x) _mm256_cvtepi32_ps(x)
 #endif
 
-/* Floats of which these are the upper halves: numbers in bfloat16. */
+/* Expand upper halves to floats, as from bfloat16. */
 static inline lanes of_halves(const uint16_t *from) {
     typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
     typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
@@ -56,7 +55,6 @@ static inline lanes of_halves(const uint16_t *from) {
     return (lanes)(__builtin_convertvector(x, bits) << 16);
 }
 
-/* So many numbers as floats. */
 static inline lanes widened(const number *from) {
 #ifdef BFLOAT16
     return of_halves(from);
@@ -67,7 +65,6 @@ static inline lanes widened(const number *from) {
 #endif
 }
 
-/* Floats as numbers, where those go. */
 static inline void write_rounded(lanes x, number *to) {
 #ifdef BFLOAT16
     typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
@@ -80,9 +77,9 @@ static inline void write_rounded(lanes x, number *to) {
 #endif
 }
 
-/* How a panel has its weights. */
-#define WHOLE 0  /* as they are */
-#define HALVES 1 /* the upper halves of floats, whose lower ones are zeros */
+/* Storage of a panel's weights. */
+#define WHOLE 0  /* in full */
+#define HALVES 1 /* upper halves of floats with zero lower halves */
 
 #if STEP == 2
 typedef __m512i of_panel;
@@ -100,38 +97,36 @@ static inline of_panel read_panel(const void *from, int kept) { return kept == H
 static inline void add_product(lanes *sums, of_panel inputs, lanes x) { *sums += inputs * x; }
 #endif
 
-/* What is read once stays in a register; else x86 would read it again for each product. Compilers make nothing of the
-   difference but copies of its bits. */
+/* Keep a value in a register; else compilers fold the load into each product and read it again. */
 #ifdef __AVX__
 #define IN_REGISTER(x) __asm__("" : "+v"(x))
 #else
 #define IN_REGISTER(x)
 #endif
 
-/* A number, or STEP of them, in all lanes. */
+/* Broadcast a number, or STEP of them, to all lanes. */
 static inline lanes everywhere(float x) {
     lanes all = x - (lanes){0};
     IN_REGISTER(all);
     return all;
 }
 
-/* Memory that is asked for beside each step of a product, since it else waits while cores compute: from where on, and
-   bytes from one step to the next. */
+/* Memory to prefetch at each step of a product: start, and bytes per step. */
 typedef struct {
     const char *from;
     int64_t each;
 } ahead;
 
-#define LINE 64 /* bytes that memory gives at once */
-/* How long that is to stay in caches: weights are read once in a forward, and would push out of them the draft heads and
-   what attention reads. With AVX-512 a like attempt brought nothing. */
+#define LINE 64 /* bytes of a cache line */
+/* Prefetch locality: weights, read once per forward, should not evict draft heads and KV cache. With AVX-512 a similar
+   attempt gained nothing. */
 #ifdef __AVX512F__
 #define STAYS 3
 #else
 #define STAYS 0
 #endif
 
-#define NO_MEMORY -1 /* status of a kernel that cannot allocate its scratch buffers, see `check_status` in memory.py */
+#define NO_MEMORY -1 /* status: scratch buffers cannot be allocated, see `check_status` in memory.py */
 #define USES 6       /* kinds of scratch buffers */
 
 typedef struct {
@@ -173,7 +168,7 @@ static inline void release(void *scratch, int64_t bytes) {
 
 static inline int64_t size_of_weight(int kept) { return kept == HALVES ? 2 : sizeof(number); }
 
-/* Adds to the sums of some rows; x is what `side_by_side` gives. */
+/* Add products to the sums of rows; x is in the layout of `side_by_side`. */
 static inline __attribute__((always_inline)) void add_products(const int rows, const int kept, const float *x,
                                                                const void *panel, int64_t inputs, ahead next,
                                                                lanes sums[MOST][VECTORS]) {
@@ -198,7 +193,7 @@ static inline __attribute__((always_inline)) void clear(const int rows, lanes su
         for (int v = 0; v < VECTORS; v++) sums[m][v] = (lanes){0};
 }
 
-/* Rows of numbers, at most MOST, with their first inputs side by side, then their next; a float may have STEP of them. */
+/* Interleave at most MOST rows, STEP inputs at a time, each in a float. */
 static inline void side_by_side(const number *const *rows, int64_t count, int64_t inputs, float *out) {
     for (int64_t i = 0; i < inputs; i += STEP)
         for (int64_t m = 0; m < count; m++, out++)
@@ -215,7 +210,7 @@ static inline void side_by_side(const number *const *rows, int64_t count, int64_
 #else
 #define MORE_CASES(work)
 #endif
-/* Work for a number of rows that the compiler knows. */
+/* Instantiate work for a constant number of rows. */
 #define OF_ROWS(count, work)                                                                                           \
     switch (count) {                                                                                                   \
         CASE(work, 1) CASE(work, 2) CASE(work, 3) CASE(work, 4) CASE(work, 5) MORE_CASES(work)                         \

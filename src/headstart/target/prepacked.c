@@ -1,15 +1,14 @@
-/* Products of a few rows with weights that lie as panels (see panels.h), one after the other. The outputs that the last
-   one has too much are zeros. */
+/* Products of a few rows with weights in consecutive, zero-padded panels (see panels.h). */
 
 #include "panels.h"
 #if defined(TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && STEP == 2 && !defined(EIGHT_BITS)
 #include "in_tiles.h"
 #else
 #define IN_TILES 0
-#define TOGETHER MOST /* rows that are multiplied together */
+#define TOGETHER MOST /* rows multiplied together */
 #define OF_GROUP OF_ROWS
-#define AHEAD 1024    /* bytes from what is multiplied to what memory is asked for, where weights are read once */
-#define FEW 12        /* rows that every thread reads: that takes less than fetching what another core has just written */
+#define AHEAD 1024    /* prefetch distance in bytes if weights are read once */
+#define FEW 12        /* up to here, every thread lays out all rows: faster than fetching them from another core */
 
 static inline void begin(int64_t rows) {}
 static inline void end(void) {}
@@ -21,10 +20,9 @@ static inline void end(void) {}
 #endif
 #endif
 
-/* Whether rows are multiplied by tiles. */
 int in_tiles(void) { return IN_TILES; }
 
-#define HEADER LINE /* bytes before the first panel, of which the first says how weights are kept */
+#define HEADER LINE /* bytes before the first panel; the first byte is WHOLE or HALVES */
 
 typedef struct {
     const char *panels;
@@ -33,17 +31,15 @@ typedef struct {
     int kept;
 } matrix;
 
-/* What memory is asked for while one of so many groups of rows is multiplied with a panel. A panel that is read more than
-   once is in the cache: each time a part of what comes after it is asked for, but for tiles, which meanwhile read as much
-   from caches as these can give. */
+/* Memory to prefetch while a group of rows is multiplied with a panel. If there are several groups, the panel is cached,
+   and each prefetches a part of the next one; except tiles, which saturate cache bandwidth. */
 static inline ahead asked(const char *panel, const matrix *of, int64_t group, int64_t groups) {
     if (groups > 1 && IN_TILES) return (ahead){panel, 0};
     int64_t from = groups > 1 ? of->bytes + of->bytes * group / groups : AHEAD;
     return (ahead){panel + from, of->bytes / (of->inputs / STEP) / groups};
 }
 
-/* A panel of what some rows give, where they go; x is what `read_rows` gives. `opened` is the panel as it would be whole,
-   or NULL. */
+/* Multiply rows, in the layout of `read_rows`, by a panel; `opened` is the panel converted to WHOLE, or NULL. */
 static inline __attribute__((always_inline)) void multiply(const int rows, const matrix *of, const float *x, int64_t panel,
                                                            const number *opened, int64_t group, int64_t groups,
                                                            number *out, int64_t stride) {
@@ -59,7 +55,7 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
         for (int m = 0; m < rows; m++) {
             number *to = out + m * stride + v * LANES;
             lanes total = totals[m][v];
-            IN_REGISTER(total); /* a product is rounded before the bias, always */
+            IN_REGISTER(total); /* no fused multiply-add with the bias */
             total += bias;
             if (count >= LANES) write_rounded(total, to);
             else
@@ -68,7 +64,7 @@ static inline __attribute__((always_inline)) void multiply(const int rows, const
     }
 }
 
-/* Lay out rows as `multiply` reads them, after their norm where there is one; whether there was memory. */
+/* Lay out rows for `multiply`, after a norm (or NULL); returns 0 without memory. */
 static int enter(const number *x, const number *norm, float eps, int64_t rows, int64_t inputs, float *out) {
     const number *each[TOGETHER];
     int64_t bytes = rows * inputs * sizeof(number);
@@ -83,16 +79,16 @@ static int enter(const number *x, const number *norm, float eps, int64_t rows, i
     return 1;
 }
 
-/* out [rows, outputs] of x [rows, inputs]; bias [outputs] or NULL. Before, rows get their RMS norm, [inputs], where that
-   is not NULL. After, the second half of the outputs is gated by silu of the first, out [rows, outputs / 2], or `added`
-   [rows, outputs] is, where it is not NULL. Rounded where torch rounds. 0 or NO_MEMORY. */
+/* out [rows, outputs] = x [rows, inputs] times weights, plus bias [outputs] or NULL. Applies an RMS norm [inputs] before, if
+   not NULL. After, gates the second half by silu of the first, out [rows, outputs / 2], or adds `added` [rows, outputs], if
+   not NULL. Rounds where torch rounds. Returns 0 or NO_MEMORY. */
 int product(const number *x, const number *norm, float eps, const void *weights, const number *bias, int gates,
              const number *added, number *out, int64_t rows, int64_t inputs, int64_t outputs, int threads) {
     if (!rows) return 0;
     int kept = *(const char *)weights;
     matrix of = {(const char *)weights + HEADER, bias, inputs, outputs, bytes_of_panel(inputs, kept), kept};
     int64_t groups = (rows + TOGETHER - 1) / TOGETHER, width = gates ? outputs / 2 : outputs, step = floats_of_row(inputs);
-    int opens = kept == HALVES && groups > 1; /* once for all that read a panel */
+    int opens = kept == HALVES && groups > 1; /* convert once for all groups */
     int64_t bytes = rows * step * sizeof(float);
     float *of_all = rows > FEW ? thread_scratch(1, bytes) : NULL;
     int complete = 1;
@@ -147,15 +143,15 @@ int product(const number *x, const number *norm, float eps, const void *weights,
     return complete ? 0 : NO_MEMORY;
 }
 
-/* Bytes that weights of so many inputs and outputs take. */
+/* Bytes of packed weights. */
 int64_t room(int64_t inputs, int64_t outputs, int kept) {
     return HEADER + (outputs + PANEL - 1) / PANEL * bytes_of_panel(inputs, kept);
 }
 
-/* Whether `product` gates so many outputs. */
+/* Whether `product` supports gating this many outputs. */
 int can_gate(int64_t outputs) { return outputs % (2 * PANEL) == 0; }
 
-/* Panels of weights [outputs, inputs], kept as `best_kept` said. */
+/* Pack weights [outputs, inputs]; `kept` is that of `best_kept`. */
 void pack(const number *weights, char *out, int64_t inputs, int64_t outputs, int kept, int threads) {
     int64_t bytes = bytes_of_panel(inputs, kept);
     memset(out, 0, HEADER);

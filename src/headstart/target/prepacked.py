@@ -1,16 +1,15 @@
-"""Second copies of weights, prepacked for products with a few rows.
+"""Prepacked copies of weights for products with a few rows.
 
-torch hands oneDNN the weights as they are stored, and for a handful of rows it spends as long reordering them as
-multiplying, in every call. Here they are reordered once, as `prepacked.c` reads them, as one stream: it multiplies as
-fast as memory gives them, a tree of 8 nodes in the time of a token, and of 16 by tiles of bfloat16 (AMX). Where that
-cannot be compiled, or the processor has no AVX2, oneDNN's own order and kernels are used. It costs a second copy of the
-weights in memory; of floats that bfloat16 holds exactly half of one, which memory gives in half the time.
+oneDNN reorders the weights in every call, which for a few rows takes as long as the product. Here they are packed once,
+in the layout that `prepacked.c` streams at memory bandwidth: a tree of 8 nodes takes as long as a token, and of 16 with
+bfloat16 tiles (AMX). The fallback without a compiler or AVX2 is oneDNN's layout. Each copy doubles a weight's memory;
+float32 weights that bfloat16 represents exactly are stored as halves, at half the memory and traffic.
 
-For writing data they may be rounded to 8 bits, and what they are multiplied with, too: processors compute with twice as
-many of those numbers at a time. Tiles are faster still, so weights that go into them stay whole.
+For writing data, weights and activations may be rounded to 8 bits, for twice the arithmetic throughput. Tiles are
+faster still, so weights for them are not rounded.
 
-Every copy is kept by a `PackedCopy`, which knows when it is stale. Those of single weights are shared by all who
-multiply by them, target and heads, and go with the weight (`copy_of`).
+A `PackedCopy` detects when its copy is stale. Copies of single weights are shared by target and heads, and freed with
+the weight (`copy_of`).
 
 Shape suffixes: M rows, I inputs, O outputs.
 """
@@ -33,17 +32,17 @@ from headstart.target.memory import check_status, free_bytes
 
 SOURCE = Path(__file__).with_suffix(".c")
 MAX_ROWS = 256
-"""With more rows the reordering hardly counts, and plain products are as fast."""
+"""With more rows, plain products are as fast."""
 _LAID_OUT_FOR = 32
-"""Rows that oneDNN's order is chosen for; for 1 row it is a slower one for most other numbers."""
+"""Row count passed to oneDNN's layout choice; its layout for 1 row is slower for most other counts."""
 _SHARE = 0.5
-"""Of free memory, what the copies may take."""
+"""Maximum share of free memory for the copies."""
 _HALVES = 1
-"""As in `panels.h`: floats that bfloat16 holds exactly are kept as their upper halves."""
+"""`HALVES` of panels.h: store the upper halves of floats."""
 _DTYPES = (torch.bfloat16, torch.float32)
 _OF_TILES = torch.bfloat16
 _COPIES = WeakTensorKeyDictionary()
-"""By weight, its `PackedCopy` in 8 bits and not."""
+"""`PackedCopy` objects by weight, then by `int8`."""
 
 
 # -- the operations ----------------------------------------------------------------------------------------------------
@@ -51,7 +50,7 @@ _COPIES = WeakTensorKeyDictionary()
 
 @dataclass(frozen=True)
 class Panels:
-    """Weights of a dtype in the order of `prepacked.c`, as bytes; in 8 bits or not."""
+    """Weights in the layout of `prepacked.c`, as bytes."""
 
     kept: Tensor
     outputs: int
@@ -60,8 +59,8 @@ class Panels:
 
 
 def prepack(weight_OI: Tensor, int8: bool = False) -> Panels | Tensor:
-    """The same weights in another order, oneDNN's if it is a tensor; of use to `product` alone. In 8 bits, if asked,
-    where there are products with such and none by tiles."""
+    """Pack weights for `product`; a tensor is in oneDNN's layout. With `int8` rounds to 8 bits if supported, and tiles
+    are not."""
     weight_OI, outputs, inputs = weight_OI.detach(), *weight_OI.shape
     functions = _reader(weight_OI, int8)
     if functions is None and int8:
@@ -77,12 +76,12 @@ def prepack(weight_OI: Tensor, int8: bool = False) -> Panels | Tensor:
 
 
 def in_panels(weight_OI: Tensor, int8: bool = False) -> bool:
-    """Whether `prepack` makes panels of it, in 8 bits or not."""
+    """Whether `prepack` returns panels."""
     return can_pack(weight_OI) and _reader(weight_OI, int8) is not None
 
 
 def _reader(weight_OI: Tensor, int8: bool) -> Any:
-    """The functions that read it as panels; None where there are none."""
+    """Return the kernels that read it as panels, if any."""
     if int8 and by_tiles(weight_OI.dtype):
         return None
     functions = _compiled(weight_OI.dtype, int8)
@@ -90,13 +89,13 @@ def _reader(weight_OI: Tensor, int8: bool) -> Any:
 
 
 def by_tiles(dtype: torch.dtype) -> bool:
-    """Whether panels of this dtype are multiplied by tiles."""
+    """Whether products of this dtype use tiles."""
     functions = _compiled(dtype)
     return functions is not None and bool(functions.in_tiles())
 
 
 def in_halves(weight_OI: Tensor) -> bool:
-    """Whether panels of it have halves of floats, as far as its middle row tells."""
+    """Whether its panels store halves of floats, judged by the middle row."""
     functions = _reader(weight_OI, False) if can_pack(weight_OI) else None
     if functions is None:
         return False
@@ -105,7 +104,7 @@ def in_halves(weight_OI: Tensor) -> bool:
 
 
 def can_gate(weights: Sequence[Tensor]) -> bool:
-    """Whether a product with weights in panels, one below the other, gates one half of its outputs by the other."""
+    """Whether `product` supports `gates` for these weights, stacked."""
     return bool(_compiled(weights[0].dtype).can_gate(sum(map(len, weights))))
 
 
@@ -117,44 +116,34 @@ def product(
     gates: bool = False,
     added: Tensor | None = None,
 ) -> Tensor:
-    """Rows [.., I] times prepacked weights, [.., O].
+    """Multiply rows [.., I] by prepacked weights: [.., O].
 
-    With panels, rows may get their RMS norm before, with a weight [I] and an epsilon. After, the second half of the
-    outputs may be gated by silu of the first, which leaves O / 2, or numbers of the same shape be added."""
-    if isinstance(packed, Panels):
-        return _product(rows.contiguous(), packed, bias_O, norm or (None, 0.0), gates, added)
-    assert norm is None and not gates and added is None, "what lies around is computed with panels"
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias_O, "none", [], "")
-    return out
-
-
-def _product(
-    rows: Tensor,
-    packed: Panels,
-    bias_O: Tensor | None,
-    norm: tuple[Tensor | None, float],
-    gates: bool,
-    added: Tensor | None,
-) -> Tensor:
+    Panels support an RMS norm before (weight [I], epsilon), and after it either a gate, the second half of the outputs
+    times silu of the first [.., O / 2], or a sum with `added`."""
+    if not isinstance(packed, Panels):
+        assert norm is None and not gates and added is None, "what lies around is computed with panels"
+        plain: Tensor = torch.ops.mkldnn._linear_pointwise(rows, packed, bias_O, "none", [], "")
+        return plain
+    rows, (norm_I, eps) = rows.contiguous(), norm or (None, 0.0)
     inputs, outputs = rows.shape[-1], packed.outputs
     out = rows.new_empty(*rows.shape[:-1], outputs // 2 if gates else outputs)
-    vectors = [None if part is None else part.contiguous() for part in (norm[0], bias_O, added)]
+    vectors = [None if part is None else part.contiguous() for part in (norm_I, bias_O, added)]
     assert all(part is None or part.dtype == rows.dtype for part in (*vectors, packed)), "all in one dtype"
     assert added is None or added.shape == out.shape, "a number for each output"
     weight, bias, sums = (None if part is None else part.data_ptr() for part in vectors)
-    read = rows.data_ptr(), weight, norm[1], packed.kept.data_ptr(), bias, gates, sums, out.data_ptr()
+    read = rows.data_ptr(), weight, eps, packed.kept.data_ptr(), bias, gates, sums, out.data_ptr()
     _compiled(rows.dtype, packed.int8).product(*read, rows.numel() // inputs, inputs, outputs, torch.get_num_threads())
     return out
 
 
 def multiplier(dtype: torch.dtype, int8: bool) -> int:
-    """The address of the product with panels, in C (see `steps`)."""
+    """Address of the C product with panels (see `steps`)."""
     return ctypes.cast(_compiled(dtype, int8).product, ctypes.c_void_p).value or 0
 
 
 @cache
 def _compiled(dtype: torch.dtype, int8: bool = False) -> Any:
-    """The functions for weights of a dtype, in 8 bits or not; None where there are none."""
+    """Compile the kernels for a dtype; None if unsupported."""
     functions = vector_library(SOURCE, dtype, "TILES") if not int8 and dtype == _OF_TILES and may_use_tiles() else None
     functions = functions or vector_library(SOURCE, dtype, *(["EIGHT_BITS"] if int8 else []))
     if functions is None:
@@ -172,20 +161,20 @@ def _compiled(dtype: torch.dtype, int8: bool = False) -> Any:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether `product` multiplies by these weights of a linear layer on this CPU."""
+    """Whether `product` supports these linear weights on this CPU."""
     plain = type(weight) in (Tensor, nn.Parameter) and weight.device.type == "cpu" and weight.is_contiguous()
     return plain and weight.ndim == 2 and weight.dtype in _DTYPES and _works(weight.dtype)
 
 
 @cache
 def _works(dtype: torch.dtype) -> bool:
-    """Whether there are the operations, for this dtype on this CPU, and they do what they say."""
+    """Test the operations for this dtype on this CPU."""
     rows_MI, weight_OI = torch.eye(32, dtype=dtype), torch.arange(64 * 32).view(64, 32).remainder(7).to(dtype)
     try:
         with torch.inference_mode():
             return all(
                 torch.equal(product(rows_MI[:rows], prepack(weight), None), weight.T[:rows])
-                for weight in (weight_OI, weight_OI / 3)  # whole floats, too
+                for weight in (weight_OI, weight_OI / 3)  # halves and full floats
                 for rows in (4, 32)
             )
     except (AttributeError, NotImplementedError, RuntimeError, TypeError):
@@ -193,7 +182,7 @@ def _works(dtype: torch.dtype) -> bool:
 
 
 def fits(weights: Iterable[Tensor]) -> bool:
-    """Whether there is memory for second copies of these weights."""
+    """Whether memory fits copies of these weights."""
     return sum(weight.nbytes for weight in weights) <= _SHARE * free_bytes(torch.device("cpu"))
 
 
@@ -202,7 +191,7 @@ def fits(weights: Iterable[Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Packed:
-    """Prepacked weights, one matrix below the other, with their biases, and what tells whether they changed."""
+    """Prepacked weights, stacked, with biases and the data to detect changes."""
 
     weight: Panels | Tensor
     bias_O: Tensor | None
@@ -211,27 +200,25 @@ class Packed:
 
     @property
     def address(self) -> int:
-        """Where weights in panels begin."""
         assert isinstance(self.weight, Panels), "see `in_panels`"
         return self.weight.kept.data_ptr()
 
     def times(self, rows: Tensor, bias_O: Tensor | None, **around: Any) -> Tensor:
-        """`F.linear` of rows [.., I], and what is computed around it, see `product`."""
+        """See `product`."""
         return product(rows, self.weight, bias_O, **around)
 
 
 class PackedCopy:
-    """The prepacked copy of a weight, or of some that read the same rows.
+    """The prepacked copy of a weight, or of several that multiply the same rows.
 
-    It is stale once PyTorch has counted a change in place, or a weight has other memory (as after `weight.data = ...`,
-    or in another dtype): `of` sees that. Changes that PyTorch does not count, as those of merged adapters through
-    `weight.data`, are seen by `refresh`, which looks at a row and a column: targets and heads ask for that when a text
-    begins. A stale copy is let go of where it is seen, and made anew when it is asked for.
+    `of` detects in-place changes that PyTorch counts, and weights that moved (as after `weight.data = ...`). In-place
+    changes through `weight.data`, as of merged adapters, are not counted: `refresh`, called when a text begins,
+    compares a row and a column. A stale copy is dropped, and packed again on demand.
 
-    Threads may share it: each gets a whole copy, and two at once make the same one.
+    Thread-safe: each thread gets a complete copy, and two at once make the same one.
 
     Args:
-        int8: whether weights are kept in 8 bits, see `prepack`.
+        int8: whether to pack in 8 bits, see `prepack`.
     """
 
     def __init__(self, int8: bool = False) -> None:
@@ -240,10 +227,10 @@ class PackedCopy:
         self._met: list[tuple[int, int]] | None = None
 
     def of(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), waits: bool = False) -> Packed | None:
-        """The copy of these weights, always the same ones; None where there can be none.
+        """Return the copy of these weights, the same ones at every call; None if unsupported.
 
-        With `waits` it is made when they are met a second time as they were, and is None before: training changes its
-        weights at every step, and views of a weight are new ones every time.
+        With `waits`, packs only at the second call with unchanged weights and returns None before: training changes
+        weights at every step, and views of a weight are new tensors every time.
         """
         tensors, packed = [*weights, *biases], self._packed
         changes = [_changes(tensor) for tensor in tensors]
@@ -261,18 +248,18 @@ class PackedCopy:
         return packed
 
     def is_now(self, packed: Packed, tensors: Sequence[Tensor]) -> bool:
-        """Whether this is the copy that was made last, of tensors that are as they were then."""
+        """Whether this is the latest copy, and the tensors are unchanged."""
         return self._packed is packed and packed.changes == [_changes(tensor) for tensor in tensors]
 
     def refresh(self, weights: Sequence[Tensor], biases: Sequence[Tensor] = ()) -> None:
-        """Let go of the copy when a row, a column or a bias of these weights is another by now."""
+        """Drop the copy if a row, a column or a bias has changed."""
         packed = self._packed
         if packed is not None and not all(map(_is_as_it_was, packed.samples, (*weights, *biases))):
             self._packed = None
 
 
 def copy_of(weight: Tensor, int8: bool = False) -> PackedCopy:
-    """What keeps the copy of one weight, in 8 bits or not, for all who multiply by it."""
+    """Return the shared `PackedCopy` of one weight."""
     copies: dict[bool, PackedCopy] | None = _COPIES.get(weight)  # type: ignore[no-untyped-call]  # torch has no types
     if copies is None:
         copies = _COPIES[weight] = {}
@@ -282,7 +269,7 @@ def copy_of(weight: Tensor, int8: bool = False) -> PackedCopy:
 
 
 def refresh(weights: Iterable[Tensor]) -> None:
-    """See whether the copies of these weights, each its own, are still theirs."""
+    """Drop stale copies of these single weights."""
     for weight in weights:
         copies = _COPIES.get(weight)  # type: ignore[no-untyped-call]  # torch has no types
         for known in list((copies or {}).values()):
@@ -290,7 +277,7 @@ def refresh(weights: Iterable[Tensor]) -> None:
 
 
 def drop(weights: Iterable[Tensor]) -> None:
-    """Free the copies of these weights; who multiplies by them makes new ones."""
+    """Free the copies of these single weights; the next product packs again."""
     for weight in weights:
         _COPIES.pop(weight, None)  # type: ignore[no-untyped-call]  # torch has no types
 
@@ -303,8 +290,8 @@ def multiplied(
     int8: bool = False,
     any_rows: bool = False,
 ) -> Tensor | None:
-    """`F.linear` of a few rows [.., I], or of any number of them, as with weights in 8 bits, from the prepacked copy of
-    the weight (see `PackedCopy.of`). None without a copy, and where gradients are needed."""
+    """`F.linear` with the prepacked copy of the weight (see `PackedCopy.of`), for a few rows [.., I], or any number
+    with `int8` or `any_rows`. None without a copy, and if gradients are needed."""
     few = any_rows or int8 or rows.numel() <= MAX_ROWS * rows.shape[-1]
     if not rows.is_cpu or not few or rows.dtype != weight_OI.dtype:
         return None
@@ -315,17 +302,14 @@ def multiplied(
 
 
 def _changes(tensor: Tensor) -> tuple[int, int]:
-    """Where its numbers lie, and how often they were changed in place; torch does not count for tensors made in
-    inference mode."""
+    """Return address and in-place version; torch does not count versions of inference tensors."""
     return tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
 
 def _sample(tensor: Tensor) -> tuple[Tensor, ...]:
     """A row and a column of a matrix; all of a bias."""
     tensor = tensor.detach()
-    if tensor.ndim < 2:
-        return (tensor,)
-    return tensor[tensor.shape[0] // 2], tensor[:, tensor.shape[1] // 2]
+    return (tensor,) if tensor.ndim < 2 else (tensor[tensor.shape[0] // 2], tensor[:, tensor.shape[1] // 2])
 
 
 def _is_as_it_was(sample: tuple[Tensor, ...], tensor: Tensor) -> bool:

@@ -1,5 +1,4 @@
-"""How the linear layers of a target multiply a few rows by their weights in forwards of ours: with prepacked copies of
-them where there are any, see `prepacked`."""
+"""Linear layers of a target that use prepacked weights for a few rows (see `prepacked`)."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from headstart.target.attention import running
 from headstart.target.prepacked import Packed, PackedCopy, can_pack, in_panels, multiplied
 
 _MERGED = 1 << 28
-"""Bytes of weights up to which layers become one product: with more, the calls that it saves do not count."""
+"""Maximum bytes of weights to merge into one product; the saved call overhead is negligible beyond."""
 
 
 class Matrix:
-    """A linear layer's forward, in forwards of ours; else the layer's own, or what somebody put in its place before."""
+    """Replacement for a linear layer's `forward`; outside our forwards it calls the original."""
 
     def __init__(self, module: nn.Module, original: Any) -> None:
-        self.is_stock = original is None  # the forward of the module's class, and of nobody else
+        self.is_stock = original is None  # the class's own forward
         self._module: Any = module
         self._original = original or partial(type(module).forward, module)
 
@@ -32,11 +31,11 @@ class Matrix:
 
 
 class Merged:
-    """Linear layers that read the same rows, as one product with prepacked weights, in 8 bits if asked.
+    """Linear layers on the same rows, merged into one prepacked product.
 
     Attributes:
-        int8: whether they are, which not all processors and sizes have.
-        in_panels: whether what lies around is computed with the product, see `prepacked.product`.
+        int8: whether weights are in 8 bits, which not all processors and sizes support.
+        in_panels: whether norm, gate and sum are fused, see `prepacked.product`.
     """
 
     def __init__(self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], int8: bool = False) -> None:
@@ -48,53 +47,44 @@ class Merged:
 
     @staticmethod
     def groups(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[list[int]]:
-        """Which of these layers become one product: all that have a bias, and all that have none, where together they
-        are small enough for the calls to count."""
+        """Group layers to merge: those with a bias, and those without, unless the group exceeds `_MERGED`."""
         parts = [[at for at, bias in enumerate(biases) if (bias is None) == without] for without in (True, False)]
         small = [part for part in parts if sum(weights[at].nbytes for at in part) <= _MERGED]
         return [part for part in small if part] + [[at] for part in parts if part not in small for at in part]
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Weights and biases."""
         return [*self.weights, *self._biases]
 
     def packed(self) -> Packed:
-        """The copy of the weights as they are now."""
+        """Return the up-to-date copy."""
         packed = self._copy.of(self.weights, self._biases)
         assert packed is not None, "recorded with weights that can be packed"
         return packed
 
     def has(self, packed: Packed) -> bool:
-        """Whether this is the copy that it multiplies by."""
+        """Whether this is the current copy."""
         return self._copy.is_now(packed, self.tensors)
 
     def refresh(self) -> None:
-        """See whether the copy is still one of the layers' weights."""
+        """Drop a stale copy."""
         self._copy.refresh(self.weights, self._biases)
 
-    def __call__(
-        self,
-        rows: Tensor,
-        norm_I: Tensor | None,
-        eps: float,
-        gates: bool,
-        added: Tensor | None,
-    ) -> Tensor:
-        """Rows [.., I] times the weights, with what is computed around it, see `prepacked.product`."""
+    def __call__(self, rows: Tensor, norm_I: Tensor | None, eps: float, gates: bool, added: Tensor | None) -> Tensor:
+        """See `prepacked.product`."""
         packed, norm = self.packed(), None if norm_I is None else (norm_I, eps)
         return packed.times(rows, packed.bias_O, norm=norm, gates=gates, added=added)
 
 
 def can_prepack(module: nn.Module) -> bool:
-    """Whether it is a plain linear layer whose weights can be prepacked."""
+    """Whether it is a plain linear layer with packable weights."""
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return False
     return can_pack(module.weight)
 
 
 def is_matrix(module: nn.Module) -> bool:
-    """Whether a module multiplies rows by weights of its own: linear layers, and the experts and routers of an MoE."""
+    """Whether a module has matrix weights of its own: linear layers, and the experts and routers of an MoE."""
     if isinstance(module, nn.Embedding) or any(True for child in module.children() for _ in child.parameters()):
         return False
     return any(weight.ndim >= 2 for weight in module.parameters(False))

@@ -1,7 +1,7 @@
-"""Quantised targets: the linear layers of a model in 8 or 4 bits, by torchao, on a CPU or a GPU.
+"""Quantise a target's linear layers to 8 or 4 bits with torchao, on a CPU or a GPU.
 
-The LM head and the embeddings stay as they are: heads read both. Models that were saved quantised (bitsandbytes, GPTQ,
-AWQ ...) are loaded by transformers and need nothing of this; GGUF files are unpacked when loaded.
+LM head and embeddings are left alone, since heads read them. transformers loads models that were saved quantised
+(bitsandbytes, GPTQ, AWQ ...); GGUF files are dequantised at loading.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from headstart.errors import UserError, nearest
 
 Quantization = Literal["none", "int8", "int4"]
 _GROUP = 32
-"""Inputs of a linear layer that share a scale, in 4 bits; in 8 bits each output has one."""
+"""Group size in 4 bits; in 8 bits there is a scale per output."""
 
 
 def check_quantization(kind: str, device: torch.device) -> None:
-    """Refuse, before anything is loaded, an unknown kind, one that does not pay on a device, or one where torchao is
-    missing."""
+    """Refuse an unknown kind, one without a benefit on this device, or a missing torchao, before loading."""
     if kind not in get_args(Quantization):
         raise UserError(f"Unknown quantization {kind!r}.", nearest(kind, get_args(Quantization)))
     if kind == "int4" and device.type == "cuda":
@@ -35,10 +34,10 @@ def check_quantization(kind: str, device: torch.device) -> None:
 
 
 def quantize(model: Any, kind: str) -> None:
-    """Put the linear layers of a model into 8 or 4 bits, in place.
+    """Quantise a model's linear layers in place.
 
     Raises:
-        UserError: as `check_quantization`; a model that is quantised already, or with layers that torchao cannot pack.
+        UserError: as `check_quantization`, or the model is already quantised, or torchao cannot pack it.
     """
     check_quantization(kind, next(model.parameters()).device)
     if getattr(model, "is_quantized", False):

@@ -1,12 +1,12 @@
-"""What recorded operators become where others compute the same in less time (see `captured`).
+"""Rewrite a recorded graph into faster equivalents (see `captured`).
 
-- Linear layers that read the same numbers become one product with prepacked weights (see `products`).
-- The scale of an RMS norm comes from three operators on the state as it is, instead of six on a copy in float32.
-- Rotary positions swap the halves of queries and keys in one operator; the sign of one half is in the table of sines.
-- On a GPU, where each operator of a few tokens takes about as long as any other, a norm is one operator.
+- Linear layers on the same input become one product with prepacked weights (see `products`).
+- The scale of an RMS norm takes three operators on the input instead of six on a float32 copy.
+- Rotary positions swap halves in one operator; the sign moves into the table of sines.
+- On a GPU, where launches dominate, a norm is one operator.
 
-Where products are in C (GCC, and a processor with AVX2), so is what lies between them: a norm, the gate of an MLP, and
-norms, rotary positions, cache and attention of queries, keys and values that one product gave.
+If products run in C (GCC and AVX2), so do norms, MLP gates, and, after a merged qkv product, its norms, rotary
+positions, cache writes and attention.
 
 Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, I numbers of a row,
 N outputs of a product.
@@ -36,7 +36,7 @@ SOURCE = Path(__file__).with_name("between.c")
 
 
 def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> list[Merged]:
-    """Rewrite a recorded graph; the products with prepacked weights that are now in it, in 8 bits if asked."""
+    """Rewrite a recorded graph in place; return its products with prepacked weights."""
     shorten_norms(graph, device)
     products = merge_products(graph, int8) if packs else []
     shorten_rotations(graph)
@@ -51,7 +51,7 @@ def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> l
 
 @dataclass(frozen=True)
 class Site:
-    """One layer's attention, which is not recorded: a replay calls it. Its scores are without their sink."""
+    """One layer's attention, which a replay calls. `scores` has no sink."""
 
     layer: int
     scores: Scores
@@ -77,7 +77,7 @@ def _constant(node: Any) -> Tensor | None:
 
 
 def merge_products(graph: fx.Graph, int8: bool) -> list[Merged]:
-    """One product for all linear layers that read the same numbers, prepacked, in 8 bits if asked."""
+    """Merge linear layers on the same input into prepacked products."""
     by_input: dict[Any, list[Any]] = {}
     node: Any
     for node in graph.nodes:
@@ -96,7 +96,7 @@ def merge_products(graph: fx.Graph, int8: bool) -> list[Merged]:
             product = Merged([weights[index] for index in group], [biases[index] for index in group], int8)
             made.append(product)
             with graph.inserting_before(nodes[group[0]]):
-                joined = call(graph, product, (rows, None, 0.0, False, None))  # nothing around it, so far
+                joined = call(graph, product, (rows, None, 0.0, False, None))  # nothing fused yet
                 if len(group) > 1:
                     parts = call(graph, Tensor.split, (joined, product.sizes, -1))
                     replacements = [call(graph, operator.getitem, (parts, at)) for at in range(len(group))]
@@ -123,8 +123,7 @@ def _is(node: Any, functions: Sequence[Any]) -> bool:
 
 
 def shorten_norms(graph: fx.Graph, device: torch.device) -> None:
-    """`x * rsqrt(mean(x ** 2) + eps)` over the last dimension, x in float32, with one call for the scale and without a
-    copy of x."""
+    """Compute the scale of `x * rsqrt(mean(x ** 2) + eps)`, x in float32, in one call and without a copy of x."""
     scales: dict[float, Callable[[Tensor], Tensor]] = {}
     for root in list(graph.nodes):
         if not _is(root, _ROOTS) or not _is(root.args[0], _SUMS):
@@ -147,24 +146,24 @@ def shorten_norms(graph: fx.Graph, device: torch.device) -> None:
         root.replace_all_uses_with(scale)
         for user in list(x.users):
             if _is(user, _PRODUCTS) and set(user.args) == {x, scale}:
-                user.replace_input_with(x, source)  # the product is in float32 all the same
+                user.replace_input_with(x, source)  # the float32 scale promotes the product
 
 
 def _as_float32(node: Any) -> fx.Node | None:
-    """What is put into float32 here."""
+    """Return the input of a conversion to float32."""
     found = _is(node, [Tensor.float]) or (_is(node, [Tensor.to]) and node.args[1:] == (torch.float32,))
     return node.args[0] if found and not node.kwargs else None
 
 
 def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
-    """1 / root mean square of the last dimension, which stays with size 1, in float32."""
+    """1 / RMS of the last dimension (kept, size 1), in float32."""
     norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
     scale: Tensor = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     return scale
 
 
 def shorten_rotations(graph: fx.Graph) -> None:
-    """`x * cos + cat((-x2, x1)) * sin`, where x1 and x2 are the halves of x, with one call."""
+    """Compute `x * cos + cat((-x2, x1)) * sin`, x1 and x2 being the halves of x, in one call."""
     signed: dict[str, fx.Node] = {}
     cosines: dict[str, Any] = {}
     for total in list(graph.nodes):
@@ -185,12 +184,12 @@ def shorten_rotations(graph: fx.Graph) -> None:
 
 
 def _made(node: fx.Node) -> str:
-    """How a view is made: each layer has one of its own, made alike."""
+    """Key of a view, equal for the views that each layer makes for itself."""
     return repr((node.op, node.target, node.args, node.kwargs))
 
 
 def _swapped_half(turned: Any, x: Any) -> int | None:
-    """The size of a half, where `turned` is `cat((-x2, x1))` over the last dimension."""
+    """Return the size of a half if `turned` is `cat((-x2, x1))` over the last dimension."""
     if not _is(turned, [torch.cat]) or (turned.args[1:], dict(turned.kwargs)) not in (((), {"dim": -1}), ((-1,), {})):
         return None
     parts = turned.args[0]
@@ -205,7 +204,7 @@ def _swapped_half(turned: Any, x: Any) -> int | None:
 
 
 def negative_half(x: Tensor, half: int) -> Tensor:
-    """With the other sign up to `half` of the last dimension."""
+    """Negate the last dimension up to `half`."""
     return torch.cat((-x[..., :half], x[..., half:]), dim=-1)
 
 
@@ -219,7 +218,7 @@ def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor, half: int) -> Tensor:
 
 @dataclass(frozen=True)
 class JoinedSite:
-    """A layer's attention, of queries, keys and values as one product gives them; `eps` is that of their norms."""
+    """A layer's attention over a merged qkv product; `eps` is that of the query and key norms."""
 
     site: Site
     heads: int
@@ -230,8 +229,8 @@ class JoinedSite:
     def __call__(
         self, joined_1MN: Tensor, angles_11MD: tuple[Tensor, Tensor], norms_D: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """[1, M, Q, D], with cosines and sines, of the first half with the other sign; what is joined is written over.
-        Norms are the weights of those of queries and keys."""
+        """Attend: [1, M, Q, D]; overwrites `joined_1MN`. Angles are cosines and sines, the sines' first half negated;
+        norms are the weights of the query and key norms."""
         forward, site = running(), self.site
         assert forward is not None and forward.cache is not None, "a replay has a cache"
         shape = forward.cache.rows, -1, self.heads + 2 * self.key_heads, self.size
@@ -261,7 +260,7 @@ def _compiled(dtype: torch.dtype) -> Any:
 
 
 def normed(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-    """x [.., I] over its root mean square, times a weight."""
+    """RMS norm of x [.., I] in C."""
     x, size = x.contiguous(), x.shape[-1]
     assert x.dtype == weight_I.dtype and len(weight_I) == size, "a weight for each number, and all in one dtype"
     pointers = x.data_ptr(), weight_I.data_ptr(), (out := torch.empty_like(x)).data_ptr()
@@ -270,23 +269,22 @@ def normed(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
 
 
 def gated(both: Tensor) -> Tensor:
-    """The second half of [.., 2 * I] times silu of the first."""
+    """Multiply the second half of [.., 2 * I] by silu of the first, in C."""
     both, size = both.contiguous(), both.shape[-1] // 2
     out = both.new_empty(*both.shape[:-1], size)
-    _compiled(both.dtype).gate(
-        both.data_ptr(), out.data_ptr(), both.numel() // (2 * size), size, torch.get_num_threads()
-    )
+    pointers, rows = (both.data_ptr(), out.data_ptr()), both.numel() // (2 * size)
+    _compiled(both.dtype).gate(*pointers, rows, size, torch.get_num_threads())
     return out
 
 
 def rms_norm(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-    """The same as torch computes it: in one kernel on a GPU, rounded once."""
+    """RMS norm by torch: one kernel on a GPU, rounded once."""
     return F.rms_norm(x, weight_I.shape, weight_I, eps)
 
 
 def call_c(graph: fx.Graph) -> None:
-    """Norms, gates and attention in C, where the graph has them as `normed`, `gated` and `JoinedSite` compute them."""
-    _call_instead(graph, _norm_in_c, _gate, _site)  # of what attention reads, norms are known by then
+    """Replace norms, gates and attention by `normed`, `gated` and `JoinedSite`."""
+    _call_instead(graph, _norm_in_c, _gate, _site)  # norms first: `_site` matches them
 
 
 def _call_instead(graph: fx.Graph, *patterns: Callable[[Any], _Call | None]) -> None:
@@ -301,7 +299,7 @@ def _call_instead(graph: fx.Graph, *patterns: Callable[[Any], _Call | None]) -> 
 
 
 def join_products(graph: fx.Graph) -> None:
-    """A norm before a product, and a gate or a sum after it, as one call with it."""
+    """Fuse products with a norm before, and a gate or a sum after them."""
     for node in list(graph.nodes):
         product: Any = node.target
         if not isinstance(product, Merged) or not product.in_panels:
@@ -325,7 +323,7 @@ def join_products(graph: fx.Graph) -> None:
 
 
 def _nobody_writes(first: fx.Node, last: fx.Node) -> bool:
-    """Whether nothing between two nodes writes into its arguments."""
+    """Whether no node in between writes into its arguments."""
     node = first
     while node is not last and not node.meta.get("writes"):
         node = node.next
@@ -333,7 +331,7 @@ def _nobody_writes(first: fx.Node, last: fx.Node) -> bool:
 
 
 def _alike(one: fx.Node, other: fx.Node) -> bool:
-    """Whether the results of two nodes have the same shape and dtype."""
+    """Whether two nodes have the same shape and dtype."""
     kinds = [(node.meta.get("shape"), node.meta.get("dtype")) for node in (one, other)]
     return None not in kinds[0] and kinds[0] == kinds[1]
 
@@ -342,8 +340,7 @@ _Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
 
 
 def _norm(node: Any) -> tuple[Any, Any, float] | None:
-    """A weight times `x * inverse_rms(x)`, which has the dtype of x again: x, the weight, and what is added below the
-    root."""
+    """Match weight * (x * inverse_rms(x)) in the dtype of x; return x, weight and epsilon."""
     if not _is(node, _PRODUCTS) or len(node.args) != 2:
         return None
     weight, product = node.args
@@ -362,8 +359,7 @@ def _norm_in_c(node: Any) -> _Call | None:
     if (found := _norm(node)) is None:
         return None
     weight_I: Tensor = found[1].meta["constant"]
-    serves = _serves(weight_I.dtype) and weight_I.is_cpu and weight_I.is_contiguous()
-    return (normed, found) if serves else None
+    return (normed, found) if _serves(weight_I.dtype) and weight_I.is_cpu and weight_I.is_contiguous() else None
 
 
 def _norm_in_one(node: Any) -> _Call | None:
@@ -376,7 +372,7 @@ def _is_scale(node: Any) -> bool:
 
 
 def _gate(node: Any) -> _Call | None:
-    """silu of the first of two halves of a product, times the second."""
+    """Match silu of a product's first half, times the second."""
     if not _is(node, _PRODUCTS) or len(node.args) != 2 or not _is(node.args[0], [F.silu]):
         return None
     gate, up = _part(node.args[0].args[0]), _part(node.args[1])
@@ -388,7 +384,7 @@ def _gate(node: Any) -> _Call | None:
 
 
 def _site(node: Any) -> _Call | None:
-    """Attention of queries, keys and values that are one product, with positions of all numbers of a head."""
+    """Match attention over a merged qkv product, with rotary positions over the whole head."""
     site = node.target
     if not isinstance(site, Site) or not site.scores.plain or node.args[3] is not None:
         return None
@@ -408,7 +404,7 @@ def _site(node: Any) -> _Call | None:
     if rest or sizes[1:] != [key_heads * size] * 2 or heads % key_heads or not _serves(dtype):
         return None
     if [len(reader.users) for split in joined.users for reader in split.users] != [1, 1, 1]:
-        return None  # somebody else reads what is written over
+        return None  # another node reads the overwritten product
     (_, query_norm, eps), (_, key_norm, key_eps), (_, value_norm, _) = seen
     if value_norm is not None or (query_norm is None) != (key_norm is None) or eps != key_eps:
         return None
@@ -417,7 +413,7 @@ def _site(node: Any) -> _Call | None:
 
 
 def _part(node: Any) -> tuple[Any, int] | None:
-    """The product whose split gives this, and the how many-th part of it this is."""
+    """Match a part of a merged product's split; return the product and the part's index."""
     if not _is(node, [operator.getitem]) or not _is(node.args[0], [Tensor.split]):
         return None
     joined, sizes = node.args[0].args[:2]
@@ -426,7 +422,7 @@ def _part(node: Any) -> tuple[Any, int] | None:
 
 
 def _heads(node: Any, size: int) -> tuple[Any, Any, float]:
-    """What is seen here as heads of so many numbers, and the weight and epsilon of their norm; nothing if it is not."""
+    """Match heads of `size` numbers; return their source, and weight and epsilon of their norm."""
     nothing = None, None, 0.0
     if not _is(node, [Tensor.transpose]) or node.args[1:] != (1, 2) or len(node.users) > 1:
         return nothing

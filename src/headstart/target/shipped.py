@@ -1,8 +1,7 @@
-"""Multi-token-prediction modules that a target's checkpoint brings along, read from its files.
+"""Read the multi-token-prediction modules of a target's checkpoint, which transformers skips.
 
-transformers leaves these tensors out when it loads a model. A module is a norm of the token's embedding and one of the
-state before it, a linear map that joins them, one decoder layer of the target's own kind, and a norm. Heads run it (see
-`headstart.heads.parts.native_module`). Three arrangements are published:
+A module has a norm of the token's embedding, a norm of the state before it, a linear map of both, one decoder layer of
+the target's kind, and a final norm. Heads run it (see `headstart.heads.parts.native_module`). Published arrangements:
 
     DeepSeek-V3, GLM-4.5   model.layers.{L + k}.  enorm, hnorm, eh_proj, shared_head.norm and the layer; embedding first
     Qwen3-Next, Qwen3.5    mtp.                   pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm, layers.{k}; the
@@ -32,21 +31,21 @@ from headstart.target.frozen import FrozenModel
 from headstart.target.loading import loadable_folder, silent, tensor_files
 
 _VOCABULARY = 8
-"""Tokens of the model of one layer, whose own embeddings and LM head are not used."""
+"""Vocabulary of the one-layer model; its embeddings and LM head are unused."""
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a checkpoint names the parts of its modules.
+    """Naming scheme of a checkpoint's modules.
 
     Attributes:
-        name: that heads note.
-        found_by: matches the joining map's name; its group is the module's number, if any.
-        parts: of the norm of the embedding, of that of the state, the joining map and the last norm.
-        layer: where the decoder layer lies below a module's own names.
-        once: whether all modules share what is not in their layers.
-        state_first: whether the joining map reads the state before the embedding.
-        final: whether the state is the one after the target's final norm.
+        name: stored with heads.
+        found_by: regex of the joining map's name; its group, if any, is the module's number.
+        parts: names of embedding norm, state norm, joining map and last norm.
+        layer: prefix of the decoder layer within a module.
+        once: whether modules share everything but their layers.
+        state_first: whether the joining map takes the state before the embedding.
+        final: whether the state is taken after the target's final norm.
     """
 
     name: str
@@ -60,9 +59,7 @@ class Arrangement:
 
 ARRANGEMENTS = (
     Arrangement(
-        "deepseek",
-        r"^(?:.*\.)?layers\.(\d+)\.eh_proj\.weight$",
-        ("enorm", "hnorm", "eh_proj", "shared_head.norm"),
+        "deepseek", r"^(?:.*\.)?layers\.(\d+)\.eh_proj\.weight$", ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     ),
     Arrangement(
         "qwen",
@@ -80,18 +77,17 @@ ARRANGEMENTS = (
     ),
 )
 _SHARED = ("shared_head.head.weight", "embed_tokens.weight")
-"""Copies of the target's LM head and embeddings that lie beside a module."""
+"""Names of a module's copies of LM head and embeddings."""
 
 
 @dataclass(frozen=True)
 class ShippedFiles:
-    """Where a checkpoint keeps its modules.
+    """The modules in a target's checkpoint.
 
     Attributes:
-        target: that it is of.
-        folder: of its files, or its hub id.
-        file_of: by the names of all its tensors.
-        joins: names of the joining maps, one for each module.
+        folder: folder or hub id of the checkpoint.
+        file_of: file of each tensor.
+        joins: names of the joining maps, one per module.
     """
 
     target: FrozenModel
@@ -102,19 +98,19 @@ class ShippedFiles:
 
     @property
     def state_layer(self) -> int:
-        """The layer of the target whose states a module reads."""
+        """Target layer that provides a module's states."""
         return FINAL if self.arrangement.final else self.target.num_layers
 
     def head(self, number: int) -> str:
-        """What the names of a module's parts begin with."""
+        """Name prefix of a module's parts."""
         return self.joins[number].removesuffix(f"{self.arrangement.parts[2]}.weight")
 
     def below(self, number: int) -> str:
-        """What the names of its layer's tensors begin with."""
+        """Name prefix of a module's layer."""
         return self.head(number) + self.arrangement.layer.format(number=number)
 
     def layer_config(self, number: int) -> Any:
-        """The config of a model of its layer alone."""
+        """Config of a one-layer model for a module."""
         sparse = any(name.startswith(f"{self.below(number)}mlp.experts.") for name in self.file_of)
         return _config(self.target.config, sparse)
 
@@ -125,13 +121,13 @@ class ShippedFiles:
         return [tensors[name] for name in names]
 
     def layer(self, number: int) -> dict[str, Tensor]:
-        """The tensors of its layer, by their names within it."""
+        """Tensors of a module's layer, by name within it."""
         below, others = self.below(number), (*_SHARED, *(f"{part}.weight" for part in self.arrangement.parts))
         names = [name for name in self.file_of if name.startswith(below) and name.removeprefix(below) not in others]
         return {name.removeprefix(below): tensor for name, tensor in self._read(names).items()}
 
     def other_weights(self) -> list[Tensor | None]:
-        """LM head and embeddings that lie beside a module, where they are not the target's."""
+        """A module's LM head and embeddings, each None if equal to the target's."""
         names = [f"{self.below(number)}{name}" for number in range(len(self.joins)) for name in _SHARED]
         shared = {
             name.removeprefix(self.below(number)): tensor
@@ -142,7 +138,7 @@ class ShippedFiles:
         return [_if_other(shared.get(name), weight) for name, weight in zip(_SHARED, of_target, strict=True)]
 
     def _read(self, wanted: Sequence[str]) -> dict[str, Tensor]:
-        """Tensors by name; a `UserError` where some are missing, packed, or cannot be read."""
+        """Read tensors by name; raises UserError if any is missing, packed or unreadable."""
         if missing := sorted(set(wanted) - self.file_of.keys()):
             raise UserError(
                 f"The checkpoint of {self.target.name} lacks {missing[0]} of its multi-token-prediction modules.",
@@ -167,7 +163,7 @@ class ShippedFiles:
 
 
 def shipped_files(target: FrozenModel) -> ShippedFiles:
-    """Where a target's checkpoint keeps its modules; a `UserError` where it has none."""
+    """Find the modules in a target's checkpoint; raises UserError if it has none."""
     folder = _folder(target)
     files = tensor_files(folder, getattr(target.config, "_commit_hash", None)) if folder else {}
     for arrangement in ARRANGEMENTS:
@@ -183,14 +179,14 @@ def shipped_files(target: FrozenModel) -> ShippedFiles:
 
 
 def ships_modules(folder: Path) -> bool:
-    """Whether the tensors of a folder have the names of such modules."""
+    """Whether a folder's tensors include such modules."""
     names = tensor_files(str(folder))
     return any(re.match(arrangement.found_by, name) for arrangement in ARRANGEMENTS for name in names)
 
 
 def check_shipped(target: FrozenModel) -> None:
-    """Read the modules of a checkpoint and build their layers; a UserError where they are not whole, hold numbers that
-    are not finite, or are not what the config says."""
+    """Read the modules and build their layers; raises UserError if they are incomplete, not finite, or do not match the
+    config."""
     files, size, again = shipped_files(target), target.hidden_size, "Fetch the checkpoint again, or export it anew."
     for number in range(len(files.joins)):
         parts, where = files.parts(number), f"{files.head(number)}* of {target.name}"
@@ -202,7 +198,7 @@ def check_shipped(target: FrozenModel) -> None:
 
 
 def load_layer(files: ShippedFiles, number: int, cls: Any, config: Any, dtype: torch.dtype) -> Any:
-    """A model of one layer, of this class, with a module's layer and last norm; a `UserError` where it cannot be."""
+    """Build a one-layer model of this class with a module's layer and last norm; raises UserError on failure."""
     where, base = f"{files.below(number)}*", cls.base_model_prefix
     tensors = {f"{base}.layers.0.{name}": tensor for name, tensor in files.layer(number).items()}
     tensors[f"{base}.norm.weight"] = files.parts(number)[3]
@@ -215,8 +211,7 @@ def load_layer(files: ShippedFiles, number: int, cls: Any, config: Any, dtype: t
             f"The layer {where} of {files.target.name} cannot be built: {type(error).__name__}: {error}",
             "Update transformers, or take another drafter.",
         ) from error
-    lacking = sorted(name for name in info["missing_keys"] if ".layers." in name)
-    if lacking:
+    if lacking := sorted(name for name in info["missing_keys"] if ".layers." in name):
         raise UserError(
             f"The checkpoint of {files.target.name} lacks tensors of its layer {where}: {', '.join(lacking[:3])}.",
             "Fetch the checkpoint again, all of its files.",
@@ -244,7 +239,7 @@ def _config(known: Any, sparse: bool) -> Any:
 
 
 def _folder(target: FrozenModel) -> str:
-    """Folder or hub id of the checkpoint; of a model that somebody else loaded, what transformers noted, if it did."""
+    """Folder or hub id of the checkpoint; "" if unknown."""
     spec = target.spec or str(getattr(target.config, "_name_or_path", ""))
     try:
         return loadable_folder(spec) if spec else ""
@@ -272,7 +267,7 @@ def _is_packed(name: str, tensor: Tensor) -> bool:
 
 
 def _if_other(shipped: Tensor | None, weight: Tensor) -> Tensor | None:
-    """A module's copy of the target's weights, where it differs from them."""
+    """Return a module's copy of the target's weights if it differs from them."""
     if shipped is None or weight.is_meta or (shipped.shape == weight.shape and torch.equal(shipped.to(weight), weight)):
         return None
     return shipped.to(weight)

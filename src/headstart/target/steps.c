@@ -1,4 +1,4 @@
-/* Steps of a forward one after the other: products and attention, which are functions of other sources. */
+/* Run the products and attention of a forward, which are functions of other sources, in order. */
 
 #include <stdint.h>
 
@@ -13,8 +13,8 @@ typedef int attender(void *joined, const void *query_norm, const void *key_norm,
                      int64_t heads, int64_t groups, int64_t tokens, int64_t size, int64_t first, int64_t window,
                      float scaling, int threads);
 
-/* What a step reads and writes, as numbers of tensors: first those that have a place of their own, then what is between
-   steps; -1 for none. It attends where it has heads. Keys and values are each (store, index). */
+/* Tensors are numbered: first `tensors`, then those in `between`; -1 for none. A step with heads is attention. Keys and
+   values are (store, index). */
 typedef struct {
     int64_t x, out, added, cos, sin;
     const void *norm, *key_norm, *weights, *bias;
@@ -22,19 +22,19 @@ typedef struct {
     float eps, scaling;
 } step;
 
-/* Keys or values of some layers: bytes from one to the next, and numbers from row to row and from head to head. */
+/* Keys or values of several layers: bytes per layer, and strides of rows and heads in numbers. */
 typedef struct {
     char *start;
     int64_t layer, strides[2];
 } store;
 
-/* What layers without a sliding window see, and those with one. */
+/* Visibility of layers without a sliding window, or of those with one. */
 typedef struct {
     const void *mask;
     int64_t strides[2], first, window;
 } sight;
 
-/* `starts` are the bytes of a token before each tensor between steps. */
+/* `starts`: bytes per token before each tensor in `between`. */
 typedef struct {
     char *const *tensors, *between;
     const int64_t *starts, *slots;
@@ -51,7 +51,7 @@ static char *at(const forward *of, int64_t tensor) {
     return of->between + of->rows * of->tokens * of->starts[tensor - of->count];
 }
 
-/* Run steps in order; the first status that is not 0 ends them. */
+/* Run steps in order up to the first nonzero status. */
 int run_steps(const step *steps, int64_t count, const forward *of) {
     int status = 0;
     for (const step *s = steps; s < steps + count && !status; s++)

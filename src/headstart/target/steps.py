@@ -1,8 +1,7 @@
-"""Products and attention that follow each other in a replayed forward, as one call of C.
+"""Run consecutive products and attention of a replay as one C call.
 
-A forward over a few tokens computes for as long as Python takes to say what: 150 calls are a third of it. Which steps
-there are, what they read of each other and where their weights lie is the same in every forward, and written down once;
-where the rest lies follows from the number of tokens.
+In a forward of a few tokens, 150 Python calls take a third of the time. The list of steps, with their data flow and
+weight addresses, is prepared once; other addresses follow from the number of tokens.
 
 Shape suffixes: M tokens of all rows.
 """
@@ -76,7 +75,7 @@ def _compiled() -> Any:
 
 
 def join_steps(graph: fx.Graph) -> list[Steps]:
-    """Put one call in place of steps of a rewritten graph that follow each other; those calls."""
+    """Replace consecutive steps of a rewritten graph by single calls; return these."""
     return [_put(graph, group) for group in list(_groups(graph))] if _compiled() is not None else []
 
 
@@ -85,7 +84,7 @@ def join_steps(graph: fx.Graph) -> list[Steps]:
 
 @dataclass
 class _Group:
-    """Steps of a graph, and views of what they give, with the step whose it is."""
+    """Consecutive steps, and the views of their results, each mapped to its step."""
 
     steps: list[Any] = field(default_factory=list)
     views: dict[Any, Any] = field(default_factory=dict)
@@ -97,8 +96,7 @@ class _Group:
         return any(self.source(source) in self.steps for source in node.all_input_nodes)
 
     def takes(self, node: Any) -> bool:
-        """Whether a node is a step that can follow: all that it reads and gives are so many numbers of each token, in
-        one dtype."""
+        """Whether a node is a step that can follow: its inputs and result are per token, in one dtype."""
         step, first = node.target, (self.steps[0] if self.steps else node).target
         if isinstance(step, JoinedSite) and self.source(node.args[0]) in self.steps:
             joined, angles, _ = node.args
@@ -112,13 +110,13 @@ class _Group:
         return _gives(node, dtype) and all(_has(source, dtype, width) for source, width in wide.items())
 
     def only_shows(self, node: Any) -> bool:
-        """Whether a node gives a step's numbers as they lie, to products alone."""
+        """Whether a node is a view, read only by products."""
         same = node.target in _VIEWS and node.meta.get("dtype") is node.args[0].meta.get("dtype")
         return same and all(isinstance(user.target, Merged) or self.only_shows(user) for user in node.users)
 
     @property
     def whole(self) -> bool:
-        """Whether it is worth a call, and nobody else reads its views."""
+        """Whether it has several steps, and no outside node reads its views."""
         inside = {*self.steps, *self.views}
         return len(self.steps) > 1 and all(inside.issuperset(view.users) for view in self.views)
 
@@ -139,7 +137,7 @@ def _groups(graph: fx.Graph) -> Iterator[_Group]:
 
 
 def _has(node: Any, dtype: torch.dtype, width: int) -> bool:
-    """Whether a node gives so many numbers of each token, of this dtype, token by token."""
+    """Whether a node is token-major with `width` numbers per token, of this dtype."""
     shape = node.meta.get("shape", ())
     before = shape.index(COUNT) if COUNT in shape else None
     if before is None or any(size != 1 for size in shape[:before]):
@@ -148,12 +146,12 @@ def _has(node: Any, dtype: torch.dtype, width: int) -> bool:
 
 
 def _gives(node: Any, dtype: torch.dtype) -> bool:
-    """Whether a step's result is as it comes from a call."""
+    """Whether a step's result has the shape and dtype that a call returns."""
     return node.meta.get("shape") == (1, COUNT, *_shape(node)) and node.meta["dtype"] is dtype
 
 
 def _width(node: Any) -> int:
-    """Numbers of a token that a step gives."""
+    """Numbers per token of a step's result."""
     step = node.target
     if isinstance(step, JoinedSite):
         return step.heads * step.size
@@ -163,7 +161,7 @@ def _width(node: Any) -> int:
 
 
 def _put(graph: fx.Graph, group: _Group) -> Steps:
-    """Put one call in place of a group."""
+    """Replace a group by one call."""
     read = chain.from_iterable(
         node.args[:1] + (node.args[1] if isinstance(node.target, JoinedSite) else node.args[-1:])
         for node in group.steps
@@ -188,8 +186,7 @@ def _put(graph: fx.Graph, group: _Group) -> Steps:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """Weights as they are: packed ones by product, norms by the parameter that they are of, and how often any of them
-    was changed in place before."""
+    """Current weights: packed by product, norms by parameter, and the sum of their in-place versions."""
 
     packed: dict[Merged, Packed]
     norms: dict[Tensor, Tensor]
@@ -197,12 +194,8 @@ class _Snapshot:
 
 
 class Weights:
-    """The weights of all steps of a recorded forward. Where somebody changes them in place they are packed anew for the
-    next forward, and where others take their place when a text begins.
-
-    Args:
-        graph: the rewritten one.
-    """
+    """The weights of all steps of a rewritten graph. In-place changes are picked up by the next forward, replaced
+    weights by `refresh` when a text begins."""
 
     def __init__(self, graph: fx.Graph) -> None:
         nodes = [node for node in graph.nodes if isinstance(node.target, (Merged, JoinedSite))]
@@ -214,17 +207,17 @@ class Weights:
         self._snapshot: _Snapshot | None = None
 
     def now(self) -> _Snapshot:
-        """What a forward computes with, and keeps for as long as it does."""
+        """Return the weights of a forward, which must keep the snapshot alive."""
         changes, snapshot = sum(map(_VERSION, self._watched)), self._snapshot
         if snapshot is None or snapshot.changes != changes:
-            self._snapshot = snapshot = None  # the copies before go first
+            self._snapshot = snapshot = None  # free the old copies first
             packed = {product: product.packed() for product in self._products if product.in_panels}
             norms = {norm: norm.detach().contiguous() for norm in self._norms}
             self._snapshot = snapshot = _Snapshot(packed, norms, changes)
         return snapshot
 
     def refresh(self) -> None:
-        """See whether weights lie elsewhere by now, or are others."""
+        """Drop the snapshot if weights moved or changed."""
         snapshot = self._snapshot
         if snapshot is not None:
             packed = all(product.has(packed) for product, packed in snapshot.packed.items())
@@ -237,8 +230,8 @@ class Steps:
 
     Args:
         group: the steps.
-        given: what they read and others gave; the arguments of a call.
-        kept: those whose results others read; what a call returns.
+        given: outside nodes that they read; the arguments of a call.
+        kept: steps with results that outside nodes read; the results of a call.
     """
 
     def __init__(self, group: _Group, given: Sequence[Any], kept: Sequence[Any]) -> None:
@@ -259,7 +252,7 @@ class Steps:
         return len(self._steps)
 
     def serves(self, forward: Running) -> bool:
-        """Whether a forward can go this way: its attention is in C, and its cache has the dtype of the steps."""
+        """Whether a forward is supported: attention in C, and a cache in the steps' dtype."""
         if forward.slots_B is None:
             return False
         stores = forward.cache.layout[0] if self._attends else ()
@@ -268,7 +261,7 @@ class Steps:
         )
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
-        """What others read of the results, [1, M, ..] each; keys and values go to the cache of the forward."""
+        """Run the steps on the forward's cache; return the kept results, [1, M, ..] each."""
         forward = running()
         assert forward is not None and forward.slots_B is not None and forward.weights is not None, "as `serves` says"
         rows, (stores, places), weights = forward.cache.rows, forward.cache.layout, forward.weights
@@ -286,17 +279,14 @@ class Steps:
             (_Store * len(stores))(*map(_store, stores)),
             (_Sight * 2)(*(_Sight(*cpu_attention.masked(mask), first, window or 0) for mask, first, window in seen)),
             *(len(tensors), rows, count // rows),
-            *(
-                prepacked.multiplier(self._dtype, self._int8),
-                cpu_attention.attender(self._dtype),
-                torch.get_num_threads(),
-            ),
+            *(prepacked.multiplier(self._dtype, self._int8), cpu_attention.attender(self._dtype)),
+            torch.get_num_threads(),
         )
         _compiled().run_steps(laid[0], len(laid[0]), ctypes.byref(of))
         return kept
 
     def _lay_out(self, weights: _Snapshot, places: Sequence[Place]) -> Any:
-        """The steps as C reads them."""
+        """Convert the steps for C."""
         steps = (_Step * len(self._steps))()
         for made, step in zip(steps, self._steps, strict=True):
             target, norms = step.target, [None if norm is None else weights.norms[norm] for norm in step.norms]
@@ -319,8 +309,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class _Described:
-    """A step: what it computes, the weights of its norms (of queries and of keys, where it attends), and by number what
-    it reads and gives, as C has it."""
+    """A step: its operation, norm weights (of queries and keys for attention), and tensors by number, as in C."""
 
     target: Any
     norms: tuple[Tensor | None, Tensor | None]
@@ -358,14 +347,14 @@ def _store(tensor: Tensor) -> _Store:
 
 
 def _shape(node: Any) -> tuple[int, ...]:
-    """Of what a step gives of a token."""
+    """Shape per token of a step's result."""
     step = node.target
     return (step.heads, step.size) if isinstance(step, JoinedSite) else (_width(node),)
 
 
 def _results(group: _Group, kept: Sequence[Any]) -> tuple[dict[Any, int], list[int]]:
-    """A place for the result of each step, first those that are kept, and the numbers of a token that each place holds;
-    a place is taken again where nobody reads it any more."""
+    """Allocate a place for each step's result, kept ones first, reusing places after their last use; return places and
+    their numbers per token."""
     last = {group.source(n): number for number, node in enumerate(group.steps) for n in node.all_input_nodes}
     places = {node: number for number, node in enumerate(kept)}
     widths, free = [_width(node) for node in kept], list[int]()

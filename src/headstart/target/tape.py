@@ -1,14 +1,13 @@
-"""A forward as the list of operators that it ran, recorded once and replayed without its modules.
+"""Record the operators of a forward and replay them without its modules.
 
-Walking through the modules of a transformers model takes a fifth of a small forward on a CPU. Which operators run, with
-which weights and in which order, is the same for every forward of a few tokens, so it is written down: `record` runs
-the model's own code with `_Recorder` listening, and `Tape.compile` turns what was heard into one straight function.
+Module overhead is a fifth of a small forward on a CPU. `record` runs the model's code under `_Recorder`, and
+`Tape.compile` turns the recorded operators into one straight-line function.
 
-The code runs twice, over different numbers of tokens. A number that differs between the two recordings is a size or an
-offset and becomes a multiple of their count plus a constant, so one tape serves forwards of any width. Code that reads
-numbers of its tensors, or takes another course, cannot be repeated by any tape: `NotRecordable` says so.
+The code runs twice, over different numbers of tokens. An int that differs between the runs becomes a linear function of
+the token count, so one tape serves any width. Code that reads tensor values or branches on the count raises
+`NotRecordable`.
 
-Operators are those that Python code calls (`torch.nn.functional.linear`, `Tensor.mul`), before torch takes them apart.
+Operators are recorded at the level of Python calls (`torch.nn.functional.linear`, `Tensor.mul`), before decomposition.
 """
 
 from __future__ import annotations
@@ -24,24 +23,24 @@ from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode, resolve_name
 
 _ON_HOST = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__complex__", "__contains__", "numpy"}
-"""Functions that read numbers of a tensor back to Python."""
+"""Functions that copy tensor values to Python."""
 _DATA_SHAPED = {"nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "bincount", "equal", "allclose"}
-"""Functions whose result has a size, or is a decision, that depends on such numbers."""
+"""Functions with data-dependent shapes or Python results."""
 _MAY_DO_NOTHING = {"to", "float", "type_as", "dropout"}
-"""Functions that give their first argument back where there is nothing to do."""
+"""Functions that may return their first argument unchanged."""
 SIZE = "size"
-"""The name of the input that counts tokens."""
+"""Name of the token count input."""
 COUNT = -1
-"""What stands in a shape for the number of tokens."""
+"""Placeholder for the number of tokens in a shape."""
 
 
 class NotRecordable(Exception):
-    """Why a forward cannot be written down; ends a sentence that begins with its name."""
+    """Why a forward cannot be recorded; the message completes a sentence that begins with its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A tensor that is an input, or came out of an operator before."""
+    """An input, or the result of an earlier operator."""
 
     number: int
     dtype: torch.dtype
@@ -50,7 +49,7 @@ class _Value:
 
 @dataclass(frozen=True, slots=True)
 class _Constant:
-    """A tensor that was there before the forward: a weight or a buffer."""
+    """A weight or a buffer."""
 
     number: int
 
@@ -65,8 +64,7 @@ class _Size:
 
 @dataclass
 class _Call:
-    """An operator with its arguments, tensors in them replaced by where they come from; the numbers of its results, in
-    the same nesting."""
+    """An operator, with arguments and results as nested `_Value` and `_Constant` objects."""
 
     function: Any
     args: Any
@@ -74,13 +72,13 @@ class _Call:
 
 
 class _Recorder(TorchFunctionMode):
-    """Hears every operator that Python code calls."""
+    """Records every operator that Python code calls."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.constants: list[Tensor] = []
-        # Tensors are known by identity, and kept so that no other can have the same.
+        # Tensors are identified by id, and kept alive so that ids stay unique.
         self._kept: list[Tensor] = list(inputs)
         self._values = {id(tensor): number for number, tensor in enumerate(inputs)}
         self._count = len(inputs)
@@ -104,7 +102,7 @@ class _Recorder(TorchFunctionMode):
 
     @contextmanager
     def deaf(self) -> Iterator[None]:
-        """What runs inside is not heard."""
+        """Pause recording."""
         before, self._listens = self._listens, False
         try:
             yield
@@ -112,8 +110,8 @@ class _Recorder(TorchFunctionMode):
             self._listens = before
 
     def note(self, function: Any, args: Any, result: Any) -> None:
-        """Write down a call."""
-        encoded = _mapped(self._source, args)
+        """Record a call."""
+        encoded = _mapped(self._source, args)  # before `_new`: in-place results replace their argument
         self.calls.append(_Call(function, encoded, _mapped(self._new, result)))
 
     def _source(self, value: Any) -> Any:
@@ -130,14 +128,14 @@ class _Recorder(TorchFunctionMode):
     def _new(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        self._values[id(value)] = self._count  # what worked in place gives its first argument back
+        self._values[id(value)] = self._count  # an in-place operator returns its first argument
         self._kept.append(value)
         self._count += 1
         return _Value(self._count - 1, value.dtype, tuple(value.shape))
 
 
 def _selects(name: str, args: Any) -> bool:
-    """Whether this picks as many numbers as a mask happens to have."""
+    """Whether this selects by a boolean mask, with a data-dependent size."""
     if name == "where":
         return len(args) == 1
     if name not in ("__getitem__", "__setitem__"):
@@ -151,7 +149,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """The same nesting of lists, tuples, dictionaries and slices, its leaves changed."""
+    """Map the leaves of nested lists, tuples, dictionaries and slices."""
     if isinstance(value, tuple):
         return tuple([_mapped(change, part) for part in value])
     kind = type(value)
@@ -169,17 +167,17 @@ class Tape:
     """A recorded forward.
 
     Attributes:
-        graph: its operators; placeholders are the inputs by name, then `SIZE`, their count of tokens. Weights and
-            buffers are nodes of the operation "get_attr" whose `meta["constant"]` holds the tensor; `meta["dtype"]` and
-            `meta["shape"]` are those of a recorded result, with `COUNT` where there is a number for each token.
-        constants: these tensors.
+        graph: its operators; placeholders are the inputs by name, then `SIZE`, the token count. Weights and buffers are
+            "get_attr" nodes with the tensor in `meta["constant"]`; results have `meta["dtype"]` and `meta["shape"]`,
+            with `COUNT` for the token dimension.
+        constants: weights and buffers.
     """
 
     graph: fx.Graph
     constants: list[Tensor]
 
     def giving(self, which: Sequence[int]) -> Tape:
-        """A copy that returns these of the results, and runs what they need."""
+        """Copy the tape, returning only these results, without unused operators."""
         graph = fx.Graph()
         results: Any = graph.graph_copy(self.graph, {})
         graph.output([results[index] for index in which])
@@ -187,23 +185,22 @@ class Tape:
         return Tape(graph, self.constants)
 
     def compile(self) -> Callable[..., Any]:
-        """One function of the inputs; it returns what the recorded code returned."""
         return _compile(self.graph)
 
 
 def record(
     code: Callable[..., Any], names: Sequence[str], inputs: Callable[[int], Sequence[Tensor]], counts: tuple[int, int]
 ) -> Tape:
-    """Write down what code runs.
+    """Record the operators that code runs.
 
     Args:
-        code: takes a `_Recorder` and the inputs, and returns nested tensors that come from them.
+        code: takes a `_Recorder` and the inputs, and returns nested tensors computed from them.
         names: of the inputs.
-        inputs: for so many tokens.
-        counts: of tokens in the two recordings; sizes that no part of the model has.
+        inputs: makes the inputs for a token count.
+        counts: token counts of the two recordings; sizes that no part of the model has.
 
     Raises:
-        NotRecordable: where no list of operators can stand for the code.
+        NotRecordable: the code is not a fixed list of operators.
     """
     first, second = (_heard(code, inputs(count)) for count in counts)
     recorder, results = first
@@ -232,7 +229,7 @@ def _heard(code: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[_Recorde
 
 @dataclass
 class _Builder:
-    """Turns calls into nodes of a graph."""
+    """Converts calls to graph nodes."""
 
     graph: fx.Graph
     size: fx.Node
@@ -248,7 +245,7 @@ class _Builder:
         args, kwargs = _mapped(self.node, self.joined(heard.args, other.args))
         node = call(self.graph, heard.function, args, kwargs)
         name = getattr(heard.function, "__name__", "")
-        # What writes into its arguments stays, whoever reads its result.
+        # Operators that write into their arguments stay even if their result is unused.
         node.meta["writes"] = heard.results is None or (name.endswith("_") and not name.endswith("__"))
         node.meta["writes"] |= name.startswith("__i") and name != "__invert__"
         self._name(heard.results, other.results, node)
@@ -264,7 +261,7 @@ class _Builder:
                 self._name(part, other, call(self.graph, operator.getitem, (node, index)))
 
     def node(self, leaf: Any) -> Any:
-        """What stands for a leaf of the arguments in the graph."""
+        """Convert a leaf of the arguments for the graph."""
         if isinstance(leaf, _Value):
             return self.values[leaf.number]
         if isinstance(leaf, _Constant):
@@ -285,7 +282,7 @@ class _Builder:
         return leaf
 
     def joined(self, value: Any, other: Any) -> Any:
-        """Two recordings of the same argument as one."""
+        """Merge two recordings of the same argument."""
         if type(value) is not type(other):
             raise NotRecordable("its operators depend on the number of tokens")
         if isinstance(value, (_Value, _Constant)) or not isinstance(value, (tuple, list, dict, slice, int)):
@@ -314,26 +311,26 @@ class _Builder:
 
 
 def call(graph: fx.Graph, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
-    """A new node that calls a function, or an object."""
+    """Create a node that calls a function or callable object."""
     name = getattr(function, "__name__", type(function).__name__)
     return graph.create_node("call_function", function, args, kwargs, name=name)
 
 
 def put_for(new: fx.Node, node: fx.Node) -> None:
-    """Have a node read where another one is, whose result has the same shape and dtype."""
+    """Replace a node's uses by a new node of the same shape and dtype."""
     new.meta.update({name: node.meta[name] for name in ("dtype", "shape") if name in node.meta})
     node.replace_all_uses_with(new)
 
 
 def clean(graph: fx.Graph) -> None:
-    """Take out what nobody reads."""
+    """Remove unused nodes."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users and not node.meta.get("writes"):
             graph.erase_node(node)
 
 
 def _compile(graph: fx.Graph) -> Callable[..., Any]:
-    """Python source with a line for each operator, which lets tensors go after their last use."""
+    """Generate Python source with a line per operator; it deletes tensors after their last use."""
     names: dict[fx.Node, str] = {}
     space: dict[str, Any] = {}
     last: dict[fx.Node, fx.Node] = {}

@@ -1,21 +1,21 @@
-"""The teacher: what training draft heads needs of a target, kept beside its hidden states.
+"""The teacher: the parts of a target that head training needs, stored beside its hidden states.
 
-Heads read embeddings, LM head, final norm and, for a warm start, the last layers: of a 70B model about 6 GB of 140.
-With these and stored states heads train where the target itself does not fit, and come out the same, bit for bit.
+Heads read embeddings, LM head, final norm and, for a warm start, the last layers: about 6 of 140 GB of a 70B model. So
+heads train on stored states without the target, with bit-exact results.
 
     teacher-<fingerprint>-<dtype>/
         base.safetensors          embeddings, LM head, final norms
-        layer-<n>.safetensors     of a layer: linear maps, biases and norms; experts are left out
-        teacher.json              what else is known of the target, and sizes and hashes of the files; written last
+        layer-<n>.safetensors     linear maps, biases and norms of a layer, without experts
+        teacher.json              properties of the target, sizes and hashes of the files; written last
 
-Layers are added as heads ask for them, so that all stores of a folder share one teacher.
+Layers are added on demand, and all stores of a folder share one teacher.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +38,9 @@ _AGAIN = "Write it again where the target is: headstart data build RECIPE comput
 
 
 class TeacherModel(FrozenModel):
-    """What is left of a target without most of its layers: heads can be made, trained and exported, not decoded with.
+    """A target without most of its layers: heads can be created, trained and exported, not decoded with.
 
-    The model is of the target's class, and parameters that were not kept are on the device `meta`; the note is what
-    `save_teacher` wrote of the target.
+    The model is of the target's class, with missing parameters on the `meta` device; `note` is that of `save_teacher`.
     """
 
     def __init__(self, model: Any, note: Mapping[str, Any]) -> None:
@@ -54,7 +53,7 @@ class TeacherModel(FrozenModel):
         self._note = note
 
     def starts(self, layers: int) -> bool:
-        """Whether so many of the last layers are there, for heads that start from them."""
+        """Whether it has this many of the last layers, for heads that start from them."""
         return all(layer in self._kept for layer in range(max(0, self.num_layers - layers), self.num_layers))
 
     @cached_property
@@ -78,17 +77,16 @@ class TeacherModel(FrozenModel):
 
 
 def teacher_folder(states: Path, fingerprint: str, dtype: str) -> Path:
-    """Where the teacher of a target lies in the folder of its hidden states, which have this dtype."""
+    """Path of a target's teacher in the folder of its hidden states, which have this dtype."""
     return states / f"teacher-{fingerprint[:16]}-{dtype}"
 
 
 def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | None = None) -> Path | None:
-    """Keep what training needs of a target, with so many of its last layers, in the folder of its hidden states; what
-    is there and whole is not written again.
+    """Save the teacher of a target with this many of its last layers; skips intact files.
 
     Returns:
-        The teacher's folder; None for a target that cannot be kept this way: one whose weights are packed
-        (quantised) or changed by an adapter, or of a class that transformers does not have. Training then loads it.
+        The teacher's folder; None for a target that training must load itself: quantised, with an adapter, or of a
+        class outside transformers.
 
     Raises:
         UserError: too little free disk.
@@ -104,18 +102,17 @@ def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | 
     size = sum(tensor.numel() * tensor.itemsize for tensors in missing.values() for tensor in tensors.values())
     need_disk(states, size, "Keeping the teacher")
     for file, tensors in missing.items():
-        _write(folder / file, tensors)
+        write_atomic(folder / file, partial(write_tensors, tensors=tensors))
         files[file] = {"bytes": (folder / file).stat().st_size, "sha256": file_hash(folder / file)}
     write_json(folder / NOTE, {**_facts(target, revision), "sketch": target.sketch(), "files": files})
     return folder
 
 
 def teach(target: Target, layers: int = 1) -> TeacherModel:
-    """The teacher of a target whose weights are spread over processes, in memory and whole, with so many of its last
-    layers; every process calls it."""
+    """Gather the teacher of a sharded target in memory, with this many of its last layers; call it on all ranks."""
     files = _kept(target, layers)
     model, facts = target.model, _facts(target, None)
-    # The sharded model has keys and values of a part of the heads alone.
+    # The sharded model reports only its own part of the key heads.
     shapes = Outline(_empty(type(model), facts["config"]), None, target.spec, target.dtype).kv_shapes
     note = {**facts, "kv_shapes": shapes, "files": dict.fromkeys(files)}
     tensors = {name: whole(tensor).detach() for kept in files.values() for name, tensor in kept.items()}
@@ -123,8 +120,8 @@ def teach(target: Target, layers: int = 1) -> TeacherModel:
 
 
 def _can_teach(target: FrozenModel) -> bool:
-    """Whether what training needs of a target can be kept: plain weights as read, where transformers has them for its
-    config. An adapter or a packed layer would be missing in the model that `load_teacher` makes."""
+    """Whether `load_teacher` can rebuild the target from its config: a transformers class with plain weights, no
+    adapter and no packed layers."""
     model = target.model
     if target.origin is not None or getattr(transformers, type(model).__name__, None) is not type(model):
         return False
@@ -133,13 +130,13 @@ def _can_teach(target: FrozenModel) -> bool:
         return False
     try:
         empty = _empty(type(model), _config_of(model))
-    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):  # a config that does not say all of itself
+    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):  # an incomplete config
         return False
     return _shapes(empty) == _shapes(model)
 
 
 def load_teacher(folder: Path, device: torch.device) -> TeacherModel:
-    """Read what `save_teacher` wrote; a `UserError` says that there is none, or that it is cut short or damaged."""
+    """Read a teacher; raises UserError if it is missing, truncated or damaged."""
     note = _note(folder)
     if problem := teacher_problem(folder, thorough=True):
         raise UserError(problem, f"Delete it, if it is there. {_AGAIN}")
@@ -164,8 +161,7 @@ def _assembled(cls: Any, note: Mapping[str, Any], tensors: Mapping[str, Tensor],
 
 
 def teacher_problem(folder: Path, thorough: bool = False) -> str | None:
-    """What is wrong with a teacher, as far as the sizes of its files say, or their hashes as well (`thorough`); None
-    where nothing is, or none was kept."""
+    """Check a teacher by file sizes, and hashes if `thorough`; None if it is intact or there is none."""
     if not folder.is_dir():
         return None
     try:
@@ -181,7 +177,7 @@ def teacher_problem(folder: Path, thorough: bool = False) -> str | None:
 
 
 def _note(folder: Path) -> dict[str, Any]:
-    """What a teacher says of itself; a `UserError` where that is nothing that this version can read."""
+    """Read a teacher's note; raises UserError if it is missing or of another format."""
     try:
         note = read_json(folder / NOTE)
     except UserError:
@@ -192,10 +188,6 @@ def _note(folder: Path) -> dict[str, Any]:
 
 
 def _facts(target: Target, revision: str | None) -> dict[str, Any]:
-    tied: dict[str, list[str]] = {}
-    for names in _names(target.model).values():
-        if len(names) > 1:
-            tied[names[0]] = names[1:]
     return {
         "format": _FORMAT,
         "name": target.name,
@@ -211,12 +203,12 @@ def _facts(target: Target, revision: str | None) -> dict[str, Any]:
         "class": type(target.model).__name__,
         "transformers": transformers.__version__,
         "config": _config_of(target.model),
-        "tied": tied,
+        "tied": {first: others for first, *others in _names(target.model).values() if others},
     }
 
 
 def _config_of(model: Any) -> dict[str, Any]:
-    """As JSON values, defaults included: those of another version may differ."""
+    """Config as JSON, with defaults, which differ between versions."""
     return dict(json.loads(model.config.to_json_string(use_diff=False)))
 
 
@@ -237,7 +229,7 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _kept(target: Target, layers: int) -> dict[str, dict[str, Tensor]]:
-    """Tensors by name, for each file: the base, and so many of the last layers."""
+    """Tensors by file and name: the base, and this many of the last layers."""
     files = {_BASE: _base(target)}
     for number in range(max(0, target.num_layers - layers), target.num_layers):
         files[_layer_file(number)] = _of_layer(target, number)
@@ -245,7 +237,7 @@ def _kept(target: Target, layers: int) -> dict[str, dict[str, Tensor]]:
 
 
 def _base(target: Target) -> dict[str, Tensor]:
-    """Embeddings, LM head and norms outside the layers, each parameter once, by its first name."""
+    """Embeddings, LM head and norms outside the layers, tied parameters once."""
     modules = [target.model.get_input_embeddings(), target.model.get_output_embeddings()]
     parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
     for child in target.decoder.children():
@@ -255,12 +247,9 @@ def _base(target: Target) -> dict[str, Tensor]:
 
 
 def _of_layer(target: Target, number: int) -> dict[str, Tensor]:
-    def kept() -> Iterator[Tensor]:
-        for path, module in target.layers[number].named_modules():
-            if path.count(".") <= 1:
-                yield from (parameter for parameter in module.parameters(recurse=False) if parameter.ndim <= 2)
-
-    return _by_name(target, list(kept()))
+    modules = [module for path, module in target.layers[number].named_modules() if path.count(".") <= 1]
+    parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+    return _by_name(target, [parameter for parameter in parameters if parameter.ndim <= 2])
 
 
 def _by_name(target: Target, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -270,7 +259,3 @@ def _by_name(target: Target, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def _layer_file(number: int) -> str:
     return f"layer-{number + 1:03d}.safetensors"
-
-
-def _write(file: Path, tensors: Mapping[str, Tensor]) -> None:
-    write_atomic(file, lambda partial: write_tensors(partial, tensors))

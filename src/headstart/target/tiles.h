@@ -1,12 +1,11 @@
-/* Tiles of bfloat16 (AMX): up to sixteen rows with sixteen columns, TILE numbers of each at a time, which takes hardly
-   longer than for one row. A sum has the same order wherever it lies: first the even numbers of TILE and the odd ones, then
-   both, then what came before. */
+/* Tiles of bfloat16 (AMX): up to sixteen rows by sixteen columns, TILE numbers at a time, hardly slower than one row. The
+   order of sums does not depend on the place in a tile: even and odd numbers of TILE, then both, then the total. */
 
 #define TILE 32    /* numbers of a row */
 #define OF_TILE 16 /* rows, or columns */
 
-/* What a thread says before it multiplies so many rows at most, and after. Tiles 0 and 2 are sums of the first rows, 1 and
-   3 of the others; 4 and 5 are those rows, 6 and 7 have columns. */
+/* Configure a thread's tiles for at most `rows` rows; `end` releases them. Tiles 0 and 2 are sums of the first sixteen
+   rows, 1 and 3 of the others; 4 and 5 hold rows, 6 and 7 columns. */
 static inline void begin(int64_t rows) {
     struct {
         uint8_t palette, start, zeros[14];

@@ -1,10 +1,8 @@
-"""How far the heads' probabilities can be believed: from log-probability to acceptance, by depth and by path.
+"""Calibration of the heads' probabilities: from log-probability to acceptance rate, by depth and by path.
 
-A draft's chance depends on how its path began. Once a token on the way was not its node's best draft, heads that draft
-all depths in one forward go on as if it had been, and are right less often than they say; heads that read the path
-are wrong in another way, having met a less likely text. So paths that *left* the best one have curves of their own.
-
-Fitted by `headstart.tuning.calibrate`.
+Acceptance depends on the path. Once a token was not its node's best draft, heads that draft all depths in one forward
+are overconfident, since they assume the best one; heads that read the path see a less likely text. So paths that *left*
+the best one have their own curves. Fitted by `headstart.tuning.calibrate`.
 
 Shape suffixes: X nodes, in any dimensions, R ranks.
 """
@@ -24,11 +22,9 @@ from numpy.typing import NDArray
 Curve = tuple[tuple[float, ...], tuple[float, ...]]
 """Knots and values, linear in between."""
 DEEPEST = 16
-"""Levels that heads draft at most."""
+"""Maximum levels that heads draft."""
 _LEAST = 1e-4
-"""What drafts leave of a distribution, below which differences say nothing."""
-
-
+"""Floor of the probability left over by drafts."""
 _ROUNDED = 1e-4
 """Rounding error of knots and shares, which are float32 means over thousands of drafts."""
 
@@ -43,19 +39,18 @@ def _are_shares(numbers: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class Calibration:
-    """From the log-probability of a draft to how often such drafts are accepted, by depth; linear between the knots.
+    """Acceptance rate by log-probability of a draft, per depth; linear between the knots.
 
     Attributes:
         log_probs: knots of each depth, ascending.
-        accepted: share accepted at each knot, never falling.
-        reached: at each depth, how often one of the best drafts is right after a path that was right; with `sampled`
-            the last of these is drawn.
-        sampled: the same for a child that is drawn from what the drafts above its rank leave, read at the
-            log-probability of the draft that has this rank; None takes such a child to be that draft. This is of a
-            child that is drawn from everything. Its own `sampled`, where there is one, is of children that are drawn
-            from what other drafts leave, and is read at the logarithm of how much they leave.
-        off_best: the same after a path that has left the best one: it holds a token that is not its node's best draft.
-            All that stands above is then for the other paths. None makes no difference between the two.
+        accepted: acceptance rate at each knot, never falling.
+        reached: at each depth, how often one of the best drafts is accepted after an accepted path; with `sampled` the
+            last of these is drawn.
+        sampled: calibration of a drawn child, evaluated at the log-probability of the draft that it replaces; None
+            treats it as that draft. Applies to a child drawn from the full distribution. Its own `sampled`, if any,
+            applies to children drawn from the remainder of other drafts, and is evaluated at the log of that remainder.
+        off_best: calibration after paths that contain a token other than its node's best draft; the fields above then
+            apply to the other paths only. None makes no difference between the two.
     """
 
     log_probs: tuple[tuple[float, ...], ...] = ()
@@ -65,7 +60,7 @@ class Calibration:
     off_best: Calibration | None = None
 
     def knots(self, prefix: str = "") -> dict[str, list[list[float]]]:
-        """As plain values for a JSON file, under names that begin with `prefix`."""
+        """Convert to JSON values, with names that begin with `prefix`."""
         curves = {"log_probs": self.log_probs, "accepted": self.accepted, "reached": (self.reached,)}
         values = {prefix + name: [list(part) for part in parts] for name, parts in curves.items()}
         for name, part in (("drawn_", self.sampled), ("left_", self.off_best)):
@@ -95,23 +90,22 @@ class Calibration:
         return cls(log_probs, accepted, reached[0], sampled, off_best)
 
     def curve(self, depth: int) -> Curve:
-        """Knots and shares of a depth."""
         return self.log_probs[depth], self.accepted[depth]
 
     def after(self, off_best: bool) -> Calibration:
-        """What holds after paths that have left the best one, or after those that have not."""
+        """Return the calibration of paths that have left the best one, or of the others."""
         return self.off_best or self if off_best else self
 
     def best_child(self, depth: int, off_best: float = 0.0) -> float:
-        """How often a node at this depth (from 0, the root) has a child that is accepted, where its path has left the
-        best one with the probability `off_best`; 1 where it is unknown."""
+        """Probability that a node at this depth (from 0, the root) has an accepted child; 1 if unknown. `off_best` is
+        the probability that its path has left the best one."""
         reached = self.reached[depth] if depth < len(self.reached) else 1.0
         if self.off_best is None or not off_best:
             return reached
         return reached + off_best * (self.off_best.best_child(depth) - reached)
 
     def towards(self, other: Calibration, share: float) -> Calibration:
-        """Between this calibration and another one: `share` of the other, of both what is known.
+        """Interpolate towards another calibration, with weight `share`, where both have data.
 
         >>> near = Calibration(((-2.0, 0.0),), ((0.0, 0.8),), (1.0,))
         >>> near.towards(Calibration(((-4.0, 0.0),), ((0.0, 0.5),), (0.5,)), 0.5).accepted
@@ -129,7 +123,7 @@ class Calibration:
         return Calibration(log_probs, accepted, reached, sampled, off_best)
 
     def probs(self, depth: int, log_probs: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Probability of acceptance of drafts at a depth (from 0); the drafts' own where nothing was measured.
+        """Probability of acceptance of drafts at a depth (from 0); uncalibrated without data.
 
         >>> Calibration(((-2.0, 0.0),), ((0.0, 0.8),)).probs(0, np.array([-1.0, 0.0], dtype=np.float32)).tolist()
         [0.4, 0.8]
@@ -140,15 +134,14 @@ class Calibration:
 
     @cached_property
     def _curves(self) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Knots and shares of each depth, as numpy reads them without ado."""
+        """Knots and shares of each depth as arrays."""
         return [
             (np.array(knots), np.array(shares)) for knots, shares in zip(self.log_probs, self.accepted, strict=True)
         ]
 
     @cached_property
     def flat(self) -> tuple[array[float], array[float], array[float], array[int]]:
-        """As C reads it: knots and shares, one depth after the other, `best_child` of each depth, and where the knots
-        of each depth begin, with the end.
+        """Convert for C: knots and shares, concatenated over depths, `best_child` of each depth, and knot offsets.
 
         >>> Calibration(((-2.0, 0.0), (-1.0,)), ((0.0, 0.8), (0.5,)), (0.7,)).flat[3].tolist()
         [0, 2, 3]
@@ -158,7 +151,7 @@ class Calibration:
         return knots, shares, reached, array("q", accumulate(map(len, self.log_probs), initial=0))
 
     def drawn(self, depth: int, log_probs_XR: NDArray[np.float32]) -> NDArray[np.float64]:
-        """Probability of acceptance of a child that is drawn in place of each draft of a node, the best draft first.
+        """Probability of acceptance of a child drawn in place of each draft of a node, the best draft first.
 
         >>> below = Calibration(((-2.0, 0.0),), ((0.0, 0.5),))
         >>> whole = Calibration(sampled=Calibration(((-2.0, 0.0),), ((0.0, 0.8),), sampled=below))
@@ -174,7 +167,7 @@ class Calibration:
 
 
 def rest(log_probs_XR: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Logarithm of what the drafts before each of a node's leave of its distribution, the best draft first.
+    """Log of the probability mass left by the drafts before each draft of a node, the best draft first.
 
     >>> np.exp(rest(np.log(np.array([0.5, 0.25, 0.125], dtype=np.float32)))).tolist()
     [1.0, 0.5, 0.25]
@@ -185,7 +178,7 @@ def rest(log_probs_XR: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def between(depth: int, near: Calibration, far: Calibration, share: float) -> Curve:
-    """The curve of a depth that lies between those of two calibrations: `share` of the other."""
+    """Interpolate the curves of a depth, with weight `share` for the other."""
     knots = np.array(sorted({*near.log_probs[depth], *far.log_probs[depth]}), dtype=np.float32)
     both = (1 - share) * near.probs(depth, knots) + share * far.probs(depth, knots)
     return tuple(knots.tolist()), tuple(both.tolist())

@@ -1,9 +1,8 @@
-"""Token trees: the drafts of one round, and what the decode loop, its drafters and the target say to each other.
+"""Token trees, and the messages between decode loop, drafters and target.
 
-A tree holds the drafts of one row, as plain numbers on the host: there it is grown, joined with another one and cut to
-what pays. Node 0 is the root: the last token that is already decided but not yet in the KV cache. Every other node is a
-draft. Nodes are listed parents first, so `parents[node] < node`. The trees of a batch go to the device in one upload,
-as a `TreeBatch`, which the target reads.
+A tree holds the drafts of one row on the host, where it is grown, merged and pruned. Node 0 is the root, the last
+decided token, not yet in the KV cache; all others are drafts. Parents come first: `parents[node] < node`. A `TreeBatch`
+uploads the trees of a batch at once.
 
 Shape suffixes: B rows, N nodes (root included), P nodes of an accepted path, E hidden size, V vocabulary, D draft
 vocabulary.
@@ -24,16 +23,16 @@ from headstart.support.uploads import upload
 from headstart.tree.calibration import Calibration
 
 RankPath = tuple[int, ...]
-"""A node named by the rank of the draft chosen at each depth: (0, 2) is the third-best child of the best child."""
+"""Ranks of the drafts from the root to a node: (0, 2) is the third-best child of the best child."""
 
 
 @dataclass
 class Drawn:
-    """How a node's token was drawn at random.
+    """Sampling distribution of a drawn node.
 
     Attributes:
-        q_draft_D: float [D], the distribution over the draft vocabulary that it was drawn from.
-        draft_to_target_D: int64 [D], the target's token ids; None when the draft vocabulary is the target's.
+        q_draft_D: float [D], over the draft vocabulary.
+        draft_to_target_D: int64 [D], target token ids; None if the draft vocabulary is the target's.
     """
 
     q_draft_D: Tensor
@@ -53,13 +52,11 @@ class Tree:
     """The drafts of one row.
 
     Attributes:
-        tokens: of each node, the root's first.
-        parents: of each node, -1 for the root.
-        accept_probs: of each node, the probability that its whole path is accepted, as far as the drafter knows (1 for
-            the root); None when it does not know.
-        drawn: the nodes that were drawn at random; of the children of a node at most one. All others were chosen
-            without randomness.
-        levels: how many levels trained heads drafted for it, one after the other; None when they had no part in it.
+        tokens: token of each node, the root's first.
+        parents: parent of each node, -1 for the root.
+        accept_probs: probability that each node's whole path is accepted (1 for the root); None if unknown.
+        drawn: randomly drawn nodes, at most one child of each node. All others are deterministic.
+        levels: sequential levels that trained heads drafted; None without trained heads.
 
     >>> tree = Tree([5, 6, 7, 8], [-1, 0, 0, 1])
     >>> tree.depths, tree.children, tree.keep([0, 1, 3]), tree.tokens, tree.parents
@@ -74,13 +71,11 @@ class Tree:
 
     @classmethod
     def chain_of(cls, tokens: Sequence[int], accept_probs: list[float] | None = None) -> Tree:
-        """The root and drafts that each follow the one before."""
         return Tree(list(tokens), list(range(-1, len(tokens) - 1)), accept_probs)
 
     @classmethod
     def joined(cls, root: int, paths: Iterable[Sequence[int]], max_nodes: int | None = None) -> Self:
-        """Paths of tokens below a root, which share the nodes that they begin with; of so many nodes at most, root
-        included, the first paths first.
+        """Merge token paths into a tree with shared prefixes, earlier paths first, up to `max_nodes`, root included.
 
         >>> Tree.joined(5, [[6, 7], [6, 8], [9]], max_nodes=4).tokens
         [5, 6, 7, 8]
@@ -97,7 +92,7 @@ class Tree:
         return tree
 
     def add(self, parent: int, token: int, accept_prob: float | None = None) -> int:
-        """Add a node; its number."""
+        """Add a node and return its number."""
         self.tokens.append(token)
         self.parents.append(parent)
         if self.accept_probs is not None and accept_prob is not None:
@@ -105,11 +100,7 @@ class Tree:
         return len(self.tokens) - 1
 
     def keep(self, nodes: Iterable[int]) -> dict[int, int]:
-        """Take out all other nodes. `nodes` must hold the parent of each of its nodes.
-
-        Returns:
-            The new number of each node by its old one.
-        """
+        """Remove all other nodes and return the new numbers by old ones. `nodes` must include all parents."""
         renumbered = {node: number for number, node in enumerate(sorted(nodes))}
         self.parents = [renumbered.get(self.parents[node], -1) for node in renumbered]
         self.tokens = [self.tokens[node] for node in renumbered]
@@ -119,10 +110,9 @@ class Tree:
         return renumbered
 
     def best(self, count: int, always: int = 1) -> list[int]:
-        """The nodes that are most probably accepted, `count` at most, and in any case the first `always` ones.
+        """Choose the `count` most probable nodes, always including the first `always` ones.
 
-        Probabilities never rise along a path, so the parent of each is among them. Where they are unknown, the first
-        nodes count as the best.
+        Parents are included, since probabilities never rise along a path. If unknown, the first nodes count as best.
         """
         probs = self.accept_probs or [0.0] * self.size
         others = sorted(range(always, self.size), key=lambda node: (-probs[node], node))
@@ -163,8 +153,7 @@ class Tree:
 
     @property
     def likeliest(self) -> list[int]:
-        """Tokens of the path that is most likely accepted, root left out: from each node on to its likeliest child, the
-        first one where probabilities are unknown.
+        """Tokens of the greedy path by `accept_probs`, without the root; first children if probabilities are unknown.
 
         >>> Tree([5, 6, 7, 8], [-1, 0, 0, 2], [1.0, 0.3, 0.6, 0.2]).likeliest
         [7, 8]
@@ -183,12 +172,12 @@ class Tree:
 
     @property
     def index(self) -> dict[tuple[int, int], int]:
-        """The node that follows a node with a token: the first, where several hold the same."""
+        """Child node by (parent, token); the first of several."""
         return {(self.parents[node], self.tokens[node]): node for node in range(self.size - 1, 0, -1)}
 
 
 class TreeShape(Tree):
-    """A static tree. Where other trees have tokens, it has ranks among the drafts of a node, 0 being the most likely.
+    """A static tree of draft ranks instead of tokens, 0 being the most likely draft of a node.
 
     >>> shape = TreeShape.from_paths([(0,), (1,), (0, 0)])
     >>> shape.parents, shape.ranks, shape.depths
@@ -205,7 +194,7 @@ class TreeShape(Tree):
 
     @classmethod
     def chain(cls, length: int) -> TreeShape:
-        """A chain: so many drafts, each the best continuation of the one before; 0 is plain decoding."""
+        """A chain of `length` best drafts; 0 is plain decoding."""
         return cls([0] * (length + 1), list(range(-1, length)))
 
     @property
@@ -215,22 +204,20 @@ class TreeShape(Tree):
 
     @property
     def width(self) -> int:
-        """How many ranks of a depth the tree uses at most."""
+        """Number of ranks in use."""
         return max(self.ranks) + 1 if self.size > 1 else 0
 
 
 @dataclass
 class TreeBatch:
-    """The trees of a batch on the device, ready to be read by the target.
-
-    A row with fewer nodes than others is padded with copies of its root, which stand one below it but have
-    parent -1, so that no walk reaches them.
+    """The trees of a batch on the device. Short rows are padded with copies of the root at depth 1 and parent -1, which
+    no walk reaches.
 
     Attributes:
         trees: on the host; empty for texts, see `text`.
         tokens_BN: int64 [B, N].
         parents_BN: int64 [B or 1, N], -1 for the root and for padding.
-        visible_BNN: bool [B or 1, N, N], which nodes each node may see: itself and its ancestors.
+        visible_BNN: bool [B or 1, N, N]; each node sees itself and its ancestors.
         depths_BN: int64 [B or 1, N].
 
     >>> batch = TreeBatch.of([Tree([5, 6, 7, 8], [-1, 0, 0, 1]), Tree([9])])
@@ -248,7 +235,7 @@ class TreeBatch:
 
     @classmethod
     def of(cls, trees: Sequence[Tree], device: torch.device | str = "cpu") -> TreeBatch:
-        """All of it in one upload."""
+        """Upload trees as one tensor."""
         rows, width = len(trees), max(tree.size for tree in trees)
         tokens, parents, depths, visible = list[int](), list[int](), list[int](), list[bytes]()
         for tree in trees:
@@ -271,14 +258,13 @@ class TreeBatch:
     def roots(
         cls, tokens: Sequence[int], device: torch.device | str = "cpu", on_device: Tensor | None = None
     ) -> TreeBatch:
-        """Roots without drafts: a plain decoding step. `on_device` are the same tokens, int64 [B], where they are there
-        already."""
+        """Roots alone, for a plain decoding step. `on_device` has the same tokens, int64 [B], to save the upload."""
         tokens_B = upload(tokens, device) if on_device is None else on_device
         return cls([Tree([token]) for token in tokens], tokens_B[:, None], *_single_node(tokens_B.device))
 
     @classmethod
     def text(cls, tokens_BN: Tensor) -> TreeBatch:
-        """Texts as trees without branches, nothing of them on the host: each token follows the one before."""
+        """Texts as chains, without host trees."""
         size, device = tokens_BN.shape[1], tokens_BN.device
         visible_1NN = torch.ones(1, size, size, dtype=torch.bool, device=device).tril()
         depths_1N = torch.arange(size, device=device)[None]
@@ -286,57 +272,52 @@ class TreeBatch:
 
     @property
     def size(self) -> int:
-        """Nodes of the widest row: how many tokens a row of the forward has."""
+        """Nodes of the widest row."""
         return self.tokens_BN.shape[1]
 
     @property
     def depth(self) -> int:
-        """Depth of the deepest node of any row, known without asking the device."""
+        """Maximum depth, from the host trees."""
         return max(tree.depth for tree in self.trees)
 
     @property
     def root_tokens(self) -> list[int]:
-        """Each row's root."""
         return [tree.tokens[0] for tree in self.trees]
 
     @property
     def root_B(self) -> Tensor:
-        """The same on the device, int64 [B]."""
+        """Root tokens on the device, int64 [B]."""
         return self.tokens_BN[:, 0]
 
 
 @cache
 def _single_node(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents, visibility and depths of a root alone."""
+    """Parents, visibility and depths of a single root."""
     parents_11 = torch.full((1, 1), -1, device=device)
     return parents_11, torch.ones(1, 1, 1, dtype=torch.bool, device=device), torch.zeros_like(parents_11)
 
 
 @dataclass
 class Request:
-    """What the decode loop asks of a drafter in one round.
-
-    A drafter that finds less may propose less, down to the root alone.
+    """A round's request to a drafter, which may propose less, down to the root alone.
 
     Attributes:
-        max_nodes: nodes of a row at most, root included.
-        threshold: how many accepted tokens a node must add to pay for its verification: the probability that its whole
-            path is accepted or, of a drawn node, by how much it raises the probability that one of its siblings or
-            itself is. Drafters that know such probabilities leave out nodes below it. 0 asks for all that add
-            something.
-        level_threshold: how many accepted tokens another level of drafting must promise to pay for its time, over all
-            rows and less what verifying its nodes costs; 0 asks for all levels.
+        max_nodes: maximum nodes of a row, root included.
+        threshold: accepted tokens that a node must add to pay for its verification: the probability of its whole path,
+            or for a drawn node its gain in the probability that it or a sibling is accepted. Drafters that know these
+            probabilities drop nodes below it; 0 keeps all nodes that add anything.
+        level_threshold: accepted tokens, over all rows and net of verification, that another level of drafting must
+            promise to pay for its time; 0 asks for all levels.
         chain: no node may have more than one child.
-        draws: the last child of each node is drawn from what its siblings, the most likely ones, leave of the drafter's
-            distribution; else it is the next most likely one. Drafters without a distribution of their own never draw.
-        warp: draft logits [..., D] to the distribution to draw from, float [..., D], temperature included.
-        streams: one random generator per row, for drawing children; used for nothing else.
-        temperature: of the decoding, 0 when greedy; drafts are accepted more seldom above.
-        calibration: how far the probabilities of trained heads can be believed; None believes them. This and the shape
-            are filled in by the drafter of trained heads.
-        shape: the static tree that they fill; None lets them choose.
-        beside: the trees, a row each, that other drafters have proposed in this round; empty for the first one.
-        check: called before each forward that reads a piece of a long text; an exception from it ends the decoding.
+        draws: draw the last child of each node from the drafter's distribution without its siblings, the most likely
+            drafts; else it is the next most likely one. Drafters without a distribution never draw.
+        warp: maps draft logits [..., D] to the sampling distribution, float [..., D], temperature included.
+        streams: one random generator per row, only for drawing children.
+        temperature: of the decoding, 0 if greedy; acceptance falls with it.
+        calibration: of trained heads; None trusts their probabilities. Their drafter sets this and the shape.
+        shape: static tree for trained heads; None lets them choose.
+        beside: this round's trees of earlier drafters, one per row.
+        check: called before each chunk of a long text; its exception ends the decoding.
     """
 
     max_nodes: int
@@ -355,11 +336,11 @@ class Request:
 
 @dataclass
 class Committed:
-    """What a round committed to the cache: of each row the root, which was emitted the round before, and then the
-    accepted drafts. The token after them is the next root.
+    """Tokens that a round committed to the cache: each row's root, emitted the round before, then the accepted drafts.
+    The token after them is the next root.
 
-    `paths_BP` are the paths on the device, int64, where short rows repeat their last node, and `counts_B` how many
-    nodes they have. Hidden states, by layer, and logits are those after every node of the batch.
+    `paths_BP` are the paths on the device, int64, padded with their last node; `counts_B` are their lengths. Hidden
+    states, by layer, and logits cover every node of the batch.
     """
 
     batch: TreeBatch
@@ -381,17 +362,16 @@ class Committed:
 
     @cached_property
     def tokens(self) -> list[list[int]]:
-        """Of each row, the round's root first."""
+        """Committed tokens of each row, the root first."""
         return [[tree.tokens[node] for node in path] for tree, path in zip(self.batch.trees, self.paths, strict=True)]
 
     @property
     def counts(self) -> list[int]:
-        """Tokens of each row."""
         return [len(path) for path in self.paths]
 
     @cached_property
     def states(self) -> dict[int, Tensor]:
-        """{layer: [B, P, E]} of these tokens."""
+        """States of the committed tokens, {layer: [B, P, E]}."""
         longest = self.paths_BP.shape[1]
         if self.paths == [[*range(longest)]]:  # of one row's first nodes, as in chains, a view
             return {layer: state_BNE.narrow(1, 0, longest) for layer, state_BNE in self.states_BNE.items()}
@@ -400,7 +380,7 @@ class Committed:
 
     @property
     def choices(self) -> list[list[int]]:
-        """The target's most likely token after every node of each row; the host waits for it."""
+        """The target's most likely token after every node of each row; synchronises with the device."""
         assert self.logits_BNV is not None, "the decode loop brings the logits"
         return self.logits_BNV.max(-1).indices.tolist()
 
@@ -408,7 +388,7 @@ class Committed:
 def upload_paths(
     paths: Sequence[Sequence[int]], numbers: Sequence[int], device: torch.device | str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Paths [B, P], short ones repeating their last node, how long each is [B], and a number of each row [B]."""
+    """Upload paths [B, P], padded with their last node, their lengths [B], and a number per row [B]."""
     longest = max(map(len, paths))
     rows = zip(paths, numbers, strict=True)
     packed = [[*path, *[path[-1]] * (longest - len(path)), len(path), number] for path, number in rows]
@@ -417,24 +397,19 @@ def upload_paths(
 
 
 def decided(
-    batch: TreeBatch,
-    paths: list[list[int]],
-    next_tokens: list[int],
-    states: dict[int, Tensor],
-    logits_BNV: Tensor,
+    batch: TreeBatch, paths: list[list[int]], next_tokens: list[int], states: dict[int, Tensor], logits_BNV: Tensor
 ) -> tuple[Committed, TreeBatch]:
-    """What a round commits, and the roots of the next one; one upload."""
+    """Build a round's `Committed` and the next roots with one upload."""
     paths_BP, counts_B, next_B = upload_paths(paths, next_tokens, batch.tokens_BN.device)
     committed = Committed(batch, paths, paths_BP, counts_B, states, logits_BNV)
     return committed, TreeBatch.roots(next_tokens, on_device=next_B)
 
 
 def union(tree: Tree, other: Tree, request: Request) -> Tree:
-    """All nodes of two trees with the same root, as far as a request has room; its probability is the larger of two.
+    """Merge two trees with the same root, taking the larger probability of shared nodes.
 
-    When there are more nodes than allowed, the least probable ones go. Where probabilities are unknown, or one of the
-    trees has drawn nodes, that tree stays complete and only the other's additions may go: leaving out a drawn node for
-    what it turned out to be would break losslessness.
+    If there are more nodes than allowed, the least probable ones go. A tree with drawn nodes, or the first one if
+    probabilities are unknown, stays complete: dropping a drawn node because of its token would break losslessness.
 
     >>> both = union(Tree([5, 6], [-1, 0], [1.0, 0.5]), Tree.chain_of([5, 6, 7], [1.0, 0.4, 0.3]), Request(8))
     >>> both.tokens, both.parents, both.accept_probs
