@@ -39,8 +39,7 @@ R = TypeVar("R")
 
 
 class HeadConfig(HeadSettings):
-    """What every family's config has in common: what a recipe sets, and the sizes of the target. Families add fields;
-    one that is the target's own where a recipe leaves it out is marked with `FromTarget`."""
+    """Base of family configs: recipe settings and target sizes. Fields marked `FromTarget` default to the target's."""
 
     hidden_size: Annotated[int, FromTarget(settable=False)] = Field(
         0, ge=0, le=1 << 24, description="Hidden size of the target."

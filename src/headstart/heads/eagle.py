@@ -19,14 +19,7 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import register
-from headstart.heads.exchange.published import (
-    EMBEDDINGS,
-    Layout,
-    Published,
-    detached,
-    other_embeddings,
-    same_numbers,
-)
+from headstart.heads.exchange.published import EMBEDDINGS, Layout, Published, detached, other_embeddings, same_numbers
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig

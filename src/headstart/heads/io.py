@@ -38,8 +38,7 @@ def heads_folder(path: Path) -> Path:
         return path
     if not (path / _RUN_HEADS / CONFIG).is_file():
         raise UserError(
-            f"The run in {path} has no heads yet.",
-            f"Finish it: headstart run {path / RUN_RECIPE} --run-dir {path}",
+            f"The run in {path} has no heads yet.", f"Finish it: headstart run {path / RUN_RECIPE} --run-dir {path}"
         )
     return path / _RUN_HEADS
 

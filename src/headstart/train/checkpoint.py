@@ -74,12 +74,7 @@ class TrainerState:
 
 
 def save(
-    accelerator: Accelerator,
-    folder: Path,
-    trainer_state: TrainerState,
-    settings: dict[str, Any],
-    best: Path,
-    keep: int,
+    accelerator: Accelerator, folder: Path, trainer_state: TrainerState, settings: dict[str, Any], best: Path, keep: int
 ) -> None:
     """Write a checkpoint into `folder` atomically and delete all but the newest `keep`; collective. `best` holds the
     heads of `trainer_state.best_step`."""

@@ -114,7 +114,9 @@ class Joint:
     def read(self, batch: HeadBatch) -> HeadBatch:
         """Replace the batch's states by the adapted target's, with gradients to the adapter."""
         lengths = [int(row.nonzero()[-1]) + 1 if row.any() else 1 for row in batch.supervised_BT]
-        self._dropping(torch.is_grad_enabled())
+        for name, module in self._adapted.named_modules():
+            if "lora_dropout" in name:
+                module.train(torch.is_grad_enabled())
         states = self._target.states_with_gradients(batch.tokens_BT, lengths, sorted(batch.states))
         dtypes = {layer: state.dtype for layer, state in batch.states.items()}
         return dataclasses.replace(batch, states={layer: states[layer].to(dtypes[layer]) for layer in batch.states})
@@ -152,11 +154,6 @@ class Joint:
 
     def _trained(self) -> list[nn.Parameter]:
         return [weight for name, weight in self._adapted.named_parameters() if "lora_" in name]
-
-    def _dropping(self, on: bool) -> None:
-        for name, module in self._adapted.named_modules():
-            if "lora_dropout" in name:
-                module.train(on)
 
     def _positions(self, batch: HeadBatch, adapted: HeadBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield chunks of final states without and with the adapter before supervised tokens, and those tokens."""

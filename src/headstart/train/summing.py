@@ -252,10 +252,7 @@ def _rows_of(prediction: StepPrediction, weight_M: Tensor, rows: Tensor) -> tupl
 
 
 def _position_weights(
-    steps: Sequence[StepPrediction],
-    teacher_logits: TeacherLogits,
-    step_weight: float,
-    position_weight: PositionWeight,
+    steps: Sequence[StepPrediction], teacher_logits: TeacherLogits, step_weight: float, position_weight: PositionWeight
 ) -> list[Tensor]:
     origins = [prediction.origin_M for prediction in steps]
     if position_weight == "dpace" and steps:

@@ -54,14 +54,7 @@ from headstart.train.joint import Drift, Joint
 from headstart.train.losses import LOSSES
 from headstart.train.machine import Interrupt
 from headstart.train.optimizers import learning_rate_now, make_optimizers
-from headstart.train.processes import (
-    describe_processes,
-    is_main,
-    make_accelerator,
-    on_device,
-    tell_all,
-    together,
-)
+from headstart.train.processes import describe_processes, is_main, make_accelerator, on_device, tell_all, together
 from headstart.train.starting_heads import build_heads, check_store
 from headstart.train.summing import Teacher, weighted
 from headstart.train.tensor_memory import keeping_memory
@@ -73,8 +66,8 @@ from headstart.train.wrapped import LowRank, Unrolled
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Folders of the best heads (by predicted tokens per round) and the last ones, for `heads.io.load_heads`; metrics of
-    the best, and the fraction of the validation answers covered by the draft vocabulary."""
+    """Folders of the best heads (by predicted tokens per round) and the last ones, for `heads.io.load_heads`; the best
+    ones' metrics, and the fraction of the validation answers covered by the draft vocabulary."""
 
     heads_folder: Path
     last_folder: Path
@@ -271,7 +264,7 @@ class _Trainer:
         if self.records[-1]["step"] != state.step and not asked:
             self._validate(display, losses)
             saved = -1  # this step's checkpoint does not know this validation's best heads
-        # A run ended by the clock needs a checkpoint that says so, or the next session would train on.
+        # A run ended by the clock needs a checkpoint with the spent time, or the next session would train on.
         if saved != state.step or (not asked and self._fraction(state.elapsed) < 1):
             self._save()
         if asked:

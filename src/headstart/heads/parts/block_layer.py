@@ -38,16 +38,13 @@ class BlockConfig(LayerConfig):
         -1, ge=0, description="Token that fills the slots of a block before they are drafted; no text may contain it."
     )
     sliding_window: int = Field(
-        0,
-        ge=0,
-        description="Tokens up to its own place that a slot sees, more than a block has; 0 for the whole text.",
+        0, ge=0, description="Tokens up to its own place that a slot sees, more than a block has; 0 for the whole text."
     )
     full_layers: tuple[int, ...] = Field(
         (), description="Layers, counted from 0, whose slots see the whole text in spite of heads.sliding_window."
     )
     causal: bool = Field(
-        False,
-        description="A slot does not see those after it; with heads.sliding_window, in the layers that have one.",
+        False, description="A slot does not see those after it; with heads.sliding_window, in the layers that have one."
     )
     init: Literal["target", "linear", "random"] = Field(
         "target",

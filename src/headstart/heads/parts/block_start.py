@@ -119,10 +119,7 @@ class SolvedBlockHead(BlockHead):
         vocabulary = torch.arange(0, tokens, max(1, tokens // _KINDS))
         mask = torch.tensor([config.mask_token_id])
         number_E = telling(
-            context_XE,
-            self._first_input(vocabulary, context_XE),
-            torch.cat(roots),
-            self._first_input(mask, context_XE),
+            context_XE, self._first_input(vocabulary, context_XE), torch.cat(roots), self._first_input(mask, context_XE)
         )
         counts, queries, keys = looking(size, config.head_dim), config.num_attention_heads, config.num_key_value_heads
         taken, groups = sum(counts), queries // keys

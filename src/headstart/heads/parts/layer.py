@@ -129,10 +129,8 @@ class Rotary:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _table(self, needed: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        longest = self._config.max_position_embeddings
-        indices = min(longest, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
-        index_1P = torch.arange(indices)[None]
-        cos, sin = self.embedding()(torch.zeros(1), index_1P)
+        size = min(self._config.max_position_embeddings, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
+        cos, sin = self.embedding()(torch.zeros(1), torch.arange(size)[None])
         return cos[0].to(device, dtype), sin[0].to(device, dtype)
 
     def embedding(self) -> nn.Module:
