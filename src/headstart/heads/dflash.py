@@ -1,7 +1,7 @@
 """DFlash: a block in one pass, each slot filled in place (arXiv 2602.06036).
 
-The block is [root, mask, mask, ...]: slot k drafts the token at its own place, and the root's slot drafts nothing. On
-tokens a b c d e (positions 0-4), from the state after `b` (origin t = 1), whose root is `c`, with a block of 3:
+The block is [root, mask, mask, ...]: slot k drafts the token at its own position, and the root's slot drafts nothing.
+On tokens a b c d e (positions 0-4), from the state after `b` (origin t = 1), with root `c` and a block of 3:
 
     context   a b                     states of the target
     block     c mask mask             at positions 2 3 4
@@ -11,15 +11,13 @@ tokens a b c d e (positions 0-4), from the state after `b` (origin t = 1), whose
 >>> from headstart.heads.base import HeadBatch, origins
 >>> supervised = torch.tensor([[False, False, True, True, True]])
 >>> batch = HeadBatch(torch.arange(5)[None], supervised, {})
->>> [(origins(batch, step) + 1).tolist() for step in range(2)]  # where the blocks of each step stand: roots
+>>> [(origins(batch, step) + 1).tolist() for step in range(2)]  # root positions of each step
 [[2, 3], [2]]
 >>> heads = DFlashHead(DFlashConfig(hidden_size=4, vocab_size=9, num_attention_heads=1, num_key_value_heads=1,
 ...     head_dim=4, intermediate_size=4, aux_layers=(1,), block_size=3, mask_token_id=8))
 >>> heads._embedding_VE = torch.arange(9.0)[:, None].expand(9, 4)
 >>> heads.block(torch.tensor([2]), torch.zeros(1))[0, :, 0].tolist(), heads.first_slot, heads.draft_steps
 ([2.0, 8.0, 8.0], 1, 2)
-
-See `block` for the arrangement.
 
 Shape suffixes: B rows, M origins, S drafted slots, E hidden size, D draft vocabulary.
 """
@@ -47,7 +45,7 @@ class DFlashConfig(BlockConfig):
 
 @register
 class DFlashHead(SolvedBlockHead, OneForwardHead):
-    """The block's slots through the target's LM head."""
+    """Block drafter that reads its slots with the target's LM head; see `parts.block`."""
 
     family: ClassVar[str] = "dflash"
     Config: ClassVar[type[HeadConfig]] = DFlashConfig

@@ -1,15 +1,14 @@
-"""DSpark: a block in one pass, and a small Markov head that corrects each draft by the token before it (arXiv
-2607.05147).
+"""DSpark: a block in one pass, and a small Markov head that corrects each draft (arXiv 2607.05147).
 
-The block is [root, mask, mask, ...]: each slot drafts the token *after* its own place. On tokens a b c d e (positions
-0-4), from the state after `b` (origin t = 1), whose root is `c`, with a block of 2:
+The block is [root, mask, mask, ...]: each slot drafts the token *after* its own position. On tokens a b c d e
+(positions 0-4), from the state after `b` (origin t = 1), with root `c` and a block of 2:
 
     context   a b                     states of the target
     block     c mask                  at positions 2 3
     drafts    d  e                    step 0 after c, step 1 after d: token t + k + 2, after token t + k + 1
 
-The logits of a slot after a token are U + W2 W1[token], with U from the target's LM head: the block runs once, and a
-tree then costs one small product for each of its nodes. In training the token before is the text's.
+The logits of a slot after a token are U + W2 W1[token], with U from the target's LM head: the block runs once, and each
+tree node then costs one small product. Training uses the conversation's own preceding token.
 
 >>> import torch
 >>> heads = DSparkHead(DSparkConfig(hidden_size=4, vocab_size=9, num_attention_heads=1, num_key_value_heads=1,
@@ -18,15 +17,15 @@ tree then costs one small product for each of its nodes. In training the token b
 >>> heads.block(torch.tensor([2]), torch.zeros(1))[0, :, 0].tolist(), heads.first_slot, heads.draft_steps
 ([2.0, 8.0], 0, 2)
 >>> _ = heads.markov_embedding_VR.data.copy_(torch.arange(9.0)[:, None])
->>> for step in range(2):  # the token that is corrected for, the last number of what the LM head reads; the one drafted
+>>> for step in range(2):  # the preceding token (the last LM head input), and the drafted one
 ...     slots = heads.prediction(torch.zeros(1, 4), heads.lm_head_DE, torch.tensor([1]), step)
 ...     after = heads.corrected(slots, heads.joined_lm_head(), heads.follow(torch.arange(5), torch.zeros(1)))
 ...     after.hidden_MH[:, -1].tolist(), (after.teacher_M + 1).tolist()
 ([2.0], [3])
 ([3.0], [4])
 
-A confidence head may say, from the slot and the token before, how much of the draft's distribution is the target's: the
-probability that a draft drawn from it is accepted. It is for serving engines; decoding here does not ask it.
+An optional confidence head predicts, from the slot and the preceding token, the acceptance probability of a sampled
+draft. It is for serving engines; headstart does not use it in decoding.
 
 Shape suffixes: B rows, W nodes of a level, M origins, S slots, E hidden size, D draft vocabulary, V vocabulary, R rank.
 """
@@ -54,7 +53,7 @@ from headstart.heads.parts.residual import embed
 from headstart.target.graphs import power
 
 _BLOCK = 8192
-"""Embeddings that are read at a time."""
+"""Embedding rows per chunk."""
 
 
 class DSparkConfig(BlockConfig):
@@ -67,7 +66,7 @@ class DSparkConfig(BlockConfig):
 
 @register
 class DSparkHead(SolvedBlockHead):
-    """The block's slots through the target's LM head, plus what the token before each draft adds."""
+    """Block drafter with the target's LM head, plus a low-rank correction by the preceding token."""
 
     family: ClassVar[str] = "dspark"
     Config: ClassVar[type[HeadConfig]] = DSparkConfig
@@ -77,7 +76,7 @@ class DSparkHead(SolvedBlockHead):
     def __init__(self, config: DSparkConfig) -> None:
         super().__init__(config)
         rank = config.markov_rank
-        # As a product of two: one of them is zero at first.
+        # Like LoRA, one factor starts at zero.
         self.markov_embedding_VR = nn.Parameter(0.01 * torch.randn(config.vocab_size, rank))
         self.markov_lm_head_DR = nn.Parameter(torch.zeros(config.draft_width, rank))
         self._start: tuple[Tensor, Tensor] | None = None
@@ -88,7 +87,7 @@ class DSparkHead(SolvedBlockHead):
         return 0
 
     def follow(self, tokens: Tensor, like: Tensor) -> Tensor:
-        """What tokens say about the one after them, [..., R]."""
+        """Markov embeddings of tokens, [..., R]."""
         return F.embedding(tokens, self.markov_embedding_VR).to(like)
 
     def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor:
@@ -102,7 +101,7 @@ class DSparkHead(SolvedBlockHead):
         return beside_MI @ read_RI.T @ axes_ER.T
 
     def take_beside(self, map_EI: Tensor, products_II: Tensor) -> None:
-        """As much of the map from the token before as the rank holds."""
+        """Keep the best approximation of `map_EI` that the rank allows."""
         axes_EE = torch.linalg.eigh((map_EI @ products_II @ map_EI.T).double())[1].flip(1).to(map_EI)
         axes_ER = axes_EE[:, : self.config.markov_rank]
         self._start = axes_ER, axes_ER.T @ map_EI
@@ -116,7 +115,7 @@ class DSparkHead(SolvedBlockHead):
         for part in torch.split(torch.arange(len(embedding_VE)), _BLOCK):
             rows_PR = embed(part, embedding_VE, read_RI) @ read_RI.T / size
             self.markov_embedding_VR.data[part, :rank] = rows_PR.to(self.markov_embedding_VR)
-        # Both factors learn at one rate: neither is much larger than the other.
+        # Balance the factors, which share a learning rate.
         ratio = (head_DR.square().mean() / self.markov_embedding_VR.data[:, :rank].square().mean()).sqrt().sqrt()
         self.markov_embedding_VR.data[:, :rank] *= ratio
         self.markov_lm_head_DR.data[:, :rank] = head_DR / ratio
@@ -125,28 +124,24 @@ class DSparkHead(SolvedBlockHead):
     def unroll(self, batch: HeadBatch) -> Iterator[StepPrediction]:
         lm_head_DH, following_XR = self.joined_lm_head(), None
         for slots in super().unroll(batch):
-            if following_XR is None:  # looked up once: each look-up has a gradient as large as its table
+            if following_XR is None:  # looked up once: each lookup has a gradient as large as its table
                 following_XR = self.follow(batch.tokens_BT.flatten(), slots.hidden_MH)
             yield self.corrected(slots, lm_head_DH, following_XR)
 
     def corrected(self, slots: StepPrediction, lm_head_DH: Tensor, following_XR: Tensor) -> StepPrediction:
-        """What the slots of a step predict, after the tokens before the drafted ones: those of the text, where drafting
-        has its drafts. `following_XR` is from `follow`, of every token of the batch."""
-        following_MR = following_XR[slots.teacher_M]
-        confidence_M = None
-        if self.confidence_head is not None:  # which learns what drafts are worth, and does not change them
-            read_MH = torch.cat([slots.hidden_MH, following_MR], dim=-1).detach()
-            confidence_M = self.confidence_head(read_MH)[..., 0]
+        """Correct a step's predictions by the conversation's preceding tokens, given `follow` of all tokens."""
+        hidden_MH, confidence_M = torch.cat([slots.hidden_MH, following_XR[slots.teacher_M]], dim=-1), None
+        if self.confidence_head is not None:  # detached: it must not change the drafts
+            confidence_M = self.confidence_head(hidden_MH.detach())[..., 0]
         return replace(
             slots,
-            hidden_MH=torch.cat([slots.hidden_MH, following_MR], dim=-1),
+            hidden_MH=hidden_MH,
             lm_head_DH=lm_head_DH,
             frozen_columns=self.config.hidden_size,
             confidence_M=confidence_M,
         )
 
     def joined_lm_head(self) -> Tensor:
-        """The target's LM head, and beside it the Markov head's."""
         return torch.cat([self.lm_head_DE, self.markov_lm_head_DR], dim=-1)
 
     def draft_step(self, session: BlockSession, tokens_BW: Tensor, parents_BW: Tensor, depth: int) -> Tensor:
@@ -157,7 +152,6 @@ class DSparkHead(SolvedBlockHead):
         return self._followed(session.logits_BSD[:, depth : depth + 1], tokens_BW)
 
     def _followed(self, logits_B1D: Tensor, tokens_BW: Tensor) -> Tensor:
-        """The logits of a slot, with what the tokens before it add."""
         following_BWR = self.follow(tokens_BW, logits_B1D)
         return self.finished(logits_B1D + linear(following_BWR, self.markov_lm_head_DR))
 
@@ -183,16 +177,15 @@ class DSparkHead(SolvedBlockHead):
         tensors = super().by_published_name()
         tensors |= {MARKOV_EMBEDDING: self.markov_embedding_VR, MARKOV_LM_HEAD: self.markov_lm_head_DR}
         if self.confidence_head is not None:
-            tensors |= {
-                f"confidence_head.proj.{name}": weight for name, weight in self.confidence_head.named_parameters()
-            }
+            weights = self.confidence_head.named_parameters()
+            tensors |= {f"confidence_head.proj.{name}": weight for name, weight in weights}
         return tensors
 
     def publish(self) -> Published:
         published = super().publish()
         tensors = dict(published.tensors)
         if self.config.draft_vocab_size:
-            every_VR = torch.zeros_like(tensors[MARKOV_EMBEDDING])  # what is not drafted here is not corrected
+            every_VR = torch.zeros_like(tensors[MARKOV_EMBEDDING])  # no correction outside the draft vocabulary
             every_VR[self.draft_to_target_D.cpu()] = tensors[MARKOV_LM_HEAD]
             tensors[MARKOV_LM_HEAD] = every_VR
         return published.with_tensors(tensors)

@@ -1,9 +1,8 @@
 """EAGLE-1: a decoder layer that drafts the target's next final states (Li et al., arXiv 2401.15077).
 
-The state of token t and the embedding of token t + 1 are joined by a linear map; a decoder layer without an input norm
-turns them into a guess of the final state of token t + 1, which the target's own frozen LM head reads. The guess is fed
-back. With dynamic trees this is EAGLE-2 (arXiv 2406.16858). See `headstart.heads.parts.recurrent` for what each step
-reads and drafts.
+A linear map joins the state of token t and the embedding of token t + 1; a decoder layer without an input norm predicts
+the final state of token t + 1, which goes to the target's frozen LM head and is fed back. With dynamic trees this is
+EAGLE-2 (arXiv 2406.16858). `headstart.heads.parts.recurrent` shows the alignment of the steps.
 
 Shape suffixes: E hidden size, V vocabulary.
 """
@@ -20,14 +19,7 @@ from torch import Tensor
 
 from headstart.errors import UserError
 from headstart.heads.base import register
-from headstart.heads.exchange.published import (
-    EMBEDDINGS,
-    Layout,
-    Published,
-    detached,
-    other_embeddings,
-    same_numbers,
-)
+from headstart.heads.exchange.published import EMBEDDINGS, Layout, Published, detached, other_embeddings, same_numbers
 from headstart.heads.int8_weights import Linear
 from headstart.heads.parts.final_state import FinalStateConfig, FinalStateHead
 from headstart.heads.parts.layer import DraftLayer, LayerConfig
@@ -50,7 +42,7 @@ class EagleConfig(FinalStateConfig):
 
 @register
 class EagleHead(FinalStateHead):
-    """Joining map and one decoder layer; the LM head is the target's."""
+    """Joining map and one decoder layer under the target's LM head."""
 
     family: ClassVar[str] = "eagle"
     Config: ClassVar[type[LayerConfig]] = EagleConfig
@@ -86,8 +78,7 @@ class EagleHead(FinalStateHead):
 
     @torch.no_grad()
     def publish(self) -> Published:
-        """Normed embeddings become embeddings of the heads' own; the LM head stays the target's, so that engines draft
-        from the whole vocabulary."""
+        """Export normed embeddings as the heads' own. Engines use the target's LM head, hence its whole vocabulary."""
         if self.lm_bias_D is not None:
             raise UserError(
                 "The target's LM head has a bias, and engines leave it out when they draft with EAGLE-1 heads.",
@@ -121,7 +112,7 @@ class EagleHead(FinalStateHead):
 
     @classmethod
     def _embeddings_of(cls, published: Published, embedding_VE: Tensor) -> tuple[bool, Tensor]:
-        """Whether a checkpoint reads normed embeddings, and what it adds to all of them, [E]."""
+        """Whether a checkpoint's embeddings are normed, and the constant added to all of them, [E]."""
         own_VE = published.tensors.get(EMBEDDINGS)
         nothing_E = torch.zeros(embedding_VE.shape[1])
         if own_VE is None:  # it reads the target's

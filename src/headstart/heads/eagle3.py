@@ -1,22 +1,21 @@
 """EAGLE-3: one decoder layer over fused states of several target layers (Li et al., arXiv 2503.01840).
 
-Three aux hidden states are fused by a linear map; attention reads the normed embedding of the next token beside the
-normed fused state, the stream is the fused state itself, and the layer's output is fed back. The heads have a final
-norm and an LM head of their own over the draft vocabulary. EAGLE-3.1 normalises every aux hidden state before the map
-and feeds back the normed output. On tokens a b c d e, the draft from the states after `b` (more of this in
+A linear map fuses three aux hidden states; attention reads the normed embedding of the next token beside the normed
+fused state, the residual stream is the fused state itself, and the layer's output is fed back. The heads have their own
+final norm and LM head over the draft vocabulary. EAGLE-3.1 normalises every aux hidden state before the map and feeds
+back the normed output. On tokens a b c d e, the draft from the states after `b` (see
 `headstart.heads.parts.recurrent`):
 
     step 0   fused(b), emb(c) -> d                      sees the entries of a, b (b's is step 0)
     step 1   its own output of step 0, emb(d) -> e      sees the entries of a, b, and itself
 
-This is the arrangement that serving engines read. With `init: transition` it begins as a solved step from one final
-state of the target to the next. Two things are solved for before the first gradient step. The linear part of the step,
-a guess of the next final state from a final state and the embedding of the token that follows it: the published layer
-has no place for such a map, so attention heads that look at their own position alone hold it (see `own_position`). And
-an attention that copies what followed the present token before (see `induction`).
+Serving engines read this layout. With `init: transition` two parts are solved before the first gradient step: a linear
+prediction of the next final state from a final state and the following embedding, held by attention heads that attend
+to their own position only (see `own_position`; the published layer has no other place for it), and an attention that
+copies the token that followed an earlier occurrence of the current one (see `induction`).
 
 Shape suffixes: B rows, T tokens, E hidden size, M positions, P distances, R pairs of a head, X = aux layers * E (of
-final states: flat positions), I what attention reads, J what the solved map reads.
+final states: flat positions), I attention inputs, J inputs of the solved map.
 """
 
 from __future__ import annotations
@@ -55,15 +54,13 @@ from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 
 _FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000
-"""Tokens for each number that is read, from which the code of a token is learnt: `_ROWS`, but beyond `_MANY` in all
-no more than `_FEW_ROWS`."""
+"""Tokens per input dimension to solve token codes from: `_ROWS`, but at most `_FEW_ROWS` beyond `_MANY` in total."""
 _BLOCK = 8192
-"""Embeddings that are normed at a time."""
+"""Embeddings per chunk."""
 _LONGEST, _ENOUGH = 1024, 8192
-"""Tokens of a text, and of all, on which it is checked whether heads find their own position."""
+"""Tokens per text and in total for the self-attention check before training."""
 _LOOKED_UP, _MOSTLY = 256, 0.99
-"""Tokens of the vocabulary, rare ones like common ones, on which it is looked up in decoding, and the share of its
-attention from which a head then counts."""
+"""The same check before decoding: random vocabulary tokens, and the attention share that a head must give itself."""
 
 
 class Eagle3Config(RecurrentConfig):
@@ -102,7 +99,7 @@ class Eagle3Config(RecurrentConfig):
             return {**values, "aux_layers": (2, middle, last - 3)}
         own_heads = own_position.heads_needed(target.hidden_size, settings.get("head_dim", values["head_dim"]))
         enough, size = own_heads + min(values["num_key_value_heads"], max(1, own_heads // 2)), target.hidden_size
-        # Engines read configs with transformers, whose Llama has no number of heads that does not divide the size.
+        # Engines read configs with transformers, whose Llama needs a number of heads that divides the hidden size.
         heads = next((count for count in range(enough, size + 1) if size % count == 0), enough)
         return {
             **values,
@@ -113,7 +110,7 @@ class Eagle3Config(RecurrentConfig):
 
     @property
     def own_heads(self) -> int:
-        """Key heads that look at their own position alone, with `init: transition`."""
+        """Number of key heads that attend to their own position only, with `init: transition`."""
         return own_position.heads_needed(self.hidden_size, self.head_dim)
 
     @property
@@ -155,14 +152,14 @@ class Eagle3Head(RecurrentHead):
         first = DraftLayer(config, 2 * size, input_norm=False, qk_norm=config.qk_norm)
         later = (DraftLayer(config, size, qk_norm=config.qk_norm) for _ in range(config.num_layers - 1))
         super().__init__(config, [first, *later])
-        # In this order: saved optimisers know parameters by it.
+        # Keep this order: saved optimiser states are indexed by it.
         self.aux_norms = nn.ModuleList(nn.RMSNorm(size, eps) for _ in range(aux_layers if config.aux_norms else 0))
         self.fc = Linear(aux_layers * size, size, bias=False)
         self.embedding_norm = nn.RMSNorm(size, eps)
         self.hidden_norm = nn.RMSNorm(size, eps)
         self.norm = nn.RMSNorm(size, eps)
         self.lm_head = Linear(size, config.draft_width, bias=False)
-        self._alone: tuple[tuple[int, int], int] | None = None  # weights in 8 bits, and own heads in them
+        self._alone: tuple[tuple[int, int], int] | None = None  # (int8 weights, their version), own heads
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -197,8 +194,7 @@ class Eagle3Head(RecurrentHead):
         return None if table_VE is None else few_rows.Entering(table_VE, norms_E, config.norm_before_residual, fusion)
 
     def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
-        """Those that training left alone, as long as they do find themselves in a text of all kinds of tokens, which
-        is all that they read; looked up when weights change."""
+        """Number of untouched heads that still attend to themselves on random tokens; cached until weights change."""
         int8 = in_panels(layer.qkv.weight, like)
         if int8 is None or layer is not self.stack[0]:
             return 0
@@ -214,7 +210,7 @@ class Eagle3Head(RecurrentHead):
         random = torch.Generator().manual_seed(0)
         length = min(_LOOKED_UP, self.config.max_position_embeddings // 2)
         tokens_T = torch.randint(len(self.target_embeddings), (length,), generator=random)
-        tokens_1T = torch.cat([tokens_T, tokens_T])[None]  # each of them comes again
+        tokens_1T = torch.cat([tokens_T, tokens_T])[None]  # repeated tokens are the hard case
         read_1TE = normed(self.embedding_norm, self.embedded(tokens_1T, like))
         queries, keys, _ = self._read(torch.cat([read_1TE, torch.zeros_like(read_1TE)], dim=-1))
         share_N = own_position.shares(queries[:, :count].float(), keys[:, :count].float()).mean((0, 2, 3))
@@ -230,22 +226,22 @@ class Eagle3Head(RecurrentHead):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
-        """The target's last layers on the deepest aux hidden state, then its final norm and LM head."""
+        """Copy the target's last layers (on the deepest aux hidden state), final norm and LM head."""
         self.bind(target)
         if self.config.init == "random":
             return
         before = self.config.hidden_size  # the embedding comes first
         start_from_last_layers(target, self.stack, self.fc, hidden_norm=self.hidden_norm, norm=self.norm, before=before)
         self.lm_head.weight.copy_(self.first_lm_head(target))
-        if self.config.init == "transition":  # a layer without any effect yet, whose own heads look at themselves
+        if self.config.init == "transition":  # the layer adds nothing yet
             self.stack[0].zero_init()
             self.hidden_norm.weight.fill_(1)
             self._look_at_themselves([])
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Fuse to a linear guess of where the next token's stream will end: ridge regression on what the target's own
-        LM head reads one token later, undone by its norm, in the scale of the deepest aux hidden state."""
+        """Fit the fusion by ridge regression to the target's final state one token later, before its norm and in the
+        scale of the deepest aux hidden state."""
         if self.config.init == "transition":
             self._fit_transition(iter(batches))
         if self.config.init != "target":
@@ -268,7 +264,7 @@ class Eagle3Head(RecurrentHead):
             self._keep_sizes(first[0])
 
     def _keep_sizes(self, batch: HeadBatch) -> None:
-        """Let norms of queries and keys that are not the target's start with the sizes that these have on a text."""
+        """Scale query and key norms that do not come from the target to preserve the sizes seen on a batch."""
         seen_BTX = self.select_states(batch.states).float()
         embedded_BTE = self.embedded(_following(batch), seen_BTX)
         read_BTI, stream_BTE = self.layer_input(self.project(seen_BTX), embedded_BTE)
@@ -280,7 +276,7 @@ class Eagle3Head(RecurrentHead):
 
     @torch.no_grad()
     def before_training(self, batches: Iterable[HeadBatch]) -> None:
-        """Let training take as given that heads look at their own position alone, where they really do."""
+        """Freeze the queries and keys of the own-position heads if they do attend to themselves on the data."""
         if self.config.init != "transition":
             return
         layer, own = self.stack[0], self.config.own_heads
@@ -336,8 +332,8 @@ class Eagle3Head(RecurrentHead):
     # -- the solved start ----------------------------------------------------------------------------------------
 
     def _fit_transition(self, batches: Iterator[HeadBatch]) -> None:
-        """Fuse to the final state before its norm, make some heads copy, and let the others hold the linear part of
-        the step to the next final state: ridge regression, undone by the target's norm."""
+        """Fuse to the final state before its norm, make some heads copy, and let the others hold a ridge regression to
+        the next final state before its norm."""
         enough = min(_ROWS * self.fc.in_features, max(_FEW_ROWS * self.fc.in_features, _MANY))
         first: list[HeadBatch] = []
         while sum(batch.tokens_BT.numel() for batch in first) < enough and (batch := next(batches, None)) is not None:
@@ -364,9 +360,9 @@ class Eagle3Head(RecurrentHead):
         start = LinearStart([2 * size + copied], size, self.target_embeddings.device)
         for map_EJ in start.solve(chain(first, batches), read):
             products_JJ = start.gram_FF / start.rows
-            residual = 1.0  # the size of the state that the layer adds to
+            residual = 1.0  # scale of the residual stream
             if not self.config.norm_before_residual:
-                # That is the fused state as it is: it is given the size of the guesses that are fed back.
+                # The stream is the raw fused state: rescale it to the size of the predictions that are fed back.
                 residual = float(((map_EJ @ products_JJ) * map_EJ).sum() / size) ** 0.5
                 fused_MX = torch.cat(
                     [self.project(self.select_states(batch.states).float()).flatten(0, 1) for batch in first]
@@ -382,13 +378,13 @@ class Eagle3Head(RecurrentHead):
         return self.layer_input(self.project(seen_BTX), self.embedded(following_BT, seen_BTX))[0]
 
     def _read(self, attended_BTI: Tensor, layer: DraftLayer | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of a layer, the first one if not said, every row a text of its own."""
+        """Queries, keys and values of a layer (default: the first), each row a separate text."""
         width = attended_BTI.shape[1]
         index_BT = torch.arange(width, device=attended_BTI.device).expand(attended_BTI.shape[:2])
         return (layer or self.stack[0]).read(attended_BTI, self._rotary.at(index_BT, attended_BTI.dtype, width))
 
     def _look_at_themselves(self, batches: list[HeadBatch]) -> None:
-        """Let the first heads look at their own position, whatever token of the vocabulary or of the texts it has."""
+        """Set the first heads to attend to their own position, for any token of the vocabulary or the batches."""
         like = self.embedding_norm.weight.float()
 
         def normed_of(tokens: Tensor) -> Iterator[Tensor]:
@@ -403,14 +399,13 @@ class Eagle3Head(RecurrentHead):
         own_position.look_at_itself(self.stack[0], self.config.own_heads, cos_PR, number_E=number_E, mean_E=mean_E)
 
     def _copy(self, batches: list[HeadBatch]) -> bool:
-        """Set the fusion and the attention of the other heads so that they copy; says whether they do."""
+        """Solve the fusion and the other heads' attention for copying; returns False if that is not possible."""
         fused_EX = self.fc.weight.clone()
         aux_MX = self._aux_states(batches)
         embedded_ME = torch.cat([self.embedded(batch.tokens_BT.flatten(), aux_MX) for batch in batches])
         embedded_ME = normed(self.embedding_norm, embedded_ME)
         slow = induction.slow_pairs(self.config, self._cosines(induction.FAR))
-        final_ME = aux_MX @ fused_EX.T
-        spare = self.config.own_heads
+        final_ME, spare = aux_MX @ fused_EX.T, self.config.own_heads
         code = induction.solve(self.stack[0], slow, aux_MX, final_ME=final_ME, own_ME=embedded_ME, spare=spare)
         if code is None:
             return False
@@ -419,7 +414,7 @@ class Eagle3Head(RecurrentHead):
         return True
 
     def _cosines(self, far: int) -> Tensor:
-        """Of the angles by which each component of a head turns over distances from 0 to `far`, [P, d]."""
+        """Rotary cosines of each head component at distances 0 to `far`, [P, d]."""
         return self._rotary.at(torch.arange(far + 1)[None], torch.float32, far + 1)[0][0]
 
     def _aux_states(self, batches: list[HeadBatch]) -> Tensor:
@@ -427,8 +422,8 @@ class Eagle3Head(RecurrentHead):
         return torch.cat([seen_BTX.flatten(0, 1).float() for seen_BTX in seen])
 
     def _to_final_state(self, batches: list[HeadBatch]) -> Tensor:
-        """The map from normed aux layers to the final state before its norm, as large as the deepest of them, [E, X]:
-        ridge regression of what the last layers add to the deepest aux hidden state."""
+        """Map normed aux layers to the final state before its norm, scaled to the deepest of them, [E, X]: a ridge
+        regression of the last layers' update to that aux hidden state."""
         size = self.config.hidden_size
         aux_MX = self._aux_states(batches)
         final_ME = torch.cat([batch.states[FINAL].flatten(0, 1).float() for batch in batches])
@@ -443,5 +438,5 @@ class Eagle3Head(RecurrentHead):
 
 
 def _following(batch: HeadBatch) -> Tensor:
-    """The token after each, [B, T]; after the last one anything."""
+    """The token after each position, [B, T]; arbitrary at the last one."""
     return F.pad(batch.tokens_BT[:, 1:], (0, 1))

@@ -1,8 +1,8 @@
 """Hydra: heads that also read the tokens drafted before theirs (Ankner et al., arXiv 2402.05109).
 
 Head k (from 0) reads the final state h_t of the last token the target has read and the embeddings of tokens t + 1 (the
-root, decided by the target) to t + k + 1, and predicts token t + k + 2. Training reads the conversation's own tokens,
-which are what stands on an accepted path. On tokens a b c d e f, from the state after `b` (t = 1):
+root) to t + k + 1, and predicts token t + k + 2. Training reads the conversation's own tokens, as on an accepted path.
+On tokens a b c d e f, from the state after `b` (t = 1):
 
 >>> import torch
 >>> text = "abcdef"
@@ -14,11 +14,11 @@ head 0: state(b) c -> d
 head 1: state(b) c d -> e
 head 2: state(b) c d e -> f
 
-While drafting, a node keeps what its head read, and its children append their own embedding. (Partial sums would save
-multiplications, but a level would then read the maps of all deeper heads, and reading weights is what takes the time.)
+While drafting, a node keeps its head's input, and its children append their own embedding. (Partial sums would save
+FLOPs, but each level would then read the maps of all deeper heads, and reading weights dominates.)
 
-Shape suffixes: B rows, W nodes of a level, E hidden size, F what a head reads, D draft vocabulary, M predictions, L
-blocks of a head, X = B * T flat positions, K drafts down to a node.
+Shape suffixes: B rows, W nodes of a level, E hidden size, F head inputs, D draft vocabulary, M predictions, L blocks of
+a head, X = B * T flat positions, K drafts down to a node.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HydraConfig(ResidualConfig):
 
 
 class HydraMemory(FinalMemory):
-    """The tokens on the path to each node of the last level, root first, too, and the same of the level before."""
+    """Adds the token paths, root first, to the nodes of the last level and of the level before."""
 
     def __init__(self, like_BE: Tensor, rows: int, capacity: int, steps: int) -> None:
         super().__init__(like_BE, rows, capacity)
@@ -69,7 +69,7 @@ class HydraMemory(FinalMemory):
 
 
 class HydraStep(nn.Module):
-    """Input map, residual blocks and, unless it is shared, LM head of one draft step."""
+    """Input map, residual blocks and (unless shared) LM head of one draft step."""
 
     lm_head_DE: nn.Parameter | None
 
@@ -104,7 +104,7 @@ class HydraHead(ResidualHead):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
-        """Every head starts as the target's own LM head, cut to the draft vocabulary, on the target's own state."""
+        """Start every head as the target's LM head, over the draft vocabulary, on the target's state."""
         self.bind(target)
         size = self.config.hidden_size
         if self.config.init == "random":
@@ -120,8 +120,8 @@ class HydraHead(ResidualHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Start head k from the input map that takes all it reads closest to h_{t+k+1}, the state from which the target
-        itself predicts head k's token (ridge regression)."""
+        """Fit head k's input map to h_{t+k+1}, the state from which the target predicts head k's token (ridge
+        regression)."""
         if self.config.init == "random":
             return
         size = self.config.hidden_size
@@ -201,10 +201,10 @@ class HydraHead(ResidualHead):
 
 
 def read_positions(origin_M: Tensor, step: int) -> Tensor:
-    """Flat positions of the tokens that the head of a step reads, [M, step + 1]: those after the origin."""
+    """Flat positions of the tokens that a step's head reads, [M, step + 1]: those after the origin."""
     return origin_M[:, None] + torch.arange(1, step + 2, device=origin_M.device)
 
 
 def _seen(final_XE: Tensor, embedded_XE: Tensor, origin_M: Tensor, step: int) -> Tensor:
-    """What the head of a step reads, [M, F]: the state at the origin, then the tokens' embeddings, first to last."""
+    """Inputs of a step's head, [M, F]: the state at the origin, then the tokens' embeddings in order."""
     return torch.cat([final_XE[origin_M], embedded_XE[read_positions(origin_M, step)].flatten(1)], dim=-1)

@@ -1,9 +1,8 @@
-"""Weights of draft heads in 8 bits, as drafting on a CPU reads them fastest.
+"""Int8 weights for drafting on a CPU.
 
-A draft reads every weight of the heads for a few rows, so its time is that of fetching them from memory. Rounded to 8
-bits, with a scale for each output, they are half as many bytes. Products with many rows (reading a prompt, training)
-keep the full weights, which are faster there. Heads without 8 bits draft from prepacked weights, as the target does
-(see `target.prepacked`).
+Drafting is bound by memory bandwidth: it reads every weight for a few rows. Int8 with a scale per output halves the
+bytes. Products with many rows (prefill, training) use the full weights, which are faster there. Heads without int8
+weights draft from prepacked weights, as the target does (see `target.prepacked`).
 
 Shape suffixes: M rows, N outputs, I inputs, K stacked matrices.
 """
@@ -24,37 +23,37 @@ from headstart.target import few_rows
 from headstart.target.prepacked import multiplied
 
 _MIN = 1 << 16
-"""Numbers of a matrix from which rounding it pays."""
+"""Smallest matrix (in elements) that is worth quantizing."""
 _BLOCK = 32
-"""Inputs are a multiple of it: torch's product reads whole blocks, beyond the end of other rows. Outputs are padded."""
+"""Inputs must be a multiple: torch's kernel reads whole blocks, past the end of other rows. Outputs are padded."""
 _ROWS = 4096
-"""Outputs that are rounded at a time, in float32."""
+"""Outputs quantized at a time, in float32."""
 _NAME = "int8"
 
 
 @dataclass(frozen=True)
 class Int8Weight(few_rows.Int8Matrix):
-    """A matrix in 8 bits. The version is that of the matrix when it was rounded: torch counts whenever it is changed in
-    place."""
+    """An int8 matrix, with torch's in-place version counter of the source matrix when it was quantized."""
 
     version: int
 
 
 class Linear(nn.Linear):
-    """A linear map that uses its 8-bit weights when it has them."""
+    """A linear layer that uses its int8 weights if it has them."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear(input, self.weight, self.bias)
 
 
 def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """`F.linear`, in 8 bits where the weight has them and x [..., I] has few rows; autocast, which knows neither this
-    product nor the prepacked one, has `F.linear` itself."""
+    """`F.linear`, in int8 if the weight has it and x [..., I] has few rows; plain under autocast, which supports
+    neither the int8 nor the prepacked product."""
     if torch.is_autocast_enabled("cpu") and x.is_cpu:
         return F.linear(x, weight_NI, bias_N)
     int8 = packed(weight_NI, x)
     if int8 is None:
-        return _in_full(x, weight_NI, bias_N)
+        prepacked = multiplied(x, weight_NI, bias_N, waits=True) if weight_NI.numel() >= _MIN else None
+        return F.linear(x, weight_NI, bias_N) if prepacked is None else prepacked
     if int8.in_panels and (functions := few_rows.serves(x)):
         product = few_rows.product(functions, x, int8)
     else:
@@ -65,7 +64,7 @@ def linear(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None = None) -> Tensor
 
 
 def packed(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
-    """The weight in 8 bits, where it has them and they multiply x [..., I]."""
+    """The weight's int8 copy, if it is current and can multiply x [..., I]."""
     int8: Int8Weight | None = getattr(weight_NI, _NAME, None)
     if int8 is None or int8.version != _version(weight_NI):  # loading other weights leaves the old 8 bits behind
         return None
@@ -73,19 +72,13 @@ def packed(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
 
 
 def in_panels(weight_NI: Tensor, x: Tensor) -> Int8Weight | None:
-    """The same, where C multiplies them."""
+    """The same, if the C kernels can multiply it."""
     int8 = packed(weight_NI, x)
     return int8 if int8 is not None and int8.in_panels else None
 
 
-def _in_full(x: Tensor, weight_NI: Tensor, bias_N: Tensor | None) -> Tensor:
-    """`F.linear`, from prepacked weights where drafts read a few rows."""
-    product = multiplied(x, weight_NI, bias_N, waits=True) if weight_NI.numel() >= _MIN else None
-    return F.linear(x, weight_NI, bias_N) if product is None else product
-
-
 def unstack(weight_KNI: Tensor) -> list[Tensor]:
-    """The matrices of a stack, with their 8-bit weights."""
+    """Unbind a stack of matrices, with their int8 copies."""
     parts = list(weight_KNI.unbind(0))
     for part, int8 in zip(parts, getattr(weight_KNI, _NAME, ()), strict=False):
         setattr(part, _NAME, int8)
@@ -94,13 +87,12 @@ def unstack(weight_KNI: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def to_int8(heads: nn.Module) -> bool:
-    """Keep the large matrices of heads on a CPU, and stacks of them, in 8 bits, too; says whether there are any. What
-    is packed already and did not change since stays as it is. Training mode of draft heads unpacks."""
+    """Add int8 copies to the large CPU matrices, and stacks of them; returns whether there are any. Current copies are
+    kept. Training mode drops them."""
     weights = [weight for weight in _matrices(heads) if weight.is_cpu and _multiplies(weight.dtype)]
     for weight in weights:
         if not _is_int8(weight):
-            complete = _pack(weight) if weight.dim() == 2 else [_pack(part) for part in weight.unbind(0)]
-            setattr(weight, _NAME, complete)
+            setattr(weight, _NAME, _pack(weight) if weight.dim() == 2 else [_pack(part) for part in weight.unbind(0)])
     return bool(weights)
 
 
@@ -128,13 +120,13 @@ def _is_int8(weight: Tensor) -> bool:
 
 
 def _version(weight: Tensor) -> int:
-    """How often a matrix was changed in place; torch does not count for weights made in inference mode."""
+    """In-place version counter; torch has none for inference tensors."""
     return 0 if weight.is_inference() else weight._version
 
 
 @cache
 def _multiplies(dtype: torch.dtype) -> bool:
-    """Whether this torch can multiply with 8 bits in this dtype; the operation is not part of its public interface."""
+    """Whether this torch supports int8 products in this dtype; the operation is private."""
     try:
         x, ones = torch.ones(1, _BLOCK, dtype=dtype), torch.ones(_BLOCK, _BLOCK, dtype=torch.int8)
         product: Tensor = torch.ops.aten._weight_int8pack_mm(x, ones, x[0])

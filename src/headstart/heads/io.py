@@ -1,7 +1,6 @@
 """Heads on disk: a folder with config.json (family and settings) and heads.safetensors (parameters, draft vocabulary).
 
-A folder is written whole or not at all. The frozen weights of the target are never in it; `DraftHead.bind` takes them
-from the target again.
+A folder is written atomically. It never holds frozen weights of the target; `DraftHead.bind` restores them.
 """
 
 from __future__ import annotations
@@ -28,25 +27,24 @@ CONFIG = "config.json"
 WEIGHTS = "heads.safetensors"
 AGAIN = "Export or fetch the heads again."
 _VERSION = "version"
-"""In the header of the weights."""
+"""Key in the safetensors header."""
 RUN_RECIPE, _RUN_HEADS = "recipe.yaml", "heads"
-"""What tells the folder of a run, and where it keeps the heads that it came to."""
+"""File that marks the folder of a run, and its subfolder of finished heads."""
 
 
 def heads_folder(path: Path) -> Path:
-    """Where the heads lie that a user means by a folder: a folder of heads, or that of a run that has come to them."""
+    """Resolve a user's folder to a folder of heads: itself, or the heads of a finished run."""
     if (path / CONFIG).is_file() or not (path / RUN_RECIPE).is_file():
         return path
     if not (path / _RUN_HEADS / CONFIG).is_file():
         raise UserError(
-            f"The run in {path} has no heads yet.",
-            f"Finish it: headstart run {path / RUN_RECIPE} --run-dir {path}",
+            f"The run in {path} has no heads yet.", f"Finish it: headstart run {path / RUN_RECIPE} --run-dir {path}"
         )
     return path / _RUN_HEADS
 
 
 def save_heads(heads: DraftHead, folder: Path) -> None:
-    """Write config.json and heads.safetensors to `folder`, replacing what is there in one step."""
+    """Write config.json and heads.safetensors to `folder`, replacing it atomically."""
 
     def write(partial: Path) -> None:
         partial.mkdir(parents=True)
@@ -57,11 +55,11 @@ def save_heads(heads: DraftHead, folder: Path) -> None:
 
 
 def load_heads(folder: Path, target: FrozenModel | None = None, device: torch.device | str | None = None) -> DraftHead:
-    """Read heads that `save_heads` wrote or that were exported, from their folder or that of their run, in the dtype
-    they were saved in, onto the target's device (by default), and bind them to the target if there is one.
+    """Load saved or exported heads from their folder or their run's, in their saved dtype, by default onto the target's
+    device, and bind them to the target if given.
 
     Raises:
-        UserError: a file is missing or cut short, the settings are not of this version, or the heads do not fit the
+        UserError: a file is missing or truncated, the settings are of another version, or the heads do not fit the
             target.
     """
     folder = heads_folder(folder)
@@ -70,25 +68,23 @@ def load_heads(folder: Path, target: FrozenModel | None = None, device: torch.de
 
 
 def is_exported(config: Any) -> bool:
-    """Whether the config of heads is that of an export (and names their target), rather than left by training."""
+    """Whether a config.json was written by an export (and names the target) rather than by training."""
     return isinstance(config, dict) and "format" in config
 
 
 def settings_of(heads: DraftHead) -> dict[str, Any]:
-    """The settings that `build_heads` takes: the family and its config."""
+    """Settings for `build_heads`: the family and its config."""
     return {**heads.config.model_dump(mode="json"), "family": heads.family}
 
 
 def write_weights(heads: DraftHead, path: Path) -> None:
-    """Write everything the heads save (parameters and draft vocabulary) to one safetensors file, whose header names
-    their version."""
+    """Write parameters and draft vocabulary to one safetensors file, with their version in the header."""
     tensors = heads.state_dict()
     write_tensors(path, tensors, {"format": "pt", _VERSION: _version(tensors)})
 
 
 def version_of(folder: Path) -> str:
-    """What names the heads in a folder in answers, logs and reports: the beginning of a hash of their weights, which
-    was taken when these were written; empty for a file without one. Nothing but its header is read."""
+    """Read the version of saved heads, a hash of their weights, from the file's header; empty if it has none."""
     with safe_open(folder / WEIGHTS, framework="pt") as file:
         return str((file.metadata() or {}).get(_VERSION, ""))
 
@@ -108,8 +104,7 @@ def build_heads(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> DraftHead:
-    """Heads from their settings and their weights file, in the dtype they were saved in unless another is given; see
-    `load_heads`."""
+    """Build heads from settings and a weights file, by default in the saved dtype; see `load_heads`."""
     folder = weights.parent
     state = _read_weights(weights)
     if not isinstance(settings, dict) or "family" not in settings:
@@ -117,7 +112,7 @@ def build_heads(
     try:
         config = parse_heads(settings)
         assert isinstance(config, HeadConfig), "a family's settings are its config"
-        with torch.device("meta"):  # shapes alone: nothing is allocated before the file's are known to fit
+        with torch.device("meta"):  # allocate nothing until the file's shapes are checked
             heads = family(config.family)(config)
     except UserError as error:
         newer = "If a newer headstart wrote the heads, upgrade it from where you have it."
@@ -138,7 +133,7 @@ def build_heads(
     saved = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
     where = device if device is not None else target.device if target is not None else "cpu"
     heads.to(dtype=dtype or saved).to_empty(device=where)
-    for buffer in heads.buffers():  # buffers that are not saved are zeros until heads are bound
+    for buffer in heads.buffers():  # unsaved buffers are zero until `bind`
         buffer.zero_()
     heads.load_state_dict(state)
     if infinite := next((name for name, weight in heads.named_parameters() if not weight.isfinite().all()), None):
@@ -152,7 +147,7 @@ def build_heads(
 
 
 def _check_tensors(heads: DraftHead, state: Mapping[str, Tensor], weights: Path) -> None:
-    """Check names, shapes, dtypes and draft vocabulary of a file against the heads."""
+    """Check a file's names, shapes, dtypes and draft vocabulary against the heads."""
     expected, config = heads.state_dict(), heads.config
     for name in sorted(expected.keys() | state.keys()):
         given, wanted = (_described(part[name]) if name in part else "missing" for part in (state, expected))

@@ -10,8 +10,8 @@ target's own LM head predicts token t + 1. On tokens a b c d e (positions 0-4), 
 >>> [supervised_origins(supervised, step).tolist() for step in range(2)]
 [[1, 2], [1]]
 
-Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, F what a head reads, M predictions, K heads,
-L blocks of a head, X = B * T flat positions.
+Shape suffixes: B rows, T tokens, E hidden size, D draft vocabulary, F head inputs, M predictions, K heads, L blocks of
+a head, X = B * T flat positions.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class MedusaHead(ResidualHead, OneForwardHead):
             self.lm_head_KDE = nn.Parameter(torch.zeros(config.num_heads, config.draft_width, size))
 
     def warm_start(self, target: FrozenModel) -> None:
-        """Every head starts as the target's own LM head, cut to the draft vocabulary, on the target's own state."""
+        """Start every head as the target's LM head, over the draft vocabulary, on the target's state."""
         self.bind(target)
         if self.input_KEF is not None:
             self.input_KEF.data[:, :, : self.config.hidden_size] = torch.eye(self.config.hidden_size)
@@ -106,9 +106,8 @@ class MedusaHead(ResidualHead, OneForwardHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Start head k from the input map that takes what it reads closest to h_{t+k+1}, the state from which the
-        target itself predicts head k's token (ridge regression); without input maps the LM heads take it. Otherwise a
-        head starts by predicting the token before its own, with confidence."""
+        """Fit head k's input map (without maps, its LM head) to h_{t+k+1}, the state from which the target predicts
+        its token (ridge regression). Unfitted, a head confidently predicts the target's next token."""
         if self.input_KEF is None and self.config.shared_lm_head:
             return
         size = self.config.hidden_size
@@ -126,13 +125,12 @@ class MedusaHead(ResidualHead, OneForwardHead):
                 self.lm_head_KDE.data[step] = self.lm_head_KDE.data[step] @ map_EF.to(self.lm_head_KDE)
 
     def bind(self, target: FrozenModel) -> None:
-        """With `see_root` take the target's embeddings, with a shared LM head its rows for the draft vocabulary."""
         self._embedding_VE = target.embedding_weight.detach() if self.config.see_root else None
         if self.config.shared_lm_head:
             self.lm_head_DE = self.frozen_lm_head(target, self.block_weight_KLEE)
 
     def read(self, final_ME: Tensor, root_M: Tensor) -> Tensor:
-        """What every head reads, [M, F]: the final state and, with `see_root`, the decided token's embedding."""
+        """Input of every head, [M, F]: the final state and, with `see_root`, the root's embedding."""
         if self._embedding_VE is None:
             return final_ME
         return torch.cat([final_ME, embed(root_M, self._embedding_VE, final_ME)], dim=-1)
@@ -140,8 +138,8 @@ class MedusaHead(ResidualHead, OneForwardHead):
     def parts(self) -> list[tuple[Tensor | None, Tensor, Tensor, Tensor]]:
         """Input map [E, F], block weights [L, E, E], block biases [L, E] and LM head [D, E] of each head.
 
-        Unbound once rather than indexed head by head: the gradient of an index is a whole table of zeros with one
-        head filled in, and adding four of those was a fifth of a training step.
+        Unbound once: indexing head by head gives each a gradient of the whole stack, mostly zeros, which cost a fifth
+        of a training step.
         """
         lm_heads = [self.lm_head_DE] * self.draft_steps if self.config.shared_lm_head else unstack(self.lm_head_KDE)
         blocks = self.block_weight_KLEE.unbind(0), self.block_bias_KLE.unbind(0)
@@ -195,7 +193,7 @@ class MedusaHead(ResidualHead, OneForwardHead):
     @classmethod
     def from_published(cls, published: Published, target: Target) -> Self:
         tensors = dict(published.tensors)
-        if LM_HEAD in tensors:  # of all heads
+        if LM_HEAD in tensors:  # shared by all heads
             tensors |= {f"lm_heads.{head}.weight": tensors[LM_HEAD] for head in range(published.steps)}
         return super().from_published(published.with_tensors(tensors), target)
 

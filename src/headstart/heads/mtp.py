@@ -1,16 +1,15 @@
-"""Multi-token prediction: a module that reads a state and the embedding of the token after it (DeepSeek-V3, arXiv
-2412.19437).
+"""Multi-token prediction: one module over a state and the next token's embedding (DeepSeek-V3, arXiv 2412.19437).
 
-The module norms the embedding of the next token and the state of this one, joins them by a linear map (`eh_proj`), runs
-a decoder layer and norms what comes out, which the target's own frozen LM head reads. It takes all draft steps, as
-engines use a module that a target ships: its output stands for the next final state and is fed back, see
-`headstart.heads.parts.recurrent`. On tokens a b c d e (positions 0-4), the draft from the state after `b`:
+The module norms the next token's embedding and the current state, joins them by a linear map (`eh_proj`), runs a
+decoder layer and norms its output for the target's frozen LM head. One module serves all draft steps, as in serving
+engines: its output stands in for the next final state and is fed back, see `headstart.heads.parts.recurrent`. On tokens
+a b c d e (positions 0-4), the draft from the state after `b`:
 
     step 0   state(b), emb(c) -> d               sees the entries of a, b (b's is step 0)
     step 1   own output of step 0, emb(d) -> e   sees the entries of a, b, and itself
 
-With `heads.init=native` the module is the one that the target ships, in the target's own kind of layer. Untrained, it
-is the drafter "mtp"; trained, it goes back into a copy of the checkpoint (`headstart export --format checkpoint`).
+With `heads.init=native` it is the target's own module, with the target's layer type. Untrained, it is the drafter
+"mtp"; trained, it goes back into a copy of the checkpoint (`headstart export --format checkpoint`).
 
 Shape suffixes: B rows, W entries, E hidden size, M predictions, D draft vocabulary.
 """
@@ -87,7 +86,7 @@ class MtpConfig(FinalStateConfig):
 
 
 class MtpModule(DraftLayer):
-    """A decoder layer, with what joins its inputs before it and the norm after it."""
+    """A decoder layer with input norms, joining map and output norm."""
 
     def __init__(self, config: LayerConfig) -> None:
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -99,20 +98,18 @@ class MtpModule(DraftLayer):
 
 
 def shipped_heads(target: FrozenModel, draft_steps: int) -> MtpHead:
-    """Build heads of the module that a target ships, untrained, in its dtype and on its device.
-
-    Of several modules, made for one draft each, the first takes every draft.
-    """
+    """Wrap a target's own module as untrained heads, in its dtype and on its device. Of several modules (one per
+    draft), the first serves every draft."""
     config = cast(MtpConfig, make_config({"family": "mtp", "draft_steps": draft_steps}, target))
     heads = MtpHead(config.model_copy(update={"init": "native", **native_fields(target)})).to(target.dtype)
-    cast(NativeModule, heads.native).load(target)  # what transformers keeps in float32 stays so
+    cast(NativeModule, heads.native).load(target)  # keeps transformers' float32 parameters
     heads.to(target.device).bind(target)
     return heads
 
 
 @register
 class MtpHead(FinalStateHead):
-    """One module; embeddings and LM head are the target's, or those that it ships for its module."""
+    """One module; embeddings and LM head are the target's, or the ones it ships for the module."""
 
     family: ClassVar[str] = "mtp"
     Config: ClassVar[type[LayerConfig]] = MtpConfig
@@ -131,7 +128,7 @@ class MtpHead(FinalStateHead):
 
     @property
     def native(self) -> NativeModule | None:
-        """The target's own module, where that is trained."""
+        """The target's own module, with init=native."""
         module: nn.Module = self.layers[0]
         return module if isinstance(module, NativeModule) else None
 
@@ -193,7 +190,7 @@ class MtpHead(FinalStateHead):
             norm = self.module.norm
             norm.weight.copy_(norm_scale(getattr(target.decoder, "norm", None), norm.weight))
 
-    # -- the target's own kind of layer, which computes queries, keys and values itself ----------------------------
+    # -- the target's own layer type, which computes queries, keys and values itself -------------------------------
 
     def over_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
         if self.native is None:
@@ -233,7 +230,7 @@ class MtpHead(FinalStateHead):
     def _run_native(
         self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The stream after the target's own module, with the keys and values of these entries."""
+        """Run the target's own module; returns its stream, and the keys and values of these entries."""
         assert self.native is not None, "the module is the target's"
         joined, _ = self.layer_input(feedback, self.embedded(tokens, feedback))
         kept: list[tuple[Tensor, Tensor]] = []
@@ -242,8 +239,7 @@ class MtpHead(FinalStateHead):
             kept.append((keys, values))
             return attend(queries, keys, values)
 
-        stream = self.native.run(joined, rotary, keep)
-        return stream, *kept[0]
+        return self.native.run(joined, rotary, keep), *kept[0]
 
     # -- exchange ------------------------------------------------------------------------------------------------
 

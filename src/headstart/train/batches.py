@@ -1,12 +1,11 @@
-"""From stored conversations to batches: which go together, in what order, on which process, read ahead by threads.
+"""Batches of stored conversations: grouping, order, sharding over ranks, and prefetching.
 
-The order depends on nothing but (lengths, seed, epoch), so a run that was cut short finds its place again by two
-numbers: the epoch and the number of steps taken in it.
+The order is a pure function of (lengths, seed, epoch), so a run resumes from the epoch and the step within it.
 
-With packing, the conversations of a batch stand one after the other in a single row; see `read_batch`.
+With packing, a batch is a single row of concatenated conversations; see `read_batch`.
 
-Shape suffixes: B rows, T tokens, E hidden size, N conversations, M positions that the first draft step learns from,
-X = B * T flat positions.
+Shape suffixes: B rows, T tokens, E hidden size, N conversations, M origins of the first draft step, X = B * T flat
+positions.
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ Batch = list[int]
 """Indices of the conversations of one batch."""
 
 _ROUND = 16
-"""Lengths are rounded up to a multiple of this: conversations of nearly one length mix anew in each epoch."""
+"""Lengths are rounded up to this multiple, so that conversations of similar length are reshuffled each epoch."""
 
 
 def epoch_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[Batch]:
-    """Every conversation once, in batches of alike length and at most `batch_tokens` tokens, padding included.
+    """Batch every conversation once, by similar length, with at most `batch_tokens` tokens including padding.
 
-    A conversation longer than `batch_tokens` has a batch of its own. The number of batches is the same in each epoch.
+    A longer conversation has its own batch. The number of batches is the same in each epoch.
 
     >>> sorted(map(sorted, epoch_batches([5, 40, 12, 44, 90], batch_tokens=100, seed=0, epoch=0)))
     [[0, 2], [1, 3], [4]]
@@ -61,10 +60,9 @@ def epoch_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: i
 
 
 def packed_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: int) -> list[Batch]:
-    """Every conversation once, in batches that hold at most `batch_tokens` tokens in one row, of whatever lengths.
+    """Pack every conversation once into rows of at most `batch_tokens` tokens (best-fit decreasing).
 
-    The longest come first, each into the batch with the least room that it fits in. A conversation longer than
-    `batch_tokens` has a batch of its own. The number of batches is the same in each epoch.
+    A longer conversation has its own batch. The number of batches is the same in each epoch.
 
     >>> sorted(map(sorted, packed_batches([5, 40, 30, 44, 90], batch_tokens=128, seed=0, epoch=0)))
     [[0, 1, 3], [2, 4]]
@@ -73,7 +71,7 @@ def packed_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: 
     shuffled = random.permutation(len(lengths)).tolist()
     rounded = [-(-length // _ROUND) * _ROUND for length in lengths]
     batches: list[Batch] = []
-    rooms: list[tuple[int, int]] = []  # tokens that still fit, and which batch it is: ascending
+    rooms: list[tuple[int, int]] = []  # (free tokens, batch number), ascending
     for index in sorted(shuffled, key=lambda i: -rounded[i]):  # a stable sort: ties stay shuffled
         best_fit = bisect_left(rooms, (rounded[index], 0))
         if best_fit < len(rooms):
@@ -88,10 +86,9 @@ def packed_batches(lengths: Sequence[int], batch_tokens: int, seed: int, epoch: 
 
 
 def epoch_steps(batches: Sequence[Batch], ranks: int, gradient_accumulation_steps: int) -> list[list[Batch]]:
-    """The epoch's batches in groups of `ranks * gradient_accumulation_steps`, one group for each optimiser step.
+    """Group the epoch's batches by optimiser step, `ranks * gradient_accumulation_steps` each.
 
-    What does not fill a group waits for the next epoch, where the order is another one; an epoch smaller than one
-    group repeats itself to fill it.
+    An incomplete last group is dropped for this epoch; an epoch smaller than one group repeats to fill it.
 
     >>> epoch_steps([[0], [1], [2], [3], [4]], ranks=2, gradient_accumulation_steps=1)
     [[[0], [1]], [[2], [3]]]
@@ -105,18 +102,18 @@ def epoch_steps(batches: Sequence[Batch], ranks: int, gradient_accumulation_step
 
 
 def share(group: Sequence[Batch], rank: int, ranks: int) -> list[Batch]:
-    """The batches of a step that one process takes: every `ranks`-th."""
+    """The batches of a step for one rank: every `ranks`-th."""
     return list(group[rank::ranks])
 
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """A batch as the store keeps it, where the store has it.
+    """A batch in the store's encoding, on the store's device.
 
     Attributes:
-        batch: its states may be bytes, each of a number of a `code`, with `scales` by layer, [B, T]; see
-            `headstart.data.states.shard_format`.
-        dtype: of the states that these stand for.
+        batch: with states as raw bytes of dtype `code` if encoded; see `headstart.data.states.shard_format`.
+        scales: of encoded states by layer, [B, T].
+        dtype: of the decoded states; None if they are not encoded.
     """
 
     batch: HeadBatch
@@ -125,12 +122,12 @@ class ReadBatch:
     dtype: torch.dtype | None
 
     def pinned(self) -> ReadBatch:
-        """The same in memory that a GPU copies from while it computes."""
+        """Copy to pinned memory, for asynchronous transfers to a GPU."""
         scales = {layer: scales_BT.pin_memory() for layer, scales_BT in self.scales.items()}
         return dataclasses.replace(self, batch=self.batch.each(Tensor.pin_memory), scales=scales)
 
     def on(self, device: torch.device, dtype: torch.dtype) -> HeadBatch:
-        """The batch on a device, with states in this dtype: there they become numbers again."""
+        """Move the batch to a device and decode its states there, into this dtype."""
 
         def put(tensor: Tensor) -> Tensor:
             return tensor if tensor.device.type == device.type else upload(tensor, device)
@@ -146,11 +143,10 @@ class ReadBatch:
 
 
 def read_batch(store: States, batch: Sequence[int], aux_layers: Sequence[int], packed: bool = False) -> ReadBatch:
-    """Take conversations from the store, and pad them on the right or put them into one row.
+    """Read conversations from the store, padded on the right or packed into one row.
 
-    In one row none sees another: positions and attention begin anew with each, and its first token, which nothing
-    predicts when it stands alone, is not supervised, so that no draft goes from one conversation into the next. The
-    store computes the states of a batch together where they are online.
+    Packed conversations do not see each other: positions and attention restart with each, and its first token is not
+    supervised, so that no draft crosses a boundary. Online stores compute the states of a batch together.
     """
     samples = store.samples(batch, aux_layers)
 
@@ -177,10 +173,10 @@ def read_batch(store: States, batch: Sequence[int], aux_layers: Sequence[int], p
 
 
 def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch:
-    """The batch with an end drawn for every draft: of those that learn at a step, `share` go on to the next.
+    """Sample a length for every draft: of the drafts that learn at a step, a fraction `share` continue.
 
-    A loss then comes to what it would be with all of them and step k weighted by `share` to the power k, on average,
-    and what does not weigh much is not computed. The same `seed` gives the same ends.
+    In expectation the loss equals that of all drafts with step k weighted by `share ** k`, at less computation. The
+    same `seed` gives the same lengths.
     """
     if share == 1:
         return batch
@@ -192,16 +188,15 @@ def subsampled(batch: HeadBatch, share: float, seed: Sequence[int]) -> HeadBatch
 
 
 def anchored(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
-    """The batch with drafts from `anchors` positions of each conversation at most, each as likely as any other.
+    """Sample at most `anchors` origins of each conversation, uniformly among those that learn.
 
-    Positions that learn nothing (`HeadBatch.subsampled_steps_BT` is 0 there) are not drawn in the place of others. The
-    same `seed` gives the same positions.
+    Reproducible by `seed`.
     """
     origin_M, conversation_M = _origins_by_conversation(batch)
     order_M = np.random.default_rng([*seed, anchors]).permutation(len(origin_M))
     drawn_M = conversation_M[order_M]
     counts = np.unique(drawn_M, return_counts=True)[1]
-    by_conversation_M = np.argsort(drawn_M, kind="stable")  # each conversation's own, in the order drawn
+    by_conversation_M = np.argsort(drawn_M, kind="stable")  # by conversation, in the order drawn
     rank_M = np.arange(len(origin_M)) - np.repeat(counts.cumsum() - counts, counts)
     kept_M = origin_M[order_M[by_conversation_M[rank_M < anchors]]]
     kept_X = torch.zeros(batch.tokens_BT.numel(), dtype=torch.bool)
@@ -214,8 +209,7 @@ def anchored(batch: HeadBatch, anchors: int, seed: Sequence[int]) -> HeadBatch:
 
 
 def predictions(batch: HeadBatch, anchors: int | None = None) -> int:
-    """How many predictions the first draft step makes: positions that it learns from (`origins`), and of a conversation
-    no more than `anchors`."""
+    """Number of predictions of the first draft step: its `origins`, at most `anchors` per conversation."""
     if anchors is None:
         return len(origins(batch, 0))
     _, conversation_M = _origins_by_conversation(batch)
@@ -223,7 +217,7 @@ def predictions(batch: HeadBatch, anchors: int | None = None) -> int:
 
 
 def _origins_by_conversation(batch: HeadBatch) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Flat positions that the first draft step learns from, and a number of the conversation of each."""
+    """Flat `origins` of the first draft step, and an id of each one's conversation."""
     origin_M = origins(batch, 0).cpu().numpy()
     width = batch.tokens_BT.shape[1]
     if batch.starts_BT is None:
@@ -249,8 +243,8 @@ class Order:
         device: torch.device,
         dtype: torch.dtype,
     ) -> Generator[tuple[list[Batch], list[HeadBatch]]]:
-        """The batches of each of the `total` steps still to do, and those of this process on the device, with states in
-        a dtype; `read` takes conversations from a store, packed or not."""
+        """Yield the batches of each remaining step up to `total`, and this rank's on the device with states in a dtype;
+        `read` reads conversations from a store, packed or not."""
 
         def read_share(group: list[Batch]) -> list[ReadBatch]:
             members, packing = share(group, self._rank, self._ranks), self._section.packing
@@ -260,7 +254,7 @@ class Order:
             return [batch.on(device, dtype) for batch in batches]
 
         groups = self._groups(trainer_state, total)
-        ahead = self._section.prefetch if self._store.stored else 0  # the target computes where training does
+        ahead = self._section.prefetch if self._store.stored else 0  # an online target computes on the training device
         if not ahead or device.type != "cuda":
             with closing(read_ahead(groups, lambda group: put(read_share(group)), ahead)) as steps:
                 for group, batches, _ in steps:
@@ -270,7 +264,7 @@ class Order:
         copies: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no types
 
         def copied(batches: list[ReadBatch]) -> list[HeadBatch]:
-            copies.wait_stream(torch.cuda.current_stream())  # whose batches may have lain where these will
+            copies.wait_stream(torch.cuda.current_stream())  # it may still use the memory of freed batches
             with torch.cuda.stream(copies):
                 return put(batches)
 
@@ -312,11 +306,11 @@ Made = TypeVar("Made")
 def read_ahead(
     steps: Iterable[Step], read: Callable[[Step], Made], ahead: int
 ) -> Generator[tuple[Step, Made, Made | None]]:
-    """Each step with what is read of it, in the order of the steps, and with that of the next one where it is there by
-    then; an error of reading comes at the step that it belongs to.
+    """Yield each step with its data, in order, and with the next step's data if that is ready. A read error is raised
+    at its step.
 
-    Close the iterator when no more steps are wanted: what is being read is then waited for. `ahead` threads read as
-    many steps in advance; with 0 each is read when it is its turn.
+    `ahead` threads read as many steps in advance; 0 reads synchronously. Closing the iterator waits for reads in
+    progress.
     """
     if not ahead:
         for step in steps:

@@ -1,10 +1,10 @@
-"""Checkpoints: folders that are complete, or are not used.
+"""Checkpoints: complete folders, or ignored.
 
-A checkpoint holds what accelerate saves (heads, optimiser, gradient scaler, random states of every process) and
-`checkpoint.json`, written last: where the run stands, and the size of every file. The newest are kept.
+A checkpoint holds accelerate's state (heads, optimiser, gradient scaler, RNG states of every rank) and
+`checkpoint.json`, written last: the trainer state, and the size of every file. The newest are kept.
 
-The best heads so far are in it as well. A run that was killed may have found better ones after its last checkpoint,
-and the run that goes on from there may never find them again: its schedule may follow the clock, or a new budget.
+It also holds the best heads so far. A killed run may have found better ones after its last checkpoint, and the resumed
+run may never find them again: its schedule may follow the clock, or a new budget.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ MANIFEST = "checkpoint.json"
 BEST = "best"
 PROCESSES = "number of processes"
 ACCUMULATION = "train.gradient_accumulation_steps"
-"""Keys of a checkpoint's settings. A step reads as many batches as both make together."""
+"""Settings keys; their product is the number of batches per step."""
 _WEIGHTS = "model.safetensors"
 _SEEN_WITHIN = 90.0
-"""Seconds; clients of NFS look for what was not there a moment ago after one minute at the latest."""
+"""Seconds; NFS clients cache missing files for up to a minute."""
 _OF_SEVERAL = "module."
-"""How the names of weights begin where several processes trained them."""
+"""Prefix of weight names under DDP."""
 
 
 @dataclass
 class TrainerState:
-    """Where a run stands: `index` steps of an epoch, counted from 0, are taken, and `step` in all.
+    """Progress of a run: `step` optimiser steps in all, `index` of them in epoch `epoch` (from 0).
 
     Attributes:
-        elapsed: seconds spent training, validation and checkpoints included, over all sessions.
-        tokens: supervised predictions of the first draft step learnt from so far.
-        skipped: steps without any, which changed nothing.
+        elapsed: training seconds over all sessions, including validation and checkpoints.
+        tokens: predictions of the first draft step trained on so far.
+        skipped: steps without any predictions.
         best_tau: best predicted tokens per round so far, measured at `best_step`; 0 before the first validation.
         lr: learning rate of the last step.
-        budget: [steps, minutes, epochs] that the run was to train for.
-        onward: share of the run that was done when a larger budget took over from a smaller one; 0 when none did.
+        budget: [steps, minutes, epochs] of the run.
+        onward: fraction of the run done when a larger budget replaced a smaller one; 0 if none did.
         onward_lr: learning rate then.
     """
 
@@ -67,28 +67,21 @@ class TrainerState:
     onward_lr: float = 0.0
 
     def advance(self, learnt: int, per_epoch: int) -> None:
-        """One step on, which learnt from so many predictions."""
+        """Count one step that trained on `learnt` predictions."""
         self.step, self.index, self.tokens = self.step + 1, self.index + 1, self.tokens + learnt
         if self.index == per_epoch:
             self.epoch, self.index = self.epoch + 1, 0
 
 
 def save(
-    accelerator: Accelerator,
-    folder: Path,
-    trainer_state: TrainerState,
-    settings: dict[str, Any],
-    best: Path,
-    keep: int,
+    accelerator: Accelerator, folder: Path, trainer_state: TrainerState, settings: dict[str, Any], best: Path, keep: int
 ) -> None:
-    """Write a checkpoint into `folder`, move it into place in one step, and delete all but the newest `keep`.
-
-    Every process calls it. `best` holds the heads of `trainer_state.best_step`.
-    """
+    """Write a checkpoint into `folder` atomically and delete all but the newest `keep`; collective. `best` holds the
+    heads of `trainer_state.best_step`."""
     path = folder / f"step-{trainer_state.step:08d}"
     partial = path.with_name(path.name + PARTIAL)
     if accelerator.is_main_process:
-        for unfinished in folder.glob(f"step-*{PARTIAL}"):  # of a run that was killed; perhaps at another step
+        for unfinished in folder.glob(f"step-*{PARTIAL}"):  # from a killed run, perhaps of another step
             shutil.rmtree(unfinished)
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
@@ -107,13 +100,11 @@ def save(
 
 
 def load(accelerator: Accelerator, path: Path) -> None:
-    """Give the prepared heads and optimisers the state of a checkpoint, of however many processes it is.
-
-    Random states are those of as many processes as there were; further ones keep their own.
-    """
+    """Restore the prepared heads and optimisers from a checkpoint of any number of ranks; ranks that it does not have
+    keep their RNG state."""
 
     def rename(models: list[nn.Module], folder: str) -> None:
-        """Load weights here when their names begin otherwise: accelerate wraps the heads where several train."""
+        """Load weights here if their names lack, or have, the DDP prefix."""
         file = Path(folder) / _WEIGHTS
         with safe_open(file, "pt") as weights:
             if set(weights.keys()) <= models[0].state_dict().keys():
@@ -132,7 +123,7 @@ def load(accelerator: Accelerator, path: Path) -> None:
 
 
 def fits(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-    """Whether a step reads as many batches now as when a checkpoint with the settings `kept` was written."""
+    """Whether a step reads as many batches under `settings` as under a checkpoint's settings `kept`."""
     if kept.get(PROCESSES) == settings.get(PROCESSES):
         return kept.get(ACCUMULATION) == settings.get(ACCUMULATION)
     before, now = batches_of_step(kept), batches_of_step(settings)
@@ -140,15 +131,16 @@ def fits(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
 
 
 def batches_of_step(settings: Mapping[str, Any]) -> int | None:
-    """How many batches an optimiser step reads over all processes; None where the settings do not say."""
+    """Number of batches per optimiser step over all ranks; None if the settings lack it."""
     ranks, each = settings.get(PROCESSES), settings.get(ACCUMULATION)
     return None if ranks is None or each is None else int(ranks) * int(each)
 
 
 def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) -> tuple[Path, TrainerState] | None:
-    """The newest complete checkpoint, or None when there is none; one that was cut short is skipped with a warning.
+    """Find the newest complete checkpoint, if any; truncated ones are skipped with a warning.
 
-    One of other settings is a UserError, save for the number of processes where `fits` says so.
+    Raises:
+        UserError: its settings differ, other than in how the batches of a step are spread (see `fits`).
     """
     for path in _newest_first(folder):
         manifest = _manifest(path)
@@ -161,8 +153,8 @@ def find(folder: Path, settings: dict[str, Any], warn: Callable[[str], None]) ->
 
 
 def wait_for(path: Path, trainer_state: TrainerState) -> None:
-    """Wait until this process sees a whole checkpoint, the one that another process chose: a network disk may show it
-    later here, and until then one of the same step that it has replaced."""
+    """Wait until this rank sees the complete checkpoint that the main rank chose. A network disk may lag, and meanwhile
+    show a replaced one of the same step."""
     end, standing = monotonic() + _SEEN_WITHIN, dataclasses.asdict(trainer_state)
     while (_manifest(path) or {}).get("standing") != standing:
         if monotonic() > end:
@@ -174,7 +166,7 @@ def wait_for(path: Path, trainer_state: TrainerState) -> None:
 
 
 def _check_same_settings(run: Path, kept: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse to go on with other settings; how the batches of a step are spread over processes may differ."""
+    """Raise a UserError if settings differ, other than in how the batches of a step are spread over ranks."""
     spread = {PROCESSES, ACCUMULATION} if fits(kept, settings) else set()
     for key in [key for key in settings if key not in spread]:
         if not (differing := _differing(key, kept.get(key), settings[key])):
@@ -189,7 +181,7 @@ def _check_same_settings(run: Path, kept: Mapping[str, Any], settings: Mapping[s
 
 
 def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
-    """What to type to go on with another number of processes."""
+    """Remedy for a changed number of ranks."""
     batches, ranks = batches_of_step(kept), int(settings[PROCESSES])
     if batches is None or batches % ranks:
         return f"Start {kept.get(PROCESSES)} processes, or begin anew in another folder of runs."
@@ -200,26 +192,26 @@ def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> st
 
 
 def restore_best(path: Path, best: Path) -> None:
-    """Put the best heads that a checkpoint knows of into the folder `best`, whatever is there now."""
+    """Replace the folder `best` by a checkpoint's best heads."""
     give(path / BEST, best)
 
 
 def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:
-    """(name, what was kept, what is wanted) of every setting in which two differ.
+    """(name, kept value, wanted value) of every differing setting.
 
     >>> _differing("heads", {"family": "medusa", "num_heads": 4}, {"family": "medusa", "num_heads": 3})
     [('heads.num_heads', 4, 3)]
     """
     if not (isinstance(kept, dict) and isinstance(wanted, dict)):
         return [(name, kept, wanted)] if kept != wanted else []
-    if kept.get("family") != wanted.get("family"):  # then nothing else is the same either
+    if kept.get("family") != wanted.get("family"):  # the other settings are not comparable
         return [(f"{name}.family", kept.get("family"), wanted.get("family"))]
     keys = sorted({*kept, *wanted})
     return [pair for key in keys for pair in _differing(f"{name}.{key}", kept.get(key), wanted.get(key))]
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    """The checkpoint's manifest, or None when a file is missing or has another size than it was written with."""
+    """Read a checkpoint's manifest; None if any file is missing or has the wrong size."""
     try:
         manifest: dict[str, Any] = read_json(path / MANIFEST)
         complete = all((path / name).stat().st_size == size for name, size in manifest["files"].items())

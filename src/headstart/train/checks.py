@@ -1,4 +1,4 @@
-"""Settings of training that cannot work are refused before any work is done for them."""
+"""Checks of training settings, before any work is done."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headstart.train.tracking import check_tracker
 
 
 def check_training(recipe: Recipe, target: FrozenModel | None = None) -> None:
-    """Refuse settings of training that cannot work; without a target, whether earlier heads fit it is left open."""
+    """Raise a UserError for settings that cannot work; without a target, earlier heads are not checked against it."""
     section, of_target = recipe.train, recipe.target
     online, fp16 = recipe.data.online, section.mixed_precision == "fp16"
     joint, sharded, low_rank = section.joint.rank > 0, section.shard_target, section.lora_rank > 0

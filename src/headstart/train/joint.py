@@ -1,16 +1,15 @@
 """Training the target together with its heads, as Medusa-2 does (Cai et al., arXiv 2401.10774).
 
-A LoRA adapter is put into the target. For a share of the run the heads learn alone, from stored states of the target as
-it is. From then on both learn: each batch is read by the adapted target, with gradients, and the loss is
+A LoRA adapter is put into the target. During warm-up the heads learn alone, from stored states of the original target.
+Then both learn: the adapted target reads each batch with gradients, and the loss over the target's own answers is
 
     KL(target without the adapter || adapted target) + heads_weight * loss of the heads
 
-over what the target itself has written. The first part is self-distillation: the target's distribution follows from
-the stored final states, so nothing is read twice. The second teaches the heads what the *adapted* target would say, and
-the adapter to make states from which that can be foreseen; the teacher's logits carry no gradient, or the target would
-learn to be foreseen by saying less.
+The first term is self-distillation, with the original distribution from stored final states. The second trains the
+heads to predict the *adapted* target, and the adapter to make its states predictive. The teacher's logits carry no
+gradient, or the target would become predictable by losing entropy.
 
-What comes of it are heads for the adapted model: an adapter folder lies beside their weights.
+The resulting heads are for the adapted model: an adapter folder is saved beside their weights.
 
 Shape suffixes: B rows, T tokens, E hidden size, S positions that precede a supervised token, V vocabulary.
 """
@@ -35,14 +34,14 @@ from headstart.target.identity import BUNDLED
 from headstart.target.model import Target
 
 _ROWS = 512
-"""Positions whose logits over the whole vocabulary exist at once."""
+"""Positions per chunk of full-vocabulary logits."""
 
 
 class Drift:
-    """How far an adapted target is from the one without its adapter, summed over batches.
+    """Divergence of the adapted target from the original, summed over batches.
 
     Attributes:
-        sums: float64: KL in nats, negative log-likelihood of the tokens without and with the adapter, tokens.
+        sums: float64: KL in nats, negative log-likelihoods without and with the adapter, token count.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -50,7 +49,7 @@ class Drift:
 
     @property
     def count(self) -> int:
-        """Tokens; none before the adapter has changed anything."""
+        """Number of tokens; 0 until the adapter has changed anything."""
         return int(self.sums[3])
 
     def to_json(self) -> dict[str, float]:
@@ -66,8 +65,7 @@ class Drift:
 
 
 class Joint:
-    """The adapter in training; nothing of it is in the target before `begin` and after `release`. Its `weights` are a
-    module that accelerate can prepare."""
+    """The adapter in training, in the target from `begin` to `release`; accelerate can prepare its module `weights`."""
 
     def __init__(self, target: Target, section: TrainSection) -> None:
         self.settings = section.joint
@@ -76,7 +74,7 @@ class Joint:
         self.weights = nn.ParameterList()
 
     def begin(self) -> None:
-        """Put the adapter into the target; it changes nothing yet."""
+        """Add the adapter to the target, without effect so far."""
         import peft
 
         joint = self.settings
@@ -101,40 +99,42 @@ class Joint:
         return torch.optim.AdamW(self._trained(), lr=lr, betas=self._section.betas, weight_decay=0.0)
 
     def lr(self, lr: float, fraction: float) -> float:
-        """The adapter's learning rate where the heads' is `lr`: none while they learn alone."""
+        """The adapter's learning rate for the heads' `lr`; 0 during warm-up."""
         return lr * self.settings.lr_ratio if self.learns(fraction) else 0.0
 
     def learns(self, fraction: float) -> bool:
-        """Whether the adapter learns when this share of the run is done."""
+        """Whether the adapter learns at this fraction of the run."""
         return fraction >= self.settings.warmup
 
     @property
     def moved(self) -> bool:
-        """Whether the adapter changes anything by now."""
+        """Whether the adapter has any effect yet."""
         return any(bool(weight.any()) for name, weight in self._adapted.named_parameters() if "lora_B" in name)
 
     def read(self, batch: HeadBatch) -> HeadBatch:
-        """The batch with the adapted target's states, through which gradients reach the adapter."""
+        """Replace the batch's states by the adapted target's, with gradients to the adapter."""
         lengths = [int(row.nonzero()[-1]) + 1 if row.any() else 1 for row in batch.supervised_BT]
-        self._dropping(torch.is_grad_enabled())
+        for name, module in self._adapted.named_modules():
+            if "lora_dropout" in name:
+                module.train(torch.is_grad_enabled())
         states = self._target.states_with_gradients(batch.tokens_BT, lengths, sorted(batch.states))
         dtypes = {layer: state.dtype for layer, state in batch.states.items()}
         return dataclasses.replace(batch, states={layer: states[layer].to(dtypes[layer]) for layer in batch.states})
 
     def distillation(self, batch: HeadBatch, adapted: HeadBatch) -> Tensor:
-        """Sum of KL(without the adapter || with it) over the tokens that the target has written."""
+        """Sum of KL(original || adapted) over supervised tokens."""
         total = adapted.states[FINAL].new_zeros((), dtype=torch.float32)
         for base_SE, adapted_SE, _ in self._positions(batch, adapted):
             total = total + checkpoint(self._kl, base_SE, adapted_SE, use_reentrant=False)
         return total
 
     def untouched(self) -> Tensor:
-        """0, with gradients of 0 for every weight of the adapter: processes wait for those of all weights."""
+        """0, with zero gradients for every adapter weight: DDP waits for the gradients of all weights."""
         return torch.stack([weight.flatten()[:0].sum() for weight in self._trained()]).sum()
 
     @torch.no_grad()
     def judge(self, batch: HeadBatch, drift: Drift) -> HeadBatch:
-        """The batch with the adapted target's states, for validation; adds to what is known of the drift."""
+        """`read` for validation; accumulates `drift`."""
         adapted = self.read(batch)
         for base_SE, adapted_SE, tokens_S in self._positions(batch, adapted):
             both = [self._log_probs(final_SE) for final_SE in (base_SE, adapted_SE)]
@@ -147,7 +147,7 @@ class Joint:
     def save(self, folder: Path, drift: Drift) -> None:
         def write(partial: Path) -> None:
             self._adapted.save_pretrained(partial)
-            (partial / "README.md").unlink(missing_ok=True)  # peft's, with nothing filled in
+            (partial / "README.md").unlink(missing_ok=True)  # peft's unfilled template
             write_json(partial / NOTE, {"trained": "with the heads", **drift.to_json()})
 
         write_atomic(folder / BUNDLED, write)
@@ -155,13 +155,8 @@ class Joint:
     def _trained(self) -> list[nn.Parameter]:
         return [weight for name, weight in self._adapted.named_parameters() if "lora_" in name]
 
-    def _dropping(self, on: bool) -> None:
-        for name, module in self._adapted.named_modules():
-            if "lora_dropout" in name:
-                module.train(on)
-
     def _positions(self, batch: HeadBatch, adapted: HeadBatch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Final states without and with the adapter before supervised tokens, and those tokens; a part at a time."""
+        """Yield chunks of final states without and with the adapter before supervised tokens, and those tokens."""
         supervised_BT = batch.supervised_BT[:, 1:]
         base_SE, adapted_SE = (read.states[FINAL][:, :-1][supervised_BT] for read in (batch, adapted))
         tokens_S = batch.tokens_BT[:, 1:][supervised_BT]

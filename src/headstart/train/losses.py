@@ -1,13 +1,12 @@
-"""Losses between what a head drafts and what the target would have said, both over the draft vocabulary.
+"""Losses between draft and target distributions over the draft vocabulary.
 
 A loss is a plain function (draft logits [M, D], target probabilities [M, D]) -> one number per prediction [M], in
-float32; any family trains with any of them. `alpha`, the mass the two distributions share, is the probability that a
-draft sampled from the head is accepted by lossless verification. `train/summing.py` sums them over a batch.
+float32; any family trains with any of them. `alpha`, the shared mass of the two distributions, is the acceptance
+probability of a sampled draft under lossless verification. `train/summing.py` sums losses over a batch.
 
-Position weights say how much each prediction counts, constant in what is differentiated. A draft starts at an origin
-and takes up to K steps; a step is of use only when every step before it was accepted. Each rule takes the origins of
-the steps' predictions in turn and gives one weight for each prediction. On a draft of three steps, whose second step
-shares nothing with the target:
+Position weights scale each prediction's loss and carry no gradient. A draft starts at an origin and takes up to K
+steps; a step matters only if all earlier ones were accepted. Each rule maps the origins of the steps' predictions to
+one weight per prediction. On a draft of three steps, the second of which shares no mass with the target:
 
 >>> origins = [torch.tensor([7])] * 3
 >>> alphas = [torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0])]
@@ -18,8 +17,8 @@ shares nothing with the target:
 >>> show(dpace(origins, alphas))
 [2.0, 1.0, 0.5]
 
-Shape suffixes: M predictions of one step, D draft vocabulary, E hidden size, K draft steps, O distinct origins up to
-the largest.
+Shape suffixes: M predictions of one step, D draft vocabulary, E hidden size, K draft steps, O origins up to the
+largest.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _SMOOTHING = 0.5
 
 
 def soft_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
-    """Cross-entropy against the target's distribution: forward KL plus the target's entropy, a constant."""
+    """Cross-entropy against the target's distribution: forward KL up to the target's entropy, a constant."""
     return _between(draft_logits_MD, target_probs_MD, 0.0)
 
 
@@ -54,21 +53,21 @@ def tv_ce(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
 
 
 def half_l1(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
-    """Half of the cross-entropy and half of the L1 distance, whose gradient is small where drafts are far off."""
+    """Half cross-entropy and half L1 distance, which has a small gradient for very wrong drafts."""
     return _between(draft_logits_MD, target_probs_MD, 0.5)
 
 
 def _between(draft_logits_MD: Tensor, target_probs_MD: Tensor, distance: float) -> Tensor:
-    """So much of the L1 distance, and the rest of the cross-entropy; the target's probabilities sum to one."""
+    """L1 distance with weight `distance`, cross-entropy with the rest; target probabilities must sum to one."""
     apply: Callable[..., Tensor] = _Between.apply
     return apply(draft_logits_MD, target_probs_MD, distance)
 
 
 class _Between(torch.autograd.Function):
-    """Loss and gradient at once, in fewer passes over the table than autograd's own take.
+    """Loss and gradient at once, in fewer passes over the table than autograd.
 
-    With the sign of each draft probability less the target's, 1 at ties, the gradient of the cross-entropy is draft -
-    target, and that of the distance draft * (sign - sum(draft * sign)).
+    The cross-entropy's gradient is draft - target; the distance's is draft * (sign - sum(draft * sign)), with the sign
+    of draft - target (1 at ties).
     """
 
     @staticmethod
@@ -97,25 +96,20 @@ class _Between(torch.autograd.Function):
 
 
 def smooth_l1(feature_ME: Tensor, final_ME: Tensor) -> Tensor:
-    """Distance of a drafted feature to the target's final state, [M], the mean over the state's components.
+    """Smooth L1 distance of drafted features to the target's final states, averaged over components, [M].
 
-    EAGLE (Li et al., arXiv 2401.15077) trains with this at weight 1 and its cross-entropy at weight 0.1.
+    EAGLE (Li et al., arXiv 2401.15077) weighs it 1, and its cross-entropy 0.1.
     """
     return F.smooth_l1_loss(feature_ME.float(), final_ME.float(), reduction="none").mean(-1)
 
 
 def shared_mass(draft_logits_MD: Tensor, target_probs_MD: Tensor) -> Tensor:
-    """alpha of each prediction, [M]: what the two distributions share, from 0 to 1."""
+    """alpha of each prediction, [M]: the shared mass of the two distributions, from 0 to 1."""
     return torch.minimum(draft_logits_MD.softmax(-1), target_probs_MD).sum(-1)
 
 
-LOSSES: dict[str, Loss] = {
-    "soft_ce": soft_ce,
-    "hard_ce": hard_ce,
-    "tv_ce": tv_ce,
-    "half_l1": half_l1,
-}
-"""By their names in recipes (`LossName`)."""
+LOSSES: dict[str, Loss] = {"soft_ce": soft_ce, "hard_ce": hard_ce, "tv_ce": tv_ce, "half_l1": half_l1}
+"""Losses by recipe name (`LossName`)."""
 
 
 # -- position weights ------------------------------------------------------------------------------------------------
@@ -124,33 +118,25 @@ LOSSES: dict[str, Loss] = {
 def exponential(origins: Sequence[Tensor], step_weight: float) -> list[Tensor]:
     """`step_weight ** k` for every prediction of step k (Medusa, arXiv 2401.10774; EAGLE-3, arXiv 2503.01840).
 
-    `origins` are for each step int64 [M], where its drafts started; the weights are float32 [M].
+    `origins` are int64 [M] for each step; the weights are float32 [M].
     """
-    return [
-        torch.full(origin_M.shape, step_weight**step, device=origin_M.device) for step, origin_M in enumerate(origins)
-    ]
+    return [torch.full(part_M.shape, step_weight**step, device=part_M.device) for step, part_M in enumerate(origins)]
 
 
 def dpace(origins: Sequence[Tensor], alphas: Sequence[Tensor]) -> list[Tensor]:
     """D-PACE (arXiv 2605.18810, equations 7 and 8): w_k = sum over j >= k of prod over i <= j of (0.5 alpha_i + 0.5).
 
-    The product is the probability that a draft reaches step j, smoothed so that a weak step still teaches those after
-    it; w_k is how much the expected length of the draft gains with the logarithm of step k's factor. The paper takes
-    for alpha_i the draft's probability of the one token that the target chose; here it is the mass that the two
-    distributions share, which is the same where the target is certain. A draft that ends early has no terms after
-    its end.
+    The product is the probability that a draft reaches step j, smoothed so that a weak step does not silence later
+    ones; w_k is the derivative of the expected draft length by the logarithm of step k's factor. The paper's alpha_i is
+    the draft's probability of the token that the target chose; here it is the shared mass, which is equal for a certain
+    target. A draft that ends early has no terms after its end.
 
-    `alphas` are for each step [M], in [0, 1]; the weights are float32 [M], up to K at the first step.
+    `alphas` are [M] for each step, in [0, 1]; the weights are float32 [M], up to K at the first step.
     """
-    size = _size(origins)
+    size = 1 + max((int(origin_M.max()) for origin_M in origins if len(origin_M)), default=0)
     reached_KO = torch.zeros(len(origins), size, device=origins[0].device)
     for step, (origin_M, alpha_M) in enumerate(zip(origins, alphas, strict=True)):
         reached_KO[step, origin_M] = (1 - _SMOOTHING) * alpha_M.float() + _SMOOTHING
     reached_KO = reached_KO.cumprod(0)
     weights_KO = reached_KO.flip(0).cumsum(0).flip(0)
     return [weights_KO[step, origin_M] for step, origin_M in enumerate(origins)]
-
-
-def _size(origins: Sequence[Tensor]) -> int:
-    """One more than the largest origin."""
-    return 1 + max((int(origin_M.max()) for origin_M in origins if len(origin_M)), default=0)

@@ -1,4 +1,4 @@
-"""Process-wide settings of a training: malloc keeps freed memory, signals wait for the end of a step."""
+"""Process-wide settings of a training: malloc tuning, and deferred signals."""
 
 from __future__ import annotations
 
@@ -13,16 +13,14 @@ from typing import Any
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGE = 1 << 30
 _SAME_REQUEST = 1.0
-"""Seconds in which further signals belong to the first."""
+"""Seconds in which further signals count as the first."""
 
 
 def keep_freed_memory() -> bool:
-    """Tell glibc to reuse freed blocks of up to 1 GiB, so that a training step on a CPU does not pay for fresh pages.
+    """Make glibc reuse freed blocks of up to 1 GiB, to save page faults in CPU training; returns whether it was set.
 
-    By default every block above 32 MiB (a table of logits, the gradient of an LM head) is mapped anew each time and
-    its pages are faulted in and zeroed. Memory at its peak is the same; it is not given back afterwards.
-
-    Returns whether it was set; C libraries other than glibc are left alone.
+    By default every block above 32 MiB (a table of logits, the gradient of an LM head) is mapped, faulted in and zeroed
+    anew each time. Peak memory is the same, but it is not returned to the system. A no-op without glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -33,10 +31,9 @@ def keep_freed_memory() -> bool:
 class Interrupt:
     """A context in which the first SIGINT, SIGTERM or SIGUSR1 only sets `asked`; a later one raises KeyboardInterrupt.
 
-    SIGUSR1 is for schedulers: a launcher that gets SIGTERM kills its processes half a minute later, done or not, and
-    one that ignores SIGUSR1 lets them write their checkpoint. Ctrl-C in a terminal reaches the launcher of several
-    processes as well, which passes it on: what follows at once is the same request. Outside the main thread, where
-    Python delivers no signals, this does nothing.
+    SIGUSR1 is for schedulers: launchers kill their processes half a minute after SIGTERM, but ignore SIGUSR1, which
+    leaves time for a checkpoint. Launchers also forward Ctrl-C, hence the grace period of `_SAME_REQUEST`. A no-op
+    outside the main thread, where Python delivers no signals.
     """
 
     def __init__(self) -> None:

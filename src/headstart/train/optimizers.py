@@ -1,4 +1,4 @@
-"""What moves the weights: optimisers and their learning rate."""
+"""Optimisers and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ _QUINTICS = (
     (3.1124, -2.2431, 0.4509),
     (2.1465, -1.4768, 0.3694),
 )
-"""Odd quintics that, one after the other, take singular values of 0.005 to 1 of a matrix's norm to 1 +- 0.09: each is
-the best on what the one before leaves ("The Polar Express", arXiv 2505.16932), here for four of them, and for a
-fiftieth more, since bfloat16 rounds. Jordan's five equal ones (2024) take them to 0.68 to 1.2."""
+"""Odd quintics that together map singular values of 0.005 to 1 (relative to the norm) to 1 +- 0.09, each optimal on the
+previous one's range ("The Polar Express", arXiv 2505.16932), with 2 % slack for bfloat16 rounding. Jordan's five equal
+ones (2024) reach 0.68 to 1.2."""
 _EVERY = 2
-"""Steps from one update of a matrix to the next, which is as large as so many: momentum turns slowly, and making
-updates orthogonal is a quarter of a step's work on a CPU. The matrices take turns."""
+"""Steps between updates of a matrix, which are scaled up accordingly: momentum turns slowly, and orthogonalisation is a
+quarter of a CPU step. The matrices take turns."""
 _MOMENTUM = 0.95
 _TINY = 1e-7
 _APART = ("lm_head", "bias", "norm", "markov", "confidence")
 _RMS = 0.2
-"""Size of AdamW's updates, which those of Muon are given so that one learning rate serves both (arXiv 2502.16982)."""
+"""RMS of AdamW's updates; Muon's are scaled to it, so that one learning rate serves both (arXiv 2502.16982)."""
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose updates are made orthogonal (Jordan et al., 2024).
+    """Momentum with orthogonalised updates (Jordan et al., 2024).
 
-    Like `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, but for `orthogonal`, and for stacks of matrices too:
-    heads keep those of several steps in one tensor. Every matrix of a stack is a matrix of its own here. `rows` are,
-    of parameters that hold several matrices one below the other, those of each; other rows stay as they are. Momentum
-    takes in every gradient; a matrix is changed in one of `every` steps, by as much more.
+    Like `torch.optim.Muon` with `adjust_lr_fn="match_rms_adamw"`, except for `orthogonal` and for stacks of matrices,
+    each of which counts as a matrix. `rows` gives the row ranges of parameters that hold several matrices; other rows
+    do not change. Momentum sees every gradient; a matrix is updated in one of `every` steps, by `every` times as much.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # overloaded there
-        assert closure is None, "gradients are there already"
+        assert closure is None, "gradients are computed before the step"
         number = 0
         for group in self.param_groups:
             lr = self._every * group["lr"]
@@ -78,8 +77,8 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
-    """About the nearest orthogonal matrix of each [..., rows, columns], by four Newton-Schulz steps, in bfloat16
-    where the device is fast at it: elsewhere that takes twenty times as long as float32."""
+    """Approximate the nearest orthogonal matrix of each [..., rows, columns] by four Newton-Schulz steps, in bfloat16
+    only if the device is fast at it: elsewhere it is twenty times slower than float32."""
     x = matrix.to(pick_dtype("auto", matrix.device))
     x = x.flatten(0, -3) if matrix.ndim > 2 else x[None]
     tall = x.shape[-2] > x.shape[-1]
@@ -93,10 +92,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
 
 
 def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[torch.optim.Optimizer]:
-    """The optimisers of a recipe for heads, or for low-rank updates of them, which step together.
-
-    LM heads count as embeddings do elsewhere: `muon` leaves them, norms and biases, told by their names, to AdamW.
-    """
+    """Build a recipe's optimisers for heads or their low-rank updates. `muon` leaves LM heads (like embeddings
+    elsewhere), norms and biases to AdamW, by name."""
     trained = {name: weight for name, weight in heads.named_parameters() if weight.requires_grad}
     chosen = {
         name
@@ -123,7 +120,7 @@ def make_optimizers(heads: DraftHead | LowRank, section: TrainSection) -> list[t
 
 
 def _with_decay(weights: Sequence[nn.Parameter], rows: Mapping[nn.Parameter, Sequence[slice]]) -> list[dict[str, Any]]:
-    """Groups of an optimiser: those with rows that do not learn, which must not decay either, apart."""
+    """Parameter groups that exempt weights with frozen rows, which must not decay either."""
     apart = {
         id(weight) for weight, parts in rows.items() if sum(part.stop - part.start for part in parts) < len(weight)
     }
@@ -136,7 +133,7 @@ def _with_decay(weights: Sequence[nn.Parameter], rows: Mapping[nn.Parameter, Seq
 
 
 def learning_rate(section: TrainSection, fraction: float) -> float:
-    """Linear warm-up, then a cosine down to `min_lr_ratio` of the peak; `fraction` of the run is done.
+    """Linear warm-up, then a cosine down to `min_lr_ratio` of the peak, by `fraction` of the run done.
 
     >>> section = TrainSection(lr=1.0, warmup=0.2, min_lr_ratio=0.1)
     >>> [round(learning_rate(section, f), 3) for f in (0.0, 0.1, 0.2, 0.6, 1.0)]
@@ -150,7 +147,7 @@ def learning_rate(section: TrainSection, fraction: float) -> float:
 
 
 def learning_rate_now(section: TrainSection, fraction: float, state: TrainerState) -> float:
-    """The learning rate; where a larger budget took over it warms up again, from where the smaller one ended."""
+    """`learning_rate`, with a second warm-up after a larger budget took over, from the smaller one's last rate."""
     rate, span = learning_rate(section, fraction), section.warmup * (1 - state.onward)
     if not state.onward or fraction >= state.onward + span:
         return rate

@@ -1,4 +1,4 @@
-"""The processes of one training: the device of each, and one voice for all of them."""
+"""The ranks of one training: devices, collective errors, and a common exit."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from headstart.support.terminal import complain, explained
 from headstart.target.frozen import FrozenModel
 
 _SPEAKERS = "headstart/speakers"
-"""Key of the store that all processes read: how many of them had something to say."""
+"""Key in the distributed store: number of ranks with an error to report."""
 _PATIENCE = 10.0
-"""Seconds that the main process, which may keep the store, waits for the others."""
+"""Seconds that the main rank, which may host the store, waits for the others."""
 _MEETING = timedelta(seconds=30)
 LOST_CONTACT = (
     "Another process of this training has ended.",
@@ -32,23 +32,20 @@ LOST_CONTACT = (
 
 
 def count_processes() -> int:
-    """How many processes a launcher has started for this training; 1 without a launcher."""
+    """Number of processes started by a launcher; 1 without one."""
     return int(get_int_from_env(("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"), 1))
 
 
 def is_main() -> bool:
-    """Whether this is the process that speaks and writes for all."""
+    """Whether this is the main rank, which logs and writes for all."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def join_processes(device: str) -> str | None:
-    """Join the processes that a launcher started, if there are several; `device` is the recipe's.
-
-    Returns:
-        The device of this process; None for a process alone, which takes that of the recipe.
+    """Join the ranks of a launcher, if any, and return this rank's device; None to use the recipe's `device`.
 
     Raises:
-        UserError: one GPU for several processes, or a launcher that asks for FSDP.
+        UserError: one GPU for several ranks, or a launcher that asks for FSDP.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true", "yes", "on"):
         raise UserError(
@@ -60,7 +57,7 @@ def join_processes(device: str) -> str | None:
         return "cpu" if parse_flag_from_env("ACCELERATE_USE_CPU") else None
     if device == "cpu" or not torch.cuda.is_available():
         PartialState(cpu=True)
-        return device  # `cuda` without a GPU is refused where the target is loaded
+        return device  # loading the target refuses `cuda` without a GPU
     if ":" in device:
         raise UserError(
             f"target.device={device} is one GPU, and {ranks} processes train.",
@@ -70,7 +67,7 @@ def join_processes(device: str) -> str | None:
 
 
 def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accelerator:
-    """The accelerator of a run: the recipe's precision and tracker, on the target's device."""
+    """Build the accelerator with the recipe's precision and tracker, on the target's device."""
     precision: str = recipe.train.mixed_precision
     tracker = recipe.train.tracker
     if precision == "auto":
@@ -82,7 +79,7 @@ def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accel
         project_dir=str(folder),
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
-    trains_on = torch.empty(0, device=accelerator.device).device  # `cuda` with the number of the current GPU
+    trains_on = torch.empty(0, device=accelerator.device).device  # adds the index to `cuda`
     if trains_on != target.device:
         raise UserError(
             f"The target is on {target.device}, and this process trains on {trains_on}.",
@@ -92,12 +89,12 @@ def make_accelerator(recipe: Recipe, target: FrozenModel, folder: Path) -> Accel
 
 
 def on_device(device: torch.device) -> Any:
-    """A context in which `cuda` means this GPU; for any other device it changes nothing."""
+    """A context that makes this GPU current; a no-op for other devices."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def describe_processes(accelerator: Accelerator) -> str:
-    """How many processes train, and where; a launcher may quietly start fewer than it was asked for."""
+    """Log line on the ranks; a launcher may silently start fewer than requested."""
     ranks = accelerator.num_processes
     precision = accelerator.mixed_precision.replace("no", "float32")
     return (
@@ -108,7 +105,7 @@ def describe_processes(accelerator: Accelerator) -> str:
 
 @contextmanager
 def together() -> Iterator[None]:
-    """A block that refuses on all processes when it refuses on one; nothing in it may wait for another process."""
+    """Raise a UserError of one rank on all ranks; the block must not contain collectives."""
     refusal: UserError | None = None
     try:
         yield
@@ -124,7 +121,7 @@ def together() -> Iterator[None]:
 
 @contextmanager
 def on_main(hold: AbstractContextManager[object]) -> Iterator[None]:
-    """Hold something on the main process, for all of them; all refuse when it cannot be held."""
+    """Enter a context on the main rank only; its UserError is raised on all ranks."""
     with ExitStack() as stack:
         with together():
             if is_main():
@@ -133,13 +130,13 @@ def on_main(hold: AbstractContextManager[object]) -> Iterator[None]:
 
 
 def tell_all(message: Any) -> Any:
-    """What the main process gives, on every process; each of them calls it."""
+    """Broadcast the main rank's value; collective."""
     return broadcast_object_list([message])[0] if dist.is_initialized() else message
 
 
 @contextmanager
 def one_voice() -> Iterator[None]:
-    """Inside, several processes of a launcher end together, with one exit code, and one of them says why."""
+    """Make all ranks exit together with one exit code and a single error message."""
     if count_processes() == 1:
         yield
         return
@@ -160,36 +157,36 @@ def one_voice() -> Iterator[None]:
 
 
 def _speak_once(say: Callable[[], None]) -> bool:
-    """Leave the processes of a training, which may all have the same to say; returns whether this one said it first."""
+    """Leave the process group and let only the first rank report an error; returns whether this one did."""
     with suppress(RuntimeError, ValueError):
-        if not dist.is_initialized():  # refused before the processes met
+        if not dist.is_initialized():  # failed before `join_processes`
             PartialState(cpu=True, timeout=_MEETING)
     try:
         main, ranks = is_main(), dist.get_world_size()
         store = dist.distributed_c10d._get_default_store()
         first = bool(store.add(_SPEAKERS, 1) == 1)
-    except (RuntimeError, ValueError):  # the store went with the process that kept it
+    except (RuntimeError, ValueError):  # the rank that hosted the store is gone
         say()
         leave_processes()
         return True
     if first:
         say()
-    leave_processes()  # those that wait for this one hear of it
+    leave_processes()  # unblocks ranks that wait for this one
     end = monotonic() + _PATIENCE
     with suppress(RuntimeError):
-        while main and store.add(_SPEAKERS, 0) < ranks and monotonic() < end:  # the main process may keep the store
+        while main and store.add(_SPEAKERS, 0) < ranks and monotonic() < end:  # the main rank may host the store
             sleep(0.02)
     return first
 
 
 def _is_lost_contact(error: BaseException) -> bool:
-    """Whether a call between processes failed because another one has ended."""
+    """Whether a collective failed because another rank has ended."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def leave_processes() -> None:
-    """Leave the group of processes: what is left of it when Python ends may abort the process."""
+    """Destroy the process group, which may otherwise abort the process at exit."""
     if dist.is_initialized():
         dist.destroy_process_group()

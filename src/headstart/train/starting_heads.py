@@ -1,4 +1,4 @@
-"""The heads that a training starts with: warm-started from the target, from earlier heads and from a first look."""
+"""Initial heads of a training: from the target, earlier heads, and closed-form fits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIRST_LOOK = 200_000
 
 
 def earlier_heads(recipe: Recipe, target: FrozenModel | None) -> DraftHead | None:
-    """The heads that the recipe starts from, on the CPU."""
+    """Load the heads of `train.start_from`, on the CPU."""
     if recipe.train.start_from is None:
         return None
     return load_heads(Path(recipe.train.start_from).expanduser(), target, "cpu")
@@ -30,10 +30,10 @@ def earlier_heads(recipe: Recipe, target: FrozenModel | None) -> DraftHead | Non
 def build_heads(
     recipe: Recipe, target: FrozenModel, train_store: States, say: Callable[[str], None] = lambda text: None
 ) -> DraftHead:
-    """Heads of the recipe, warm-started from the target and from earlier heads when the recipe names some.
+    """Build the recipe's heads, warm-started from the target and from earlier heads, if any.
 
-    The draft vocabulary is that of the earlier heads when it has the same size, else that of the training data. `say`
-    takes a sentence for the user. What the heads cannot learn from, or start from, is a UserError.
+    The draft vocabulary is the earlier heads' if it has the same size, else chosen from the training data. `say` prints
+    a line. Raises a UserError for unusable data or earlier heads.
     """
     config = make_config(recipe.heads, target)
     heads = family(config.family)(config)
@@ -59,7 +59,7 @@ def build_heads(
             )
         heads.set_draft_vocabulary(pick_vocabulary(counts_V, config.draft_vocab_size, ends))
     heads.warm_start(target)
-    if earlier is None or earlier.config != config:  # else every weight is replaced
+    if earlier is None or earlier.config != config:  # else `take_over` replaces every weight
         heads.fit(_first_look(train_store, heads))
     if earlier is not None:
         say(f"Started from {recipe.train.start_from}: {take_over(heads, earlier)}.")
@@ -69,11 +69,8 @@ def build_heads(
 
 @torch.no_grad()
 def take_over(heads: DraftHead, earlier: DraftHead) -> str:
-    """Copy into `heads` every tensor of `earlier` that has the same name and shape, in place.
-
-    Of tables over draft vocabularies of two sizes, the rows of the tokens that both can draft are copied. Returns what
-    was taken over, as a part of a sentence; a UserError when nothing fits.
-    """
+    """Copy tensors of `earlier` with equal name and shape into `heads`, in place; of tables over draft vocabularies of
+    different sizes, the rows of common tokens. Returns a summary phrase; a UserError if nothing fits."""
     ours_D, theirs_D = heads.draft_to_target_D.cpu(), earlier.draft_to_target_D
     ours_C = torch.isin(ours_D, theirs_D).nonzero()[:, 0]  # indices of the common tokens
     theirs_C = torch.searchsorted(theirs_D, ours_D[ours_C])
@@ -103,7 +100,7 @@ def take_over(heads: DraftHead, earlier: DraftHead) -> str:
 
 
 def check_store(store: States, target: FrozenModel, heads: DraftHead) -> None:
-    """Refuse states that these heads cannot learn from: a layer is missing, or they are another model's."""
+    """Raise a UserError for states that lack a layer or belong to another model."""
     missing = sorted({*heads.aux_layers, FINAL} - set(store.aux_layers))
     if missing or store.hidden_size != target.hidden_size:
         what = f"lacks the states of layer {missing[0]}" if missing else f"has states of size {store.hidden_size}"
@@ -119,7 +116,7 @@ def check_store(store: States, target: FrozenModel, heads: DraftHead) -> None:
 
 
 def _check_same(config: HeadConfig, earlier: HeadConfig) -> None:
-    """Refuse low-rank updates of heads that are not those of the recipe."""
+    """Raise a UserError if low-rank updates would apply to heads other than the recipe's."""
     ours, theirs = ({"family": heads.family, **heads.model_dump(mode="json")} for heads in (config, earlier))
     if differing := [key for key, value in ours.items() if theirs.get(key) != value]:
         key = differing[0]
@@ -131,7 +128,7 @@ def _check_same(config: HeadConfig, earlier: HeadConfig) -> None:
 
 
 def _check_depth(heads: DraftHead, store: States) -> None:
-    """Refuse to train a step that no conversation reaches."""
+    """Raise a UserError if no answer is long enough for the last draft step."""
     if not any(len(supervised_origins(mask_T[None], heads.draft_steps - 1)) for mask_T in store.supervised()):
         raise UserError(
             f"The heads draft {heads.draft_steps} tokens ahead and no answer of the training data has the "
@@ -141,7 +138,7 @@ def _check_depth(heads: DraftHead, store: States) -> None:
 
 
 def _first_look(store: States, heads: DraftHead) -> Iterator[HeadBatch]:
-    """Up to `_FIRST_LOOK` tokens of the training data, in float32, for a closed-form start."""
+    """Yield about `_FIRST_LOOK` tokens of the training data, in float32, for closed-form fits."""
     aux_layers, read = sorted({*heads.aux_layers, FINAL}), 0
     for index in range(len(store)):
         if read >= _FIRST_LOOK:

@@ -1,11 +1,11 @@
-"""Losses of a batch, weighted and summed, with their gradients.
+"""Weighted sums of a batch's losses, with their gradients.
 
-`summed` goes from what the LM head reads to the summed loss and its gradients in one pass over blocks of rows, so a
-table of logits of all predictions never exists. `summed_plain` is its reference: the loss applied to the whole table.
+`summed` computes the loss and its gradients from LM head inputs in one pass over blocks of rows, so the logits of all
+predictions never exist at once. `summed_plain` is its reference, the loss on the full table.
 
-Shape suffixes: B rows of a block, C rows of a chunk, X flat positions of a batch, S positions that precede a
-supervised token, M predictions of one step (or of several with one LM head), D draft vocabulary or, where a loss is
-over some of it, L tokens of it, E hidden size, H width of what an LM head reads.
+Shape suffixes: B rows of a block, C rows of a chunk, X flat positions of a batch, S positions that precede a supervised
+token, M predictions of one step (or of several with one LM head), D draft vocabulary, L sampled tokens of it, E hidden
+size, H LM head inputs.
 """
 
 from __future__ import annotations
@@ -30,22 +30,20 @@ from headstart.target.frozen import FrozenModel
 from headstart.train.losses import Loss, dpace, exponential, shared_mass, smooth_l1
 
 _BLOCK = {"cpu": 1 << 24}
-"""Logits that exist at once, 32 MB of bfloat16 on a CPU."""
+"""Logits per block, 32 MB of bfloat16 on a CPU."""
 _BLOCK_ELSEWHERE = 1 << 27
 _BLOCK_ROWS = 512
-"""Yet at least so many rows: the LM head is read and its gradient added to once for each block."""
+"""Minimum rows of a block: each block reads the LM head and accumulates its gradient once."""
 _CHUNK = {"cpu": 1 << 19}
-"""Numbers of a block that a loss reads at a time: on a CPU they fit the cache (2 MB of float32), elsewhere it only
-bounds memory."""
+"""Logits per loss evaluation: they fit a CPU's cache (2 MB of float32); elsewhere it only bounds memory."""
 _CHUNK_ELSEWHERE = 1 << 26
 _TABLE = {"cpu": 1 << 28}
-"""Teacher logits of a batch that are kept, 512 MB of bfloat16 on a CPU; those of more are computed where they are
-read."""
+"""Largest stored table of teacher logits, 512 MB of bfloat16 on a CPU; beyond, they are computed on demand."""
 _TABLE_ELSEWHERE = 1 << 30
 _DRAWN = 0.2
-"""Of the tokens that a loss is over, the share drawn from those that the target hardly ever gives."""
+"""Fraction of the loss tokens sampled from the unlikely ones."""
 _SAMPLED, _ENOUGH = 4, 512
-"""One of so many positions says which tokens a loss is over, but no fewer than `_ENOUGH`."""
+"""Stride of the positions by which loss tokens are chosen, reduced to keep at least `_ENOUGH` of them."""
 
 
 def positions_before_answers(batch: HeadBatch) -> Tensor:
@@ -56,10 +54,8 @@ def positions_before_answers(batch: HeadBatch) -> Tensor:
 
 
 class Teacher:
-    """The target's LM head, cut to the draft vocabulary: `draft_to_target_D` has its token ids.
-
-    Losses are over `loss_tokens` of it, other ones for every batch (`likely_tokens`), 0 for all.
-    """
+    """The target's LM head over the draft vocabulary `draft_to_target_D`. Losses use `loss_tokens` of it, chosen per
+    batch (`likely_tokens`); 0 for all."""
 
     def __init__(self, target: FrozenModel, draft_to_target_D: Tensor, loss_tokens: int = 0) -> None:
         self._target, self._loss_tokens = target, min(loss_tokens or len(draft_to_target_D), len(draft_to_target_D))
@@ -73,8 +69,8 @@ class Teacher:
 
     @torch.no_grad()
     def read(self, batch: HeadBatch, seed: Sequence[int] = ()) -> TeacherLogits:
-        """The target's logits at every position of a batch that a draft step can be asked about: a table, since most
-        positions are used by several steps, unless it would be too large. The same `seed` draws the same tokens."""
+        """The target's logits at all positions before supervised tokens: a table, since most are used by several steps,
+        unless that is too large. The same `seed` samples the same loss tokens."""
         positions_S = positions_before_answers(batch)
         row_X = torch.full((batch.supervised_BT.numel(),), -1, device=positions_S.device)
         row_X[positions_S] = torch.arange(len(positions_S), device=positions_S.device)
@@ -90,7 +86,7 @@ class Teacher:
         return TeacherLogits(table, final_SE, row_X, read, over)
 
     def _counts(self, said_S: Tensor) -> Tensor:
-        """How often each draft token stands in a text, [D]."""
+        """Count each draft token, [D]."""
         at_S = torch.searchsorted(self._ids_D, said_S).clamp_max(len(self._ids_D) - 1)
         return torch.bincount(at_S[self._ids_D[at_S] == said_S], minlength=len(self._ids_D))
 
@@ -105,24 +101,22 @@ class Teacher:
 
 
 class LossTokens(NamedTuple):
-    """Some tokens of the draft vocabulary, int64 [L], and by how much the logits of each are raised, float32 [L]."""
+    """Sampled draft tokens, int64 [L], and the shift of their logits, float32 [L]."""
 
     tokens_L: Tensor
     shift_L: Tensor
 
     def raised(self, logits: Tensor, finish: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Logits of these tokens [..., L] as a loss takes them, in float32 at least: bfloat16 would round the shift."""
+        """Shifted logits [..., L], at least in float32: bfloat16 would round the shift."""
         logits = logits if finish is None else finish(logits)
         return logits.to(torch.promote_types(logits.dtype, torch.float32)) + self.shift_L
 
 
 @dataclass
 class TeacherLogits:
-    """The target's logits over the draft vocabulary for one batch, in its dtype, and the stored final states that gave
-    them. Where the text is too long for a table of all, `read` takes logits from final states instead.
-
-    `row_X`, int64, is the row that belongs to a flat position, -1 where no supervised token follows.
-    """
+    """The target's logits over the draft vocabulary for one batch, in its dtype, with their final states. Without a
+    table, `read` computes logits from final states. `row_X` (int64) maps flat positions to rows, -1 where no supervised
+    token follows."""
 
     logits_SD: Tensor | None
     final_SE: Tensor
@@ -131,7 +125,7 @@ class TeacherLogits:
     over: LossTokens | None = None
 
     def over_its_tokens(self, steps: list[StepPrediction]) -> list[StepPrediction]:
-        """Predictions over the tokens of the table; steps that share an LM head go on sharing one."""
+        """Restrict predictions to the loss tokens; steps that share an LM head still share it."""
         if self.over is None:
             return steps
         tokens_L, cut = self.over.tokens_L, list(steps)
@@ -144,13 +138,13 @@ class TeacherLogits:
         return cut
 
     def rows(self, teacher_M: Tensor) -> Tensor:
-        """Rows of the teacher logits for flat positions, all of which precede a supervised token."""
+        """Rows of the teacher logits for flat positions before supervised tokens."""
         rows_M = self.row_X[teacher_M]
         assert not (rows_M < 0).any(), "a step predicts supervised tokens only"
         return rows_M
 
     def of(self, rows_B: Tensor) -> tuple[Tensor, Tensor]:
-        """A table of logits, and where in it those of a block's rows are."""
+        """A table of logits, and the indices of a block's rows in it."""
         if self.logits_SD is not None:
             return self.logits_SD, rows_B
         assert self.read is not None, "logits come from a table or are read"
@@ -159,12 +153,12 @@ class TeacherLogits:
 
 
 def likely_tokens(logits_SD: Tensor, counts_D: Tensor, count: int, seed: Sequence[int]) -> LossTokens:
-    """Draft tokens that stand for all of them in a batch's loss ("sampled softmax", Jean et al., arXiv 1412.2007).
+    """Choose the loss tokens of a batch ("sampled softmax", Jean et al., arXiv 1412.2007).
 
-    Those that the target likely gives: by how often they stand in the batch's answers, and by its probabilities at some
-    positions. For the last `_DRAWN` of them others drawn by `seed`: each of these stands for so many as itself, so its
-    logits are raised by the logarithm of how many, in what is learnt and in what learns. So sums over the tokens are
-    right on average; a softmax, which divides by one, is so nearly, where little is left to draw from.
+    The most likely tokens, by their counts in the batch's answers and the target's probabilities at some positions, and
+    a fraction `_DRAWN` sampled from the rest by `seed`. Each sampled token stands for several, so its logits are raised
+    by the logarithm of their number, in teacher and draft. Sums over tokens are then unbiased, and a softmax nearly so
+    if the rest has little mass.
 
     >>> logits_SD = torch.tensor([[0.0, 5.0, 1.0, 4.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0]])
     >>> counts_D = torch.tensor([0, 0, 0, 0, 0, 0, 0, 1, 0, 0])
@@ -193,12 +187,12 @@ def weighted(
     position_weight: PositionWeight = "exponential",
     feature_weight: float = 0.0,
 ) -> Tensor:
-    """Sum over all predictions of a batch of weight times loss: a float32 scalar, not yet normalised.
+    """Sum the weighted losses of all predictions of a batch: a float32 scalar, not yet normalised.
 
-    Step k weighs `step_weight` to the power k; see `headstart.train.losses` for other position weights: `subsampled`
-    takes the batch as `batches.subsampled` left it, `dpace` costs one more product with the LM head, to see first how
-    the drafts fare. `feature_weight` is that of `smooth_l1` between drafted features and final states, with the same
-    position weights. A prediction's confidence learns alpha, by binary cross-entropy with the same weight.
+    Step k weighs `step_weight ** k`; see `headstart.train.losses` for other position weights: `subsampled` expects a
+    batch from `batches.subsampled`, `dpace` costs one more LM head product, for alphas. `feature_weight` scales
+    `smooth_l1` between drafted features and final states. Confidences learn alpha by binary cross-entropy. Both use the
+    same position weights.
     """
     steps = teacher_logits.over_its_tokens(list(predictions))
     weights = _position_weights(steps, teacher_logits, step_weight, position_weight)
@@ -207,7 +201,7 @@ def weighted(
         prediction = _joined([steps[step] for step in members])
         weight_M = torch.cat([weights[step] for step in members])
         if teacher_logits.logits_SD is None and len(members) > 1:
-            # Steps that are compared with one distribution come together: it is computed once for all of them.
+            # Sort by teacher position, so that steps share computed teacher logits.
             prediction, weight_M = _rows_of(prediction, weight_M, prediction.teacher_M.argsort(stable=True))
         confidence_M = prediction.confidence_M
         alpha_M = weight_M.new_zeros(len(weight_M)) if confidence_M is not None else None
@@ -224,7 +218,7 @@ def weighted(
 
 
 def _by_lm_head(steps: Sequence[StepPrediction]) -> list[list[int]]:
-    """Steps that share an LM head, together: it is cast once for them, and its gradient is one table."""
+    """Group steps by LM head, which is then cast once and has one gradient table."""
     members: dict[int, list[int]] = {}
     for step, prediction in enumerate(steps):
         members.setdefault(id(prediction.lm_head_DH), []).append(step)
@@ -232,7 +226,7 @@ def _by_lm_head(steps: Sequence[StepPrediction]) -> list[list[int]]:
 
 
 def _joined(steps: Sequence[StepPrediction]) -> StepPrediction:
-    """The predictions of several steps that share an LM head as those of one; without features."""
+    """Concatenate the predictions of steps that share an LM head, without features."""
     confidences = [step.confidence_M for step in steps if step.confidence_M is not None]
     return dataclasses.replace(
         steps[0],
@@ -245,7 +239,7 @@ def _joined(steps: Sequence[StepPrediction]) -> StepPrediction:
 
 
 def _rows_of(prediction: StepPrediction, weight_M: Tensor, rows: Tensor) -> tuple[StepPrediction, Tensor]:
-    """Some of the predictions, in this order, with their weights."""
+    """Select predictions and their weights."""
     confidence_M = prediction.confidence_M
     chosen = dataclasses.replace(
         prediction,
@@ -258,22 +252,18 @@ def _rows_of(prediction: StepPrediction, weight_M: Tensor, rows: Tensor) -> tupl
 
 
 def _position_weights(
-    steps: Sequence[StepPrediction],
-    teacher_logits: TeacherLogits,
-    step_weight: float,
-    position_weight: PositionWeight,
+    steps: Sequence[StepPrediction], teacher_logits: TeacherLogits, step_weight: float, position_weight: PositionWeight
 ) -> list[Tensor]:
     origins = [prediction.origin_M for prediction in steps]
     if position_weight == "dpace" and steps:
         return dpace(origins, [alphas(prediction, teacher_logits) for prediction in steps])
-    # Subsampled drafts end early instead of weighing less.
+    # Subsampled drafts end early instead of weighing less with each step.
     return exponential(origins, 1.0 if position_weight == "subsampled" else step_weight)
 
 
 @torch.no_grad()
 def alphas(prediction: StepPrediction, teacher_logits: TeacherLogits) -> Tensor:
-    """Alpha of a step's drafts, [M], over the tokens that the loss is over: one that cannot be drafted counts as little
-    here as there."""
+    """Alpha of a step's drafts over the loss tokens, [M]."""
     rows_M = teacher_logits.rows(prediction.teacher_M)
     parts = [torch.zeros(0, device=rows_M.device)]
     for block, logits_BD in logits_by_block(prediction):
@@ -285,7 +275,7 @@ def alphas(prediction: StepPrediction, teacher_logits: TeacherLogits) -> Tensor:
 
 
 def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]]:
-    """A step's logits [B, D], a block of rows at a time."""
+    """Yield a step's logits [B, D] in blocks of rows."""
     hidden_MH, lm_head_DH = _operands(prediction.hidden_MH, prediction.lm_head_DH)
     for block in _blocks(hidden_MH, lm_head_DH):
         logits_BD = F.linear(hidden_MH[block], lm_head_DH, _like(prediction.bias_D, lm_head_DH))
@@ -293,9 +283,8 @@ def logits_by_block(prediction: StepPrediction) -> Iterator[tuple[slice, Tensor]
 
 
 def summed_plain(loss: Loss, prediction: StepPrediction, teacher_logits: TeacherLogits, weight_M: Tensor) -> Tensor:
-    """`summed` by its definition, with all logits at once: what the pass over blocks is tested against."""
-    logits_MD = F.linear(prediction.hidden_MH, prediction.lm_head_DH, prediction.bias_D)
-    logits_MD = logits_MD if prediction.finish is None else prediction.finish(logits_MD)
+    """The reference of `summed`, with all logits at once."""
+    logits_MD = prediction.logits_MD
     kind = torch.promote_types(logits_MD.dtype, torch.float32)
     table_SD, rows_M = teacher_logits.of(teacher_logits.rows(prediction.teacher_M))
     target_probs_MD = table_SD[rows_M].softmax(-1, dtype=kind)
@@ -311,8 +300,8 @@ def summed(
 ) -> Tensor:
     """Weighted sum of a loss over predictions that share an LM head: a float32 scalar.
 
-    Its gradient reaches what the LM head reads and, where it is trained, the LM head but for its frozen columns; the
-    weights are constants. `alpha_M` is filled with the mass that each prediction shares with the target's distribution.
+    Gradients flow to the LM head's inputs and its trained columns; weights are constants. `alpha_M`, if given, is
+    filled with each prediction's alpha.
     """
     hidden_MH, lm_head_DH = prediction.hidden_MH, prediction.lm_head_DH
     assert len(hidden_MH) == len(prediction.teacher_M) == len(weight_M), "a teacher position and weight for each"
@@ -323,9 +312,8 @@ def summed(
 class _Summed(torch.autograd.Function):
     """Loss and gradients in one pass.
 
-    The logits of a block become their own gradient in place, which then goes through the LM head while it is at hand.
-    In mixed precision the products are in autocast's dtype, as a linear layer's would be; the LM head's gradient is
-    added up over blocks in float32.
+    A block's logits are replaced in place by their gradient, which is backpropagated through the LM head at once. Under
+    autocast products use its dtype, as a linear layer's would; the LM head's gradient accumulates in float32.
     """
 
     @staticmethod
@@ -342,7 +330,7 @@ class _Summed(torch.autograd.Function):
         finish, learns = prediction.finish, slice(prediction.frozen_columns, None)
         read_MH, head_DH = _operands(hidden_MH, lm_head_DH)
         kind = torch.promote_types(read_MH.dtype, torch.float32)
-        # float16 gradients overflow unless they are scaled, and what scales them comes with the backward pass.
+        # float16 gradients overflow unscaled, and the scale only arrives with the backward pass.
         kept = kind if read_MH.dtype == torch.float16 else read_MH.dtype
         rows_M, bias_D = teacher_logits.rows(prediction.teacher_M), _like(prediction.bias_D, head_DH)
         total = torch.zeros((), dtype=kind, device=hidden_MH.device)
@@ -378,8 +366,8 @@ def _differentiate(
     learning: bool,
     alpha_B: Tensor | None,
 ) -> Tensor:
-    """The weighted loss of a block; `learning` replaces its logits by their gradient. `target` is as `TeacherLogits.of`
-    gives it, `alpha_B` as in `summed`."""
+    """The weighted loss of a block; `learning` replaces its logits by their gradient. `target` is from
+    `TeacherLogits.of`, `alpha_B` as in `summed`."""
     kind = torch.promote_types(logits_BD.dtype, torch.float32)
     total = torch.zeros((), dtype=kind, device=logits_BD.device)
     table_SD, rows_B = target
@@ -402,7 +390,7 @@ def _like(bias_D: Tensor | None, lm_head_DH: Tensor) -> Tensor | None:
 
 
 def _operands(hidden_MH: Tensor, lm_head_DH: Tensor) -> tuple[Tensor, Tensor]:
-    """Both in the dtype in which autocast would multiply them; as they are without autocast."""
+    """Cast both to autocast's dtype, if enabled."""
     device = hidden_MH.device.type
     if not torch.is_autocast_enabled(device):
         return hidden_MH, lm_head_DH
@@ -421,7 +409,7 @@ def _chunks(logits_BD: Tensor) -> list[slice]:
 
 
 def _slices(rows: int, maximum: int) -> list[slice]:
-    """Parts of nearly one height, `maximum` rows at most.
+    """Split rows evenly into parts of at most `maximum`.
 
     >>> _slices(5, 2), _slices(0, 2)
     ([slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)], [])

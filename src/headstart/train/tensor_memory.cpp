@@ -1,4 +1,4 @@
-/* Memory of tensors on a CPU, kept for the next ones of about the same size. */
+/* A caching allocator for CPU tensors, in size classes. */
 
 #include <c10/core/CPUAllocator.h>
 
@@ -11,20 +11,20 @@
 namespace {
 
 constexpr size_t LINE = 64;       /* bytes; as torch aligns tensors */
-constexpr size_t STEPS = 8;       /* sizes between a power of two and the next: blocks are an eighth too large at most */
+constexpr size_t STEPS = 8;       /* size classes per power of two: blocks are at most an eighth too large */
 constexpr size_t SIZES = 64 * STEPS;
-constexpr size_t MOST = PTRDIFF_MAX / 2; /* bytes; torch has an error for more */
+constexpr size_t MOST = PTRDIFF_MAX / 2; /* bytes; torch raises for more */
 
-/* Lies in the line before a tensor's numbers. */
+/* Header in the line before a tensor's data. */
 struct block {
-    volatile uintptr_t mark; /* that it is one of ours; also when nobody seems to read it any more */
+    volatile uintptr_t mark; /* identifies our blocks; volatile, or stores before free are optimised away */
     block *next;
-    size_t size; /* which of the sizes */
+    size_t size; /* size class */
 };
 
 std::mutex lock;
 block *kept[SIZES];
-size_t kept_bytes, most_bytes; /* nothing is kept where that is 0 */
+size_t kept_bytes, most_bytes; /* a limit of 0 disables the cache */
 c10::Allocator *before;        /* torch's own */
 
 size_t size_of(size_t bytes) {
@@ -73,10 +73,10 @@ block *find(size_t size) {
 void give_back(void *numbers) {
     if (!numbers) return;
     block *one = reinterpret_cast<block *>(static_cast<char *>(numbers) - LINE);
-    if (one->mark != mark_of(one)) return before->raw_deleter()(numbers); /* older than this */
+    if (one->mark != mark_of(one)) return before->raw_deleter()(numbers); /* allocated by torch's allocator */
     std::lock_guard<std::mutex> held(lock);
     size_t bytes = bytes_of(one->size);
-    if (kept_bytes + bytes > most_bytes) let_go(); /* sizes that nobody asks for any more, too */
+    if (kept_bytes + bytes > most_bytes) let_go(); /* also drops sizes no longer in use */
     if (bytes > most_bytes) {
         one->mark = 0;
         std::free(one);
@@ -94,7 +94,7 @@ struct Keeping final : c10::Allocator {
             std::lock_guard<std::mutex> held(lock);
             if (block *one = find(size_of(bytes))) numbers = reinterpret_cast<char *>(one) + LINE;
         }
-        if (bytes && !numbers) return before->allocate(bytes); /* which says what is wrong */
+        if (bytes && !numbers) return before->allocate(bytes); /* raises torch's own error */
         return {numbers, numbers, &give_back, c10::Device(c10::DeviceType::CPU)};
     }
 
@@ -105,7 +105,7 @@ struct Keeping final : c10::Allocator {
 
 } // namespace
 
-/* Keep so many bytes at most from now on; with 0 let go of all. Returns how many wait. */
+/* Limit the cache to this many bytes; 0 releases all. Returns the cached bytes. */
 extern "C" size_t keep(size_t bytes) {
     std::lock_guard<std::mutex> held(lock);
     if (!before && bytes) {

@@ -1,8 +1,8 @@
-"""Memory of tensors on a CPU, kept for the next ones while heads are trained.
+"""A caching allocator for CPU tensors during training.
 
-Batches have many lengths, so every step asks malloc for other sizes than the one before: free memory comes to lie in
-pieces, and after some minutes glibc looks through hundreds of them each time, a sixth of the main thread's time, while
-other threads wait. Blocks of a few sizes that wait for their next tensor (`tensor_memory.cpp`) are found at once.
+Batches have many lengths, so allocation sizes vary from step to step and the heap fragments: after some minutes glibc
+searches hundreds of free blocks per call, a sixth of the main thread's time, while other threads wait. A cache of
+blocks in a few sizes (`tensor_memory.cpp`) finds one at once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ from headstart.train.processes import count_processes
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 _SHARE = 0.25
-"""Of free memory, what may wait for its next tensor, in all processes together."""
+"""Limit of cached blocks, as a fraction of free memory, over all processes."""
 
 
 @contextmanager
 def keeping_memory(device: torch.device) -> Iterator[None]:
-    """A context in which memory of freed tensors on a CPU waits for the next ones; it is let go of afterwards. On
-    another device this does nothing, and with another C library than glibc, or a compiler that makes nothing of
-    it, memory is found as usual. Not to be nested."""
+    """A context that caches the memory of freed CPU tensors, released at exit; not reentrant. A no-op on other devices,
+    without glibc, or if the extension does not compile."""
     if device.type != "cpu":
         yield
         return

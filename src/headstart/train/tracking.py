@@ -1,6 +1,6 @@
-"""Trackers: whether the one that a recipe names can start, starting it through accelerate, and its copy of the report.
+"""Experiment trackers: start checks, start through accelerate, and upload of the report.
 
-A tracker may fail in any way of its own: every failure becomes one kind of error, see `_reported`.
+Trackers raise any kind of exception; `_reported` turns them into UserErrors.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from headstart.recipes.sections import TrainSection
 from headstart.support.files import read_json, write_json
 
 _PACKAGES = {"wandb": ("wandb",), "trackio": ("trackio",), "tensorboard": ("tensorboard", "tensorboardX")}
-"""What each tracker needs, any one of them."""
+"""Packages of each tracker; any one suffices."""
 RUN_ID = "tracker.json"
-"""In the folder of a training: the id of its run, by tracker."""
+"""File in a training's folder with its run id, by tracker."""
 _WITH_ID = ("wandb", "trackio")
 _WANDB_SAYS = {"dir": "WANDB_DIR", "name": "WANDB_NAME", "id": "WANDB_RUN_ID", "resume": "WANDB_RESUME"}
 
 
 @contextmanager
 def _reported(name: str, failure: str) -> Iterator[None]:
-    """Whatever a tracker raises inside becomes a UserError that says what failed, in the tracker's own words."""
+    """Turn any exception of a tracker into a UserError with its message."""
     try:
         yield
     except Exception as error:  # every tracker has its own kinds
@@ -45,7 +45,7 @@ def _reported(name: str, failure: str) -> Iterator[None]:
 
 
 def check_tracker(name: str) -> None:
-    """Refuse a tracker that will not start: it is not installed, or wandb has nobody to log in as."""
+    """Raise a UserError for a tracker that is not installed, or wandb without an account."""
     if name == "none":
         return
     packages = _PACKAGES[name]
@@ -60,7 +60,7 @@ def check_tracker(name: str) -> None:
 
 
 def _wandb_can_start(wandb: Any) -> bool:
-    """Whether `wandb.init` will neither fail for want of an account nor wait for someone to type."""
+    """Whether `wandb.init` will neither fail for lack of an account nor wait for input."""
     if wandb.setup().settings.mode in ("offline", "disabled", "dryrun") or sys.stdin.isatty():
         return True
     return bool(wandb.login(prompt=False))
@@ -69,10 +69,8 @@ def _wandb_can_start(wandb: Any) -> bool:
 def start_tracker(
     accelerator: Accelerator, section: TrainSection, settings: Mapping[str, Any], run: str, step: int | None
 ) -> None:
-    """Start the recipe's tracker, on the main process only; the accelerator's folder keeps the id of its run.
-
-    `settings` are shown beside the curves. A training that goes on from a `step` goes on in the same run there.
-    """
+    """Start the recipe's tracker on the main rank, with `settings` as its config, and store its run id in the
+    accelerator's folder. A training resumed at `step` continues the same run."""
     name = section.tracker
     if name == "none":
         return
@@ -88,25 +86,25 @@ def start_tracker(
                 folder.mkdir(parents=True, exist_ok=True)
             accelerator.init_trackers(section.project, config=flat(settings), init_kwargs=options)
     except UserError:
-        accelerator.trackers.clear()  # there is nothing to finish
+        accelerator.trackers.clear()  # nothing to finish
         raise
     if accelerator.is_main_process and name in _WITH_ID:
         write_json(folder / RUN_ID, {**run_ids, name: run_id})
 
 
 def _options(name: str, folder: Path, run: str, run_id: str, again: bool) -> dict[str, Any]:
-    """What a tracker is started with, `again` in a run begun before; its user's environment variables come first."""
+    """Start options of a tracker, `again` to resume its run; the user's environment variables take precedence."""
     if name == "tensorboard":
         return {}
     resume = {"resume": "allow"} if again else {}
-    if name == "trackio":  # which knows runs by their names
+    if name == "trackio":  # identifies runs by name
         return {"name": f"{run}-{run_id}", **resume}
     options = {"dir": str(folder), "name": run, "id": run_id, **resume}
     return {key: value for key, value in options.items() if _WANDB_SAYS[key] not in os.environ}
 
 
 def _run_ids(folder: Path) -> dict[str, str]:
-    """The id of the training's run, by tracker; none where the file is missing or damaged."""
+    """Run ids by tracker; empty if the file is missing or damaged."""
     try:
         return dict(read_json(folder / RUN_ID))
     except (UserError, TypeError, ValueError):
@@ -114,14 +112,14 @@ def _run_ids(folder: Path) -> dict[str, str]:
 
 
 def finish_trackers(accelerator: Accelerator) -> None:
-    """Let trackers write what they still hold, however the run ended."""
+    """Flush the trackers, however the run ended."""
     if accelerator.is_main_process:
         for tracker in accelerator.trackers:
             tracker.finish()
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Memory in GB (1e9 bytes) by logged name: resident in this process, and on a GPU the most allocated so far."""
+    """Memory in GB (1e9 bytes) by logged name: resident set, and the peak allocation on a GPU."""
     values = {"memory/rss_gigabytes": psutil.Process().memory_info().rss / 1e9}
     if device.type == "cuda":
         values["memory/cuda_peak_gigabytes"] = torch.cuda.max_memory_allocated(device) / 1e9
@@ -131,10 +129,8 @@ def memory(device: torch.device) -> dict[str, float]:
 def link_report(
     section: TrainSection, folder: Path, run: str, report: Path, summary: Mapping[str, Any], say: Callable[[str], None]
 ) -> None:
-    """Add figures and text of the report to the run of the tracker that watched the training, when there is one.
-
-    A tracker that fails here is said, and no more: the report itself is there.
-    """
+    """Add figures and text of the report to the training's tracker run, if any. Failures are only logged: the report
+    itself is written."""
     name, folder = section.tracker, folder.resolve()
     run_ids = _run_ids(folder)
     if name == "none" or (name in _WITH_ID and name not in run_ids):
@@ -154,7 +150,7 @@ def link_report(
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, bool | int | float | str]:
-    """Settings as every tracker takes them: one level, with numbers, truths and texts only.
+    """Flatten settings to one level of numbers, booleans and strings, as every tracker accepts.
 
     >>> flat({"heads": {"family": "medusa", "aux_layers": [1, 2]}, "train.steps": None, "train.lr": 0.1})
     {'heads.family': 'medusa', 'heads.aux_layers': '[1, 2]', 'train.steps': 'None', 'train.lr': 0.1}

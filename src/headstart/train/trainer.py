@@ -1,9 +1,8 @@
-"""The training loop: draft heads learn what the frozen target says, from its stored hidden states.
+"""The training loop: draft heads learn the frozen target's predictions from its stored hidden states.
 
-One optimiser step reads `gradient_accumulation_steps` batches on each process, sums the losses of all draft steps and
-divides once by the predictions of the first draft step over all of them, so the result does not depend on how a step's
-batches are spread. The order of the batches and the learning rate are pure functions of where the run stands, which is
-what makes a resumed run equal to an uninterrupted one.
+One optimiser step reads `gradient_accumulation_steps` batches per rank, sums the losses of all draft steps and divides
+once by the total predictions of the first draft step, so the result does not depend on how a step's batches are spread.
+Batch order and learning rate are pure functions of the trainer state, so a resumed run equals an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -55,14 +54,7 @@ from headstart.train.joint import Drift, Joint
 from headstart.train.losses import LOSSES
 from headstart.train.machine import Interrupt
 from headstart.train.optimizers import learning_rate_now, make_optimizers
-from headstart.train.processes import (
-    describe_processes,
-    is_main,
-    make_accelerator,
-    on_device,
-    tell_all,
-    together,
-)
+from headstart.train.processes import describe_processes, is_main, make_accelerator, on_device, tell_all, together
 from headstart.train.starting_heads import build_heads, check_store
 from headstart.train.summing import Teacher, weighted
 from headstart.train.tensor_memory import keeping_memory
@@ -74,8 +66,8 @@ from headstart.train.wrapped import LowRank, Unrolled
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a training leaves: the heads with the best predicted tokens per round and those after the last step (for
-    `heads.io.load_heads`), the validation of the best, and the share of the validation answers that they can draft."""
+    """Folders of the best heads (by predicted tokens per round) and the last ones, for `heads.io.load_heads`; the best
+    ones' metrics, and the fraction of the validation answers covered by the draft vocabulary."""
 
     heads_folder: Path
     last_folder: Path
@@ -92,11 +84,11 @@ def train(
     folder: Path,
     console: Console | None = None,
 ) -> TrainResult:
-    """Train heads, or go on where an interrupted run in `folder` stopped.
+    """Train heads, or resume an interrupted run in `folder`.
 
-    Leaves `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation), `log.txt` (what was
-    said) and `result.json`. The target may be its teacher. Ctrl-C finishes the step, writes a checkpoint and raises
-    KeyboardInterrupt. What cannot be trained, or goes wrong, is a UserError.
+    Writes `best/` and `last/` (heads), `checkpoints/`, `metrics.jsonl` (one line per validation), `log.txt` and
+    `result.json`. `target` may be a teacher only. Ctrl-C finishes the step, writes a checkpoint and raises
+    KeyboardInterrupt. Invalid settings and failures raise a UserError.
     """
     check_training(recipe, target)
     joint = None
@@ -144,7 +136,7 @@ class _Trainer:
             needed = 4 * copies * sum(p.numel() for p in self.heads.parameters())
             need_disk(self.folder, max(0, needed - size(self.folder / "checkpoints")), "Training")
             self.settings = self._settings()
-            # What the others see of a shared disk may be old: the main process chooses for all.
+            # Other ranks may see a stale shared disk: the main rank chooses for all.
             newest = checkpoint.find(self.folder / "checkpoints", self.settings, log.say) if is_main() else None
         self.newest, settings = tell_all((newest, self.settings))
         with together():
@@ -152,7 +144,7 @@ class _Trainer:
             if self.newest is not None:
                 checkpoint.wait_for(*self.newest)
         self.aux_layers = sorted({*self.heads.aux_layers, FINAL})
-        # Without autocast the states meet float32 weights.
+        # Without autocast, weights are float32.
         self.dtype = torch.float32 if accelerator.mixed_precision == "no" else target.dtype
         unrolled, rank = Unrolled(self.heads), self.section.lora_rank
         self.low_rank = LowRank(unrolled, rank) if rank else None
@@ -163,7 +155,7 @@ class _Trainer:
             wrapped.adapter = joint.weights
             optimizers.append(joint.optimizer())
         with warnings.catch_warnings():
-            # The buffers are the same everywhere from the start. What torch has instead, accelerate cannot say yet.
+            # Buffers are equal on all ranks; accelerate cannot pass torch's replacement for the option yet.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             self.model, *self.optimizers = accelerator.prepare(wrapped, *optimizers)
         self.teacher = Teacher(target, self.heads.draft_to_target_D, self.section.loss_tokens)
@@ -182,7 +174,7 @@ class _Trainer:
         return heads
 
     def _settings(self) -> dict[str, Any]:
-        """What must be equal for a run to go on from a checkpoint."""
+        """Settings that must match to resume from a checkpoint."""
         section = self.section.noted({*FREE_TO_CHANGE, "start_from"})
         return {
             "heads": self.heads.config.model_dump(mode="json"),
@@ -192,7 +184,7 @@ class _Trainer:
         }
 
     def _check_same(self, of_main: dict[str, Any]) -> None:
-        """Refuse what this process sees otherwise than the main one: it would train on other batches."""
+        """Raise a UserError if this rank's settings differ from the main one's: it would train on other batches."""
         if differing := [key for key, value in self.settings.items() if of_main[key] != value]:
             raise UserError(
                 f"Process {self.rank} of this training has another {differing[0]} than process 0.",
@@ -216,7 +208,7 @@ class _Trainer:
                 display = Display(self.log, stack.enter_context(line), fraction)
                 self._take_steps(stack, interrupt, display)
             result = self._finish()
-            if interrupt.asked:  # after the last step: the training is complete, but nothing should follow it
+            if interrupt.asked:  # after the last step: the training is complete, but the pipeline must stop
                 raise KeyboardInterrupt
             return result
 
@@ -236,11 +228,9 @@ class _Trainer:
         )
 
     def _take_steps(self, stack: ExitStack, interrupt: Interrupt, display: Display) -> None:
-        """Take steps, with what belongs to their numbers, until the end or an interruption."""
-        state = self.trainer_state
+        """Step, validate and checkpoint until the end or an interruption."""
+        state, losses, asked = self.trainer_state, list[float](), False
         saved = state.step if state.step else -1
-        losses: list[float] = []
-        asked = False
         if not self.records:
             self._validate(display, None)
         started, learnt = monotonic(), 0
@@ -253,7 +243,7 @@ class _Trainer:
                 break
             state.lr = learning_rate_now(self.section, fraction, state)
             loss = self._step(group, batches, count, fraction) if count else None
-            if loss is None:  # no process has anything to predict
+            if loss is None:  # no predictions on any rank
                 state.skipped += 1
             else:
                 losses.append(loss)
@@ -273,8 +263,8 @@ class _Trainer:
                 saved = state.step
         if self.records[-1]["step"] != state.step and not asked:
             self._validate(display, losses)
-            saved = -1  # a checkpoint of this very step would not know that these heads are the best
-        # A run that the clock has ended needs a checkpoint that says so, or the next session would train on.
+            saved = -1  # this step's checkpoint does not know this validation's best heads
+        # A run ended by the clock needs a checkpoint with the spent time, or the next session would train on.
         if saved != state.step or (not asked and self._fraction(state.elapsed) < 1):
             self._save()
         if asked:
@@ -282,7 +272,7 @@ class _Trainer:
             raise KeyboardInterrupt
 
     def _step(self, group: list[Batch], batches: list[HeadBatch], count: int, fraction: float) -> float:
-        """One optimiser step; returns the loss per prediction of the first draft step, over all processes."""
+        """Take one optimiser step; returns the loss per prediction of the first draft step, over all ranks."""
         joint, lr = self.joint, self.trainer_state.lr
         for number, optimizer in enumerate(self.optimizers, start=1):
             rate = lr if joint is None or number < len(self.optimizers) else joint.lr(lr, fraction)
@@ -294,13 +284,13 @@ class _Trainer:
             last = i == len(batches) - 1
             with nullcontext() if last else self.accelerator.no_sync(self.model):
                 loss = self._loss(batch, i, fraction)
-                # The one place that normalises: processes average their gradients, hence the factor.
+                # The one place that normalises: DDP averages gradients, hence the factor.
                 self.accelerator.backward(loss * (self.ranks / count))
             summed += loss.detach()
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.section.max_grad_norm)
         self.grad_norm = float(norm)
         mean = float(self.accelerator.reduce(summed, "sum")) / count
-        # With fp16 a gradient may overflow now and then: the scaler skips that step by itself.
+        # With fp16 a gradient may overflow now and then; the scaler skips that step.
         if not math.isfinite(mean) or not (math.isfinite(self.grad_norm) or self.accelerator.mixed_precision == "fp16"):
             raise not_finite(self.trainer_state.step + 1, mean, group)
         for optimizer in self.optimizers:
@@ -309,7 +299,7 @@ class _Trainer:
         return mean
 
     def _loss(self, batch: HeadBatch, number: int, fraction: float) -> Tensor:
-        """Of one batch, summed; with an adapter that learns, its own loss is in it."""
+        """Summed loss of one batch, with the adapter's own loss if it learns."""
         stored, joint = batch, self.joint
         joint_learns = joint is not None and joint.learns(fraction)
         if joint is not None and joint_learns:
@@ -326,13 +316,13 @@ class _Trainer:
         loss: Tensor = self.model(self._augment(batch, number), consume)
         if joint is None:
             return loss
-        loss = loss + joint.untouched()  # a batch without an answer says nothing to the adapter
+        loss = loss + joint.untouched()  # a batch without an answer has no other gradient for the adapter
         if not joint_learns:
             return loss
         return joint.settings.heads_weight * loss + joint.distillation(stored, batch)
 
     def _augment(self, batch: HeadBatch, number: int) -> HeadBatch:
-        """The batch with what the recipe draws for it, which depends on nothing but where the run stands."""
+        """Apply the recipe's random subsampling, seeded by the trainer state."""
         seed = self._seed(number)
         if self.section.position_weight == "subsampled":
             batch = subsampled(batch, self.section.step_weight, seed)
@@ -341,7 +331,7 @@ class _Trainer:
         return batch
 
     def _seed(self, number: int) -> list[int]:
-        """Of what is drawn for a batch: its index in the group, however that is spread over processes."""
+        """Seed of a batch, by its index in the step's group, however that is spread over ranks."""
         return [self.section.seed, self.trainer_state.step, self.rank + number * self.ranks]
 
     def _finish(self) -> TrainResult:
@@ -372,10 +362,8 @@ class _Trainer:
     # -- validation ----------------------------------------------------------------------------------------------
 
     def _validation_batches(self) -> list[tuple[Batch, Tensor]]:
-        """This process's share of the validation data, with what the target chooses at each position.
-
-        The states are read again in each validation: they are many times larger than what is kept here.
-        """
+        """This rank's validation batches, with the target's greedy choices. Their states, which are much larger, are
+        read again in each validation."""
         batches = epoch_batches(self.valid_store.lengths, self.section.batch_tokens, seed=0, epoch=0)
         batches_here = share(batches, self.rank, self.ranks)
         self.idle = len(share(batches, 0, self.ranks)) - len(batches_here)
@@ -384,17 +372,17 @@ class _Trainer:
         return chosen
 
     def _wait_for_others(self) -> None:
-        """Have the validation states of no conversation while other processes have those of their last batch."""
+        """Join the collective reads of other ranks' last batches, for no conversation."""
         for _ in range(self.idle):
             self.valid_store.samples([])
 
     def _validate(self, display: Display, losses: list[float] | None) -> None:
-        """Judge the heads, note it, and keep them when they are the best so far; empties `losses`."""
+        """Validate the heads, record it, and save them if they are the best so far; empties `losses`."""
         with self._whole_heads():
             self._judge(display, losses)
 
     def _whole_heads(self) -> AbstractContextManager[None]:
-        """Inside, low-rank updates are part of the heads: so they are judged and kept."""
+        """A context with low-rank updates merged into the heads, for validation and saving."""
         return nullcontext() if self.low_rank is None else self.low_rank.merged()
 
     def _judge(self, display: Display, losses: list[float] | None) -> None:
@@ -415,7 +403,7 @@ class _Trainer:
             self._keep_heads(self.folder / "best")
 
     def _judged(self) -> Iterator[tuple[HeadBatch, Tensor]]:
-        """Validation batches with what the target, as it is by now, chooses at each position."""
+        """Yield validation batches with the (adapted) target's greedy choices."""
         self.drift, joint = Drift(self.accelerator.device), self.joint
         moved = joint is not None and joint.moved
         for indices, chosen_X in self.valid:
@@ -430,7 +418,7 @@ class _Trainer:
             self.drift.sums = self.accelerator.reduce(self.drift.sums, "sum")
 
     def _adapted_first(self) -> bool:
-        """Whether the target has changed since the best heads; a joint run is for heads of the changed one."""
+        """Whether these are the first heads of the adapted target, which replace any best of the original one."""
         if not self.drift.count:
             return False
         best = [row for row in self.records if row["step"] == self.trainer_state.best_step]
@@ -460,7 +448,7 @@ class _Trainer:
         self._log({"valid/tau": validation.tau, "valid/coverage": self.coverage, **top1})
 
     def _log(self, values: dict[str, float]) -> None:
-        """Tell trackers, with the memory of the main process and where in the data the run stands."""
+        """Log to trackers, with the main rank's memory and the position in the data."""
         state = self.trainer_state
         position = {"data/epoch": state.epoch, "data/step_in_epoch": state.index}
         self.accelerator.log({**values, **memory(self.accelerator.device), **position}, step=state.step)
@@ -477,12 +465,12 @@ class _Trainer:
         return self.seconds_before + monotonic() - self.started
 
     def _fraction(self, elapsed: float) -> float:
-        """How much of the run is done: by steps or by the clock, whichever is further."""
+        """Fraction of the run done, by steps or by the clock, whichever is further."""
         by_clock = elapsed / (60 * self.section.minutes) if self.section.minutes else 0.0
         return max(self.trainer_state.step / self.total, by_clock)
 
     def _agree(self, count: int, asked: bool) -> tuple[int, float, bool]:
-        """(predictions of the step, seconds of the main process, somebody was asked to stop): equal everywhere."""
+        """(predictions over all ranks, seconds of the main rank, any rank asked to stop); collective."""
         elapsed = self._elapsed()
         if self.ranks == 1:
             return count, elapsed, asked
@@ -496,7 +484,7 @@ class _Trainer:
 
     def _save(self) -> None:
         state, keep = self.trainer_state, self.section.keep_checkpoints
-        # Whether another checkpoint is due at the end follows from the clock: all processes go by the same one.
+        # The clock decides whether another checkpoint is due at the end: all ranks must use the same one.
         state.elapsed, state.budget = self._agree(0, False)[1], self._budget
         folder, best = self.folder / "checkpoints", self.folder / "best"
         checkpoint.save(self.accelerator, folder, state, self.settings, best, keep=keep)
@@ -513,7 +501,7 @@ class _Trainer:
         with together():
             rows = list(read_jsonl(self.folder / "metrics.jsonl")) if self.accelerator.is_main_process else []
         self.records = tell_all([row for _, row in rows if row["step"] <= state.step])
-        if self.accelerator.is_main_process:  # what came after the checkpoint never happened to this run
+        if self.accelerator.is_main_process:  # discard records after the checkpoint
             checkpoint.restore_best(path, self.folder / "best")
             write_jsonl(self.folder / "metrics.jsonl", self.records)
         self.log.say(f"Continuing from step {state.step} ({format_seconds(state.elapsed)} spent).")

@@ -1,7 +1,7 @@
-"""Where a training lies, whoever starts it: an artifact named by the heads, the data and the settings it depends on.
+"""The artifact of a training, addressed by the heads, data and settings it depends on.
 
-How long is trained (steps, minutes, epochs) is the artifact's amount: a longer training goes on from the checkpoint of
-a shorter one, which keeps its own heads.
+The budget (steps, minutes, epochs) is the artifact's amount: a longer training continues from the checkpoint of a
+shorter one, which keeps its own heads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headstart.support.files import file_hash, read_json
 from headstart.train import checkpoint
 
 RESULT = "result.json"
-"""Written last: a training that has it is finished."""
+"""Written last; marks a finished training."""
 AMOUNT = ("steps", "minutes", "epochs")
 _VERSION = 2  # Muon changes matrices in turns
 _ACCUMULATION = "gradient_accumulation_steps"
@@ -31,7 +31,7 @@ _ACCUMULATION = "gradient_accumulation_steps"
 def training(
     run_folder: Path, recipe: Recipe, config: HeadConfig, train_store: States, valid_store: States
 ) -> Artifact:
-    """The artifact of a training; `config` is that of the heads, with the target's sizes filled in."""
+    """The artifact of a training; `config` is the heads' complete config, with the target's sizes."""
     section = recipe.train.model_dump(mode="json")
     settings = recipe.train.noted(FREE_TO_CHANGE | recipe.train.unset())
     settings["start_from"] = weights_hash(recipe.train.start_from)
@@ -51,11 +51,8 @@ def finished(folder: Path) -> bool:
 
 
 def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> None:
-    """Begin a training with the newest checkpoint of those that differ only in being shorter, when there is one.
-
-    So does the same training on another number of processes, where a step reads as many batches. Nothing happens when
-    the training has checkpoints of its own.
-    """
+    """Seed a training without checkpoints with the newest one of trainings that differ only by a smaller budget, or by
+    the number of ranks with as many batches per step."""
     checkpoints = of.folder / "checkpoints"
     if checkpoint.find(checkpoints, {}, lambda _: None) is not None:
         return
@@ -79,13 +76,13 @@ def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> 
 
 
 def _without_accumulation(of: Artifact) -> dict[str, Any]:
-    """The identity without the amount, and without how the batches of a step are spread."""
+    """The identity without the amount and the gradient accumulation."""
     train = {key: value for key, value in of.base.get("train", {}).items() if key != _ACCUMULATION}
     return {**of.base, "train": train}
 
 
 def _within(shorter: dict[str, Any], longer: dict[str, Any]) -> bool:
-    """Whether one amount is no more than another; None has no end.
+    """Whether one amount is at most another; None is unlimited.
 
     >>> _within({"steps": None, "minutes": 5, "epochs": 50}, {"steps": None, "minutes": 6, "epochs": 50})
     True
@@ -101,7 +98,7 @@ def _within(shorter: dict[str, Any], longer: dict[str, Any]) -> bool:
 
 
 def weights_hash(folder: str | None) -> str | None:
-    """Hash of the weights that `train.start_from` names; None without any."""
+    """Hash of the weights of `train.start_from`; None without one."""
     if folder is None:
         return None
     file = heads_folder(Path(folder).expanduser()) / WEIGHTS

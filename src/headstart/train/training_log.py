@@ -1,4 +1,4 @@
-"""What a training says, on the console and in a file: progress, validations, a loss that is not finite."""
+"""Log of a training, on the console and in a file: progress, validations, errors."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from headstart.train.validation import Validation
 
 FILE = "log.txt"
 _EVERY = 60.0
-"""Seconds between lines of progress, without a terminal and in the log file."""
+"""Seconds between progress lines, without a terminal and in the log file."""
 
 
 class Log:
-    """The voice of the main process.
+    """Console and file log of the main rank; other ranks pass no console and no folder.
 
-    The file `log.txt` is begun when the context is entered: a training that is refused before leaves no trace. Later
-    sessions add to it. Without a folder none is written, as by every process but the main one.
+    `log.txt` is created (or appended to) on entering the context, so that a training refused before leaves no file.
     """
 
     def __init__(self, console: Console | None, folder: Path | None) -> None:
@@ -40,13 +39,13 @@ class Log:
             self.note(f"Error: {error}")
 
     def say(self, text: str) -> None:
-        """One line on the console and in the file."""
+        """Log a line on the console and in the file."""
         if self.console is not None:
             tell(self.console, text)
         self.note(text)
 
     def note(self, text: str) -> None:
-        """One line in the file only."""
+        """Log a line in the file only."""
         line = f"{datetime.now().astimezone().isoformat(' ', 'seconds')} {' '.join(text.split())}\n"
         if self._waiting is not None:
             self._waiting.append(line)
@@ -61,8 +60,8 @@ class Log:
 
 
 class Display:
-    """One live line on a terminal, the bar, else a line a minute; and a line for each validation. `fraction` of the run
-    was done before this session."""
+    """A live progress line on a terminal, else a line a minute; and a line per validation. `fraction` of the run was
+    done before this session."""
 
     def __init__(self, log: Log, bar: Bar, fraction: float) -> None:
         self._log, self._bar, self._first = log, bar, fraction
@@ -71,9 +70,8 @@ class Display:
         bar.update(100 * fraction)
 
     def step(self, fraction: float, seconds: float, figures: str) -> None:
-        """Update the live line; once a minute, a line for the log and for whoever has no terminal. `seconds` are since
-        this session began."""
-        fraction = min(1.0, fraction)  # the last step may end after the last minute
+        """Update the live line, and once a minute log one. `seconds` are since the start of this session."""
+        fraction = min(1.0, fraction)  # the last step may exceed a budget in minutes
         gained = fraction - self._first
         remaining = format_seconds(seconds * (1 - fraction) / gained) if gained > 0 else "?"
         text = f"{figures}{self._heads} · {remaining} left"
@@ -85,7 +83,7 @@ class Display:
             tell(f"{fraction:.0%} · {text}")
 
     def validated(self, step: int, elapsed: float, loss: float | None, validation: Validation) -> None:
-        """Print a validation, and show it in the live line from now on."""
+        """Log a validation, and show it in the live line from now on."""
         top1 = "/".join(f"{share:.2f}" for share in validation.accuracy["top1"])
         self._heads = f" · top-1 {top1} · tau {validation.tau:.2f}"
         learnt = f" · loss {loss:.3f}" if loss is not None else ""
@@ -93,7 +91,7 @@ class Display:
 
 
 def not_finite(step: int, loss: float, group: list[Batch]) -> UserError:
-    """What to say of a step whose loss or gradient is not finite; `group` are its batches over all processes."""
+    """Error for a step with a non-finite loss or gradient; `group` is its batches over all ranks."""
     numbers = sorted(index for batch in group for index in batch)
     shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
     return UserError(

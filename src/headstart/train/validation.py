@@ -1,4 +1,4 @@
-"""Validation: how often each draft step names the token that the target itself would choose.
+"""Validation: how often each draft step predicts the target's greedy token.
 
 Shape suffixes: B rows (of a batch, or of a block of logits), T tokens, X = B * T flat positions, M predictions of one
 step, D draft vocabulary, R ranks, V target vocabulary, E hidden size, K draft steps.
@@ -22,23 +22,23 @@ from headstart.target.frozen import FrozenModel
 from headstart.train.summing import logits_by_block, positions_before_answers
 
 TOPS = (1, 4, 8)
-"""Ranks counted: the target's choice is among the head's best 1, 4, 8."""
+"""Top-k accuracies counted."""
 
 _ROWS = 512
-"""Positions whose logits over the whole vocabulary exist at once."""
+"""Positions per chunk of full-vocabulary logits."""
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What validation measures.
+    """Validation metrics.
 
-    `accuracy` is {"top1": [one share for each step], "top4": ..., "top8": ...}: the share of predictions whose best 1,
-    4 or 8 drafts hold the target's own most likely token (of its whole vocabulary: a token that the heads cannot draft
-    is a miss). Step k is judged on its own, whatever the steps before it said.
+    `accuracy` is {"top1": [one per step], "top4": ..., "top8": ...}: the fraction of predictions with the target's most
+    likely token (of its whole vocabulary: undraftable tokens are misses) among the best 1, 4 or 8 drafts. Each step is
+    judged independently of earlier ones.
 
     `tau` is the predicted tokens per round of a greedy chain of all steps, 1 + sum over k of P(steps 0..k all right),
-    counted jointly along each draft; 1 is plain decoding. Each P, in `chain`, is over drafts that reach that deep
-    before the answer ends. `predictions` counts those of each step.
+    counted jointly along each draft; 1 is plain decoding. Each P, in `chain`, is over drafts that get that deep before
+    the answer ends. `predictions` is the number of predictions of each step.
     """
 
     accuracy: dict[str, list[float]]
@@ -50,20 +50,14 @@ class Validation:
         return 1 + sum(self.chain)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain numbers, rounded to what is worth reading."""
-        return {
-            "tau": round(self.tau, 4),
-            **{
-                name: [round(share, 4) for share in shares]
-                for name, shares in {**self.accuracy, "chain": self.chain}.items()
-            },
-            "predictions": self.predictions,
-        }
+        shares = {**self.accuracy, "chain": self.chain}
+        rounded = {name: [round(share, 4) for share in of_steps] for name, of_steps in shares.items()}
+        return {"tau": round(self.tau, 4), **rounded, "predictions": self.predictions}
 
 
 @torch.no_grad()
 def chosen_tokens(target: FrozenModel, batch: HeadBatch) -> Tensor:
-    """The token that the target chooses greedily after each flat position, int64 [X]; -1 where nothing is judged."""
+    """The target's greedy token after each flat position, int64 [X]; -1 where no supervised token follows."""
     positions_S = positions_before_answers(batch)
     final_XE = batch.states[FINAL].flatten(0, 1)
     chosen_X = torch.full((final_XE.shape[0],), -1, device=final_XE.device)
@@ -73,10 +67,10 @@ def chosen_tokens(target: FrozenModel, batch: HeadBatch) -> Tensor:
 
 
 class Tally:
-    """Counts over the batches of one validation, kept as one tensor so that processes can add theirs up.
+    """Counts of one validation in one tensor, for reduction over ranks.
 
     Attributes:
-        counts_KC: float64 [K, 2 + len(TOPS)]: predictions, drafts right up to and with this step, hits by `TOPS`.
+        counts_KC: float64 [K, 2 + len(TOPS)]: predictions, drafts correct up to this step, hits by `TOPS`.
     """
 
     def __init__(self, steps: int, device: torch.device) -> None:
@@ -84,7 +78,7 @@ class Tally:
 
     @torch.no_grad()
     def add(self, predictions: Iterable[StepPrediction], draft_to_target_D: Tensor, chosen_X: Tensor) -> None:
-        """Judge one batch's predictions; `chosen_X` is from `chosen_tokens`."""
+        """Count one batch's predictions; `chosen_X` is from `chosen_tokens`."""
         alive_X = torch.ones_like(chosen_X, dtype=torch.bool)
         for step, prediction in enumerate(predictions):
             ranks = min(max(TOPS), len(draft_to_target_D))
@@ -109,8 +103,8 @@ class Tally:
 
 
 def pick_vocabulary(counts_V: Tensor, size: int, always: Sequence[int]) -> Tensor:
-    """The draft vocabulary, int64 [size], sorted: the most frequent tokens, ties by id, with `always` among them (those
-    that end a turn). `counts_V` says how often each token is supervised in the training data.
+    """Choose the draft vocabulary, sorted int64 [size]: `always` (end-of-turn tokens) and the most frequent tokens by
+    `counts_V`, ties by id.
 
     >>> pick_vocabulary(torch.tensor([5, 0, 9, 5, 0, 7]), 3, always=[1]).tolist()
     [1, 2, 5]
@@ -124,7 +118,7 @@ def pick_vocabulary(counts_V: Tensor, size: int, always: Sequence[int]) -> Tenso
 
 
 def draftable_share(store: States, vocab_size: int, draft_to_target_D: Tensor) -> float:
-    """Share of the validation data's supervised tokens, if there are any, that the heads can draft at all."""
+    """Fraction of the validation data's supervised tokens in the draft vocabulary; a UserError without predictions."""
     counts_V = store.supervised_counts(vocab_size)
     if int(counts_V.sum()) == 0:
         raise UserError(

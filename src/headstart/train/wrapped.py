@@ -1,14 +1,14 @@
-"""Heads as accelerate wraps them: unrolled within one `forward`, whole or with low-rank updates (`train.lora_rank`).
+"""Heads as modules for accelerate: unrolled within one `forward`, optionally with low-rank updates (`train.lora_rank`).
 
-With low-rank updates each matrix W [.., O, I] of the heads is read as W + B A, with A [.., R, I] drawn at random and
-B [.., O, R] zero at the start (Hu et al., arXiv 2106.09685). Only A and B learn; W, norms and biases stay as they are.
-Before heads are judged or kept, B A is added to W, so that what comes of it are ordinary heads.
+With low-rank updates each matrix W [.., O, I] is used as W + B A, with random A [.., R, I] and B [.., O, R] initially
+zero (Hu et al., arXiv 2106.09685). Only A and B learn. For validation and saving, B A is merged into W, which gives
+ordinary heads.
 
-A starts with a variance of 1 / R. With Adam, a step of B then moves W about as far as a step of W itself would at the
-same learning rate, whatever the rank.
+A starts with variance 1 / R: with Adam, a step of B then moves W about as far as a step of W itself at the same
+learning rate, for any rank.
 
-peft wraps linear layers. Heads also keep the matrices of several steps in one tensor, read some rows of a weight
-alone, and hand whole LM heads to the loss, so the sums are put in the place of the weights instead, once for a batch.
+peft wraps linear layers, but heads also stack matrices in one tensor, read row ranges of a weight, and pass LM heads to
+the loss. Here the sums replace the weights instead, once per batch.
 """
 
 from __future__ import annotations
@@ -28,18 +28,15 @@ R = TypeVar("R")
 
 
 class Unrolled(nn.Module):
-    """Heads whose unrolling runs inside `forward`, where a consumer takes each step's logits."""
+    """Heads that unroll inside `forward`, for a consumer of the predictions."""
 
     def __init__(self, heads: DraftHead) -> None:
         super().__init__()
         self.heads = heads
 
     def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
-        """What `consume` makes of the batch's predictions.
-
-        A loss reaches every parameter, whatever the batch holds: without a position to learn from it is 0, and so are
-        its gradients. The processes of a training all wait for the gradients of all parameters.
-        """
+        """Apply `consume` to the batch's predictions. DDP waits for the gradients of all parameters, so a loss reaches
+        every one, with zero gradients for missing steps."""
         taken = 0
 
         def counted() -> Iterator[StepPrediction]:
@@ -55,7 +52,7 @@ class Unrolled(nn.Module):
 
 
 def matrices(heads: DraftHead) -> dict[str, nn.Parameter]:
-    """The weights of heads that low-rank updates are for, stacks of matrices among them (not of biases), by name."""
+    """The weights that get low-rank updates, by name: matrices and stacks of them, but not of biases."""
     learning = ((name, weight) for name, weight in heads.named_parameters() if weight.requires_grad)
     return {name: weight for name, weight in learning if weight.ndim > 1 and "bias" not in name}
 
@@ -72,15 +69,15 @@ def factors(weight: Tensor, rank: int) -> tuple[list[int], list[int]]:
 
 
 def learning_numbers(heads: DraftHead, rank: int) -> int:
-    """How many numbers of heads learn: all that can, or with a rank their low-rank updates."""
+    """Number of trained parameters: the heads' own, or of their updates of a rank."""
     if not rank:
         return heads.trainable_parameters
     return sum(math.prod(shape) for weight in matrices(heads).values() for shape in factors(weight, rank))
 
 
 class LowRank(nn.Module):
-    """Heads of which only low-rank updates learn: `down` has A of each matrix and `up` B, by its name in the heads with
-    dashes for dots. Of a matrix that is smaller than `rank`, its smaller side is taken."""
+    """Heads with trainable low-rank updates: `down` holds each matrix's A and `up` its B, by its name with dashes for
+    dots. The rank is at most the matrix's smaller side."""
 
     def __init__(self, unrolled: Unrolled, rank: int) -> None:
         super().__init__()
@@ -100,7 +97,7 @@ class LowRank(nn.Module):
         return sum(p.numel() for p in self.parameters() if p.requires_grad)
 
     def learning_rows(self) -> dict[str, list[slice]]:
-        """As of heads: every update is one matrix, or a stack of them."""
+        """See `DraftHead.learning_rows`: every update is one matrix, or a stack of them."""
         return {}
 
     def forward(self, batch: HeadBatch, consume: Callable[[Iterator[StepPrediction]], R]) -> R:
@@ -111,7 +108,7 @@ class LowRank(nn.Module):
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Inside, the heads' own weights are the sums; the optimiser must not step."""
+        """A context with updates merged into the heads' weights; the optimiser must not step inside."""
         unmerged = {name: weight.detach().clone() for name, weight in self._matrices()}
         with torch.no_grad():
             for name, weight in self._matrices():

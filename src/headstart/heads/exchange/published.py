@@ -1,6 +1,6 @@
-"""Draft heads as the field publishes them: what engines' formats are written from, and what is read from them.
+"""Published layouts of draft heads, the interchange between families and engine formats.
 
-These arrangements are published. Their tensors carry the field's common names here:
+Tensors by layout, under the field's common names:
 
     eagle3  `fc.weight` [E, aux layers * E]; `layers.0.input_layernorm.weight` (of the embedding) and
             `layers.0.hidden_norm.weight` (of the fused state); `layers.{i}.self_attn.{q,k,v,o}_proj.weight`, the first
@@ -47,15 +47,15 @@ class Layout(StrEnum):
 EMBEDDINGS = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 MARKOV_EMBEDDING, MARKOV_LM_HEAD = (f"markov_head.markov_w{number}.weight" for number in (1, 2))
-"""Of DSpark: what a token says about the one after it, and the LM head of that."""
+"""DSpark's Markov head."""
 
 BLOCKS = frozenset({Layout.DFLASH, Layout.DSPARK})
-"""Those that draft a block in one pass, through the target's own LM head."""
+"""Layouts that draft a block in one pass, through the target's LM head."""
 
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Of a decoder layer that belongs to the heads; names as in transformers' Llama."""
+    """Sizes of a draft decoder layer, named as in transformers' Llama."""
 
     intermediate_size: int
     num_attention_heads: int
@@ -69,27 +69,25 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class Published:
-    """Heads in one of the published arrangements.
+    """Heads in one of the published layouts; see the module's docstring for `tensors`.
 
     Attributes:
-        steps: how many tokens ahead the heads were trained to draft.
-        tensors: see the module's docstring.
-        draft_ids_D: the target's token id of each draft token; None when all of them are drafted.
+        steps: number of tokens ahead that the heads were trained to draft.
+        draft_ids_D: target token id of each draft token; None for the whole vocabulary.
         num_layers: decoder layers, or blocks of a Medusa head.
-        aux_layers: indices of transformers' `hidden_states` that are fused; empty where the state after the final
-            norm is read.
-        norm_before_residual: the first layer adds to the normed state instead of the state.
-        norm_output: what is fed back went through the final norm.
-        qk_norm: queries and keys of EAGLE-3 layers are normed head by head; those of blocks always are.
-        aux_norms, norm_before_fc: aux states are normed before the fusion, each by itself or all together.
+        aux_layers: fused indices of transformers' `hidden_states`; empty for the state after the final norm.
+        norm_before_residual: the first layer adds to the normed state instead of the raw state.
+        norm_output: the state that is fed back went through the final norm.
+        qk_norm: EAGLE-3 layers norm queries and keys per head; block layers always do.
+        aux_norms, norm_before_fc: aux states are normed before the fusion, one by one or concatenated.
         normed_embeddings: `embed_tokens.weight` holds the target's embeddings, each normed.
-        block_size: inputs of a block, the newest decided token among them, the others `mask_token_id`; 0 for heads
-            without blocks. Of DFlash's outputs the first drafts nothing, of DSpark's all draft.
-        sliding_window: tokens up to its own place that a slot of a block sees; 0 for all.
-        full_layers: layers whose slots see all tokens in spite of that.
-        causal: slots do not see those after them, in the layers with a sliding window where there are any, else in all.
-        markov_rank: numbers of a token in the map from each drafted token to the next one's logits.
-        confidence: there is a guess whether each draft is accepted.
+        block_size: inputs of a block: the root, then `mask_token_id`; 0 for heads without blocks. DFlash's first output
+            drafts nothing, all of DSpark's draft.
+        sliding_window: number of tokens up to its own position that a block slot sees; 0 for all.
+        full_layers: layers exempt from the window.
+        causal: slots do not see later ones, in the layers with a sliding window if there are any, else in all.
+        markov_rank: rank of the map from each drafted token to the next one's logits.
+        confidence: there is a confidence head.
     """
 
     layout: Layout
@@ -121,17 +119,17 @@ class Published:
 
     @property
     def sliding(self) -> list[bool]:
-        """By layer, whether slots of a block see no more than a window."""
+        """Whether each layer has the sliding window."""
         return [bool(self.sliding_window) and number not in self.full_layers for number in range(self.num_layers)]
 
     @property
     def causal_layers(self) -> list[bool]:
-        """By layer, whether slots of a block do not see those after them."""
+        """Whether each layer is causal within a block."""
         return [self.causal and slides == bool(self.sliding_window) for slides in self.sliding]
 
     @property
     def head_settings(self) -> dict[str, Any]:
-        """Settings of heads that hold these tensors, but for those of one family."""
+        """Settings that all families share."""
         return {
             **({} if self.layer is None else asdict(self.layer)),
             "hidden_size": self.hidden_size,
@@ -141,7 +139,7 @@ class Published:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything that changes the numbers, but for the tensors."""
+        """Everything but the tensors that changes the output."""
         names = (*_SETTINGS, *_OF_BLOCKS) if self.layout in BLOCKS else _SETTINGS
         given = {name: getattr(self, name) for name in names}
         return {**given, "layout": str(self.layout), "layer": None if self.layer is None else asdict(self.layer)}
@@ -150,8 +148,8 @@ class Published:
         return replace(self, tensors=tensors)
 
     def with_context(self, tokens: int) -> Published:
-        """The same heads for texts of this length at least: angles of rotary positions do not depend on the limit, but
-        for yarn's, which keep the one they started from."""
+        """Extend the context to at least `tokens`: rotary angles do not depend on the limit, except for yarn's, which
+        keep the original one."""
         if self.layer is None or self.layer.max_position_embeddings >= tokens:
             return self
         rope = self.layer.rope_parameters
@@ -160,7 +158,7 @@ class Published:
         return replace(self, layer=replace(self.layer, rope_parameters=rope, max_position_embeddings=tokens))
 
     def in_order(self) -> Published:
-        """The same heads with rising ids of their draft tokens."""
+        """Sort the draft vocabulary by token id."""
         if self.draft_ids_D is None:
             return self
         order_D = self.draft_ids_D.argsort()
@@ -169,11 +167,11 @@ class Published:
 
     @property
     def not_finite(self) -> list[str]:
-        """Names of tensors with numbers that no draft can come of: infinite ones, or none at all (NaN)."""
+        """Names of tensors with infinities or NaNs."""
         return [name for name, tensor in self.tensors.items() if not tensor.isfinite().all()]
 
     def expected(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors that these settings ask for."""
+        """Names and shapes of the tensors required by these settings."""
         size, count = self.hidden_size, len(self.aux_layers)
         if self.layout is Layout.MEDUSA:
             return self._of_medusa()
@@ -237,10 +235,10 @@ _OF_BLOCKS = (
 )
 _LAYERS = ("num_layers", "aux_layers", "norm_before_residual", "aux_norms", "qk_norm")
 SHARED = (*_LAYERS, *_OF_BLOCKS)
-"""Settings of the families that are called the same here."""
+"""Fields that family configs have under the same name."""
 _SETTINGS = ("hidden_size", "vocab_size", *_LAYERS, "norm_output", "norm_before_fc")
 _ROUNDED = 0.01
-"""How far, as a share of their size, rounding to bfloat16 moves numbers at most."""
+"""Upper bound on the relative error of rounding to bfloat16."""
 
 
 def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -248,13 +246,13 @@ def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def fill(places: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
-    """Copy published tensors to where heads keep them, in place; biases may be left out."""
+    """Copy published tensors into the heads' own, in place; missing biases become zero."""
     for name, place in places.items():
         place.copy_(tensors[name] if name in tensors or not name.endswith("bias") else torch.zeros_like(place))
 
 
 def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:
-    """Whether a checkpoint's embeddings or LM head, if it has any, are those given but for rounding to bfloat16."""
+    """Whether a checkpoint's embeddings or LM head, if any, equal the given ones up to bfloat16 rounding."""
     if published_VE is None:
         return True
     if published_VE.shape != own_VE.shape:
@@ -264,13 +262,12 @@ def same_numbers(published_VE: Tensor | None, own_VE: Tensor) -> bool:
 
 
 def check_embeddings(published: Published, own_VE: Tensor) -> None:
-    """Refuse a checkpoint whose token embeddings are not the target's."""
+    """Raise a UserError if a checkpoint has token embeddings other than the target's."""
     if not same_numbers(published.tensors.get(EMBEDDINGS), own_VE):
         raise other_embeddings()
 
 
 def other_embeddings() -> UserError:
-    """Why a checkpoint with embeddings of its own cannot be read."""
     return UserError(
         "The checkpoint has token embeddings of its own, which are not the target's; heads of headstart read the "
         "target's.",
@@ -279,8 +276,7 @@ def other_embeddings() -> UserError:
 
 
 def digest(published: Published) -> str:
-    """A hash of the settings and of every number, in float32: what a file keeps of heads, to be known again. Copies of
-    the target's embeddings and LM head that some files hold are not the heads'."""
+    """Hash settings and tensors (in float32), without a file's copies of the target's embeddings and LM head."""
     hashed = hashlib.sha256(json.dumps(published.settings, sort_keys=True, default=list).encode())
     ids_D = published.draft_ids_D
     tensors = dict(published.tensors)

@@ -1,19 +1,18 @@
-"""Heads that draft a block in one pass, with the target's states as keys and values: what DFlash and DSpark share.
+"""Block drafters: one pass over a block, with the target's states as keys and values. The base of DFlash and DSpark.
 
-Two kinds of inputs meet in every layer's attention. The *context* is one vector for each token that the target has
-read: some of its layers' outputs, fused by a linear map and normed once for all layers, and read by each layer's key
-and value maps without its input norm. The *block* is the root (decided, not read by the target) and as many copies of
-one mask token as there is to draft; all of its slots see each other and the whole context, unless layers are `causal`
-or have a `sliding_window`. The output is normed and read by the target's frozen LM head. The layers are Qwen3's, for
-every target: published heads are.
+Every layer attends over a context and a block. The *context* is one vector per token that the target has read: outputs
+of some target layers, fused by a linear map and normed once, then read by each layer's key and value maps without the
+input norm. The *block* is the root (decided, not yet read by the target) and copies of one mask token; its slots see
+each other and the whole context, unless layers are `causal` or have a `sliding_window`. The output is normed for the
+target's frozen LM head. The layers are Qwen3's for every target, as in published heads.
 
-A window reaches back from each slot's own place, as in engines. The speculators library trains all slots of a block
-with the window of its root, which has up to a block's length more tokens at its far end.
+A window reaches back from each slot's own position, as in engines. The speculators library trains all slots with the
+window of the root, which reaches up to a block's length further back.
 
-Training runs one block for each origin, or for some that are drawn (`train.anchors`).
+Training runs one block per origin, or per sampled origin (`train.anchors`).
 
 Shape suffixes: B rows, T tokens, A origins of a row, K slots of a block, S drafted slots (K, or one fewer), M origins,
-E hidden size, X = A * K, P committed tokens, C cache slots in sight, N key heads, G query heads that share a key head,
+E hidden size, X = A * K, P committed tokens, C cache slots in sight, N key heads, G query heads per key head,
 R = G * K, d head size, D draft vocabulary, V vocabulary.
 """
 
@@ -46,13 +45,13 @@ from headstart.target.model import Target
 from headstart.tree.tree import Committed
 
 _ORIGINS = 1024
-"""Blocks that run at a time where nothing is kept for gradients."""
+"""Blocks per chunk without gradients."""
 
 
 @dataclass
 class BlockSession:
-    """Keys and values of the context, one slot for each token that the target has read; what the LM head reads of this
-    round's block, and for families that go on from there what it makes of that."""
+    """Keys and values of the context, one slot per token that the target has read, and this round's LM head inputs and
+    (for DSpark) logits."""
 
     cache: LayerCache
     hidden_BSE: Tensor
@@ -61,7 +60,7 @@ class BlockSession:
 
 
 class BlockMemory(KeyMemory):
-    """Keys and values of the context, the rotary positions, and what a block says, for the levels after the first."""
+    """Keys and values of the context, rotary tables, and a block's output for the levels after the first."""
 
     def __init__(self, heads: BlockHead, like: Tensor, rows: int, capacity: int) -> None:
         super().__init__(LayerCache.layers_like(heads.config, len(heads.layers), like), rows, capacity)
@@ -72,7 +71,7 @@ class BlockMemory(KeyMemory):
 
 
 class BlockHead(GraphedHead):
-    """Fusion, layers and norm; families say which slots draft, and what is added to their logits."""
+    """Fusion, layers and norm; families define which slots draft and how logits are corrected."""
 
     config: BlockConfig
 
@@ -88,14 +87,10 @@ class BlockHead(GraphedHead):
         self.register_buffer("lm_head_DE", torch.zeros(config.draft_width, size), persistent=False)
         self._rotary = Rotary(config)
 
-    # -- what a family says --------------------------------------------------------------------------------------
-
     @property
     @abstractmethod
     def first_slot(self) -> int:
-        """The first slot that drafts: 1 where the root's own is left out."""
-
-    # -- shared --------------------------------------------------------------------------------------------------
+        """The first slot that drafts: 1 if the root's slot drafts nothing."""
 
     @property
     def draft_steps(self) -> int:
@@ -128,7 +123,7 @@ class BlockHead(GraphedHead):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
-        """The target's last layers and final norm; the context is the deepest state that is read."""
+        """Copy the target's last layers and final norm; the context starts as the deepest aux state."""
         self.bind(target)
         if self.config.init == "random":
             return
@@ -140,9 +135,8 @@ class BlockHead(GraphedHead):
         return normed(self.hidden_norm, self.fc(seen))
 
     def block(self, anchors: Tensor, like: Tensor) -> Tensor:
-        """What goes into the first layer [..., K, E], for anchors [...]: embeddings as the target stores them."""
-        shape = (*anchors.shape, self.config.block_size)
-        tokens = torch.full(shape, self.config.mask_token_id, device=anchors.device)
+        """Input of the first layer [..., K, E] for root tokens [...]: the target's raw embeddings."""
+        tokens = torch.full((*anchors.shape, self.config.block_size), self.config.mask_token_id, device=anchors.device)
         tokens[..., 0] = anchors
         return self.embedded(tokens, like)
 
@@ -159,7 +153,7 @@ class BlockHead(GraphedHead):
             yield self.prediction(hidden_MSE[rows_M, step], self.lm_head_DE, step_M, step)
 
     def blocks(self, batch: HeadBatch, origin_M: Tensor) -> Tensor:
-        """What the LM head reads of the blocks of these origins (ascending), [M, S, E]."""
+        """LM head inputs of the blocks of these origins (ascending), [M, S, E]."""
         context_BTE = self.read_states(batch.states)
         positions_BT = positions_of(batch.tokens_BT, batch.starts_BT)
         rotary = self._rotary.at(positions_BT, context_BTE.dtype, batch.tokens_BT.shape[1])
@@ -217,7 +211,7 @@ class BlockHead(GraphedHead):
         session.hidden_BSE, session.logits_BSD = session.hidden_BSE[upload(rows, session.hidden_BSE.device)], None
 
     def _remember(self, session: BlockSession, states: Mapping[int, Tensor], counts: Sequence[int]) -> None:
-        """Keys and values of newly committed tokens; what lies behind a row's own is written over later."""
+        """Append keys and values of newly committed tokens; a row's padding is overwritten later."""
         cache, context_BPE = session.cache, self.read_states(states)
         width = context_BPE.shape[1]
         slots = max(cache.lengths) + width
@@ -228,7 +222,7 @@ class BlockHead(GraphedHead):
         cache.lengths = [length + count for length, count in zip(cache.lengths, counts, strict=True)]
 
     def run_block(self, session: BlockSession, root_B: Tensor) -> None:
-        """Run the block after each row's root; what its slots say is then in the session."""
+        """Run the block after each row's root, into `session.hidden_BSE`."""
         cache, slots = session.cache, self.config.block_size
         total = max(cache.lengths) + slots
         cache.reserve(total)
@@ -258,7 +252,7 @@ class BlockHead(GraphedHead):
 
     @staticmethod
     def _seen(layer: BlockLayer, places_BK: Tensor, total: int) -> Tensor:
-        """Which of the first slots of the cache each slot of a block sees in a layer, bool [B, K, C]."""
+        """Mask of the cache slots that each block slot sees in a layer, bool [B, K, C]."""
         place_C = torch.arange(total, device=places_BK.device)
         last_BK = places_BK if layer.causal else places_BK[:, -1:].expand_as(places_BK)
         seen_BKC = place_C <= last_BK[:, :, None]
@@ -271,11 +265,11 @@ class BlockHead(GraphedHead):
         put: Callable[[int, Tensor, Tensor], None],
         mix: Callable[[int, Tensor], Tensor],
     ) -> Tensor:
-        """What the LM head reads of a block, [B, S, E]: `put` writes keys and values, `mix` is what queries find."""
+        """LM head inputs of a block, [B, S, E]: `put` writes keys and values, `mix` attends."""
         for number, layer in enumerate(self.stack):
             queries, keys, values = layer.read(stream_BKE, rotary)
             put(number, keys, values)
-            if number == len(self.layers) - 1:  # slots that draft nothing are only seen by the others
+            if number == len(self.layers) - 1:  # slots that draft nothing only serve as keys and values
                 queries, stream_BKE = queries[:, :, :, self.first_slot :], stream_BKE[:, self.first_slot :]
             stream_BKE = layer.write(stream_BKE, mix(number, queries))
         return normed(self.norm, stream_BKE)
@@ -296,14 +290,14 @@ class BlockHead(GraphedHead):
         session.memory = memory
 
     def first_level(self, session: BlockSession, tokens_BW: Numbers) -> tuple[Numbers, int]:
-        """Numbers for `captured_block`, and the slots in sight."""
+        """Inputs of `captured_block`, and the slots in sight."""
         assert session.memory is not None, "captured levels have memory"
         lengths = session.cache.lengths
         seen = slots_in_sight(max(lengths) + self.config.block_size, session.memory)
         return np.stack([tokens_BW[:, 0], lengths], axis=1), seen
 
     def captured_block(self, memory: BlockMemory, numbers_BX: Tensor, seen: int) -> Tensor:
-        """What `run_block` puts into the session."""
+        """`run_block` for CUDA graphs; returns the hidden states."""
         root_B, length_B = numbers_BX.unbind(1)
         device, slots = numbers_BX.device, self.config.block_size
         rows_B1 = torch.arange(len(root_B), device=device)[:, None]
@@ -325,7 +319,7 @@ class BlockHead(GraphedHead):
 
 
 class Blocks:
-    """The blocks of some origins of a batch, on their way through the layers: `stream_BXE` goes into the next one."""
+    """Blocks of some origins of a batch on their way through the layers, with residual stream `stream_BXE`."""
 
     def __init__(self, heads: BlockHead, batch: HeadBatch, origin_M: Tensor, like: Tensor) -> None:
         self.heads, tokens_BT, slots = heads, batch.tokens_BT, heads.config.block_size
@@ -341,7 +335,7 @@ class Blocks:
         self.stream_BXE = heads.block(tokens_BT.gather(1, self.index_BA + 1), like).flatten(1, 2)
 
     def mix(self, layer: BlockLayer, keys_BNTd: Tensor, values_BNTd: Tensor) -> Tensor:
-        """What every slot finds in a layer, [B, N, G, X, d]."""
+        """Attention output of every slot in a layer, [B, N, G, X, d]."""
         queries, own_keys, own_values = self.heads.light(layer.read, self.stream_BXE, self.rotary)
         slots, (rows, kv_heads, groups, _, size) = self.heads.config.block_size, queries.shape
         queries_BNGAKd = queries.view(rows, kv_heads, groups, -1, slots, size)
@@ -353,6 +347,6 @@ class Blocks:
         return mixed_BNAGKd.transpose(2, 3).flatten(3, 4)
 
     def drafted(self, x_BXF: Tensor) -> Tensor:
-        """Of all slots of all origins, those that draft and are real, [M, S, F]."""
+        """Select the drafting slots of real (unpadded) origins, [M, S, F]."""
         x_BAKF = x_BXF.view(*self.index_BA.shape, self.heads.config.block_size, -1)
         return x_BAKF[:, :, self.heads.first_slot :][self.real_BA]

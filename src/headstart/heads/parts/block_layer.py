@@ -1,4 +1,4 @@
-"""Settings of heads that draft a block in one pass, and the layer that their blocks go through (see `block`).
+"""Settings and decoder layer of block drafters (see `block`).
 
 Shape suffixes: B rows, T tokens, E hidden size, H heads, N key heads, d head size, X width of keys and values.
 """
@@ -19,9 +19,9 @@ from headstart.recipes.sections import FromTarget
 from headstart.target.frozen import FrozenModel
 
 _NEWEST, _ROOT = 2 / 3, 1 / 3
-"""Of a state, how much is passed on by the attention heads that look at the newest one, and at the root."""
+"""Rank, as a fraction of the hidden size, of the heads that attend to the newest state and to the root."""
 LAYERS = "ascending, from 1 to the last but one"
-"""Which layers of the target blocks can read."""
+"""Target layers that blocks can read."""
 
 
 class BlockConfig(LayerConfig):
@@ -38,16 +38,13 @@ class BlockConfig(LayerConfig):
         -1, ge=0, description="Token that fills the slots of a block before they are drafted; no text may contain it."
     )
     sliding_window: int = Field(
-        0,
-        ge=0,
-        description="Tokens up to its own place that a slot sees, more than a block has; 0 for the whole text.",
+        0, ge=0, description="Tokens up to its own place that a slot sees, more than a block has; 0 for the whole text."
     )
     full_layers: tuple[int, ...] = Field(
         (), description="Layers, counted from 0, whose slots see the whole text in spite of heads.sliding_window."
     )
     causal: bool = Field(
-        False,
-        description="A slot does not see those after it; with heads.sliding_window, in the layers that have one.",
+        False, description="A slot does not see those after it; with heads.sliding_window, in the layers that have one."
     )
     init: Literal["target", "linear", "random"] = Field(
         "target",
@@ -80,7 +77,7 @@ class BlockConfig(LayerConfig):
         return self.num_layers
 
     def window(self, layer: int) -> int:
-        """Tokens that a slot of a layer sees up to its own place; 0 for all."""
+        """Number of tokens up to its own position that a layer's slot sees; 0 for all."""
         return 0 if layer in self.full_layers else self.sliding_window
 
     def check(self) -> None:
@@ -110,17 +107,12 @@ class BlockConfig(LayerConfig):
 
 
 def looking(size: int, width: int) -> tuple[int, int]:
-    """Key heads that look at the newest state, and those that look at the root."""
+    """Numbers of key heads that attend to the newest state and to the root."""
     return max(1, round(_NEWEST * size / width)), max(1, round(_ROOT * size / width))
 
 
 class BlockLayer(DraftLayer):
-    """A decoder layer whose queries and keys are normed head by head, and which reads a context beside its stream.
-
-    Attributes:
-        window: tokens that a slot sees up to its own place; 0 for all.
-        causal: a slot does not see those after it.
-    """
+    """A decoder layer with per-head query and key norms that reads a context beside its stream."""
 
     q_norm: nn.RMSNorm
     k_norm: nn.RMSNorm
@@ -144,7 +136,7 @@ class BlockLayer(DraftLayer):
         self._last_heads(target, number)
 
     def _last_heads(self, target: FrozenModel, number: int) -> None:
-        """Where this layer has more heads than the target's, give its last ones the target's queries, keys, values."""
+        """If this layer has more heads than the target's, copy the target's queries, keys, values to its last ones."""
         config, layer = self.config, cast(Any, target.layers[number])
         attention = getattr(layer, "self_attn", None)
         given = [linear_of(attention, f"{name}_proj") for name in "qkv"]
@@ -152,9 +144,8 @@ class BlockLayer(DraftLayer):
         weights = [linear.weight for linear in given if linear is not None]
         if config.head_dim != target.kv_shapes[number][0][1] or len(weights) < 3:
             return
-        groups = config.num_attention_heads // config.num_key_value_heads  # of each of the target's, as many as fit
         grouped = weights[0].view(len(weights[1]) // config.head_dim, -1, config.head_dim, weights[0].shape[1])
-        weights[0] = grouped[:, :groups].flatten(0, 2)
+        weights[0] = grouped[:, : self.groups].flatten(0, 2)  # as many query heads per key head as fit
         if any(len(weight) >= len(rows) for weight, rows in zip(weights, every, strict=True)):
             return
         for weight, rows in zip(weights, every, strict=True):

@@ -1,17 +1,16 @@
-"""Blocks that draft before they are trained: attention that looks where it should, and output maps that are solved for.
+"""Closed-form start of block drafters (`heads.init=linear`): constructed attention, and solved output maps.
 
-All mask slots of a block read the same embedding: only their distance to everything else tells them apart. Some
-attention heads are therefore given queries and keys that see distances and kinds alone. A number read off the layer's
-input is 1 for the context and -1 for a block, whatever the token; times a fixed pattern, which rotary positions turn,
-it gives a score that is highest at the newest token of the context, from every slot, or with the other sign at the
-root. The values of such heads are the directions that say most about the states to come. The other heads keep the
-target's queries and keys, on the slowly turning pairs of a head alone.
+All mask slots of a block read the same embedding, so only relative positions tell them apart. Some attention heads
+therefore get queries and keys that depend on distance and kind alone: a linear probe of the layer's input gives 1 for
+the context and -1 for a block, and a fixed pattern, rotated by RoPE, puts the highest score on the context's newest
+token (with the sign flipped, on the root) from every slot. Their values are the most predictive directions for the
+states to come. The other heads keep the target's queries and keys on the slowly rotating pairs only.
 
-Output maps of attention and MLP are then solved for: ridge regression on the target's final states.
+The output maps of attention and MLP are then ridge regressions to the target's final states.
 
 Shape suffixes: E hidden size, B rows, T tokens, M origins, S drafted slots, K all slots of a block, X slots of a row's
-blocks (or all tokens), R pairs of a head, A atoms (a pair at a phase), P distances, F what a map reads, I what is read
-at an origin, C features, H heads, d head size.
+blocks (or all tokens), R pairs of a head, A atoms (a pair at a phase), P distances, F inputs of a map, I inputs at an
+origin, C features, H heads, d head size.
 """
 
 from __future__ import annotations
@@ -33,51 +32,47 @@ from headstart.heads.parts.text_attention import positions_of
 from headstart.target.fitting import FINAL
 
 _MARGIN = 6.0
-"""How far the score of where a head looks stands above any other."""
+"""Margin of the wanted position's score over any other."""
 _RIDGE = 0.03
-"""Of the solved maps, as a share of the mean squared size of each number that they read."""
+"""Ridge of the solved maps, relative to the mean square of each input."""
 _SOFT = (1.0, 0.1, 0.03)
-"""Of the query heads that share a key head, in turn: how much of their size is the pattern. Soft ones see the rest of
-the text, each slot another share of it."""
+"""Pattern scale of the query heads that share a key head, in turn. Soft ones spread over the rest of the text."""
 _ROWS = 8
-"""Origins for each number that an output map reads, from which it is solved."""
+"""Origins per input dimension to solve an output map from."""
 _WEIGHT = 0.5
-"""Each further step of a draft counts so much less."""
+"""Decay of the regression weight per draft step."""
 _STEPS = (1.0, 0.5, 0.25)
-"""How much of the states to come the features that heads pass on are chosen by."""
+"""Weights of the coming states by which the heads' features are chosen."""
 _KINDS = 8192
-"""Embeddings of the vocabulary that are looked at."""
+"""Sample size of vocabulary embeddings."""
 _PHASES = 8
 _ROUNDS, _RATE = 1500, 0.1
-"""Of the search for a pattern."""
+"""Pattern search."""
 _FAR = 2048
-"""Distances at which the context is looked at."""
+"""Largest distance considered by patterns."""
 
 
 @dataclass(frozen=True)
 class _Lesson:
-    """A batch to solve from, and the origins whose drafts all lie in an answer."""
+    """A batch to solve from, and its origins with all drafts inside an answer."""
 
     batch: HeadBatch
     origin_M: Tensor
 
     def wanted(self, norm: nn.RMSNorm, step: int) -> Tensor:
-        """The state before the norm from which the target predicts what a step drafts, [M, E]."""
+        """The pre-norm state from which the target predicts a step's token, [M, E]."""
         final_XE = self.batch.states[FINAL].flatten(0, 1)
         scale_E = torch.where(norm.weight.abs() < 1e-3, 1.0, norm.weight)
         return final_XE[self.origin_M + step + 1].float() / scale_E
 
 
 class SolvedBlockHead(BlockHead):
-    """Block drafters whose start can be solved for (`heads.init=linear`)."""
+    """Block drafters with a closed-form start (`heads.init=linear`)."""
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Let some attention heads look at the newest state and at the root, and solve for all output maps.
-
-        What the layers add together is the best guess of the state, before the norm, from which the target itself
-        predicts what a slot drafts.
-        """
+        """Point some attention heads at the newest state and the root, then solve all output maps so that the layers'
+        sum best predicts the pre-norm state from which the target predicts each slot's token."""
         config = self.config
         if config.init != "linear":
             return
@@ -97,7 +92,7 @@ class SolvedBlockHead(BlockHead):
                 rows += len(origin_M)
             if rows >= enough:
                 break
-        if rows < config.hidden_size:  # too few to solve anything
+        if rows < config.hidden_size:  # underdetermined
             return
         self._look(lessons)
         self._solve(lessons)
@@ -107,7 +102,7 @@ class SolvedBlockHead(BlockHead):
         fast_d = fast_pairs(layer)
         angles_R = self._angles()[: int(fast_d.sum()) // 2]
         patterns = (pattern(angles_R, config.block_size, False), pattern(angles_R, config.block_size, True))
-        if min(query.margin for query in patterns) <= 0:  # heads of few pairs cannot tell all distances apart
+        if min(query.margin for query in patterns) <= 0:  # too few pairs to tell all distances apart
             return
         features, contexts, roots = Ridge(), list[Tensor](), list[Tensor]()
         for lesson in lessons:
@@ -124,10 +119,7 @@ class SolvedBlockHead(BlockHead):
         vocabulary = torch.arange(0, tokens, max(1, tokens // _KINDS))
         mask = torch.tensor([config.mask_token_id])
         number_E = telling(
-            context_XE,
-            self._first_input(vocabulary, context_XE),
-            torch.cat(roots),
-            self._first_input(mask, context_XE),
+            context_XE, self._first_input(vocabulary, context_XE), torch.cat(roots), self._first_input(mask, context_XE)
         )
         counts, queries, keys = looking(size, config.head_dim), config.num_attention_heads, config.num_key_value_heads
         taken, groups = sum(counts), queries // keys
@@ -189,25 +181,25 @@ class SolvedBlockHead(BlockHead):
         self.settle_beside(float(torch.cat(sizes).mean()))
 
     def beside(self, batch: HeadBatch, origin_M: Tensor, step: int) -> Tensor | None:
-        """What a family reads beside a slot, [M, I], as far as it enters linearly; None where there is nothing."""
+        """A family's extra linear inputs of a slot, [M, I]; None by default."""
         return None
 
     def beside_guess(self, beside_MI: Tensor | None) -> Tensor | float:
-        """What the map of `take_beside` adds to the guess of a state."""
+        """Contribution of the map of `take_beside` to the predicted state."""
         return 0.0
 
     def take_beside(self, map_EI: Tensor, products_II: Tensor) -> None:
-        """Start with this map of what is read beside the slots, whose mean products are given."""
+        """Take this initial map of the extra inputs, with their second moments."""
 
     def settle_beside(self, size: float) -> None:
-        """The streams have this size before the norm, on average."""
+        """Finish that start, given the mean RMS of the streams before the norm."""
 
     def _first_input(self, tokens: Tensor, like: Tensor) -> Tensor:
         assert self.stack[0].input_norm is not None, "as of every layer of a block"
         return normed(self.stack[0].input_norm, self.embedded(tokens, like))
 
     def _angles(self) -> Tensor:
-        """By how much each pair of a head turns over one position, [R]."""
+        """Rotation angle of each pair per position, [R]."""
         cos, sin = self._rotary.at(torch.arange(2)[None], torch.float32, 2)
         half = self.config.head_dim // 2
         angles_R: Tensor = torch.atan2(sin[0, 1, :half], cos[0, 1, :half])
@@ -219,9 +211,8 @@ class SolvedBlockHead(BlockHead):
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """What a query's pairs are set to (their first components, and their second ones), so that its scores are highest
-    at one place from every slot of a block; the least favoured of the wanted scores stands by the margin above the
-    rest, for keys of size 1 in each pair."""
+    """First and second components of a query's pairs that score highest at one place from every slot of a block, with
+    the smallest margin over all other positions for keys of size 1 in each pair."""
 
     real_R: Tensor
     imaginary_R: Tensor
@@ -229,9 +220,8 @@ class Pattern:
 
 
 def places(block: int, at_root: bool) -> tuple[Tensor, Tensor]:
-    """Where a head is to look from each slot, at the newest token of the context or at the root: the distances [K] of
-    that place, and the signs [K, P] of the scores at all distances from 1 - K to `_FAR`. Block and context have keys of
-    opposite signs; 0 stands where there is no place, and at the place that is wanted.
+    """Distances [K] from each slot to the wanted place (the context's newest token, or the root), and the key signs
+    [K, P] at distances 1 - K to `_FAR`: opposite in block and context, 0 outside of both and at the wanted place.
 
     >>> [part[:2, :6].int().tolist() for part in (*places(2, False)[1:], *places(2, True)[1:])]  # distances -1 to 4
     [[[-1, -1, 0, 1, 1, 1], [0, -1, -1, 0, 1, 1]], [[1, 0, -1, -1, -1, -1], [0, 1, 0, -1, -1, -1]]]
@@ -245,8 +235,8 @@ def places(block: int, at_root: bool) -> tuple[Tensor, Tensor]:
 
 
 def pattern(angles_R: Tensor, block: int, at_root: bool) -> Pattern:
-    """The query whose scores at these `places` stand above all others by most, for its size: a matrix game of places
-    against pairs (each turns by `angles_R` over a distance of 1) at phases."""
+    """Find the unit query with the largest margin at these `places`: a matrix game of positions against pairs (rotating
+    by `angles_R` per position) at phases."""
     distance_K, signs_KP = places(block, at_root)
     phases = torch.arange(_PHASES) * (2 * torch.pi / _PHASES)
     angle_A = angles_R.repeat_interleave(_PHASES)
@@ -272,16 +262,15 @@ def pattern(angles_R: Tensor, block: int, at_root: bool) -> Pattern:
 
 
 def fast_pairs(layer: BlockLayer) -> Tensor:
-    """Components of a head that patterns take: the first half of its pairs, which turn quickly, bool [d]."""
+    """Mask of the head components used by patterns, the fast half of the pairs, bool [d]."""
     width = layer.config.head_dim
     return (torch.arange(width) % (width // 2)) < (width + 2) // 4
 
 
 @torch.no_grad()
 def look(layer: BlockLayer, counts: tuple[int, int], patterns: tuple[Pattern, Pattern], number_E: Tensor) -> None:
-    """Set the queries and keys of a layer's first key heads so that they look at the context's newest token, and those
-    of the next ones so that they look at the root (`counts` of each, with margins above 0); the others keep what the
-    slow pairs hold. `number_E` gives 1 for the context and -1 for a block."""
+    """Point a layer's first key heads at the context's newest token and the next ones at the root (`counts` of each,
+    with positive margins); the others keep their slow pairs. `number_E` gives 1 for the context and -1 for a block."""
     config, width = layer.config, layer.config.head_dim
     keys, taken, groups = config.num_attention_heads, sum(counts), layer.groups
     fast_d = fast_pairs(layer)
@@ -309,8 +298,8 @@ def look(layer: BlockLayer, counts: tuple[int, int], patterns: tuple[Pattern, Pa
 
 @torch.no_grad()
 def telling(context_ME: Tensor, *blocks: Tensor) -> Tensor:
-    """What gives 1 for the context and -1 for what a block reads (normed embeddings, of kinds that count alike), as
-    nearly as a linear map can, [E]."""
+    """Fit a linear probe [E] that gives 1 for the context and -1 for a block's normed embeddings, all kinds of which
+    have equal weight."""
     gram_EE = context_ME.T @ context_ME / len(context_ME)
     wanted_E = context_ME.mean(0)
     for block_ME in blocks:
@@ -322,7 +311,7 @@ def telling(context_ME: Tensor, *blocks: Tensor) -> Tensor:
 
 
 class Ridge:
-    """Ridge regression from what is read to what is wanted, in parts."""
+    """Ridge regression, accumulated in parts."""
 
     def __init__(self) -> None:
         self.gram_FF, self.cross_FE = torch.zeros(()), torch.zeros(())
@@ -338,7 +327,7 @@ class Ridge:
 
     def solve(self) -> Tensor:
         """The map [E, F]."""
-        # Some of what is read is a hundred times as large as the rest: the ridge is a share of each number's own size.
+        # Some inputs are a hundred times as large as others: scale the ridge to each one.
         sizes_F = self.gram_FF.diagonal().sqrt().clamp_min(1e-6)
         scaled_FF = self.gram_FF / sizes_F / sizes_F[:, None]
         ridged_FF = scaled_FF + _RIDGE * torch.eye(len(scaled_FF)).to(scaled_FF)
@@ -346,7 +335,7 @@ class Ridge:
         return map_EF
 
     def features(self, part: slice, count: int) -> Tensor:
-        """Of some of what is read, the directions that say most about what is wanted, [count, part]."""
+        """The most predictive directions of some inputs, [count, part]."""
         map_EI = self.solve()[:, part]
         gram_II = self.gram_FF[part, part] / self.rows
         ridge = 1e-4 * gram_II.diagonal().mean()

@@ -1,7 +1,7 @@
-"""Keys and values that draft layers keep while drafting, and attention over them.
+"""KV cache of draft layers, and attention over it.
 
-Shape suffixes: B rows, T tokens, W nodes, K further slots, F numbers of an entry, S cache slots in sight, N key heads,
-G query heads that share a key head, d head size.
+Shape suffixes: B rows, T tokens, W nodes, K further slots, F fields of an entry, S cache slots in sight, N key heads,
+G query heads per key head, d head size.
 """
 
 from __future__ import annotations
@@ -24,21 +24,20 @@ from headstart.target.cache import KeyMemory, LayerKeys
 from headstart.target.few_rows import FIELDS
 
 _SPARE = 256
-"""Cache slots beyond the prompt that a session starts with."""
+"""Initial cache slots beyond the prompt."""
 _QUERIES = 512
-"""Queries that attend together where a mask says what each of them sees: masks are as long as the text."""
+"""Queries per chunk of masked attention: each mask row is as long as the text."""
 
 
 @dataclass(frozen=True)
 class Entries:
-    """New entries of a level of drafting, or of the text before it: where each goes and what it sees.
+    """Slots and visible ranges of new cache entries, from a draft level or pending text.
 
     Attributes:
-        numbers: of each its row, its slot of the cache, its position of the text (for rotary angles), how many slots
-            from the first on it sees, and K slots that it sees beside them, one after the other. The entries of a row
-            have one slot after the other.
-        shape: (B, W, F) of the numbers.
-        stop: slots that they need.
+        numbers: flat fields of each entry: row, cache slot (consecutive in a row), rotary position, length of the
+            visible prefix, and K further visible slots.
+        shape: (B, W, F) of `numbers`.
+        stop: required number of slots.
     """
 
     numbers: array[int]
@@ -47,13 +46,13 @@ class Entries:
 
     @classmethod
     def of_text(cls, lengths: Sequence[int], width: int) -> Entries:
-        """The next entries of each row, which see all up to themselves."""
+        """The next entries of each row, causally masked."""
         texts = (range(length, length + width) for length in lengths)
         return cls.of([[(row, slot, slot, slot + 1) for slot in text] for row, text in enumerate(texts)])
 
     @classmethod
     def of(cls, entries: Sequence[Sequence[Sequence[int]]]) -> Entries:
-        """From the numbers of each, by row."""
+        """Build from the fields of each entry, by row."""
         numbers = array("q", chain.from_iterable(chain.from_iterable(entries)))
         shape = (len(entries), len(entries[0]), len(entries[0][0]))
         return cls(numbers, shape, 1 + max(of_row[-1][1] for of_row in entries))
@@ -71,7 +70,7 @@ class Entries:
         return self.numbers_BWF[..., FIELDS:]
 
     def allowed(self, device: torch.device) -> Tensor | None:
-        """Which slots each of them sees, bool [B, W, slots]; None for all."""
+        """Mask of visible slots, bool [B, W, slots]; None for all."""
         rows, width, further = self.further_BWK.shape
         if rows == width == 1 and int(self.numbers_BWF[0, 0, 3]) + further == self.stop:
             return None
@@ -81,9 +80,8 @@ class Entries:
 
 
 class LayerCache:
-    """Keys and values of committed tokens (`lengths` of each row), and after them those of the tree that is being
-    drafted. Heads that find nothing but their own position have none where C drafted: a score of 0 is nothing beside
-    their own. There is room for some more than the longest prompt, and `reserve` makes further room."""
+    """Keys and values of committed tokens (`lengths` per row), followed by the current tree's. The C kernels leave
+    those of own-position heads at 0, a score that is negligible beside their own."""
 
     def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
         shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)
@@ -92,17 +90,17 @@ class LayerCache:
 
     @staticmethod
     def layers_like(config: LayerConfig, layers: int, like: Tensor) -> list[LayerKeys]:
-        """What the layers keep, for memory that graphs know."""
+        """Cache layout for `KeyMemory`."""
         kind = (config.num_key_value_heads, config.head_dim)
         return [LayerKeys(kind, kind, like.dtype, like.device)] * layers
 
     @staticmethod
     def bytes_per_token(config: LayerConfig, layers: int, item: int) -> int:
-        """Of a row, in numbers of so many bytes; room that is made further may be twice what is needed."""
+        """Bytes per token of a row for `item`-byte elements, with the up to twofold over-allocation of `reserve`."""
         return 2 * 2 * layers * config.num_key_value_heads * config.head_dim * item
 
     def move(self, memory: KeyMemory) -> None:
-        """Go on in this memory, which is large enough."""
+        """Continue in this memory, which must be large enough."""
         rows, longest = len(self.lengths), max(self.lengths)
         moved = [tuple(store[:rows] for store in memory.layer(number)) for number in range(len(self.kv))]
         for store, held in zip(chain.from_iterable(moved), chain.from_iterable(self.kv), strict=True):
@@ -116,7 +114,7 @@ class LayerCache:
             self.kv = [(F.pad(keys, (0, 0, 0, more)), F.pad(values, (0, 0, 0, more))) for keys, values in self.kv]
 
     def put(self, layer: int, starts: Sequence[int], keys_BNTd: Tensor, values_BNTd: Tensor) -> None:
-        """Write to each row's slots from `starts` on."""
+        """Write at each row's slots `starts`, `starts` + 1, ..."""
         (keys, values), width, device = self.kv[layer], keys_BNTd.shape[2], keys_BNTd.device
         if len(set(starts)) == 1:
             keys[:, :, starts[0] : starts[0] + width] = keys_BNTd
@@ -128,7 +126,7 @@ class LayerCache:
         values[rows_B1, :, slots_BT] = values_BNTd.transpose(1, 2)
 
     def reorder(self, rows: Sequence[int]) -> None:
-        """Keep only these rows, in ascending order; they move down in place, as in `TreeCache.reorder`."""
+        """Keep only these rows (ascending), moved down in place as in `TreeCache.reorder`."""
         assert list(rows) == sorted(set(rows)), "rows move down, never up"
         for row, source in enumerate(rows):
             if row != source:
@@ -141,8 +139,8 @@ class LayerCache:
 def cached_attention(
     queries_BNGWd: Tensor, kv: tuple[Tensor, Tensor], slots: int, allowed_BWS: Tensor | None
 ) -> Tensor:
-    """What each query finds in the first `slots` slots of a cache, [B, N, G, W, d], which may have further rows. The
-    queries that share a key head are rows of one attention, so that keys and values need no copy."""
+    """Attend over the first `slots` slots of a cache, which may have more rows, [B, N, G, W, d]. Query heads that share
+    a key head are rows of one attention, which avoids copies of keys and values."""
     shape = queries_BNGWd.shape
     mask = None
     if allowed_BWS is not None:
@@ -159,8 +157,8 @@ def cached_attention(
 def text_attention(
     queries_BNGWd: Tensor, kv: tuple[Tensor, Tensor], slots: int, index_BW: Tensor, starts: Sequence[int]
 ) -> Tensor:
-    """`cached_attention` of entries of texts, each row's written from `starts` on: an entry sees the slots up to its
-    `index_BW`. Memory for masks does not grow with the square of the text."""
+    """Causal `cached_attention` of text entries, written from `starts` on and visible up to `index_BW`. Mask memory is
+    linear in the text."""
     width = queries_BNGWd.shape[3]
     alike = len(set(starts)) == 1
     if alike and starts[0] + width == slots and width == 1:

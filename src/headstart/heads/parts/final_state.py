@@ -1,7 +1,7 @@
-"""Heads that go from one final state of the target to the next, as EAGLE-1's and MTP's do.
+"""Heads that predict the target's next final state from the current one: EAGLE-1 and MTP.
 
-A linear map joins a final state and the embedding of the token that follows; a decoder layer makes of that a guess of
-the next final state, which the target's own frozen LM head reads and which is fed back.
+A linear map joins a final state and the following token's embedding; a decoder layer predicts the next final state,
+which goes to the target's frozen LM head and is fed back.
 
 Shape suffixes: E hidden size, D draft vocabulary, M predictions, J inputs of the joining map, X = B * T flat positions.
 """
@@ -32,7 +32,7 @@ class FinalStateConfig(RecurrentConfig):
 
 
 class FinalStateHead(RecurrentHead):
-    """Joining map and decoder layer; families say what the map reads and what becomes of the layer's output."""
+    """Joining map and decoder layer; families define the map's inputs and the use of the layer's output."""
 
     drafts_features: ClassVar[bool] = True
     config: FinalStateConfig
@@ -44,14 +44,14 @@ class FinalStateHead(RecurrentHead):
     @property
     @abstractmethod
     def joining_map(self) -> Linear:
-        """From what `joined_inputs` gives to the stream."""
+        """Linear map from `joined_inputs` to the stream."""
 
     @abstractmethod
     def joined_inputs(self, feedback: Tensor, embedded: Tensor) -> Tensor:
-        """What the joining map reads, [..., J]; the embedding comes first."""
+        """Inputs of the joining map, [..., J], embedding first."""
 
     def stream_for(self, final_ME: Tensor) -> Tensor:
-        """The stream that leads to these final states."""
+        """The stream that yields these final states."""
         return final_ME
 
     @property
@@ -64,13 +64,13 @@ class FinalStateHead(RecurrentHead):
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel) -> None:
-        """The target's last layer, which adds nothing yet; the state passes through the joining map."""
+        """Copy the target's last layer with zeroed outputs; the joining map passes the state through."""
         self.bind(target)
         if self.config.init == "random":
             return
         size, joining_map = self.config.hidden_size, self.joining_map
         self.stack[0].warm_start(target)
-        self.stack[0].zero_init()  # what is joined is a final state already
+        self.stack[0].zero_init()  # the joined state is already a final one
         joining_map.weight.zero_()
         joining_map.weight[:, size:] = torch.eye(size)
         if joining_map.bias is not None:
@@ -78,7 +78,7 @@ class FinalStateHead(RecurrentHead):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[HeadBatch]) -> None:
-        """Join state and embedding into the best linear guess of the next final state, by ridge regression."""
+        """Fit the joining map to the next final state by ridge regression."""
         if self.config.init != "target":
             return
 

@@ -1,10 +1,10 @@
-"""What families promise whose drafts are captured as CUDA graphs, see `drafters.captured`.
+"""The contract of families with drafts captured as CUDA graphs, see `drafters.captured`.
 
-A level of drafting is one graph. What it reads of the host goes to the device in one upload, as whole numbers; all else
-lies at fixed addresses, in the memory of its session. `draft_step` and `depth_logits` stay the reference: they give the
-same logits from tensors of the very sizes that are needed, and run where nothing is captured.
+A draft level is one graph. Its host inputs are uploaded once, as integers; everything else is at fixed addresses in
+the session's memory. `draft_step` and `depth_logits` are the reference, with the same logits from tensors of exact
+sizes, and the fallback.
 
-Shape suffixes: B rows, W nodes of a level, X numbers of a row, D draft vocabulary.
+Shape suffixes: B rows, W nodes of a level, X integers of a row, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Level:
-    """What a graph needs for one level.
+    """Inputs of one level's graph.
 
     Attributes:
-        numbers_BX: what it reads of the host; nothing is sent where X is 0. After the first level the nodes' tokens
-            come first: those that are drawn on the device are filled in there.
-        width: of its nodes, or depths, so many are real.
-        sizes: what the shapes in the graph depend on, beside the number of rows: each has a graph of its own.
+        numbers_BX: host inputs; no upload if X is 0. After the first level the nodes' tokens come first, and tokens
+            sampled on the device are filled in there.
+        width: number of real (unpadded) nodes, or depths.
+        sizes: shape parameters besides the number of rows; each combination has its own graph.
     """
 
     numbers_BX: Numbers
@@ -41,40 +41,39 @@ class Level:
 
 
 class GraphedHead(DraftHead):
-    """A family whose drafts can be captured. Its sessions have a `memory`, None until they are given one."""
+    """A family with capturable drafts. Its sessions have a `memory`, None until `move`."""
 
     def weights(self) -> Iterator[Tensor]:
-        """All that drafting reads beside its session."""
+        """All tensors that drafting reads outside the session."""
         yield from (*self.parameters(), *self.buffers())
         if self._embedding_VE is not None:
             yield self._embedding_VE
 
     @abstractmethod
     def new_memory(self, session: Any, rows: int, capacity: int) -> Memory:
-        """Memory for sessions like this one, of at most so many rows and slots of each."""
+        """Allocate memory for sessions like this one, of at most `rows` rows with `capacity` slots each."""
 
     @abstractmethod
     def slots(self, session: Any) -> int:
-        """Slots that the first level of the next round needs; each node of the others takes one more."""
+        """Slots needed by the next round's first level; each later node takes one more."""
 
     @abstractmethod
     def move(self, session: Any, memory: Any) -> None:
-        """Go on in this memory, between two rounds."""
+        """Continue in this memory, between two rounds."""
 
     def reading(self, session: Any) -> Iterator[Level]:
-        """What a session has to read before its first level can be captured, a level at a time: each is noted in the
-        session once it was run. By default there is nothing."""
+        """Yield the levels that read pending text before the first level; each updates the session after it has run.
+        None by default."""
         return iter(())
 
     @abstractmethod
     def level(
         self, session: Any, root_B: Tensor, tokens_BW: Numbers, parents_BW: Numbers, depths: range
     ) -> Level | None:
-        """Prepare a level, as `draft_step` is asked for it, or the `depths` of a `OneForwardHead`: note it in the
-        session, and put into the memory what the graph reads of the device; the roots are there already. None where
-        this level cannot be captured; it is then drafted by `draft_step`."""
+        """Prepare a level of `draft_step`, or the `depths` of a `OneForwardHead`: update the session, and write the
+        graph's device inputs to its memory. None if this level cannot be captured; `draft_step` then drafts it."""
 
     @abstractmethod
     def draft_level(self, memory: Any, numbers_BX: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        """What the graph holds: logits [B, W, D] of a level, of as many rows as there are numbers. It neither waits for
-        the device nor sends it anything, writes over nothing that it reads, and gives the same when it runs again."""
+        """The captured function: logits [B, W, D] of a level for the rows of `numbers_BX`. It must not synchronise or
+        upload, must not overwrite its inputs, and must be repeatable."""

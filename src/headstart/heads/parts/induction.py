@@ -1,16 +1,16 @@
-"""A decoder layer that copies from the start: attention that finds where the present token stood before.
+"""Closed-form induction heads: attention that copies the token after an earlier occurrence of the current one.
 
-One layer can do it ("induction heads", Olsson et al., arXiv 2209.11895): the query is the token just decided, the key
-of an entry the token that its state was computed after, the value the token that followed. Each is a linear map of
-what the layer reads, so all of it is solved for instead of learnt.
+One layer suffices ("induction heads", Olsson et al., arXiv 2209.11895): the query is the newest token, an entry's key
+the last token of its state, its value the token that followed. Each is a linear map of the layer's input, so all of it
+is solved instead of learnt.
 
-Entry s of the heads reads the target's state after token s and the embedding of token s + 1 (see `recurrent`). A code
-of token s, a projection of its embedding, is read off the state by ridge regression from all aux layers: early ones
-know the token, late ones what comes next. The code is put where final states hardly ever point, so that one vector
-holds both. Only slowly turning pairs of a head take part, since rotary positions must not hide a match.
+Entry s reads the target's state after token s and the embedding of token s + 1 (see `recurrent`). A code of token s, a
+projection of its embedding, is read off the state by ridge regression from all aux layers: early ones know the token,
+late ones the next. The code goes to directions with the least energy in final states, so that one vector holds both.
+Only slowly rotating pairs of a head are used, since rotary positions must not hide a match.
 
-Shape suffixes: E hidden size, X what is read, C components of a code, N key heads, H query heads, d head size, I what
-queries, keys and values are computed from, P positions, M tokens that are fitted on.
+Shape suffixes: E hidden size, X aux inputs, C components of a code, N key heads, H query heads, d head size, I inputs
+of queries, keys and values, P positions, M tokens that are fitted on.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from headstart.heads.parts.layer import DraftLayer, LayerConfig
 from headstart.heads.parts.residual import map_by_direction
 
 FAR = 512
-"""Tokens over which a pair may turn by half a radian at most."""
+"""Distance over which a slow pair rotates by half a radian at most."""
 _MIN = 16
-"""Components of a head without which codes of different tokens look alike."""
+"""Fewest components of a head that keep codes apart."""
 _SHARE = 0.2
-"""Of the squared size of a fused state that belongs to the code."""
+"""Fraction of a fused state's squared norm given to the code."""
 _SHARPNESS = (0.5, 1.0, 2.0)
-"""Of the query heads that share a key head, in turn: how sharply each tells a match."""
+"""Sharpness of the query heads that share a key head, in turn."""
 _MATCH = 12.0
-"""Attention score, before that factor, of a token whose code is read off without an error."""
+"""Attention score of an exact match at sharpness 1."""
 
 
 @dataclass(frozen=True)
 class Induction:
-    """The map from aux hidden states to the code of the token that was just read, the orthonormal directions of a fused
-    state that take the code, and what it is multiplied with there."""
+    """Map from aux hidden states to the last token's code, and the code's orthonormal directions and scale in a fused
+    state."""
 
     read_CX: Tensor
     axes_EC: Tensor
     size: float
 
     def into(self, fused_EX: Tensor) -> Tensor:
-        """A map from aux hidden states to fused ones [E, X], with the code in its place."""
+        """Write the code into a fusion map [E, X]."""
         fused_EX = fused_EX - self.axes_EC @ (self.axes_EC.T @ fused_EX)
         return fused_EX + self.size * self.axes_EC @ self.read_CX
 
 
 def slow_pairs(config: LayerConfig, cos_Pd: Tensor) -> list[int]:
-    """Components of a head, of one half, that turn little over `FAR` tokens."""
+    """Pairs of a head that rotate little over `FAR` tokens."""
     half = config.head_dim // 2
     index = min(FAR, len(cos_Pd) - 1)
-    # Only the last pairs count, those slower than any that comes full circle.
+    # Only the trailing run of slow pairs counts: earlier ones may have come full circle.
     cos_Pd = cos_Pd / cos_Pd[0, 0]  # tables of long contexts may carry a factor
     rotated = [float(cos_Pd[index // 4, pair]) > 0.99 and float(cos_Pd[index, pair]) > 0.87 for pair in range(half)]
     first = next((pair for pair in range(half) if all(rotated[pair:])), half)
@@ -66,14 +66,14 @@ def slow_pairs(config: LayerConfig, cos_Pd: Tensor) -> list[int]:
 def solve(
     layer: DraftLayer, slow: list[int], aux_MX: Tensor, final_ME: Tensor, own_ME: Tensor, spare: int = 0
 ) -> Induction | None:
-    """Set queries, keys and values of a layer, which reads [embedding, fused state] normed without weights, so that it
-    copies, on its `slow_pairs`; None when these are too few for codes that differ, or when there is too little to learn
-    them from. Its output map and its first `spare` key heads, with their query heads, are left alone.
+    """Set queries, keys and values of a layer that reads [embedding, fused state], normed without weights, so that it
+    copies, on its `slow_pairs`. Returns None if there are too few pairs or tokens. The output map and the first `spare`
+    key heads, with their query heads, stay as they are.
 
     Args:
         aux_MX: aux hidden states.
-        final_ME: the final states among them, or what is made of them.
-        own_ME: normed embeddings of the tokens that they were computed after.
+        final_ME: final states, or their reconstruction from `aux_MX`.
+        own_ME: normed embeddings of the last token of each state.
     """
     config, size = layer.config, own_ME.shape[1]
     groups, width = layer.groups, config.head_dim
@@ -99,11 +99,10 @@ def solve(
     final_size, code_size = (float(x.square().sum(-1).mean()) for x in (final_ME, found_MC))
     scale = (_SHARE / (1 - _SHARE) * final_size / max(code_size, 1e-12)) ** 0.5
     shrink = (size / (final_size / (1 - _SHARE))) ** 0.5  # of the norm that the layer's input goes through
-    # A token's code read off without an error gives the score _MATCH, whatever the sizes are.
+    # An exact code gives the score _MATCH at any scale.
     sharp = _MATCH * width**0.5 * kv_heads / max(float(code_MC.square().sum(-1).mean()), 1e-12)
 
-    # Queries start with the code alone. Keys and values elsewhere stay what they were: a query that finds nothing to
-    # multiply with would never learn.
+    # Queries start with the code alone. Keys keep their other components: against zeros, queries would get no gradient.
     slots = [*slow, *(pair + width // 2 for pair in slow)]
     qkv = layer.qkv.weight.clone()
     every = [count * width for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]

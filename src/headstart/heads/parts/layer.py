@@ -1,10 +1,10 @@
-"""A decoder layer that belongs to the heads: Llama's arrangement, warm-started from a layer of the target.
+"""The draft decoder layer: Llama's architecture, warm-started from a layer of the target.
 
-Training reads whole conversations (`text_attention`), drafting one tree level after the other with keys and values that
-are kept (`cache`). Both give the same numbers.
+Training reads complete conversations (`text_attention`), drafting one tree level at a time with a KV cache (`cache`),
+with equal results.
 
-Shape suffixes: B rows, T tokens, E hidden size, I width of what queries, keys and values read, G query heads that share
-a key head, N key heads, H all heads, d head size, F width of the MLP, R rows of a weight.
+Shape suffixes: B rows, T tokens, E hidden size, I inputs of queries, keys and values, G query heads per key head, N key
+heads, H all heads, d head size, F width of the MLP, R rows of a weight.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _ROTARY: dict[str, set[str]] = {
     "llama3": {"rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {"rope_theta", "factor"},
 }
-"""Rotary kinds whose angles depend on the position alone, and the settings that each needs."""
+"""Rotary types with angles that depend on the position only, and their required settings."""
 _MIN_POSITIONS = 256
-"""Positions of the first table of angles."""
+"""Size of the first rotary table."""
 
 
 class LayerConfig(HeadConfig):
@@ -107,36 +107,34 @@ class LayerConfig(HeadConfig):
 
 
 class Rotary:
-    """Cosines and sines of the rotary positions, in tables that grow as later positions are asked for."""
+    """Rotary tables that grow on demand."""
 
     def __init__(self, config: LayerConfig) -> None:
         self._config = config
         self._tables: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def at(self, positions_BT: Tensor, dtype: torch.dtype, stop: int) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [B, T, d] of these positions, all below `stop`; those after the longest context take its last."""
+        """(cos, sin) [B, T, d] of positions below `stop`, clamped to the longest context."""
         return angles(self.table(stop, positions_BT.device, dtype), positions_BT)
 
     def table(self, stop: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(cos, sin) [P, d] of all positions below `stop` and perhaps more, up to the longest context."""
+        """(cos, sin) [P, d] of at least the positions below `stop`, up to the longest context."""
         key = (device, dtype)
         needed = min(stop, self._config.max_position_embeddings)
         table = self._tables.get(key)
         if table is None or len(table[0]) < needed:
             table = self._tables[key] = self._table(needed, *key)
-        return table  # not read again: drafts in other threads may have put a shorter one there
+        return table  # not re-read: another drafting thread may have stored a shorter one
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def _table(self, needed: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        longest = self._config.max_position_embeddings
-        indices = min(longest, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
-        index_1P = torch.arange(indices)[None]
-        cos, sin = self.embedding()(torch.zeros(1), index_1P)
+        size = min(self._config.max_position_embeddings, max(_MIN_POSITIONS, 1 << (needed - 1).bit_length()))
+        cos, sin = self.embedding()(torch.zeros(1), torch.arange(size)[None])
         return cos[0].to(device, dtype), sin[0].to(device, dtype)
 
     def embedding(self) -> nn.Module:
-        """transformers' module for these positions."""
+        """transformers' rotary module."""
         config = self._config
         llama = LlamaConfig(
             hidden_size=config.num_attention_heads * config.head_dim,
@@ -150,25 +148,25 @@ class Rotary:
 
 
 def angles(table: tuple[Tensor, Tensor], positions_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """(cos, sin) [B, T, d] of these positions; those after the end of the table take its last."""
+    """(cos, sin) [B, T, d] of these positions, clamped to the end of the table."""
     cos, sin = table
     positions_BT = positions_BT.clamp(max=len(cos) - 1)
     return cos[positions_BT], sin[positions_BT]
 
 
 class DraftLayer(nn.Module):
-    """Attention and MLP around a residual stream; what attention reads (`inputs` wide) may be wider than the stream.
+    """Attention and MLP around a residual stream; attention's input (`inputs` wide) may be wider than the stream.
 
-    Families that mix several inputs norm them themselves, without an `input_norm` here. With `qk_norm` queries and keys
-    are normed head by head before they are turned, as Qwen3's.
+    Families that mix several inputs norm them without the `input_norm`. With `qk_norm` queries and keys are normed per
+    head before the rotation, as in Qwen3.
 
     Attributes:
-        own_heads: key heads, the first ones, that find nothing but their own position (`own_position`). Training takes
-            that as given: their queries and keys do not learn, and their values are what they find.
-        has_target_norms: whether it norms queries and keys, and started with the target's norms of them.
+        own_heads: number of leading own-position key heads (`own_position`). Training freezes their queries and keys,
+            and their output is their value.
+        has_target_norms: whether it has query and key norms that were copied from the target.
 
     Raises:
-        UserError: sizes of attention heads that do not go together.
+        UserError: the numbers of query and key heads do not fit.
     """
 
     def __init__(self, config: LayerConfig, inputs: int, input_norm: bool = True, qk_norm: bool = False) -> None:
@@ -200,8 +198,8 @@ class DraftLayer(nn.Module):
     def read(
         self, x_BTI: Tensor, rotary: tuple[Tensor, Tensor], learning_RI: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d]; with `learning_RI` those of
-        `learning`, so that queries and keys of the first `own_heads` are left out."""
+        """Rotated queries [B, N, G, T, d] and keys [B, N, T, d], and values [B, N, T, d]; with `learning_RI` (from
+        `learning`) without the queries and keys of the first `own_heads`."""
         kv_heads = self.config.num_key_value_heads - (0 if learning_RI is None else self.own_heads)
         all_BHTd = self.unturned(x_BTI, learning_RI).transpose(1, 2)
         heads = self.groups * kv_heads
@@ -211,7 +209,7 @@ class DraftLayer(nn.Module):
         return queries, rotated_BHTd[:, heads:], all_BHTd[:, heads + kv_heads :]
 
     def unturned(self, x_BTI: Tensor, learning_RI: Tensor | None = None) -> Tensor:
-        """Queries, keys and values of each token as `read` turns them, [B, T, H, d]."""
+        """Queries, keys and values of each token before the rotation, [B, T, H, d]."""
         if self.input_norm is not None:
             x_BTI = normed(self.input_norm, x_BTI)
         read_BTR: Tensor = self.qkv(x_BTI) if learning_RI is None else F.linear(x_BTI, learning_RI)
@@ -224,7 +222,7 @@ class DraftLayer(nn.Module):
 
     @torch.no_grad()
     def keep_sizes(self, x_BTI: Tensor) -> None:
-        """Let queries and keys that are normed be as large as they would be without, over all heads of these inputs."""
+        """Scale the query and key norms to preserve the RMS that unnormed ones have on these inputs."""
         if self.input_norm is not None:
             x_BTI = normed(self.input_norm, x_BTI)
         for norm, rows in zip((self.q_norm, self.k_norm), self.head_rows()[:2], strict=True):
@@ -232,17 +230,17 @@ class DraftLayer(nn.Module):
                 norm.weight.fill_(F.linear(x_BTI, rows).square().mean().sqrt())
 
     def learning(self) -> Tensor | None:
-        """In training mode, the rows of queries, keys and values that learn, [R, I]; None where all do."""
+        """In training mode, the trained rows of queries, keys and values, [R, I]; None for all."""
         if not self.own_heads or not self.training:
             return None
         slices, where = self.learning_rows()["qkv.weight"], self.qkv.weight.device
         rows_R = torch.cat([torch.arange(rows.start, rows.stop, device=where) for rows in slices])
-        weight_RI = self.qkv.weight.index_select(0, rows_R)  # whose gradient is one table, not one for each slice
-        device = weight_RI.device.type  # cast once: autocast would in every step
+        weight_RI = self.qkv.weight.index_select(0, rows_R)  # one gradient table, not one per slice
+        device = weight_RI.device.type  # cast once: autocast would cast in every step
         return weight_RI.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else weight_RI
 
     def learning_rows(self) -> dict[str, list[slice]]:
-        """Rows of each weight that hold several matrices, by matrix; rows in none of them do not learn."""
+        """Row ranges of the matrices stacked in each weight; rows outside all ranges do not learn."""
         config = self.config
         heads, kv_heads, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim
         own_heads = self.own_heads
@@ -254,7 +252,7 @@ class DraftLayer(nn.Module):
         return {name: [rows for rows in parts if rows.stop > rows.start] for name, parts in matrices.items()}
 
     def by_published_name(self, number: int) -> dict[str, Tensor]:
-        """The weights of layer `number` as they are published, in the layer's own memory."""
+        """Views of the weights under the published names of layer `number`."""
         queries, keys, values = self.head_rows()
         gate, up = self.gate_up.weight.chunk(2)
         tensors = {
@@ -275,24 +273,24 @@ class DraftLayer(nn.Module):
         return {f"layers.{number}.{name}.weight": tensor for name, tensor in tensors.items()}
 
     def head_rows(self) -> tuple[Tensor, ...]:
-        """The weights of queries, keys and values."""
+        """Weights of queries, keys and values."""
         config = self.config
         heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
         return torch.split(self.qkv.weight, [count * config.head_dim for count in heads])
 
     def write(self, residual_BTE: Tensor, mixed_BNGTd: Tensor) -> Tensor:
-        """The stream after this layer, from the stream before it and what attention brought."""
+        """Finish the layer: the next stream from the residual and the attention output."""
         return self.write_found(residual_BTE, by_token(mixed_BNGTd))
 
     def write_found(self, residual_BTE: Tensor, found_BTH: Tensor) -> Tensor:
-        """The same, where what all heads brought lies side by side."""
+        """`write` for an attention output with concatenated heads."""
         x_BTE = residual_BTE + self.o(found_BTH)
         stream_BTE: Tensor = x_BTE + self.down(self.inside(x_BTE))
         return stream_BTE
 
     def in_8_bits(self, like: Tensor, own_heads: int = 0) -> few_rows.Layer | None:
-        """This layer for a few rows in C, whose first `own_heads` key heads find nothing but their own position; None
-        where its weights are not in 8 bits, or it is built otherwise."""
+        """This layer for the C kernels, with `own_heads` own-position key heads; None if its weights are not int8 or
+        its activation is unsupported."""
         maps = [in_panels(linear.weight, like) for linear in (self.qkv, self.o, self.gate_up, self.down)]
         if self.config.hidden_act != "silu" or not all(maps):
             return None
@@ -301,31 +299,31 @@ class DraftLayer(nn.Module):
         return few_rows.Layer(cast(list[Int8Weight], maps), weights, self.config.rms_norm_eps, own_heads)
 
     def over_few(self, functions: Any, read_BTI: Tensor, stream_BTE: Tensor, sight: few_rows.Sight) -> Tensor:
-        """The stream after this layer for a few rows on a CPU, those alone that are asked for."""
+        """The stream after this layer in C, for a few rows on a CPU; only the `last_B` entries if given."""
         found_BTH = few_rows.attend(functions, self.unturned(read_BTI), sight)
         if sight.last_B is not None:
             stream_BTE = stream_BTE[range(len(stream_BTE)), sight.last_B.tolist()][:, None]
         return self.write_found(stream_BTE, found_BTH)
 
     def inside(self, stream_BTE: Tensor) -> Tensor:
-        """What the MLP's last map reads, [B, T, F]."""
+        """Input of the MLP's down projection, [B, T, F]."""
         gate_BTF, up_BTF = self.gate_up(normed(self.mlp_norm, stream_BTE)).chunk(2, dim=-1)
         inside_BTF: Tensor = self._act(gate_BTF) * up_BTF
         return inside_BTF
 
     @torch.no_grad()
     def zero_init(self) -> None:
-        """Let the layer add nothing to the stream for now; what it reads and computes stays, and learns what to add."""
+        """Zero the output projections: the layer starts as the identity and keeps its other weights."""
         self.o.weight.zero_()
         self.down.weight.zero_()
 
     @torch.no_grad()
     def warm_start(self, target: FrozenModel, number: int = -1, offset: int = 0) -> None:
-        """Take over a layer of the target, as far as it is built alike; the rest starts without any effect, and so do
-        the first `offset` columns of the input, which the target's layer does not know."""
+        """Copy the compatible parts of a target layer; other parts, and the first `offset` input columns (unknown to
+        the target's layer), start without effect."""
         config, layer = self.config, cast(Any, target.layers[number])
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-        # What a layer adds may be normed once more (Gemma 2 and 3, OLMo 2, GLM 4): its weights are then not all of it.
+        # Layers with norms on their output (Gemma 2 and 3, OLMo 2, GLM 4) cannot be copied by weights alone.
         plain = not any(hasattr(layer, f"post_{name}_layernorm") for name in ("feedforward", "self_attn", "mlp"))
         share = float(getattr(layer, "residual_multiplier", 1.0))  # of what is added (Granite)
 
@@ -356,12 +354,12 @@ class DraftLayer(nn.Module):
             self.mlp_norm.weight.copy_(norm_scale(norm, self.mlp_norm.weight))
 
     def _heads_as(self, attention: object) -> bool:
-        """Whether this layer norms queries and keys where the target's attention does. Where it alone does, norms are
-        cheap to learn around: they only change how sharply attention looks."""
+        """Whether this layer has the query and key norms that the target has. Extra ones are harmless: they only change
+        the sharpness of attention."""
         return self.q_norm is not None or not hasattr(attention, "q_norm")
 
     def _start_norms(self, attention: object, scale: float) -> None:
-        """Take over the target's norms of queries and keys, where it has the same."""
+        """Copy the target's query and key norms if they have the same shape."""
         for name, own_norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
             norm = getattr(attention, name, None)
             weight = getattr(norm, "weight", None)
@@ -372,21 +370,21 @@ class DraftLayer(nn.Module):
                 own_norm.weight.copy_(norm_scale(norm, own_norm.weight) * (scale if name == "q_norm" else 1))
 
     def _rotary_as(self, target: FrozenModel, attention: object) -> bool:
-        """Whether the target's attention turns queries and keys by position as this layer does."""
+        """Whether the target has the same rotary positions."""
         rotary = getattr(sys.modules[type(attention).__module__], "rotate_half", rotate_half)
         x_4 = torch.arange(4.0)
         return self.config.rope_parameters == _rope(target) and torch.equal(rotary(x_4), rotate_half(x_4))
 
 
 def _rope(target: FrozenModel) -> dict[str, Any]:
-    """The target's rotary positions, those of full attention where kinds differ; empty for other positions."""
+    """The target's rotary settings, of full attention if layer types differ; empty without RoPE."""
     rope = getattr(target.config, "rope_parameters", None) or {}
     rope = rope if "rope_theta" in rope else rope.get("full_attention", {})
     return {"rope_type": "default", **rope} if rope else {}
 
 
 def linear_of(module: Any, name: str) -> nn.Linear | None:
-    """The linear layer of this name, if there is one whose weights can be read as they are (not quantized)."""
+    """The linear layer of this name, if it exists and is not quantized."""
     part = getattr(module, name, None)
     if not isinstance(part, nn.Linear) or not part.weight.is_floating_point() or is_packed(part.weight):
         return None
@@ -402,19 +400,19 @@ def _is_rms(norm: Any) -> bool:
 
 
 def with_own(own_BNTd: Tensor, mixed_BNGTd: Tensor) -> Tensor:
-    """What all heads found, [B, N, G, T, d], from what those that learn found and the values of `own_heads`."""
+    """Attention output of all heads, [B, N, G, T, d]: the values of `own_heads`, then the other heads' output."""
     if not own_BNTd.shape[1]:
         return mixed_BNGTd
     return torch.cat([own_BNTd[:, :, None].expand(-1, -1, mixed_BNGTd.shape[2], -1, -1), mixed_BNGTd], dim=1)
 
 
 def by_token(mixed_BNGTd: Tensor) -> Tensor:
-    """What all heads found for each token, side by side as the output map reads it, [B, T, N * G * d]."""
+    """Concatenate the heads of each token, [B, T, N * G * d]."""
     return mixed_BNGTd.permute(0, 3, 1, 2, 4).flatten(2)
 
 
 def normed(norm: nn.Module, x: Tensor) -> Tensor:
-    """An RMS norm in the dtype of what it normalises, whose fused operation wants one dtype."""
+    """Apply an RMS norm in the dtype of its input, as the fused operation requires."""
     assert isinstance(norm, nn.RMSNorm), "heads have RMS norms"
     weight = norm.weight.to(x.dtype)
     if norm.eps is not None and (functions := few_rows.serves(x)):
@@ -423,7 +421,7 @@ def normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def normed_beside(norms: Sequence[nn.RMSNorm], parts: Sequence[Tensor]) -> Tensor:
-    """Parts of one size side by side, each after its norm; all with one epsilon."""
+    """Norm and concatenate parts of one size; the norms share one epsilon."""
     eps = norms[0].eps
     if eps is not None and (functions := few_rows.serves(parts[0])):
         return few_rows.norms(functions, parts, [norm.weight.to(parts[0].dtype) for norm in norms], eps)
@@ -431,7 +429,6 @@ def normed_beside(norms: Sequence[nn.RMSNorm], parts: Sequence[Tensor]) -> Tenso
 
 
 def refused_layers(aux_layers: Sequence[int], which: str = "from 1 on") -> UserError:
-    """Why these layers of the target cannot be read."""
     return UserError(
         f"The heads would read layers {list(aux_layers)} of the target, which must be different ones, {which}.",
         "Name them, for example heads.aux_layers=[1,2,3]; a target of few layers needs it.",
@@ -446,10 +443,8 @@ def start_from_last_layers(
     norm: nn.RMSNorm,
     before: int = 0,
 ) -> None:
-    """Let layers start as the target's last ones, from the deepest of the states that `fc` fuses, with its norms.
-
-    The input of the first layer has so many columns `before` what was fused.
-    """
+    """Warm-start layers and norms from the target's last ones, with `fc` passing on the deepest fused state, which has
+    `before` columns in front of it in the first layer's input."""
     if len(stack) > target.num_layers:
         raise UserError(
             f"heads.num_layers is {len(stack)} and the target has {target.num_layers} layers to start from.",
@@ -466,7 +461,7 @@ def start_from_last_layers(
 
 
 def norm_scale(norm: nn.Module | None, like: Tensor) -> Tensor:
-    """What an RMS norm multiplies with, whether it is stored as such or as a difference to 1; ones for other norms."""
+    """Effective scale of an RMS norm, stored as such or as a difference to 1; ones for other norms."""
     if not _is_rms(norm):
         return torch.ones_like(like)
     rms = cast(nn.Module, norm)

@@ -1,10 +1,10 @@
-"""The multi-token-prediction module that a target ships, as heads hold and train it.
+"""A target's own multi-token-prediction module, trainable as a draft head.
 
-Its decoder layer is transformers' own of the target's kind (latent attention, gates, experts), so that every number of
-the checkpoint has its place. Such a layer computes queries, keys and values itself; what the queries find comes from
-`attend`, which is given with each call: over a text in training, over a tree and what is kept of the text in drafting.
+Its decoder layer is the target's own transformers class (latent attention, gates, experts), so that every checkpoint
+tensor has its place. The layer computes queries, keys and values itself and calls the `attend` passed with each call:
+over a text in training, over a tree and the KV cache in drafting.
 
-Shape suffixes: B rows, W entries, E hidden size, N key heads, G query heads that share a key head, d head size.
+Shape suffixes: B rows, W entries, E hidden size, N key heads, G query heads per key head, d head size.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from headstart.target.shipped import ARRANGEMENTS, Arrangement, load_layer, ship
 _ATTENTION = "headstart-heads"
 _LAYER = "layers.0."
 _OF_THE_FILES = ("_name_or_path", "architectures", "auto_map", "quantization_config", "transformers_version")
-"""Settings of a config that say nothing of the layer."""
+"""Config fields that do not describe the layer."""
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""What queries [B, N, G, W, d] find, of their shape, from their own keys and values [B, N, W, d] and earlier ones."""
+"""Attention of queries [B, N, G, W, d] over their own keys and values [B, N, W, d] and earlier ones."""
 
 
 def _attention(
@@ -47,8 +47,8 @@ def _attention(
     attend: Attend,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' interface over `attend`, which has one head size and its usual scale: latent attention has shorter
-    values than keys, and a scale of its own."""
+    """Adapt `attend` to transformers' interface. Latent attention has values shorter than keys and its own scale, so
+    both are padded to one head size and queries are rescaled."""
     size = max(key_BNWd.shape[-1], value_BNWd.shape[-1])
     parts = (query_BQWd * (scaling * size**0.5), key_BNWd, value_BNWd)
     query, key, value = (F.pad(part.to(value_BNWd.dtype), (0, size - part.shape[-1])) for part in parts)
@@ -62,13 +62,13 @@ AttentionInterface.register(_ATTENTION, _attention)
 
 @dataclass(frozen=True)
 class NativeSettings:
-    """What a module is like, without its numbers; all of it is the target's.
+    """Architecture of a target's module.
 
     Attributes:
-        arrangement: by name, see `ARRANGEMENTS`.
-        head: what the names of its parts begin with in the checkpoint.
-        state_layer: of the target, whose states it reads.
-        layer: config of a model of its layer alone, as transformers writes it.
+        arrangement: name in `ARRANGEMENTS`.
+        head: prefix of its tensors in the checkpoint.
+        state_layer: target layer it reads.
+        layer: transformers config of a one-layer model with its layer.
     """
 
     arrangement: str
@@ -78,10 +78,10 @@ class NativeSettings:
 
     @classmethod
     def of(cls, target: FrozenModel) -> NativeSettings:
-        """Describe the target's first module; a `UserError` where it has none."""
+        """Describe the target's first module; a UserError if it has none."""
         files = shipped_files(target)
         config = files.layer_config(0)
-        # Code that a target brings along is a class that builds on one of transformers': its layer is that one's.
+        # Remote-code configs derive from one of transformers' classes: use that class's layer.
         names = [(getattr(kind, "model_type", ""), kind) for kind in type(config).__mro__]
         known = next((name for name, kind in names if name in CONFIG_MAPPING and CONFIG_MAPPING[name] is kind), None)
         if known is None:
@@ -101,22 +101,22 @@ class NativeSettings:
         return CONFIG_MAPPING[self.layer["model_type"]].from_dict(dict(self.layer))
 
     def model(self) -> Any:
-        """A causal language model of this layer alone, with random numbers."""
+        """Build a randomly initialised causal LM of this layer alone."""
         return AutoModelForCausalLM.from_config(
             self.config(), dtype=torch.float32, attn_implementation=_ATTENTION, experts_implementation="eager"
         )
 
     def rotary(self) -> nn.Module:
-        """The rotary positions of its layer."""
+        """Rotary module of its layer."""
         with torch.device("meta"):
             kind = type(self.model().get_decoder().rotary_emb)
         rotary: nn.Module = kind(self.config())
-        if hasattr(rotary, "mrope_section"):  # reads a token's time, height and width; in a text they are the same
+        if hasattr(rotary, "mrope_section"):  # wants time, height and width positions, which are equal in text
             rotary.register_forward_pre_hook(lambda _, given: (given[0], given[1].expand(3, -1, -1)))
         return rotary
 
     def cache_shape(self) -> tuple[int, int]:
-        """Key heads, and the size of what is kept for each: the longer of a key and a value."""
+        """Number of key heads and cached size per head, the larger of key and value."""
         rotary = self.rotary()(torch.zeros(1), torch.zeros(1, 1, dtype=torch.long))
         shapes: list[torch.Size] = []
 
@@ -136,7 +136,7 @@ class NativeSettings:
 
 
 class NativeRotary(Rotary):
-    """The rotary positions of the target's own kind of layer."""
+    """Rotary positions of the target's layer type."""
 
     def __init__(self, config: LayerConfig, settings: NativeSettings) -> None:
         super().__init__(config)
@@ -147,7 +147,7 @@ class NativeRotary(Rotary):
 
 
 class NativeModule(nn.Module):
-    """Norms of the embedding and of the state, the map that joins them, a decoder layer and the last norm."""
+    """Norms of embedding and state, joining map, decoder layer and output norm."""
 
     def __init__(self, settings: NativeSettings) -> None:
         super().__init__()
@@ -159,23 +159,22 @@ class NativeModule(nn.Module):
         self.layer = decoder.layers[0]
 
     def learning(self) -> None:
-        """See `DraftLayer.learning`: all rows do."""
+        """See `DraftLayer.learning`: all rows learn."""
 
     def joined(self, feedback: Tensor, embedded: Tensor) -> Tensor:
-        """What the layer reads."""
         parts = [self.enorm(embedded), self.hnorm(feedback)]
         joined: Tensor = self.eh_proj(torch.cat(parts[::-1] if self.settings.arranged.state_first else parts, dim=-1))
         return joined
 
     def run(self, joined_BWE: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """The layer's stream, [B, W, E]."""
+        """Run the layer; returns its stream, [B, W, E]."""
         made = self.layer(joined_BWE, position_embeddings=rotary, attention_mask=None, attend=attend)
         stream: Tensor = made[0] if isinstance(made, tuple) else made
         return stream
 
     @torch.no_grad()
     def load(self, target: FrozenModel) -> None:
-        """Take the numbers of the target's checkpoint, in the module's dtype."""
+        """Load the target's checkpoint in the module's dtype."""
         files = shipped_files(target)
         with torch.device("meta"):
             kind = type(self.settings.model())
@@ -186,7 +185,7 @@ class NativeModule(nn.Module):
             part.weight.copy_(weight)
 
     def by_checkpoint_name(self) -> dict[str, Tensor]:
-        """What learns, by the names of the target's checkpoint: experts apart, where transformers stacks them."""
+        """Trained tensors by their checkpoint names, with experts unstacked."""
         arranged = self.settings.arranged
         parts = (self.enorm, self.hnorm, self.eh_proj, self.norm)
         tensors = {
@@ -203,21 +202,21 @@ class NativeModule(nn.Module):
 
 
 def native_fields(target: FrozenModel) -> dict[str, Any]:
-    """Settings of heads that hold the target's module."""
+    """Head settings that follow from the target's module."""
     settings = NativeSettings.of(target)
     heads, size = settings.cache_shape()
     return {"native": settings, "num_key_value_heads": heads, "head_dim": size}
 
 
 def other_weights(target: FrozenModel) -> tuple[Tensor | None, Tensor | None]:
-    """LM head and embeddings that the target ships for its module alone, where they are others than its own."""
+    """LM head and embeddings that the target ships for its module only, if any."""
     try:
         lm_head_VE, embedding_VE = shipped_files(target).other_weights()
-    except UserError:  # its files are elsewhere: the sizes alone are asked for, or it was made in memory
+    except UserError:  # no files: an in-memory target, or only sizes are needed
         return None, None
     return lm_head_VE, embedding_VE
 
 
 def state_layer(settings: NativeSettings | None) -> int:
-    """Whose states a module reads; the final one's, where it is not the target's own."""
+    """Target layer that a module reads; FINAL for heads without a native module."""
     return FINAL if settings is None else settings.state_layer

@@ -1,15 +1,14 @@
-"""Attention heads that look at their own position alone, and so hold a linear map of what the layer reads.
+"""Own-position heads: attention heads that attend only to themselves and so apply a linear map to the layer's input.
 
-The published EAGLE-3 layer has no linear map of what it reads. A head whose attention finds nothing but its own entry
-is one, of rank `head_dim`; with enough of them the layer can be given any linear map before it is trained.
+The published EAGLE-3 layer has no linear map from its input to its output. A head that attends only to its own entry is
+one of rank `head_dim`; enough of them can hold any linear map before training.
 
-A score that is highest at the own position has two parts. The first is nearly the same number for every token, read off
-its embedding (embeddings share a direction), on the pairs of a head that turn quickly: rotary positions make it less at
-any other distance. The second, on all other pairs, compares a code of the two tokens: for another token it is about
-zero. A token that comes twice has the same code, but also the same number, and then the first part decides.
+The score has two parts. The first, on quickly rotating pairs, is nearly the same for every token (embeddings share a
+direction), and RoPE lowers it at any other distance. The second, on the other pairs, compares token codes and is about
+zero for a different token. For a repeated token the codes match, and the first part decides.
 
-Shape suffixes: E hidden size, I what queries, keys and values are computed from (the normed embedding first), P
-distances, R pairs of a head, V vocabulary, C components, M tokens, O rank.
+Shape suffixes: E hidden size, I inputs of queries, keys and values (normed embedding first), P distances, R pairs of a
+head, V vocabulary, C components, M tokens, O rank.
 """
 
 from __future__ import annotations
@@ -22,28 +21,27 @@ from torch import Tensor
 from headstart.heads.parts.layer import DraftLayer
 
 FAR = 4096
-"""Distances at which another position is looked at."""
+"""Largest distance considered."""
 _ROUNDS, _RATE = 2000, 0.2
-"""Of the search for the pairs that tell distances apart, see `pair_shares`."""
+"""Search of `pair_shares`."""
 _UNUSED = 0.01
 """Share below which a pair is left to the code."""
 _MARGIN, _OTHERS = 20.0, 30.0
-"""How far the own score stands above any other of the same token, whose number is 1, and how much farther above those
-of other tokens on average."""
+"""Score margin over repeats of the same token, and the mean extra margin over other tokens."""
 ALONE = 0.999
-"""Mean share of its attention from which a head counts as looking at its own position alone."""
+"""Smallest mean self-attention weight of an own-position head."""
 _RIDGE = 1e-4
-"""Of the number that all tokens share, as a share of the mean squared size of an embedding's component."""
+"""Ridge of the shared-direction probe, relative to the mean square of an embedding's component."""
 
 
 def heads_needed(hidden_size: int, head_dim: int) -> int:
-    """Key heads that hold any linear map of the hidden size."""
+    """Number of key heads that can hold any linear map of the hidden size."""
     return -(-hidden_size // head_dim)
 
 
 def play(gains: Callable[[Tensor], Tensor], count: int, rounds: int, rate: float) -> Tensor:
-    """A matrix game, played by multiplicative weights: the sum of the shares [count] of the later half of the rounds,
-    which is near the best mixture, given what each choice gains where the opponent answers a mixture best."""
+    """Solve a matrix game by multiplicative weights. `gains` returns each choice's payoff against the best response to
+    a mixture; the result sums the mixtures [count] of the later half of the rounds, near the optimum up to scale."""
     logs, total = torch.zeros(count), torch.zeros(count)
     for played in range(rounds):
         shares = logs.softmax(0)
@@ -54,9 +52,8 @@ def play(gains: Callable[[Tensor], Tensor], count: int, rounds: int, rate: float
 
 
 def pair_shares(cos_PR: Tensor) -> tuple[Tensor, float]:
-    """How the score is spread over pairs so that the most that any other distance gets is least, given the cosines of
-    the angles by which each pair turns over each distance from 1 on: shares [R] that add up to 1, and the score of the
-    worst distance, of 1 at the own position.
+    """Distribute the score over pairs to minimise its maximum over distances, given the pairs' rotary cosines at
+    distances from 1 on. Returns shares [R] that sum to 1, and that maximum (1 at distance 0).
 
     >>> quick = torch.cos(torch.arange(1, 9)[:, None] * torch.tensor([1.0, 1e-3]))
     >>> shares, worst = pair_shares(quick)
@@ -70,8 +67,8 @@ def pair_shares(cos_PR: Tensor) -> tuple[Tensor, float]:
 
 
 def number_of_all(*kinds: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
-    """What a normed embedding is multiplied with to give a number near 1 for every token, [E], and their mean [E]. Each
-    of the `kinds` of embeddings, [M, E] in parts, counts alike: few of the vocabulary's tokens are common in texts."""
+    """Fit a probe [E] that gives about 1 for every normed embedding, and return it with their mean [E]. The `kinds` of
+    embeddings, [M, E] in parts, have equal weight: few of the vocabulary's tokens are common in texts."""
     gram_EE, mean_E = torch.zeros(()), torch.zeros(())
     for kind in kinds:
         products_EE, sum_E, count = torch.zeros(()), torch.zeros(()), 0
@@ -86,8 +83,8 @@ def number_of_all(*kinds: Iterable[Tensor]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def look_at_itself(layer: DraftLayer, heads: int, cos_PR: Tensor, number_E: Tensor, mean_E: Tensor) -> None:
-    """Set queries and keys of the first key heads of a layer, which reads [normed embedding, ...], so that each finds
-    its own position alone. The number and the mean embedding, which codes leave out, are of `number_of_all`."""
+    """Set queries and keys of a layer's first key heads so that each attends only to its own position. The layer reads
+    [normed embedding, ...]; `number_E` and `mean_E` (removed from codes) come from `number_of_all`."""
     config, width, groups = layer.config, layer.config.head_dim, layer.groups
     shares_R, worst = pair_shares(cos_PR)
     first_R = (_MARGIN / max(1 - worst, 1e-2) * width**0.5 * shares_R).sqrt()
@@ -96,7 +93,7 @@ def look_at_itself(layer: DraftLayer, heads: int, cos_PR: Tensor, number_E: Tens
     size = len(mean_E)
     components = min(len(slots), size - 1)
     for norm in (layer.q_norm, layer.k_norm):
-        if norm is not None:  # which leaves these heads as large as they are made here
+        if norm is not None:  # preserve the scale set below
             norm.weight.fill_((float(first_R.square().sum()) / width + _OTHERS * width**-0.5) ** 0.5)
     random = torch.Generator().manual_seed(0)
     weight = layer.qkv.weight.view(-1, width, layer.qkv.in_features)
@@ -104,7 +101,7 @@ def look_at_itself(layer: DraftLayer, heads: int, cos_PR: Tensor, number_E: Tens
     for head in range(heads):
         spread_EC = torch.randn(size, components, generator=random).to(mean_E)
         code_EC = torch.linalg.qr(torch.cat([mean_E[:, None], spread_EC], dim=1))[0][:, 1:]
-        # Normed embeddings have a squared size of E; a code takes its share of that.
+        # A normed embedding has squared norm E; a code takes its share of that.
         code_EC *= (_OTHERS * width**0.5 / components) ** 0.5
         rows_dI = torch.zeros_like(weight[0])
         rows_dI[: width // 2, :size] = (first_R[:, None].to(number_E) * number_E).to(weight)
@@ -115,11 +112,11 @@ def look_at_itself(layer: DraftLayer, heads: int, cos_PR: Tensor, number_E: Tens
 
 @torch.no_grad()
 def hold(layer: DraftLayer, heads: int, map_EI: Tensor, read_II: Tensor) -> None:
-    """Let the heads of `look_at_itself` add this linear map of what the layer reads, as far as their rank goes; mean
-    products of what is read say which part of the map matters most."""
+    """Store a linear map of the layer's input in the heads of `look_at_itself`, as far as their rank allows; the
+    input's second moments rank the directions."""
     config, width = layer.config, layer.config.head_dim
     groups, rank = layer.groups, heads * width
-    # Directions of the stream by how much the map adds along them, the most first.
+    # Output directions, largest variance first.
     axes_EE = torch.linalg.eigh((map_EI @ read_II @ map_EI.T).double())[1].flip(1).to(map_EI)
     axes_EO = axes_EE[:, :rank]
     used = axes_EO.shape[1]
@@ -132,8 +129,8 @@ def hold(layer: DraftLayer, heads: int, map_EI: Tensor, read_II: Tensor) -> None
 
 
 def untouched(layer: DraftLayer) -> int:
-    """How many key heads, the first ones, are still as `look_at_itself` makes them, their queries their keys, of the
-    embedding alone. Where training does not take them as given, it changes them."""
+    """Count the leading key heads that are still as `look_at_itself` made them: queries equal keys, from the embedding
+    alone. Training changes heads that are not frozen."""
     size, width = layer.config.hidden_size, layer.config.head_dim
     queries, keys, _ = (part.view(-1, width, part.shape[1]) for part in layer.head_rows())
     if layer.q_norm is not None or layer.qkv.in_features == size:
@@ -144,7 +141,7 @@ def untouched(layer: DraftLayer) -> int:
 
 
 def shares(queries_BNGTd: Tensor, keys_BNTd: Tensor) -> Tensor:
-    """How much of its attention each position of whole texts gives to itself, [B, N, G, T]."""
+    """Self-attention weight of each position of complete texts, [B, N, G, T]."""
     width, size = keys_BNTd.shape[2:]
     scores = queries_BNGTd @ keys_BNTd[:, :, None].mT / size**0.5
     later_TT = torch.ones(width, width, dtype=torch.bool, device=scores.device).triu(1)

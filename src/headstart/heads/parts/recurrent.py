@@ -1,28 +1,27 @@
-"""What families that feed their own state back have in common: unrolling in training, drafting level by level.
+"""The base of autoregressive heads: unrolling in training, drafting level by level.
 
-Entry t of such a head reads a state of the target after token t and the embedding of token t + 1, and drafts token
-t + 2. The state is the final one (EAGLE-1, MTP) or what the heads make of several layers' (EAGLE-3). The head's output
-stands in for the next one: together with the drafted token's embedding it is the entry of the next step. On tokens
-a b c d e (positions 0-4), the draft that starts from the state after `b` (origin 1):
+Entry t of such a head reads the target's state after token t and the embedding of token t + 1, and drafts token t + 2.
+The state is the final one (EAGLE-1, MTP) or a fusion of several layers' (EAGLE-3). The head's output stands in for the
+next state: with the drafted token's embedding it is the entry of the next step. On tokens a b c d e (positions 0-4),
+the draft from the state after `b` (origin 1):
 
     step 0   state(b), emb(c) -> d                      sees the entries of a, b (b's is step 0)
     step 1   its own output of step 0, emb(d) -> e      sees the entries of a, b, and itself
 
-Where the target wrote c d e, step 0 learns from the origins 1 and 2, step 1 from 1. Origin 0 is not among them: its
-root, `b`, was not written by the target, as every root is in decoding:
+If the target wrote c d e, step 0 learns from origins 1 and 2, step 1 from 1. Origin 0 is excluded: the target did not
+write its root `b`, as it does in decoding:
 
 >>> from headstart.heads.base import supervised_origins
 >>> supervised = torch.tensor([[False, False, True, True, True]])
 >>> [supervised_origins(supervised, step).tolist() for step in range(2)]
 [[1, 2], [1]]
 
-The entry of step k stands at position t + k. Training computes step k of all origins of a conversation at once; an
-origin sees the text's entries up to itself (its step 0) and its own steps from 1 on, this one included, never those of
-another origin, exactly as when drafting (the "training-time test" of EAGLE-3, arXiv 2503.01840).
+The entry of step k is at position t + k. Training computes step k of all origins of a conversation at once; an origin
+sees the text's entries up to itself (its step 0) and its own steps up to k, never another origin's, exactly as in
+drafting (the "training-time test" of EAGLE-3, arXiv 2503.01840).
 
 Shape suffixes: B rows, T tokens, A origins of a row, M predictions, P pending entries, W nodes of a level, S cache
-slots, K draft steps, E hidden size, I width of what attention reads, X what a family reads of the target, D draft
-vocabulary.
+slots, K draft steps, E hidden size, I attention inputs, X a family's inputs from the target, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -55,13 +54,11 @@ from headstart.tree.calibration import DEEPEST
 from headstart.tree.tree import Committed, Request, Tree
 
 _FEW_PENDING = 8
-"""Pending entries of all rows up to which a graph reads as many: a round commits now one and now several tokens, and
-each number would have a graph of its own."""
+"""Pending entries, over all rows, that small rounds are padded to: otherwise each count would need its own graph."""
 _MOST_READ = 1024
-"""Pending entries up to which graphs read them, as many at a time as the widest holds; of more, a forward without a
-graph is over before."""
+"""Most pending entries to read with graphs, in pieces of the widest one; beyond, an uncaptured forward is faster."""
 _WORTH_A_COPY = 0.9
-"""Origins of a batch are copied together again when fewer than this share of them go on, and take less room then."""
+"""Origins are compacted when fewer than this fraction continue and the padded size shrinks."""
 
 
 class RecurrentConfig(LayerConfig):
@@ -72,21 +69,18 @@ class RecurrentConfig(LayerConfig):
 
 @dataclass
 class RecurrentSession:
-    """Drafting of a batch.
+    """Drafting state of a batch. Growing a tree in one call does not update `feedback_BWE`, `paths` and `nodes`.
 
     Attributes:
-        seen_BPX: states of committed tokens whose keys and values are not in the cache yet, `counts` of each row, and
-            room for more.
-        tokens: the token after each of them but a row's last one: that is the root, known when drafting begins.
-        drafted: whether their entries were computed (with the root) in this round.
-        base: cache slot of each row's entry with the root: (state before the root, root).
-        feedback_BWE: what the nodes of the last level feed back. Where a whole tree is grown in one call, this and what
-            follows of levels stays as it was.
-        memory: what graphs know, where drafts are captured.
-        paths: of each row and node of the last level, the cache slots that it sees after the root's.
-        nodes: how many the levels after the first have had in this round.
-        in_8_bits: the heads as C computes a level of a few rows, see `RecurrentHead.in_8_bits`; weights stay the same
-            while a text is drafted.
+        seen_BPX: target states of pending tokens (committed, not cached yet), `counts` per row, with spare room.
+        tokens: the token after each pending state except a row's last one, which precedes the root.
+        drafted: whether the pending entries were computed (with the root) in this round.
+        base: cache slot of each row's root entry: (state before the root, root).
+        feedback_BWE: feedback of the last level's nodes.
+        memory: buffers of CUDA graphs, if drafts are captured.
+        paths: per row and node of the last level, the cache slots on its path after the root's.
+        nodes: number of nodes of the levels after the first in this round.
+        in_8_bits: the heads for the C kernels, see `RecurrentHead.in_8_bits`; weights do not change while drafting.
     """
 
     cache: LayerCache
@@ -102,13 +96,13 @@ class RecurrentSession:
     in_8_bits: few_rows.Recurrent | None = None
 
     def begin_round(self) -> None:
-        """The pending entries of the text are next, the last one of each row with the root."""
+        """Start a round; its first level is the pending entries, ending with the root's."""
         self.base = [length + count - 1 for length, count in zip(self.cache.lengths, self.counts, strict=True)]
         self.paths, self.nodes = [[[]] for _ in self.base], 0
         self.drafted = True
 
     def pending_tokens(self, roots_B1: Tensor, width: int, last: Sequence[int]) -> Tensor:
-        """Those after the pending states, each row's root `last`, and then zeros, [B, P]."""
+        """Tokens after the pending states, [B, P]: each row's root at index `last`, then zeros."""
         device = roots_B1.device
         if device.type == "cpu":
             return torch.tensor(self.numbers_of_pending(roots_B1[:, 0].tolist(), width))
@@ -116,7 +110,7 @@ class RecurrentSession:
         return upload(texts, device).scatter_(1, upload(last, device)[:, None], roots_B1)
 
     def go_past(self, read: Sequence[int]) -> None:
-        """The next so many pending entries of each row are in the cache now."""
+        """Drop the first `read` pending entries of each row, which are in the cache now."""
         width, device = self.seen_BPX.shape[1], self.seen_BPX.device
         left = max(pending - count for pending, count in zip(self.counts, read, strict=True))
         if len(set(read)) == 1:
@@ -130,12 +124,12 @@ class RecurrentSession:
         self.tokens = [tokens[count:] for tokens, count in zip(self.tokens, read, strict=True)]
 
     def numbers_of_pending(self, roots: Sequence[int], width: int) -> list[list[int]]:
-        """The same on the host."""
+        """`pending_tokens` on the host."""
         rows = ([*tokens, root] for tokens, root in zip(self.tokens, roots, strict=True))
         return [row + [0] * (width - len(row)) for row in rows]
 
     def next_entries(self, parents_BW: Numbers) -> Entries:
-        """Those of the next level's nodes, which see the text, the nodes above them, and themselves."""
+        """Entries of the next level's nodes, which see the text, their ancestors, and themselves."""
         entries = []
         for row, (base, above, parents) in enumerate(zip(self.base, self.paths, parents_BW.tolist(), strict=True)):
             slots = range(base + 1 + self.nodes, base + 1 + self.nodes + len(parents))
@@ -146,8 +140,8 @@ class RecurrentSession:
 
 
 class RecurrentMemory(KeyMemory):
-    """Keys and values, and what else graphs read: pending states, what the last level feeds back, and the rotary
-    positions. `feedback_BWE` takes what the level itself gives."""
+    """Inputs of graphs: keys and values, pending states, the last level's feedback `fed_BWE`, and rotary tables; and
+    their output `feedback_BWE`."""
 
     def __init__(self, heads: RecurrentHead, seen_BPX: Tensor, rows: int, capacity: int) -> None:
         super().__init__(LayerCache.layers_like(heads.config, len(heads.layers), seen_BPX), rows, capacity)
@@ -164,7 +158,7 @@ class RecurrentMemory(KeyMemory):
 
 
 class RecurrentHead(GraphedHead):
-    """A stack of decoder layers over (state, next token's embedding); families say what goes in and what comes out."""
+    """A stack of decoder layers over (state, next token's embedding); families define inputs and outputs."""
 
     config: RecurrentConfig
 
@@ -188,19 +182,19 @@ class RecurrentHead(GraphedHead):
     def bind(self, target: FrozenModel) -> None:
         self._embedding_VE = target.embedding_weight.detach()
 
-    # -- what a family says --------------------------------------------------------------------------------------
+    # -- defined by families -------------------------------------------------------------------------------------
 
     @abstractmethod
     def select_states(self, states: dict[int, Tensor]) -> Tensor:
-        """What is read of the target's states, [..., X]."""
+        """The head's inputs from the target's states, [..., X]."""
 
     @abstractmethod
     def project(self, seen: Tensor) -> Tensor:
-        """From what was read of the target to the form that is fed back, [..., E]."""
+        """Map `select_states` to the form of the feedback, [..., E]."""
 
     @abstractmethod
     def layer_input(self, feedback: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first layer's attention reads [..., I] and the stream that it adds to [..., E]."""
+        """Attention input of the first layer [..., I], and its residual stream [..., E]."""
 
     @property
     @abstractmethod
@@ -210,29 +204,28 @@ class RecurrentHead(GraphedHead):
     @property
     @abstractmethod
     def feeds_normed(self) -> bool:
-        """Whether the stream is fed back after that norm, or before it."""
+        """Whether the stream is fed back after that norm."""
 
     def layer_output(self, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """From the last layer's stream: what the LM head reads, and what is fed back, both [..., E]."""
+        """LM head input and feedback from the last layer's stream, both [..., E]."""
         hidden = stream if self.output_norm is None else normed(self.output_norm, stream)
         return hidden, hidden if self.feeds_normed else stream
 
     def entering(self, like: Tensor) -> few_rows.Entering | None:
-        """`layer_input` as C computes it, with weights in the dtype of `like`; None where it is left to torch."""
+        """`layer_input` for the C kernels, with weights in the dtype of `like`; None to leave it to torch."""
         return None
 
     def own_heads(self, layer: DraftLayer, like: Tensor) -> int:
-        """Key heads of a layer, the first ones, that find nothing but their own position in any text: in C nobody asks
-        them where they look."""
+        """Number of a layer's leading own-position heads, for which the C kernels skip attention."""
         return 0
 
     @property
     @abstractmethod
     def lm_head_DE(self) -> Tensor:
-        """The LM head over the draft vocabulary."""
+        """LM head over the draft vocabulary."""
 
     def feature(self, feedback_ME: Tensor) -> Tensor | None:
-        """What is fed back, where it stands for the target's FINAL state."""
+        """The feedback if it predicts the target's FINAL state, else None."""
         return None
 
     # -- training ------------------------------------------------------------------------------------------------
@@ -240,7 +233,7 @@ class RecurrentHead(GraphedHead):
     def enter(
         self, feedback: Tensor, tokens: Tensor, rotary: tuple[Tensor, Tensor], learning: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys and values of the first layer as `DraftLayer.read` gives them, and the stream it adds to."""
+        """`DraftLayer.read` of the first layer, and its residual stream."""
         attended, stream = self.layer_input(feedback, self.embedded(tokens, feedback))
         return *self.stack[0].read(attended, rotary, learning), stream
 
@@ -259,14 +252,14 @@ class RecurrentHead(GraphedHead):
             yield self.prediction(hidden_BAE[text.real_BA], self.lm_head_DE, origin_M, step, feature_ME)
 
     def over_text(self, text: UnrolledText, tokens: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """The last layer's stream of every origin in the next step of training, [B, A, E], from what is fed back and
-        the tokens after that; keys and values are kept in `text`."""
+        """Run the layers over the next training step of every origin and append keys and values to `text`; returns the
+        last layer's stream, [B, A, E]."""
         first, index_BA = not text.kv, text.sight.index_BA
         queries, keys, values, stream = self.light(self.enter, text.feedback_BAE, tokens, rotary, text.learning[0])
         for number, layer in enumerate(self.stack):
             if number:
                 queries, keys, values = self.light(layer.read, stream, rotary, text.learning[number])
-            alone = values.shape[1] - keys.shape[1]  # heads that find their own position, whose value is all they give
+            alone = values.shape[1] - keys.shape[1]  # own-position heads, which output their value
             own_values, values = values[:, :alone], values[:, alone:]
             if first:
                 text.kv.append((keys, values))
@@ -291,8 +284,7 @@ class RecurrentHead(GraphedHead):
         width = seen_BPX.shape[1]
         cache = LayerCache(self.config, len(self.layers), len(prompts), prompt=width, like=seen_BPX)
         following, counts = [list(prompt[1:]) for prompt in prompts], [len(prompt) for prompt in prompts]
-        none = seen_BPX[:, :0]  # until something is drafted
-        in_8_bits = self.in_8_bits(seen_BPX[:1, :1])
+        none, in_8_bits = seen_BPX[:, :0], self.in_8_bits(seen_BPX[:1, :1])
         return RecurrentSession(cache, seen_BPX, following, counts, base=[], feedback_BWE=none, in_8_bits=in_8_bits)
 
     def read_text(self, session: RecurrentSession, check: Callable[[], None] | None) -> None:
@@ -300,7 +292,7 @@ class RecurrentHead(GraphedHead):
             if check is not None:
                 check()
             read, device = [min(PIECE, count - 1) for count in session.counts], session.seen_BPX.device
-            # Padding lies in the slots of the row's next entries, which overwrite it.
+            # The row's next entries overwrite padding.
             texts = zip(session.tokens, read, strict=True)
             tokens_BW = upload([tokens[:count] + [0] * (PIECE - count) for tokens, count in texts], device)
             entries = Entries.of_text(session.cache.lengths, PIECE)
@@ -310,8 +302,7 @@ class RecurrentHead(GraphedHead):
             session.go_past(read)
 
     def in_8_bits(self, like: Tensor) -> few_rows.Recurrent | None:
-        """Their levels in C, for a few rows in the dtype of `like`; None where weights are not in 8 bits, or layers are
-        of another kind."""
+        """The heads for the C kernels, in the dtype of `like`; None without int8 weights or with unsupported layers."""
         layers = [
             layer.in_8_bits(like, self.own_heads(layer, like)) if isinstance(layer, DraftLayer) else None
             for layer in self.layers
@@ -364,7 +355,7 @@ class RecurrentHead(GraphedHead):
 
     def commit(self, session: RecurrentSession, committed: Committed) -> None:
         seen_BPX, tokens, counts = self.select_states(committed.states), committed.tokens, committed.counts
-        if session.drafted:  # the entries of what was pending are in the cache, with the root that is now committed
+        if session.drafted:  # the pending entries are in the cache, with the root that is now committed
             session.cache.lengths = [a + b for a, b in zip(session.cache.lengths, session.counts, strict=True)]
             session.seen_BPX, session.counts, session.drafted = seen_BPX, counts, False
             session.tokens = [of_row[1:] for of_row in tokens]
@@ -394,9 +385,9 @@ class RecurrentHead(GraphedHead):
         entries: Entries,
         last: Sequence[int] | None,
     ) -> tuple[Tensor, Tensor]:
-        """Logits [B, W, D] after new entries (the `last` of each row, where they are of the text), and what these feed
-        back [B, W, E]; from the entries' tokens and parents, and what the level above fed back, or without parents from
-        what was read of the target."""
+        """Logits [B, W, D] and feedback [B, W, E] of new entries, given their tokens and parents and the level above's
+        feedback. For text entries (parents None) `above_BWX` has the target's states, and only each row's `last` entry
+        is returned."""
         heads, (tokens_BW, parents_BW) = session.in_8_bits, nodes
         assert heads is not None, "weights are in 8 bits"
         sights = self._sights(session.cache, entries, last, above_BWX)
@@ -414,7 +405,7 @@ class RecurrentHead(GraphedHead):
     def _sights(
         self, cache: LayerCache, entries: Entries, last: Sequence[int] | None, like: Tensor
     ) -> list[few_rows.Sight]:
-        """What each layer's new entries see; after the last one's keys and values only the `last` of a row is asked."""
+        """What each layer's new entries see; the last layer only queries each row's `last` entry, if given."""
         table = self._rotary.table(entries.stop, like.device, like.dtype)
         asked_B = None if last is None else array("q", last)
         numbers, heads, final = (entries.numbers, entries.shape), self.config.num_attention_heads, len(cache.kv) - 1
@@ -431,8 +422,7 @@ class RecurrentHead(GraphedHead):
         entries: Entries,
         last: Sequence[int] | None,
     ) -> Tensor:
-        """The last layer's stream [B, W, E] over new entries, those of the text with the `last` of each row. See
-        `_through`."""
+        """The last layer's stream [B, W, E] over new entries, or of each row's `last` entry of the text."""
         cache, slots, like = session.cache, entries.stop, feedback_BWE
         if isinstance(self.layers[0], DraftLayer) and (functions := few_rows.serves(like)):
             read_BWI, stream_BWE = self.layer_input(like, self.embedded(tokens_BW, like))
@@ -465,15 +455,15 @@ class RecurrentHead(GraphedHead):
         mix: Callable[[int, Tensor, Tensor | None], Tensor],
         last_B: Tensor | None,
     ) -> Tensor:
-        """The last layer's stream [B, W, E] over new entries, whose keys and values `put` writes; `mix` is what a
-        layer's queries find. `last_B` is the only entry of each row whose stream is wanted, so that W is 1."""
+        """The last layer's stream [B, W, E] over new entries: `put` writes keys and values, `mix` attends. With
+        `last_B` only that entry of each row is returned (W = 1)."""
         attended_BWI, stream_BWE = self.layer_input(feedback_BWE, self.embedded(tokens_BW, feedback_BWE))
         rows_B = None
         for number, layer in enumerate(self.stack):
             queries, keys, values = layer.read(attended_BWI, rotary)
             put(number, keys, values)
             if last_B is not None and number == len(self.layers) - 1:
-                # Only the root's entry is drafted from: after the last keys and values the layer runs for it alone.
+                # Only the root's entry is drafted from: past its keys and values, the last layer runs for it alone.
                 rows_B = torch.arange(len(last_B), device=last_B.device)
                 queries = queries[rows_B, :, :, last_B][:, :, :, None]
                 stream_BWE = stream_BWE[rows_B, last_B][:, None]
@@ -491,7 +481,7 @@ class RecurrentHead(GraphedHead):
 
     def slots(self, session: RecurrentSession) -> int:
         pending = zip(session.cache.lengths, session.counts, strict=True)
-        return max(length + count for length, count in pending) + WIDTHS[-1] - 1  # which fill up the last one's
+        return max(length + count for length, count in pending) + WIDTHS[-1] - 1  # padding of the last piece
 
     def move(self, session: RecurrentSession, memory: RecurrentMemory) -> None:
         session.cache.move(memory)
@@ -503,7 +493,7 @@ class RecurrentHead(GraphedHead):
         while widest < max(session.counts) <= _MOST_READ:
             read, lengths = [min(widest, count - 1) for count in session.counts], session.cache.lengths
             memory.seen_BPX[: len(read)] = session.seen_BPX[:, :widest]
-            # What fills a row up lies where its next entries go.
+            # The row's next entries overwrite padding.
             texts = zip(session.tokens, read, strict=True)
             tokens_BW = [tokens[:count] + [0] * (widest - count) for tokens, count in texts]
             numbers_BX = np.concatenate([tokens_BW, np.stack([read, lengths], axis=1)], axis=1)
@@ -519,7 +509,7 @@ class RecurrentHead(GraphedHead):
         assert memory is not None, "captured levels have memory"
         base_B1, entries = np.array(session.base)[:, None], session.next_entries(parents_BW)
         starts_B1 = entries.slots_BW[:, :1]
-        # Further nodes and further slots: the root's, which is seen anyway.
+        # Pad with the root's slot, which is visible anyway.
         seen_BWK = np.broadcast_to(base_B1[:, :, None], (rows, padded, self.draft_steps)).copy()
         seen_BWK[:, :width, : depths.start] = entries.further_BWK
         nodes = [np.pad(part, ((0, 0), (0, padded - width))) for part in (tokens_BW, parents_BW)]
@@ -577,7 +567,7 @@ class RecurrentHead(GraphedHead):
 
 
 def _fed(above_BWE: Tensor, parents_BW: Tensor) -> Tensor:
-    """What the parents of a level's nodes fed back, [B, W, E]."""
+    """Feedback of the parents of a level's nodes, [B, W, E]."""
     if above_BWE.shape[1] == 1:  # after the root, and in chains
         return above_BWE.expand(-1, parents_BW.shape[1], -1)
     rows_B1 = torch.arange(len(above_BWE), device=above_BWE.device)[:, None]
@@ -585,8 +575,8 @@ def _fed(above_BWE: Tensor, parents_BW: Tensor) -> Tensor:
 
 
 class UnrolledText:
-    """One batch while its origins are unrolled: entries of the text, and of each origin. `real_BA` says which origins
-    are not padding, `feedback_BAE` what the step before feeds back; at step 0 the text's own, [B, T, E]."""
+    """A batch being unrolled: entries of the text and of each origin. `real_BA` masks padding, `feedback_BAE` is the
+    previous step's feedback (at step 0 the text's states, [B, T, E])."""
 
     def __init__(self, heads: RecurrentHead, feedback_BTE: Tensor, batch: HeadBatch, origin_M: Tensor) -> None:
         self.heads, self.tokens_BT, self.feedback_BAE = heads, batch.tokens_BT, feedback_BTE
@@ -599,7 +589,7 @@ class UnrolledText:
         self.sight = Sight(index_BA, self.tokens_BT.shape[1], starts_BA)
 
     def keep(self, origin_M: Tensor) -> None:
-        """Go on with these of the origins alone; what the others take is dropped when it is worth a copy."""
+        """Continue with these origins only; the others are dropped when compaction is worth a copy."""
         index_BA = self.sight.index_BA
         rows, maximum = index_BA.shape
         row_B1 = torch.arange(rows, device=origin_M.device)[:, None]
@@ -616,11 +606,11 @@ class UnrolledText:
         self.chains = [[(keys[at], values[at]) for keys, values in chain] for chain in self.chains]
 
     def of_origins(self, stream_BTE: Tensor) -> Tensor:
-        """The entries of the text that are origins, [B, A, E]."""
+        """Gather the text's entries at the origins, [B, A, E]."""
         return stream_BTE.gather(1, self.sight.index_BA[:, :, None].expand(-1, -1, stream_BTE.shape[2]))
 
     def step(self, step: int) -> Tensor:
-        """The last layer's stream of every origin, [B, A, E]: of its entry with token origin + step + 1, at position
+        """The last layer's stream [B, A, E] of each origin's entry with token origin + step + 1, at position
         origin + step."""
         heads, index_BA = self.heads, self.sight.index_BA
         if step == 0:

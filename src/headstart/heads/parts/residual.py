@@ -1,7 +1,6 @@
-"""What Medusa's and Hydra's heads have in common: settings, residual blocks, what they commit, and their linear start.
+"""The base of Medusa and Hydra heads: settings, residual blocks, sessions, and the linear start.
 
-Shape suffixes: B rows, T tokens, E hidden size, V vocabulary, F what a head reads, M predictions, L blocks of a head,
-K heads.
+Shape suffixes: B rows, T tokens, E hidden size, V vocabulary, F head inputs, M predictions, L blocks per head, K heads.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from headstart.target.memory import Memory
 from headstart.tree.tree import Committed
 
 _RIDGE = 1e-3
-"""Ridge of the linear start, as a share of the mean squared size of the components that are read."""
+"""Ridge of the linear start, relative to the mean square of the inputs."""
 _ENOUGH = 12
-"""Positions for each number that is read, after which the linear start stops looking: what more of them would gain is
-a tenth of what is left to learn at most, and takes seconds of a run of minutes."""
+"""Positions per input dimension after which the linear start stops: more gain at most a tenth of the remaining loss,
+at the cost of seconds in a run of minutes."""
 
 
 class ResidualConfig(HeadConfig):
@@ -41,8 +40,8 @@ class ResidualConfig(HeadConfig):
 
 @dataclass
 class FinalSession:
-    """The final state of the last token that each row has committed, and what was read last in this round: [B, F] by
-    every head, or [B, W, F] at the nodes of a level."""
+    """Each row's final state after its last committed token, and the round's last head inputs: [B, F] for all heads, or
+    [B, W, F] at the nodes of a level."""
 
     final_BE: Tensor
     seen: Tensor
@@ -50,7 +49,7 @@ class FinalSession:
 
 
 class FinalMemory(Memory):
-    """The final states of a session and its roots, where graphs read them."""
+    """A session's final states and roots at fixed addresses."""
 
     def __init__(self, like_BE: Tensor, rows: int, capacity: int) -> None:
         super().__init__(rows, capacity)
@@ -59,7 +58,6 @@ class FinalMemory(Memory):
             self.root_B = torch.zeros(rows, dtype=torch.long, device=like_BE.device)
 
     def begin(self, session: FinalSession, root_B: Tensor) -> None:
-        """Take what a round drafts from."""
         self.final_BE[: len(root_B)], self.root_B[: len(root_B)] = session.final_BE, root_B
 
     def clear(self) -> None:
@@ -67,7 +65,7 @@ class FinalMemory(Memory):
 
 
 class ResidualHead(GraphedHead):
-    """Heads that read the final state of the last committed token."""
+    """Heads on the final state of the last committed token."""
 
     config: ResidualConfig
 
@@ -97,8 +95,8 @@ class ResidualHead(GraphedHead):
 
 
 def embed(tokens: Tensor, embedding_VE: Tensor, like: Tensor) -> Tensor:
-    """The target's embeddings of tokens of any shape, in the dtype and on the device of `like`; normalised, since they
-    are an order of magnitude smaller than final states."""
+    """Normalised target embeddings of tokens of any shape, in the dtype and on the device of `like`; raw ones are an
+    order of magnitude smaller than final states."""
     embedded = F.embedding(tokens.to(embedding_VE.device), embedding_VE).float()
     return F.rms_norm(embedded, embedded.shape[-1:]).to(like)
 
@@ -108,7 +106,7 @@ def _last_states(states_BTE: Tensor, counts_B: Tensor) -> Tensor:
 
 
 def head_hidden(seen_MF: Tensor, input_EF: Tensor | None, weight_LEE: Tensor, bias_LE: Tensor) -> Tensor:
-    """What the LM head of one head reads, [..., E], from what the head reads, [..., F]; F is E without an input map."""
+    """LM head input of one head, [..., E], from its inputs, [..., F]; F is E without an input map."""
     x_ME = seen_MF if input_EF is None else linear(seen_MF, input_EF)
     for weight_EE, bias_E in zip(unstack(weight_LEE), bias_LE, strict=True):
         x_ME = x_ME + F.silu(linear(x_ME, weight_EE, bias_E))
@@ -116,8 +114,8 @@ def head_hidden(seen_MF: Tensor, input_EF: Tensor | None, weight_LEE: Tensor, bi
 
 
 def map_by_direction(read_MX: Tensor, wanted_ME: Tensor) -> Tensor:
-    """The linear map [E, X] by ridge regression where each row counts by its direction: a few tokens have states a
-    hundred times as large as the rest in some components."""
+    """Ridge regression [E, X] on normalised rows: a few tokens have some components a hundred times as large as the
+    rest."""
     columns_X = read_MX.abs().median(0).values.clamp(min=1e-6)
     scaled_MX = read_MX / columns_X
     sizes_M1 = scaled_MX.square().mean(-1, keepdim=True).sqrt()
@@ -127,8 +125,8 @@ def map_by_direction(read_MX: Tensor, wanted_ME: Tensor) -> Tensor:
 
 
 class LinearStart:
-    """Ridge regression from what heads read to the states of size E that they should have seen, batch by batch: head k
-    reads the first `widths[k]` numbers of what the last one reads."""
+    """Ridge regression from head inputs to wanted states of size E, batch by batch. Head k reads the first `widths[k]`
+    inputs of the last head."""
 
     def __init__(self, widths: Sequence[int], size: int, device: torch.device | str = "cpu") -> None:
         self.gram_FF = torch.zeros(widths[-1], widths[-1], device=device)
@@ -138,7 +136,7 @@ class LinearStart:
     def solve(
         self, batches: Iterable[HeadBatch], read: Callable[[HeadBatch], tuple[Tensor, Sequence[Tensor]]]
     ) -> list[Tensor]:
-        """`add` what `read` makes of the batches until more would hardly change the maps; returns `maps`."""
+        """`add` batches read by `read` until more would hardly change the maps; returns `maps`."""
         for batch in batches:
             self.add(*read(batch))
             if self.rows >= _ENOUGH * len(self.gram_FF):
@@ -147,7 +145,7 @@ class LinearStart:
 
     @torch.no_grad()
     def add(self, seen_MF: Tensor, wanted_KME: Sequence[Tensor]) -> None:
-        """Note what the last head reads at some positions, and the state that each head should have seen there."""
+        """Add the last head's inputs at some positions, and the state wanted from each head."""
         seen_MF = seen_MF.to(self.gram_FF)
         self.gram_FF.addmm_(seen_MF.T, seen_MF)
         for cross_FE, wanted_ME in zip(self.cross_KFE, wanted_KME, strict=True):
@@ -155,7 +153,7 @@ class LinearStart:
         self.rows += len(seen_MF)
 
     def maps(self) -> list[Tensor]:
-        """The best input map [E, F] of each head; none where nothing was added."""
+        """Solve the input map [E, F] of each head; an empty list without data."""
         scale = self.gram_FF.diagonal().mean()
         if not scale > 0:
             return []

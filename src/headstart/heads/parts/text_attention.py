@@ -1,15 +1,14 @@
-"""Attention of training over whole texts, in memory that grows with their length and not with its square.
+"""Training attention over complete texts, with memory linear in their length.
 
-Short texts attend in one piece, with a table of all scores. Longer ones attend a few queries at a time: each part sees
-only the stretch of the text that its queries may see, and its scores are computed again in the backward pass.
+Short texts attend at once, with a table of all scores. Longer ones attend in parts of a few queries: each part reads
+only the positions visible to its queries and recomputes its scores in the backward pass.
 
-Beside the text, queries see tokens of their own: each origin its draft so far (`chain_attention`), or all slots of its
-block (`block_attention`), with a query for each slot. On CPUs torch's fused kernel for masks is slower than two
-products and a softmax; elsewhere the `_fused` twin of each runs, where a query's own tokens are further positions that
-it alone sees.
+Besides the text, queries see their own tokens: each origin its draft so far (`chain_attention`), or its block
+(`block_attention`, one query per slot). On CPUs two products and a softmax are faster than torch's fused masked kernel;
+elsewhere the `_fused` twins run, which append own tokens as positions visible to their query alone.
 
-Shape suffixes: B rows, T tokens, A queries of a row (origins, of blocks), S positions in sight, G query heads that
-share a key head, N key heads, d head size, K slots of a block, R query rows of an origin (G * K), M origins.
+Shape suffixes: B rows, T tokens, A queries of a row (origins, of blocks), S positions in sight, G query heads per key
+head, N key heads, d head size, K slots of a block, R query rows of an origin (G * K), M origins.
 """
 
 from __future__ import annotations
@@ -25,36 +24,35 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 Kernel = Callable[..., Tensor]
-"""Takes queries, keys and values of the text, what each query must not see of it, and tensors of the queries' own."""
+"""Takes queries, keys and values of the text, the mask of hidden positions, and the queries' own tensors."""
 
 _IN_ONE = {"cpu": 1 << 22}
-"""Scores up to which queries attend in one piece; above, parts are faster as well, since they fit the cache."""
+"""Most scores to compute at once; beyond, parts are also faster, since they fit the cache."""
 _IN_ONE_ELSEWHERE = 1 << 25
 _PART = {"cpu": 1 << 22}
-"""Scores of a part at most."""
+"""Most scores of a part."""
 _PART_ELSEWHERE = 1 << 28
 _QUERIES, _FEWEST = 128, 32
-"""Queries of a part, and how few of them there are before a part has more scores."""
+"""Most and fewest query rows of a part; a part of the fewest may exceed `_PART`."""
 _QUERIES_ELSEWHERE = 512
 _ALIKE = 64
-"""Queries of a row and positions in sight are multiples of it, or all that there are, where oneDNN multiplies: for each
-shape of products in bfloat16 it writes a program first, and every batch would bring shapes of its own."""
+"""Multiple that queries and positions are rounded to for oneDNN, which compiles a kernel per shape in bfloat16."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring queries of all rows, and the positions that at least one of them may see."""
+    """Neighbouring queries of all rows, and the range of positions visible to any of them."""
 
     queries: slice
     seen: slice
 
 
 class Sight:
-    """What each query of a batch sees: the entries of its own conversation, of a row of `length` T, up to the position
-    `index_BA` (ascending in a row up to what pads it), from `starts_BA` or the row's first on.
+    """Visible range of each query: positions `starts_BA` (default 0) to `index_BA` of a row of `length` T; `index_BA`
+    ascends in each row up to its padding.
 
-    With a `window` (how many entries, and how many slots a block has), each of the slots, which stand after the
-    position, sees so many entries up to its own place, less those that are slots too; (0, ...) is no window.
+    With a `window` (size, slots of a block), each slot after the position sees that many tokens up to itself, other
+    slots included; size 0 is no window.
     """
 
     def __init__(
@@ -66,8 +64,7 @@ class Sight:
         self._parts: list[Part] = []
 
     def hidden(self, part: Part) -> Tensor:
-        """Positions that each query of a part must not see, bool [B, C, S]; with a window those of each slot,
-        [B, C, K, S]."""
+        """Positions hidden from each query of a part, bool [B, C, S]; with a window per slot, [B, C, K, S]."""
         seen_S = torch.arange(part.seen.start, part.seen.stop, device=self.index_BA.device)
         hidden_BCS = seen_S > self.index_BA[:, part.queries, None]
         if self.starts_BA is not None:
@@ -80,18 +77,17 @@ class Sight:
 
     @property
     def hidden_BAT(self) -> Tensor:
-        """The same of all queries and positions, kept."""
+        """`hidden` of all queries and positions, cached."""
         if self._hidden_BAT is None:
             self._hidden_BAT = self.hidden(Part(slice(0, self.index_BA.shape[1]), slice(0, self.length)))
         return self._hidden_BAT
 
     def is_short(self, heads: int) -> bool:
-        """Whether the scores of so many query heads may all exist at once."""
+        """Whether the scores of this many query heads may all exist at once."""
         return self.index_BA.numel() * heads * self.length <= _IN_ONE.get(self.index_BA.device.type, _IN_ONE_ELSEWHERE)
 
     def parts(self, heads: int, slots: int = 1) -> list[Part]:
-        """The queries in parts, each with what it sees; each query has so many rows of scores (`slots`) for each head.
-        The host waits for the device once in the life of a sight."""
+        """Split the queries into parts, with `slots` score rows per query and head; synchronises on the first call."""
         if not self._parts:
             (rows, width), kind = self.index_BA.shape, self.index_BA.device.type
             fitting = _PART.get(kind, _PART_ELSEWHERE) // max(1, rows * heads * slots * self.length)
@@ -111,7 +107,7 @@ class Sight:
         return self._parts
 
     def columns(self, row_B1: Tensor, column_BA: Tensor) -> Sight:
-        """The sight of these of the queries."""
+        """Select queries."""
         starts_BA = None if self.starts_BA is None else self.starts_BA[row_B1, column_BA]
         sight = Sight(self.index_BA[row_B1, column_BA], self.length, starts_BA, self.window)
         if self._hidden_BAT is not None:
@@ -126,8 +122,8 @@ def positions_of(tokens_BT: Tensor, starts_BT: Tensor | None) -> Tensor:
 
 
 def by_row(origin_M: Tensor, shape: torch.Size, each: int = 1) -> tuple[Tensor, Tensor]:
-    """Origins by row: positions [B, A], short rows padded with their last one, and which of them are real; each has so
-    many queries.
+    """Group origins by row: positions [B, A], with short rows padded by their last one, and the mask of real ones. Each
+    origin has `each` queries.
 
     >>> [part.tolist() for part in by_row(torch.tensor([1, 2, 5]), torch.Size([2, 4]))]
     [[[1, 2], [1, 1]], [[True, True], [True, False]]]
@@ -143,7 +139,7 @@ def by_row(origin_M: Tensor, shape: torch.Size, each: int = 1) -> tuple[Tensor, 
 
 
 def rounded_up(count: int, kind: str, each: int = 1) -> int:
-    """As many on a device of this kind, or so few more that shapes are few."""
+    """Round up to the device's shape multiple, see `_ALIKE`."""
     alike = max(1, _alike(kind) // each)
     return -(-count // alike) * alike
 
@@ -155,7 +151,7 @@ def _alike(kind: str) -> int:
 def causal_attention(
     queries_BNGTd: Tensor, keys_BNTd: Tensor, values_BNTd: Tensor, starts_BT: Tensor | None = None
 ) -> Tensor:
-    """What the tokens of whole texts find in the tokens up to themselves, [B, N, G, T, d]; see `HeadBatch`."""
+    """Causal attention over complete texts, [B, N, G, T, d]; for `starts_BT` see `HeadBatch`."""
     if starts_BT is not None:
         return attend(
             queries_BNGTd, keys_BNTd, values_BNTd, Sight(positions_of(starts_BT, None), len(starts_BT[0]), starts_BT)
@@ -172,8 +168,8 @@ def attend(
     sight: Sight,
     chain: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
-    """What each query (a column of the sight) finds in the text that it sees and in its own draft so far:
-    [B, N, G, A, d]. `chain` has keys and values [B, N, A, d] of its drafted tokens, this step's included."""
+    """Attend from each query (a column of the sight) to its visible text and draft so far, [B, N, G, A, d]. `chain` has
+    keys and values [B, N, A, d] of the drafted tokens, including this step's."""
     columns = [(queries_BNGAd, 3), *((tensor, 2) for step in chain for tensor in step)]
     scores = (queries_BNGAd.shape[1] * queries_BNGAd.shape[2], 1)
     return _attend((chain_attention, chain_attention_fused), sight, scores, (keys_BNTd, values_BNTd), columns=columns)
@@ -187,9 +183,8 @@ def attend_blocks(
     own: tuple[Tensor, Tensor],
     causal: bool = False,
 ) -> Tensor:
-    """What each row of each origin's block finds in the text that it sees and in its own block, [B, N, A, R, d]: `own`
-    are keys and values [B, N, A, K, d] of the block's slots, all of which see each other, or those up to themselves
-    (`causal`)."""
+    """Attend from each row of each origin's block to its visible text and its block, [B, N, A, R, d]. `own` are keys
+    and values [B, N, A, K, d] of the block's slots, which see each other, or if `causal` none after themselves."""
     columns = [(tensor, 2) for tensor in (queries_BNARd, *own)]
     scores = (queries_BNARd.shape[1], queries_BNARd.shape[3])
     kernels = (partial(block_attention, causal=causal), partial(block_attention_fused, causal=causal))
@@ -203,9 +198,8 @@ def _attend(
     text: tuple[Tensor, Tensor],
     columns: Sequence[tuple[Tensor, int]],
 ) -> Tensor:
-    """What all queries find, by the first kernel on a CPU and for short texts, else by the second: `scores` are heads
-    and rows of a column, `text` keys and values, `columns` the queries and what else has as many columns, each with
-    the dimension of those."""
+    """Attend with the first kernel on a CPU or for short texts, else with the second. `scores` are heads and rows per
+    column, `text` keys and values, `columns` the queries and other per-column tensors, with their column dimension."""
     (heads, rows), (queries, *own) = scores, (tensor for tensor, _ in columns)
     if sight.is_short(heads * rows):
         return kernels[0](queries, *text, sight.hidden_BAT, *own)
@@ -217,8 +211,8 @@ def _attend(
 def chain_attention(
     queries_BNGAd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden_BAS: Tensor, *chain: Tensor
 ) -> Tensor:
-    """Attention of one draft step of every origin at once, [B, N, G, A, d]: `hidden_BAS` are positions of the text that
-    each must not see, `chain` keys and values [B, N, A, d] of the origin's own drafted tokens in turn."""
+    """Attention of one draft step of all origins, [B, N, G, A, d]: `hidden_BAS` masks the text, `chain` alternates keys
+    and values [B, N, A, d] of the origins' drafted tokens."""
     rows, kv_heads, groups, origins, size = queries_BNGAd.shape
     queries_BNGAd = queries_BNGAd * size**-0.5
     scores = (queries_BNGAd.flatten(2, 3) @ keys_BNSd.transpose(2, 3)).view(rows, kv_heads, groups, origins, -1)
@@ -253,13 +247,13 @@ def chain_attention_fused(
 def block_attention(
     queries_BNARd: Tensor, keys_BNSd: Tensor, values_BNSd: Tensor, hidden: Tensor, *own: Tensor, causal: bool = False
 ) -> Tensor:
-    """Attention of the blocks of all origins at once, [B, N, A, R, d]; `own` are keys and values [B, N, A, K, d],
-    `hidden` are positions of the text that each origin, [B, A, S], or each of its slots, [B, A, K, S], must not see."""
+    """Attention of the blocks of all origins, [B, N, A, R, d]; `own` are keys and values [B, N, A, K, d], `hidden`
+    masks the text for each origin, [B, A, S], or slot, [B, A, K, S]."""
     (own_keys_BNAKd, own_values_BNAKd), shape, text = own, queries_BNARd.shape, keys_BNSd.shape[2]
     slots = own_keys_BNAKd.shape[3]
     queries_BNARd = queries_BNARd * shape[-1] ** -0.5
     scores_BNAGKS = (queries_BNARd.flatten(2, 3) @ keys_BNSd.mT).view(*shape[:3], -1, slots, text)
-    hidden_BAKS = hidden.view(*hidden.shape[:2], -1, text)  # K is 1 where all slots see the same
+    hidden_BAKS = hidden.view(*hidden.shape[:2], -1, text)  # K is 1 if all slots see the same
     scores_BNAGKS = scores_BNAGKS.masked_fill(hidden_BAKS[:, None, :, None], float("-inf"))
     of_block_BNARK = queries_BNARd @ own_keys_BNAKd.mT
     if causal:
@@ -273,7 +267,7 @@ def block_attention(
 
 
 def _later(slots: int, like: Tensor) -> Tensor:
-    """The slots after each slot of a block, bool [K, K]."""
+    """Mask of later slots of a block, bool [K, K]."""
     return torch.ones(slots, slots, dtype=torch.bool, device=like.device).triu(1)
 
 
@@ -288,7 +282,7 @@ def block_attention_fused(
     own_AKX = own_AX[:, None]
     if causal:
         own_AKX = own_AKX & ~_later(slots, queries_BNARd).repeat(1, origins)
-    each = max(seen_BAKS.shape[2], own_AKX.shape[1])  # 1 where all slots see the same
+    each = max(seen_BAKS.shape[2], own_AKX.shape[1])  # 1 if all slots see the same
     parts = seen_BAKS.expand(-1, -1, each, -1), own_AKX.expand(len(hidden), -1, each, -1)
     seen_BAKX = torch.cat(parts, dim=-1)
     seen_BARX = seen_BAKX.expand(-1, -1, rows, -1) if each == 1 else seen_BAKX.repeat(1, 1, rows // slots, 1)
@@ -302,11 +296,8 @@ def block_attention_fused(
 
 
 class _InParts(torch.autograd.Function):
-    """Parts one after the other, forward and backward.
-
-    Nothing of a part is kept, and the gradients of keys and values are added up in place: left to autograd, those of a
-    stretch wait until all parts are done, which takes memory that grows with the square of the text.
-    """
+    """Attention in parts, forward and backward. Nothing of a part is kept, and gradients of keys and values are
+    accumulated in place: autograd would hold them for all parts, with memory quadratic in the text."""
 
     @staticmethod
     def forward(
@@ -326,7 +317,7 @@ class _InParts(torch.autograd.Function):
         }
         ctx.save_for_backward(keys_BNTd, values_BNTd, *columns)
         made = []
-        for part in reversed(parts):  # the last one sees most: the memory of its scores serves all others
+        for part in reversed(parts):  # largest first: the others reuse its memory
             queries, *own = (_columns(x, dim, part) for x, dim in zip(columns, dims, strict=True))
             keys, values = keys_BNTd[:, :, part.seen], values_BNTd[:, :, part.seen]
             made.append(kernel(queries, keys, values, sight.hidden(part), *own))
