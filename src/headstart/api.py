@@ -1,4 +1,4 @@
-"""What Python programs call: `headstart.load`, `headstart.export` and `headstart.import_heads`."""
+"""The Python API: `headstart.load`, `headstart.export` and `headstart.import_heads`."""
 
 from __future__ import annotations
 
@@ -102,19 +102,19 @@ def load(
 
 
 def _read(folder: Path, target: Target, any_target: bool = False) -> Loaded:
-    """What a folder of heads holds, as `Decoder` takes it."""
+    """Read a folder of heads as arguments of `Decoder`."""
     answers = folder / ANSWERS
     return *read_heads(folder, target, any_target), answers if answers.is_file() else None
 
 
 def _logging(decoder: Decoder, log: RequestLog | str | Path | None) -> Decoder:
-    """The decoder, which writes to a log where one is named."""
+    """Attach a log to the decoder, if given."""
     decoder.log = RequestLog(log) if isinstance(log, str | Path) else log
     return decoder
 
 
 def _follower(link: Path, at: Path, target: Target, any_target: bool) -> Callable[[], Loaded | None]:
-    """Reads the heads that a link leads to, once it leads elsewhere than `at`; each are tried once."""
+    """Make a function that reads the heads of a link when its target has changed; each target is tried once."""
 
     def newer() -> Loaded | None:
         nonlocal at
@@ -145,7 +145,7 @@ def _loaded(target: Target | str, asked: LoadOptions, quantization: str, **origi
 
 
 def _dtype_name(dtype: Any) -> Any:
-    """A dtype by its name, or torch's own, as a name; `UserError` for anything else."""
+    """The name of a dtype, which may be torch's own; a UserError for anything else."""
     if isinstance(dtype, torch.dtype):
         return dtype_name(dtype)
     if not isinstance(dtype, str):
