@@ -83,7 +83,7 @@ class Decoder:
         self._lock = threading.RLock()
         self.log: RequestLog | None = None
         self.newer: Callable[[], Loaded | None] | None = None
-        target.record()  # nobody waits for the first token yet
+        target.record()  # now, so that no first answer is delayed
 
     @property
     def heads(self) -> DraftHead:
@@ -109,8 +109,7 @@ class Decoder:
             elif here is not None:
                 self._here = tuning.under(Measured(here.costs, here.packed))
             self._loaded, self.shape, self.calibration, self.tuning = heads, shape, calibration, tuning
-            self.answers = answers
-            self._there = None
+            self.answers, self._there = answers, None
             self._loops.clear()
 
     @property
@@ -304,7 +303,7 @@ class Decoder:
     def _drafters(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> tuple[Drafter, ...]:
         parts = parts_of(name)
         if parts == ["heads"]:
-            _ = self.heads  # a UserError where there are none
+            _ = self.heads  # a UserError without heads
         heads = self._heads(tree, tuning) if "heads" in parts and self._loaded is not None else None
         if "heads" in parts and heads is None:  # no tree pays: the other drafters work alone
             name = "+".join(part for part in parts if part != "heads") or "none"

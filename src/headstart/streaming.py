@@ -62,19 +62,20 @@ class Stream(Iterator[str]):
     """Pieces of a text as they are decided.
 
     Decoding runs in its own thread and passes on token ids once a round; the reader's thread turns them into text.
+
+    Attributes:
+        answer: the whole answer after the last piece, None before.
+        drafted: number of leading characters of the newest piece that were accepted drafts.
     """
 
     def __init__(self, run: Run, pieces: IncrementalDetokenizer) -> None:
-        self._answer: Answer | None = None
-        self._drafted = 0
+        self.answer: Answer | None = None
+        self.drafted = 0
         self._pieces = pieces
         self._decoding = _Decoding(run)
         # The decoding has no reference to this object, so it ends when this is collected, or with the interpreter:
         # torch aborts the process if it is torn down under a thread.
         self._end = weakref.finalize(self, self._decoding.end)
-
-    def __iter__(self) -> Stream:
-        return self
 
     def __next__(self) -> str:
         try:
@@ -83,16 +84,6 @@ class Stream(Iterator[str]):
             self.close()
             raise
 
-    @property
-    def answer(self) -> Answer | None:
-        """The whole answer after the last piece, None before."""
-        return self._answer
-
-    @property
-    def drafted(self) -> int:
-        """Number of leading characters of the newest piece that were accepted drafts."""
-        return self._drafted
-
     def close(self) -> None:
         """End the decoding, from any thread, at the latest after the running forward (of one piece of a long prompt).
         Called automatically when the stream is garbage-collected."""
@@ -100,14 +91,14 @@ class Stream(Iterator[str]):
 
     def _next(self) -> str:
         while (message := self._decoding.next()) is not None:
-            self._drafted = 0
+            self.drafted = 0
             if isinstance(message, tuple):
                 tokens, drafted = message
                 piece = self._pieces.push(tokens[:drafted])
-                self._drafted = len(piece)
+                self.drafted = len(piece)
                 piece += self._pieces.push(tokens[drafted:])
             else:
-                self._answer = message
+                self.answer = message
                 warn_of_failures([message])
                 piece = self._pieces.rest()
             if piece:

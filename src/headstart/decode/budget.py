@@ -41,9 +41,8 @@ corrected costs. From then on trees have at most twice the nodes of the largest 
 due after 100 drafted ones (200 with 12 pairs of drafts), and after 24 if one of these verified a larger size. A size
 that no round since the last plain ones verified then loses a pair.
 
-A batch ends with its slowest row. Part of a round's cost is paid as long as any row runs; one more token saves that
-part only in the row that runs longest, and elsewhere only the row's own share of the forward. Rows are weighted
-accordingly.
+Rows are weighted by the time that one more token saves. A batch ends with its slowest row: only there a token saves the
+part of a round's cost that all rows share; elsewhere it saves the row's own part.
 
 Sources: costs as in Sequoia (arXiv 2402.12374) and CaDDTree (2606.01813); the rate is Dinkelbach's for ratios.
 """
@@ -161,7 +160,7 @@ class Budget:
         self._row_tokens_per_round = [1.5] * rows  # tokens a round of each row, lately
         self._draft_ms = costs.draft_ms if costs else 0.0  # of recent drafts
         self._depth = 0  # of the newest draft
-        self._unread = prompt  # tokens of the text that the heads have not read, beyond those of the last round
+        self._unread = prompt  # tokens that the heads have yet to read, beyond the last round's
         self._promised = self._accepted = _SMALL / 2  # drafts of a row: expected by probabilities, and accepted
         self._unsettled: list[tuple[float, int, int, int]] = []  # rounds not in the account while costs are unknown
         self._plain_left = 0  # plain rounds before the next draft
@@ -234,18 +233,17 @@ class Budget:
         """Expected tokens at which another level of drafting pays; see `Request.level_threshold`."""
         if self._now is None or self._mode == "off" or self._costs_unknown:
             return 0.0
-        level_ms = self._now.draft(2) - self._now.draft(1)
-        return self._rate(4 * self.rows) * level_ms / self._calibration_factor
+        return self._rate(4 * self.rows) * (self._now.draft(2) - self._now.draft(1)) / self._calibration_factor
 
     def prune(self, trees: list[Tree]) -> list[Tree]:
-        """Keep the best nodes of each row, as many as pay. Every row gets the same number: the widest sets the cost.
+        """Keep the best nodes of each row that pay. Every row gets the same number: the widest sets the cost.
 
         Trees with drawn nodes stay as they are: dropping a node because of its token would break losslessness.
         """
         if self._now is None or self._costs is None:
             return trees
         width = max(tree.size for tree in trees)
-        # Levels below those of the heads come from another drafter and cost nothing.
+        # Deeper levels than the heads' come from another drafter and cost nothing.
         levels = max(tree.depth if tree.levels is None else tree.levels for tree in trees)
         self._depth = max(1, levels) if self._costs.level_ms else max(1, self._costs.levels)
         probs_by_row = [tree.accept_probs for tree in trees if tree.accept_probs is not None and not tree.drawn]
@@ -302,8 +300,7 @@ class Budget:
         self._experience.tokens_per_round += _MEMORY * (tokens / rows - self._experience.tokens_per_round)
         known = [tree.accept_probs for tree in trees if tree.accept_probs is not None]
         if len(known) == len(trees):
-            promised = sum(sum(probs) - 1 for probs in known)
-            self._promised += _MEMORY * (promised / rows - self._promised)
+            self._promised += _MEMORY * (sum(sum(probs) - 1 for probs in known) / rows - self._promised)
             self._accepted += _MEMORY * ((sum(emitted) - rows) / rows - self._accepted)
         self._draft_ms += _MEMORY * (self._now.draft(depth) - self._draft_ms)
         self._unsettled.append((tokens / rows, width, depth, self._unread))
@@ -371,11 +368,11 @@ class Budget:
 
     @property
     def _calibration_factor(self) -> float:
-        """Accepted drafts over those that probabilities promised, capped since a lucky run says little of the next."""
+        """Accepted over promised drafts, capped since a lucky run says little of the next drafts."""
         return min(_MOST_OPTIMISM, (self._accepted + _SMOOTHING) / (self._promised + _SMOOTHING))
 
     def _rate(self, tokens: int) -> float:
-        """Tokens per millisecond of the whole batch, at least those of plain decoding."""
+        """Tokens per millisecond of the whole batch, not below plain decoding."""
         assert self._now is not None, "rates follow from costs"
         plain = self.rows / self._now.verify(self.rows)
         round_ms = self._now.verify(tokens) + self._draft_ms

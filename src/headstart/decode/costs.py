@@ -30,7 +30,7 @@ _LEVEL_NODES = 4
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured milliseconds of drafting and verification, one row at a time.
+    """Measured milliseconds of drafting and verifying a single row.
 
     Attributes:
         widths: numbers of tokens read in one forward, rows times nodes, ascending from 1.
@@ -86,11 +86,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class Measured:
-    """Costs as measured for some heads, and with which weights.
+    """Costs measured for some heads.
 
     Attributes:
         packed: whether int8 weights drafted clearly faster; the costs are then theirs.
-        steady: whether the machine was as fast at the end of the measurement as at its beginning.
+        steady: whether the machine's speed stayed the same during the measurement.
     """
 
     costs: Costs
@@ -100,7 +100,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What costs depend on besides the target and the heads.
+    """Conditions that costs depend on besides the target and the heads.
 
     The machine is the name of the GPU or the processor; threads are 0 on a GPU. Verifying a tree is faster with
     prepacked weights or a replayed forward; products and drafts of a few rows are faster when compiled (`few_rows`),
@@ -138,11 +138,7 @@ class Conditions:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> Conditions | None:
-        """Rebuild from `to_json`; None for heads that were imported and not tuned yet.
-
-        Raises:
-            ValidationError: a value is missing or of another type.
-        """
+        """Rebuild from `to_json`, or raise a ValidationError; None for imported heads that are not tuned yet."""
         return TypeAdapter(cls).validate_python(values) if values else None
 
     def to_json(self) -> dict[str, Any]:

@@ -67,8 +67,7 @@ class KeptText:
         same = target is self._target and set(aux_layers) <= self._states.keys()
         if kept is None or not same or not target.reads_alike(max(len(prompt), len(self._tokens))):
             return 0, {}
-        alike = common_beginning([self._tokens, prompt])
-        cache.go_on_with(0, kept.kept(0, min(alike, len(prompt) - 1)))
+        cache.go_on_with(0, kept.kept(0, min(common_beginning([self._tokens, prompt]), len(prompt) - 1)))
         before = cache.lengths[0]
         return before, {layer: torch.cat(self._states[layer], dim=1)[:, :before] for layer in aux_layers}
 

@@ -18,15 +18,13 @@ SHARE = 1 / 50
 LEAST_PAIRS = 2
 """Least pairs that correct a cost, and least plain rounds to compare with: a single one may be disturbed."""
 _MOST_UNLIKE = 32
-"""Untypical drafted rounds after which unknown costs are taken to be as measured."""
+"""Number of untypical drafted rounds that ends the search for unknown costs: they count as measured."""
 _NEAR = 4
 """Drafted rounds compared with the plain ones before them; later the machine's load may differ."""
 _LATE = 24
 """The same for a kind that is not known yet, within a call: it may have few rounds."""
 _ENOUGH = 12
-"""Newest pairs of a kind that are kept; with this many of drafts, plain rounds are due less often."""
-_SELDOM = 2
-"""Factor by which they are due less often."""
+"""Newest pairs of a kind that are kept; with this many of drafts, plain rounds are due half as often."""
 
 
 Curve = tuple[list[float], list[float]]
@@ -86,13 +84,13 @@ class RoundTimes:
     @property
     def wants_plain(self) -> int:
         """Number of plain rounds that are due."""
-        seldom = _SELDOM if len(self.ratios.get(0, ())) >= _ENOUGH else 1
-        due = self.since_plain * SHARE >= LEAST_PAIRS * seldom or (self.wider and self.since_plain >= _LATE)
+        rarer = 2 if len(self.ratios.get(0, ())) >= _ENOUGH else 1
+        due = self.since_plain * SHARE >= LEAST_PAIRS * rarer or (self.wider and self.since_plain >= _LATE)
         return LEAST_PAIRS if due or not self.plain else 0
 
     @property
     def most_nodes(self) -> int:
-        """Nodes of a row up to which costs can be trusted: twice the largest size measured."""
+        """Largest trusted number of nodes of a row: twice the largest size measured."""
         return int(2 ** (1 + self._largest))
 
     @property

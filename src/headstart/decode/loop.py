@@ -1,6 +1,6 @@
 """The decode loop: propose, verify with one tree forward, accept, commit.
 
-`DecodeLoop._decode` is the loop; `generate` checks the request and calls it for as many rows as fit into memory. The
+`DecodeLoop._decode` is the loop; `generate` checks the request and calls it with the rows that fit into memory. The
 file also defines the `Drafter` protocol, greedy verification (`Verifier`; sampling is in `verify.py`) and the end of a
 text (`Generation.extend`). Plain decoding is the same loop without a drafter.
 
@@ -88,7 +88,7 @@ class Generation:
 
     @property
     def paused_rounds(self) -> int:
-        """Rounds in which nothing was drafted because it would not have paid."""
+        """Rounds without drafts because they would not have paid."""
         return sum(r.paused for r in self.rounds)
 
     def extend(self, tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> None:
@@ -118,7 +118,7 @@ OnTokens = Callable[[int, list[int], int], None]
 """Called with (row, new tokens, number of leading ones that were drafts) as soon as they are decided."""
 Check = Callable[[], None]
 """Called before each forward, also of a piece of a long prompt. To end the decoding it raises a `BaseException` that is
-no `Exception`, since those of drafters are caught."""
+no `Exception`, since drafter errors are caught."""
 
 
 # -- drafters --------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Drafter(Protocol):
     """Interface of a drafter. One object serves many generations; `prefill` returns a session for the other methods.
 
     Attributes:
-        aux_layers: layers of the target whose hidden states it reads.
+        aux_layers: layers of the target that provide its hidden states.
         max_nodes: the widest tree it proposes, root included; the loop reserves cache for it.
 
     Optional attributes: `draft_share` is the cost of a draft as a share of a plain decoding step (default: the cost
@@ -141,19 +141,15 @@ class Drafter(Protocol):
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
         """Start drafting for a batch; see `DraftHead.prefill`."""
-        ...
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         """A tree for each row, after its root."""
-        ...
 
     def commit(self, session: Any, committed: Committed) -> None:
         """Take in the committed tokens. Called every round, also without drafts."""
-        ...
 
     def reorder(self, session: Any, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        ...
 
 
 # -- the loop --------------------------------------------------------------------------------------------------------
@@ -315,8 +311,7 @@ class DecodeLoop:
                 for part in (cache, verifier, budget):
                     part.reorder(remaining)
                 tell("reorder", remaining)
-            start, captured_before = perf_counter(), captured()
-            batch = roots
+            start, captured_before, batch = perf_counter(), captured(), roots
             # The limit is part of the request: pruning afterwards may depend on drawn tokens, which breaks sampling.
             deepest = target.deepest(cache)
             bound = max_nodes if deepest is None else min(max_nodes, deepest + 1)
@@ -364,7 +359,7 @@ class DecodeLoop:
         return True
 
     def _aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """Layers whose states these drafters read, without duplicates."""
+        """Layers with states that these drafters read, without duplicates."""
         return tuple(dict.fromkeys(layer for number in numbers for layer in self.drafters[number].aux_layers))
 
     def _budget(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Budget:
@@ -392,7 +387,7 @@ class DecodeLoop:
 class Verifier:
     """Greedy verification: a draft is accepted if it is the target's argmax, so the output is that of plain decoding.
 
-    `draws` says whether drafters draw children, see `Request`; `draft_streams` are each row's random generator for it.
+    `draws`: whether drafters draw children, see `Request`; `draft_streams`: each row's random generator for it.
     """
 
     draws = False

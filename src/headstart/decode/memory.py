@@ -1,4 +1,4 @@
-"""Estimate which batches fit into memory, and split those that do not."""
+"""Estimate which batches fit into memory, and split larger ones."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ def reserve(
     free: int | None = None,
 ) -> int:
     """Return the widest tree (root included, at most `max_nodes`) that fits beside the text, given `free` bytes on each
-    device with layers (by default as measured); 0 if the text of several prompts does not fit.
+    device with layers (by default as measured); 0 if the text of several prompts does not fit. Raises UserError if the
+    text of a single prompt does not fit.
 
     Counts the KV cache, `drafters_keep` bytes per token of a row, and for one forward the masks, the logits and one
     layer's attention. A single prompt needs no room for drafters: it can be decoded plainly. Buffers that target and
     drafters hold for their next text (`drafters_spare`) count as free.
-
-    Raises:
-        UserError: when the text of a single prompt does not fit.
     """
     rows, row_tokens = len(prompts), max(map(len, prompts)) + max_new_tokens
     nodes = max_nodes

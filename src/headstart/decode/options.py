@@ -37,7 +37,7 @@ class Meaning:
     """Metadata of an option.
 
     Attributes:
-        text: what it means, in a sentence or two.
+        text: meaning, in a sentence or two.
         minimum: smallest value that the command line accepts.
         metavar: placeholder of its value there.
         unset: word for None there.
@@ -199,7 +199,7 @@ class DecodeOptions(SamplingOptions):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple. The text ends with the token that completes one of them, as in transformers."""
+        """`stop` as a tuple. The text ends with the token that completes a stop string, as in transformers."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @classmethod

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +43,25 @@ def check_sampling(options: SamplingOptions) -> None:
 
 
 def check_processors(options: SamplingOptions, vocab_size: int, device: torch.device | str) -> None:
-    """Refuse (UserError) a processor whose result depends on more than its arguments, before any work."""
+    """Refuse (UserError) a processor that depends on more than its arguments, before any work: state would mix up the
+    branches of a tree, so equal calls must give equal scores."""
     for processor in options.processors:
-        _check_processor(processor, vocab_size, device)
+        name = type(processor).__name__
+        scores_1V = torch.linspace(-1.0, 1.0, vocab_size, device=device)[None]
+        texts = [torch.tensor([text], device=device) for text in ([0, 0, 0], [0, 0, 0, 0], [0, 0, 0])]
+        try:
+            first, _, again = (processor(text, scores_1V.clone()) for text in texts)
+        except Exception as error:
+            raise UserError(
+                f"The logits processor {name} cannot be applied to a token tree ({type(error).__name__}: {error}).",
+                "Use one that takes (input_ids, scores) of one row, or decode with transformers.generate.",
+            ) from error
+        if first.shape != scores_1V.shape or not torch.equal(first, again):
+            raise UserError(
+                f"The logits processor {name} keeps a state or draws random numbers, so it cannot be applied at every "
+                "node of a token tree.",
+                "Use one that depends on input_ids and scores alone, or decode with transformers.generate.",
+            )
 
 
 class Prefixes:
@@ -103,8 +118,7 @@ class Prefixes:
             return
         if self._options.repetition_penalty != 1:
             if self._seen_BV is None:
-                shape = len(self._new), like_MV.shape[1]
-                self._seen_BV = torch.zeros(shape, dtype=torch.bool, device=like_MV.device)
+                self._seen_BV = like_MV.new_zeros(len(self._new), like_MV.shape[1], dtype=torch.bool)
             _mark(self._seen_BV, self._new)
         if any(self._processors):
             self._ids_1C = self._ids_1C or [
@@ -186,23 +200,3 @@ def _nucleus(probs: Tensor, share: float, head: int) -> tuple[Tensor, Tensor]:
     top = top.masked_fill(before >= share, 0.0)
     kept = torch.zeros_like(probs).scatter_(-1, index, top / top.sum(-1, keepdim=True))
     return kept, before[..., -1] < share
-
-
-def _check_processor(processor: Any, vocab_size: int, device: torch.device | str) -> None:
-    """Refuse a processor with state, which would mix up the branches of a tree: equal calls must give equal scores."""
-    name = type(processor).__name__
-    scores_1V = torch.linspace(-1.0, 1.0, vocab_size, device=device)[None]
-    texts = [torch.tensor([text], device=device) for text in ([0, 0, 0], [0, 0, 0, 0], [0, 0, 0])]
-    try:
-        first, _, again = (processor(text, scores_1V.clone()) for text in texts)
-    except Exception as error:
-        raise UserError(
-            f"The logits processor {name} cannot be applied to a token tree ({type(error).__name__}: {error}).",
-            "Use one that takes (input_ids, scores) of one row, or decode with transformers.generate.",
-        ) from error
-    if first.shape != scores_1V.shape or not torch.equal(first, again):
-        raise UserError(
-            f"The logits processor {name} keeps a state or draws random numbers, so it cannot be applied at every "
-            "node of a token tree.",
-            "Use one that depends on input_ids and scores alone, or decode with transformers.generate.",
-        )

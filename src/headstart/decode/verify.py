@@ -123,8 +123,7 @@ class SamplingVerifier:
         accept_BK, residual_BK = self._peek(depths, device)
         drawn, parents_BN = _Drawn(batch, vocab), batch.parents_BN.expand(rows, -1)
         child_BN, index_BN = upload(drawn.places(), device).unbind() if drawn else (None, None)
-        tokens_BK = torch.full((rows, depths), -1, device=device)
-        path_BK = torch.full((rows, depths), -1, device=device)
+        tokens_BK, path_BK = torch.full((2, rows, depths), -1, device=device)
         row_M, node_M = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.long, device=device)
         for depth in range(depths):
             logits_MV = out.logits_BTV[row_M, node_M] if depth else out.logits_BTV[:, 0]

@@ -22,7 +22,7 @@ DRAFTERS = ("none", "heads", "ngram", "memory", "lookahead", "early-exit", "mtp"
 """Names, explained in `DecodeOptions.drafter`; + joins several, as in heads+ngram."""
 
 DEFAULT = DecodeOptions.drafter
-"""Default drafter: n-grams cost next to nothing and catch drafts that heads miss."""
+"""Default drafter: n-grams cost almost nothing and catch drafts that heads miss."""
 
 
 def make_drafters(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.decode.kept_text import common_beginning
 from headstart.errors import UserError
 from headstart.support.rng import draw
 from headstart.target.cache import TreeCache
@@ -54,7 +55,7 @@ class DraftModelDrafter:
                 f"{draft.name} has layers with running states, which cannot forget what was rejected.",
                 "Use a draft model whose layers all have attention.",
             )
-        draft.record()  # nobody waits for the first token yet
+        draft.record()  # now, so that no first answer is delayed
         self.draft = draft
         self.draft_steps = draft_steps
         self.max_nodes = draft_steps + 1
@@ -68,8 +69,7 @@ class DraftModelDrafter:
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> _Session:
         texts = [self._known(prompt) for prompt in prompts]
-        longest = max(map(len, texts))
-        cache = self.draft.new_cache(len(texts), longest + self.max_nodes + _SPARE)
+        cache = self.draft.new_cache(len(texts), max(map(len, texts)) + self.max_nodes + _SPARE)
         return _Session(cache, texts, [[] for _ in texts])
 
     def propose(self, session: _Session, roots: TreeBatch, request: Request) -> list[Tree]:
@@ -97,12 +97,7 @@ class DraftModelDrafter:
     def commit(self, session: _Session, committed: Committed) -> None:
         lengths = session.cache.lengths
         for row, tokens in enumerate(committed.tokens):
-            before = len(session.texts[row])
-            kept = 0
-            for drafted, token in zip(session.read[row], tokens[1:], strict=False):
-                if drafted != token:
-                    break
-                kept += 1
+            before, kept = len(session.texts[row]), common_beginning([session.read[row], tokens[1:]])
             lengths[row] = min(lengths[row], before + 1 + kept)  # forget rejected tokens
             session.texts[row] += self._known(tokens)
             session.read[row] = []
@@ -114,8 +109,7 @@ class DraftModelDrafter:
 
     def _read_text(self, session: _Session, tokens: Sequence[int]) -> Tensor:
         """Prefill the tokens of each text that the cache lacks, and the root; logits [B, V] after the roots."""
-        roots = self._known(tokens)
-        texts = zip(session.texts, session.cache.lengths, roots, strict=True)
+        texts = zip(session.texts, session.cache.lengths, self._known(tokens), strict=True)
         rows = [[*text[length:], root] for text, length, root in texts]
         room = max(max(map(len, session.texts)) + self.max_nodes, max(session.cache.lengths) + max(map(len, rows)))
         session.cache = session.cache.with_room(room, self.draft.new_cache)

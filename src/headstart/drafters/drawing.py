@@ -64,13 +64,10 @@ class Growing:
 
 
 class Draws:
-    """Children of all rows that wait for their tokens, each drawn with its row's random numbers.
-
-    Attributes:
-        tokens_M: the drawn tokens, on the device.
-    """
+    """Children of all rows that wait for their tokens, each drawn with its row's random numbers."""
 
     tokens_M: Tensor
+    """The drawn tokens, on the device."""
 
     def __init__(
         self,
@@ -150,15 +147,12 @@ class Draws:
 def _numbers(undrawn: Sequence[Undrawn], streams: Sequence[torch.Generator]) -> list[float]:
     """A random number for each child, from its row's own stream."""
     counts = Counter(child.row for child in undrawn)
-    drawn = {
-        row: iter(torch.rand(count, generator=streams[row], dtype=torch.float64).tolist())
-        for row, count in counts.items()
-    }
-    return [next(drawn[child.row]) for child in undrawn]
+    drawn = {row: torch.rand(n, generator=streams[row], dtype=torch.float64).tolist() for row, n in counts.items()}
+    return [drawn[child.row].pop(0) for child in undrawn]
 
 
 def _without_unknown(tree: Tree) -> list[int]:
-    """Nodes on whose path every token is known."""
+    """Nodes with a known token at every step of their path."""
     known: list[int] = []
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         if token != UNKNOWN and (node == 0 or parent in known):

@@ -93,8 +93,7 @@ class HeadDrafter:
         if shape is not None and (nodes < shape.size or (request.chain and shape.width > 1)):
             # Too little room, or a target that verifies chains only.
             shape = TreeShape.chain(min(shape.depth, nodes - 1))
-        calibration = self._calibration_at(request.temperature)
-        request = replace(request, max_nodes=nodes, calibration=calibration, shape=shape)
+        request = replace(request, max_nodes=nodes, calibration=self._calibration_at(request.temperature), shape=shape)
         if shape is None and not request.draws and len(roots.trees) == 1:
             tree = self.heads.draft_tree(session, roots.root_tokens[0], request, MAX_RANK)
             if tree is not None:
@@ -140,8 +139,9 @@ class ShippedDrafter(HeadDrafter):
     def __init__(self, target: Target, draft_steps: int = SHIPPED_STEPS) -> None:
         heads = shipped_heads(target, draft_steps)
         super().__init__(heads, TreeShape.chain(draft_steps), "dynamic", max_nodes=draft_steps + 1)
-        read = heads.trainable_parameters + target.lm_head_weight.numel()
-        self.draft_share = draft_steps * read / target.parameters
+        self.draft_share = (
+            draft_steps * (heads.trainable_parameters + target.lm_head_weight.numel()) / target.parameters
+        )
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         return super().propose(session, roots, replace(request, chain=True))
@@ -183,7 +183,7 @@ def grow(
     draws: Draws | None = None
 
     def read(depths: range) -> _Table:
-        """The best drafts of the next level, or of these depths; pending draws are read along."""
+        """Read the best drafts of the next level or of these depths, along with pending draws."""
         put = upload_into if draws is None else draws.put
         level = None if graphs is None else graphs.level(session, roots.root_B, _level(rows), depths, ranks, put)
         if level is not None:

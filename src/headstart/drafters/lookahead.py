@@ -67,8 +67,7 @@ class LookaheadDrafter:
     def propose(self, session: list[_Row], roots: TreeBatch, request: Request) -> list[Tree]:
         trees = []
         for row, root in zip(session, roots.root_tokens, strict=True):
-            drafts = list(row.pool.get(root, ()))[::-1]
-            paths = [*drafts, *_paths(row.columns)][: 1 if request.chain else None]
+            paths = [*reversed(row.pool.get(root, {})), *_paths(row.columns)][: 1 if request.chain else None]
             trees.append(Tree.joined(root, paths, min(self.max_nodes, request.max_nodes)))
         return trees
 

@@ -59,13 +59,13 @@ _PLACES = 32  # most places per tree
 _LOOKS = 1024  # most places with the same last tokens to compare, latest first
 _BITS = 21  # bits of a token in a key
 _NO_TOKEN = (1 << _BITS) - 1
-_SMALL = 4  # a part is merged with the one before it unless that is this many times larger
+_SMALL = 4  # a part is merged with the previous one unless that is this many times larger
 _CLASSES = (2, 3, 4, 6, 8, 12, 16)  # shortest match length of each class
 _CLASS = [max(0, bisect_right(_CLASSES, length) - 1) for length in range(LONGEST + 1)]
 _PRIOR_WEIGHT = 4.0  # promised tokens that a prior counts as
 _KEPT = 31 / 32  # decay of a text's statistics per token
 _MOST_CERTAIN = 0.98
-_AGREEING = 8  # most places followed among those that agree on a token
+_AGREEING = 8  # most places to follow per continuation
 
 
 class _Part:
@@ -91,7 +91,7 @@ class _Part:
         return self.tokens[LONGEST:-AHEAD]
 
     def places(self, tail: Sequence[int]) -> NDArray[np.int32]:
-        """Places after the same last tokens: the latest of those with the longest match, at most `_PLACES`."""
+        """Places after the same last tokens: the latest of the longest matches, at most `_PLACES`."""
         two = (tail[-1] << 2 * _BITS) | (tail[-2] << _BITS)
         three = two | (tail[-3] + 1 if len(tail) > 2 else _NO_TOKEN)
         bounds = self.keys.searchsorted([two, three, three + 1, two + (1 << _BITS)]).tolist()
@@ -125,7 +125,7 @@ class Index:
         self._held: set[int] = set()
 
     def add(self, answers: Iterable[Sequence[int]]) -> int:
-        """Add new answers, except those with tokens that the target lacks; return the number added."""
+        """Add new answers, unless the target lacks one of their tokens; return the number added."""
         added: list[int] = []
         count = 0
         for answer in answers:
@@ -143,8 +143,7 @@ class Index:
         self.parts = tuple(parts)
         if self.size > self._most_tokens:
             # Drop an eighth at once, since the part is sorted anew; dropped answers may be added again.
-            rest = np.concatenate([part.inner for part in parts])[-self._most_tokens * 7 // 8 :]
-            self.parts = (_Part(rest),)
+            self.parts = (_Part(np.concatenate([part.inner for part in parts])[-self._most_tokens * 7 // 8 :]),)
             self._held.clear()
         return count
 

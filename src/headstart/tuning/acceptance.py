@@ -29,11 +29,11 @@ from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 
 _TEXTS, _LONGEST = 24, 64
-"""Most prompts answered again at temperature 1, and most tokens of these answers."""
+"""Most prompts to answer again at temperature 1, and most tokens of an answer."""
 _ENOUGH = 256
 """Tokens of such answers below which the given answers count as well."""
 _ROWS = 256
-"""Positions for which full-vocabulary probabilities exist at once."""
+"""Positions with full-vocabulary probabilities in memory at once."""
 _SAMPLED = 4
 """Ranks at which a sampled child in place of the draft is measured; a node seldom has more children."""
 
@@ -93,16 +93,12 @@ def measure_drafts(
     console: Console | None = None,
     sampling: bool = False,
 ) -> Drafts:
-    """Measure what greedy decoding, or sampling at temperature 1, would accept of the drafts.
-
-    Raises:
-        UserError: when there is no origin from which every step is supervised.
-    """
+    """Measure what greedy decoding, or sampling at temperature 1, would accept of the drafts. Raises UserError if no
+    origin has every step supervised."""
     to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
     measured: list[dict[str, Tensor]] = []
-    progress = tracked(conversations, "measuring acceptance", len(conversations), console)
-    for number, conversation in enumerate(progress):
+    for number, conversation in enumerate(tracked(conversations, "measuring acceptance", len(conversations), console)):
         states = target.hidden_states([conversation.tokens], sorted({*heads.aux_layers, FINAL}))[0]
         if not all_finite(states):
             warnings.warn(f"Text {number} (from 0) is left out: its hidden states are not finite.", stacklevel=2)
@@ -188,11 +184,8 @@ def sampled_answers(
     target: Target, conversations: Sequence[Supervised], minimum: int, console: Console | None = None
 ) -> list[Supervised]:
     """Answer some conversations' first prompts at temperature 1, always the same ones. Answers shorter than `minimum`
-    tokens are left out; if all are too short to learn much from, the given answers count as well.
-
-    Raises:
-        UserError: when memory cannot hold one of them.
-    """
+    tokens are left out; if all are too short to learn much from, the given answers count as well. Raises UserError if a
+    prompt does not fit into memory."""
     answered = [text for text in conversations if True in text.supervised]
     longest = min(_LONGEST, max((sum(text.supervised) for text in answered), default=0))
     prompts = [list(text.tokens[: text.supervised.index(True)]) for text in answered]

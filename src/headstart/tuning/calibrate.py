@@ -18,13 +18,13 @@ from headstart.tree.calibration import Calibration, Curve, between, rest
 _BINS = 40
 """Bins of equally many drafts for the acceptance at each depth."""
 _TRIED = 3
-"""Drafts of a node that count as its best, as many as a tree usually verifies."""
+"""Drafts of a node that count as its best: a tree usually verifies this many."""
 _CERTAIN = 1e-4
 """Least distance of a probability from 0 and 1 in a cross entropy."""
 _WORTH = 0.998
 """Cross entropy relative to simpler curves below which others count as better; chance explains a smaller gain."""
 _BACKING = 100
-"""Weight, in origins, of the curve of all paths when it backs that of some paths."""
+"""Weight (in origins) of the all-paths curve when it backs another."""
 
 
 def fit_calibration(
@@ -72,10 +72,9 @@ class _Tables:
     @cached_property
     def paths(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Whether the path before each step was drafted, and whether it was the best one, each [O, K]."""
-        drafted_OK = self.ranks_OK < self.log_probs_OKR.shape[2]
         before_OK, best_OK = (
             np.logical_and.accumulate(np.concatenate([np.ones_like(part[:, :1]), part[:, :-1]], axis=1), axis=1)
-            for part in (drafted_OK, self.ranks_OK == 0)
+            for part in (self.ranks_OK < self.log_probs_OKR.shape[2], self.ranks_OK == 0)
         )
         return before_OK, best_OK
 
@@ -132,7 +131,7 @@ def _of_curves(curves: Sequence[Curve]) -> Calibration:
 
 
 def _backed(some: Calibration, every: Calibration, counts_OK: NDArray[np.bool_]) -> Calibration:
-    """Blend the curves of some origins with those of all, as if `_BACKING` origins more had shown the latter."""
+    """Blend curves of some origins with the curves of all, as if the latter came from `_BACKING` further origins."""
     shares = [count / (count + _BACKING) for count in counts_OK.sum(0).tolist()]
     curves = [between(depth, every, some, share) if share else every.curve(depth) for depth, share in enumerate(shares)]
     pairs = zip(some.reached, every.reached, shares, strict=False)

@@ -30,9 +30,9 @@ _CLEARLY = 0.95
 _ENOUGH = 3
 """Rounds after which a measurement may end when its time is over."""
 _STEADY = 1.25
-"""Factor between two equal measurements, seconds apart, from which the machine is too busy."""
+"""Factor between two equal measurements, seconds apart, that shows a busy machine."""
 _FEW = 12
-"""Most times of which the least counts, not the quartile."""
+"""Up to this many times, the least counts instead of the quartile."""
 _FEWEST = 2
 """Tokens of the shorter text in a read measurement."""
 _READ_TOKENS = 64
@@ -145,7 +145,7 @@ def draft_ms(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing
     """Time drafts and commits with a tree of up to 16 of the best nodes.
 
     Trees cut after their first level and complete ones take turns. The target runs in between, as in decoding: its
-    weights evict those of the heads from the CPU caches.
+    weights evict the heads' from the CPU caches.
     """
     paths = list(paths)[:15] or [(0,)]
     shapes = [TreeShape.from_paths([path for path in paths if len(path) == 1]), TreeShape.from_paths(paths)]

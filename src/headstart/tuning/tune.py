@@ -135,10 +135,7 @@ class Tuning:
 
     def drafter(self, heads: DraftHead, tree: TreeKind | None = None) -> HeadDrafter | None:
         """These heads as a drafter, with the best tree or another kind; None if none pays. Packs the heads, see `pack`.
-
-        Raises:
-            UserError: dynamic trees for imported heads that were not tuned yet.
-        """
+        A UserError for dynamic trees of imported heads that are not tuned yet."""
         tree = tree or self.tree
         if tree == "dynamic" and not self.calibration:
             raise UserError("These heads have no calibration for dynamic trees.", f"Tune them: {TUNE}.")
@@ -204,10 +201,7 @@ def tune(
 
     Heads are in the target's dtype and on its device; the conversations were held out from training, and the target
     answers some of them again at temperature 1. Costs are copied from `before`, of heads of the same kind, if it has
-    any.
-
-    Raises:
-        UserError: when no conversation holds a position that reaches the last head.
+    any. Raises UserError if no conversation holds a position that reaches the last head.
     """
     drop_int8(heads)
     options = options or TuneSection()
@@ -229,10 +223,8 @@ def tune(
     accept_probs = [replay(ranks_OK, ordered[:count]) for count in range(len(ordered) + 1)]
     paths, predicted, curve = _best_static(ordered, accept_probs, costs)
     chain = _best_chain([replay(ranks_OK, TreeShape.chain(length).paths) for length in range(costs.levels + 1)], costs)
-    calibration = fit_calibration(*drafts.arrays)
     texts = sampled_answers(target, conversations, heads.draft_steps + 2, console)
     drawn = measure_drafts(target, heads, texts, max_rank, console, sampling=True)
-    sampled = fit_calibration(*drawn.arrays)
     return Tuning(
         paths=tuple(TreeShape.from_paths(paths).paths),
         widths=costs.widths,
@@ -253,7 +245,7 @@ def tune(
         },
         tree="dynamic" if paths and not target.chains_only else "static",
         chain=chain,
-        calibration=calibration.knots() | sampled.knots("sampled_"),
+        calibration=fit_calibration(*drafts.arrays).knots() | fit_calibration(*drawn.arrays).knots("sampled_"),
         level_ms=costs.level_ms,
         packed=measured.packed,
         read_ms=costs.read_ms,
