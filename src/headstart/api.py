@@ -1,4 +1,4 @@
-"""What Python programs call: `headstart.load`, `headstart.export` and `headstart.import_heads`."""
+"""The Python API: `headstart.load`, `headstart.export` and `headstart.import_heads`."""
 
 from __future__ import annotations
 
@@ -38,17 +38,15 @@ def load(
     """Load heads and the model they belong to.
 
     Args:
-        heads: a folder of heads, the folder of a run, a Hub id (user/name), or beside a target a folder that others
-            have published (see `import_heads`); None for a target alone, with drafters that need no heads, such as
-            "mtp" for the multi-token-prediction module of its own checkpoint.
-        target: the model, when it is loaded already (by `load_target`, or by transformers, then with `tokenizer`; it is
-            frozen and put in eval mode) or lies elsewhere than the heads say (then what `load_target` takes). The
-            adapter of a target comes with the heads.
+        heads: a folder of heads, the folder of a run, a Hub id (user/name), or, with a target, a folder of published
+            heads (see `import_heads`); None for a target alone, with drafters that need no heads, such as "mtp" (the
+            multi-token-prediction module of its own checkpoint).
+        target: a loaded model (by `load_target`, or by transformers with `tokenizer`; it is frozen and put in eval
+            mode), or its location for `load_target` if the heads name another one. Adapters come with the heads.
         **options: see `headstart.hub.options.LoadOptions`; dtype may be torch's own, such as torch.bfloat16.
 
     Raises:
-        UserError: no such heads, files that are cut short, a target that cannot be loaded, or one that the heads were
-            not trained on.
+        UserError: missing heads, truncated files, a target that cannot be loaded or that the heads do not belong to.
     """
     check_names(options, LoadKeywords.__annotations__)
     if not isinstance(heads, str | Path | None):
@@ -61,11 +59,8 @@ def load(
     target = str(target) if isinstance(target, Path) else target
     asked = LoadOptions(**options)
     asked = replace(asked, dtype=_dtype_name(asked.dtype))
-    if isinstance(target, Target | PreTrainedModel) and (asked.dtype, asked.device, asked.quantization) != (
-        "auto",
-        "auto",
-        None,
-    ):
+    fixed = (asked.dtype, asked.device, asked.quantization) != ("auto", "auto", None)
+    if fixed and isinstance(target, Target | PreTrainedModel):
         raise UserError(
             "dtype, device and quantization cannot be changed: the target is already loaded.",
             "Load it with them, or give headstart.load the target's name.",
@@ -102,19 +97,19 @@ def load(
 
 
 def _read(folder: Path, target: Target, any_target: bool = False) -> Loaded:
-    """What a folder of heads holds, as `Decoder` takes it."""
+    """Read a folder of heads as arguments of `Decoder`."""
     answers = folder / ANSWERS
     return *read_heads(folder, target, any_target), answers if answers.is_file() else None
 
 
 def _logging(decoder: Decoder, log: RequestLog | str | Path | None) -> Decoder:
-    """The decoder, which writes to a log where one is named."""
+    """Attach a log to the decoder, if given."""
     decoder.log = RequestLog(log) if isinstance(log, str | Path) else log
     return decoder
 
 
 def _follower(link: Path, at: Path, target: Target, any_target: bool) -> Callable[[], Loaded | None]:
-    """Reads the heads that a link leads to, once it leads elsewhere than `at`; each are tried once."""
+    """Make a function that reads the heads of a link when its target has changed; each target is tried once."""
 
     def newer() -> Loaded | None:
         nonlocal at
@@ -145,7 +140,7 @@ def _loaded(target: Target | str, asked: LoadOptions, quantization: str, **origi
 
 
 def _dtype_name(dtype: Any) -> Any:
-    """A dtype by its name, or torch's own, as a name; `UserError` for anything else."""
+    """The name of a dtype, which may be torch's own; a UserError for anything else."""
     if isinstance(dtype, torch.dtype):
         return dtype_name(dtype)
     if not isinstance(dtype, str):
@@ -161,12 +156,12 @@ def export(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> Exported:
-    """Write heads as a serving engine loads them.
+    """Write heads in the format of a serving engine.
 
     Args:
         heads: a folder of heads, the folder of a run, or a Hub id (user/name).
         format: one of `headstart.servers.names.FormatName`, such as "vllm".
-        target: where the target is, when it is not where the heads say, or the loaded target.
+        target: the target or its location, if it is not where the heads expect it.
         dtype: of the weights: "bfloat16" by default, "float16", "float32", and for GGUF files "q8_0".
         trust_remote_code: run Python code that the target brings along, here and in the engines.
 
@@ -176,8 +171,8 @@ def export(
     Raises:
         UserError: no such heads or format, heads that no engine of the format can serve, or a folder in use.
     """
-    name = None if dtype is None else _dtype_name(dtype)
-    return export_for(locate(heads), Path(out), format, target, name, trust_remote_code)
+    stored = None if dtype is None else _dtype_name(dtype)
+    return export_for(locate(heads), Path(out), format, target, stored, trust_remote_code)
 
 
 def import_heads(

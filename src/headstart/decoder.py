@@ -44,21 +44,21 @@ such as {"type": "text", "text": ...}."""
 
 
 class Decoder:
-    """Generates with a target and its heads; lossless, so the words are the target's own.
+    """Generates losslessly with a target and its heads.
 
     Args:
         target: the frozen model.
-        heads: bound to it, in its dtype and on its device; None for a target alone, which other drafters draft for.
-        shape: the static tree to draft; without nodes but the root, decoding with heads is plain.
-        calibration: what tuning measured, see `Tuning.to_json`; without it the heads draft the static tree always.
+        heads: bound to it, in its dtype and on its device; None for a target alone, with other drafters.
+        shape: the static tree; with the root alone, decoding with heads is plain.
+        calibration: see `Tuning.to_json`; without it the heads always draft the static tree.
         answers: a file of earlier answers of the target, for the drafter "memory".
 
     Attributes:
-        log: takes every request that is answered whole; None, as long as nobody asks for it, keeps nothing.
-        newer: gives heads to go on with from the next request on, or None while there are no newer ones.
+        log: receives every completed request; None by default.
+        newer: returns heads to use from the next request on, or None without newer ones.
 
     Raises:
-        UserError: a calibration that lacks something.
+        UserError: an incomplete calibration.
     """
 
     def __init__(
@@ -76,18 +76,18 @@ class Decoder:
         self.answers = answers
         self.tuning = Tuning.from_json(calibration) if calibration else None
         self._loops: dict[tuple[str, TreeKind | None, bool, bool], DecodeLoop] = {}
-        self._models: dict[str, Drafter] = {}  # those that loaded one of their own
+        self._models: dict[str, Drafter] = {}  # drafters that loaded a model
         self._conditions: Conditions | None = None
-        self._here: Tuning | None = None  # the tuning at what drafting costs under these conditions
-        self._there: Tuning | None = None  # the tuning as it is, once that was asked for
+        self._here: Tuning | None = None  # the tuning with costs for these conditions
+        self._there: Tuning | None = None  # the tuning with stored costs, once requested
         self._lock = threading.RLock()
         self.log: RequestLog | None = None
         self.newer: Callable[[], Loaded | None] | None = None
-        target.record()  # nobody waits for the first token yet
+        target.record()  # now, so that no first answer is delayed
 
     @property
     def heads(self) -> DraftHead:
-        """The heads; a UserError where only a target was loaded."""
+        """The heads; a UserError if only a target was loaded."""
         if self._loaded is None:
             raise UserError(f"{self.target.name} was loaded without heads.", "Name a folder of heads.")
         return self._loaded
@@ -95,10 +95,10 @@ class Decoder:
     def swap(
         self, heads: DraftHead, shape: TreeShape, calibration: dict[str, Any], answers: Path | None = None
     ) -> None:
-        """Draft with other heads from the next request on; those that have begun end with the heads they began with.
+        """Draft with other heads from the next request on; running requests finish with the old ones.
 
-        Nothing that was learned with the old heads is kept, but what verifying and drafting cost here, where the new
-        ones are of the same kind. Errors are those of making a decoder; the old heads then stay.
+        Drops what was learned with the old heads, except measured costs if the new heads are of the same kind. Raises
+        as `Decoder` does; the old heads then stay.
         """
         tuning = Tuning.from_json(calibration) if calibration else None
         with self._lock:
@@ -109,18 +109,17 @@ class Decoder:
             elif here is not None:
                 self._here = tuning.under(Measured(here.costs, here.packed))
             self._loaded, self.shape, self.calibration, self.tuning = heads, shape, calibration, tuning
-            self.answers = answers
-            self._there = None
+            self.answers, self._there = answers, None
             self._loops.clear()
 
     @property
     def costs(self) -> Costs | None:
-        """What drafting and verifying cost here, measured when it is first asked for; None without a calibration."""
+        """Costs on this machine, measured at first use; None without a calibration."""
         here = self._tuned_here()
         return here.costs if here else None
 
     def drafters(self, name: str = "heads", tree: TreeKind | None = None) -> tuple[Drafter, ...]:
-        """What a name stands for, see `DecodeOptions`; none decodes plainly. A UserError where it cannot draft here."""
+        """The drafters of a name, see `DecodeOptions`; none for plain decoding. A UserError if it cannot draft here."""
         _check_drafting(name, tree)
         if "heads" in parts_of(name):
             _ = self.heads
@@ -129,8 +128,8 @@ class Decoder:
     def loop(
         self, drafter: str = DEFAULT, tree: TreeKind | None = None, drafts: bool = True, deterministic: bool = False
     ) -> DecodeLoop:
-        """The decode loop with a drafter, made once; costs are measured first, but for those of `deterministic`
-        decoding, and without `drafts` there are none."""
+        """The cached decode loop of a drafter. Costs are measured first, unless `deterministic` (stored costs) or
+        without `drafts` (no costs)."""
         _check_drafting(drafter, tree)
         if deterministic and any(part.startswith("memory:") for part in parts_of(drafter)):
             raise UserError(
@@ -147,7 +146,7 @@ class Decoder:
             if key not in self._loops:
                 costs = tuning.costs if tuning and drafts else None
                 self._loops[key] = DecodeLoop(self.target, *self._drafters(drafter, tree, tuning), costs=costs)
-            if tuning and drafts and self._loaded is not None:  # both kinds of loops draft with the same heads
+            if tuning and drafts and self._loaded is not None:  # loops share the heads
                 tuning.pack(self._loaded)
             return self._loops[key]
 
@@ -155,8 +154,7 @@ class Decoder:
         """Answer one prompt.
 
         Args:
-            prompt: a text becomes one user message; messages are rendered by the target's chat template; token ids
-                are read as they are.
+            prompt: a text (one user message), messages for the target's chat template, or token ids.
             **options: see `DecodeOptions`.
 
         Raises:
@@ -179,12 +177,12 @@ class Decoder:
 
         Args:
             prompt: see `generate`.
-            kept_text: the conversation so far, not read again; an empty one begins, and each answer adds to it.
+            kept_text: the conversation so far, which is not read again; updated with each answer.
             **options: see `DecodeOptions`.
 
         Returns:
-            An iterator over pieces of text. They never break a character, and joined they are the answer's text; its
-            `answer` is there at the end. Decoding starts with the first piece asked for, and leaving the loop ends it.
+            An iterator over pieces of the text, which never split a character; `answer` is set at the end. Decoding
+            starts with the first piece, and leaving the loop ends it.
         """
         tokenizer = self.target.tokenizer
         if tokenizer is None:
@@ -201,7 +199,7 @@ class Decoder:
         return Stream(run, pieces)
 
     def remember(self, loop: DecodeLoop, prompts: Sequence[Sequence[int]], generations: Sequence[Generation]) -> None:
-        """Have the drafters of a loop that remember answers keep these; what is measured is not remembered."""
+        """Have memory drafters keep these answers; measurements do not call this."""
         for drafter in loop.drafters:
             if isinstance(drafter, MemoryDrafter):
                 for prompt, generation in zip(prompts, generations, strict=True):
@@ -214,7 +212,7 @@ class Decoder:
         tools: Sequence[Any] = (),
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids that the target reads for a prompt; options and errors are those of `generate`."""
+        """Token ids of a prompt; options and errors are those of `generate`."""
         tokenizer = self.target.tokenizer
         empty = UserError("The prompt is empty.", "Give a question or a text to continue.")
         if isinstance(prompt, str) and raw:
@@ -248,7 +246,7 @@ class Decoder:
         return items
 
     def check_template(self) -> None:
-        """Refuse (UserError) a target without a chat template, which cannot answer messages."""
+        """Refuse (UserError) a target without a chat template."""
         if not has_template(self.target.tokenizer):
             raise UserError(
                 f"{self.target.name} has no chat template to render messages with.",
@@ -272,24 +270,24 @@ class Decoder:
         return tokens, self.loop(asked.drafter, asked.tree, asked.draft != "off", asked.deterministic)
 
     def _renew(self) -> None:
-        """Go on with newer heads, if there are; what keeps them from being used is a Python warning."""
+        """Switch to newer heads, if any; a failure is a warning."""
         if self.newer is None:
             return
         with self._lock:
             try:
                 if (newer := self.newer()) is not None:
                     self.swap(*newer)
-            except (UserError, OSError, RuntimeError) as error:  # no room for both is one of the last
+            except (UserError, OSError, RuntimeError) as error:  # RuntimeError: out of memory
                 warnings.warn(f"New heads cannot be used: {error} The old ones go on.", RuntimeWarning, stacklevel=5)
 
     def _tuned_here(self) -> Tuning | None:
-        """The tuning with costs that hold here and now, measured once for each set of conditions."""
+        """The tuning with costs for the current conditions, measured once each."""
         if self.tuning is None:
             return None
         with self._lock:
             conditions = Conditions.of(self.target)
             if conditions != self._conditions:
-                self.target.record()  # measured is what forwards are now
+                self.target.record()  # measure recorded forwards, which later calls use
                 conditions = Conditions.of(self.target)
                 self._here = tuned_here(self.tuning, self.heads, self.target, conditions)
                 self._conditions = conditions
@@ -297,7 +295,7 @@ class Decoder:
             return self._here
 
     def _tuned_there(self) -> Tuning | None:
-        """The tuning with the costs that it came with."""
+        """The tuning with its stored costs."""
         if self.tuning is not None and self._there is None:
             self._there = tuned_there(self.tuning, Conditions.of(self.target))
         return self._there
@@ -305,9 +303,9 @@ class Decoder:
     def _drafters(self, name: str, tree: TreeKind | None, tuning: Tuning | None) -> tuple[Drafter, ...]:
         parts = parts_of(name)
         if parts == ["heads"]:
-            _ = self.heads  # a UserError where there are none
+            _ = self.heads  # a UserError without heads
         heads = self._heads(tree, tuning) if "heads" in parts and self._loaded is not None else None
-        if "heads" in parts and heads is None:  # no tree pays: whatever else was asked for drafts alone
+        if "heads" in parts and heads is None:  # no tree pays: the other drafters work alone
             name = "+".join(part for part in parts if part != "heads") or "none"
         return make_drafters(name, self.target, heads, self.answers, self._models)
 
@@ -339,11 +337,11 @@ class Decoder:
 
     @cached_property
     def _stamp(self) -> tuple[str, str]:
-        """The target and its chat template, as the log names them."""
+        """The log's fingerprints of the target and its chat template."""
         return self.target.identity().fingerprint, template_version(self.target.tokenizer)
 
     def _served(self, prompt: Sequence[int], answer: Answer, asked: DecodeOptions) -> Served:
-        """What the log takes of an answer."""
+        """The log entry of an answer."""
         names = () if asked.greedy else ("temperature", "top_k", "top_p", "min_p")
         sampling: dict[str, Any] = {name: getattr(asked, name) for name in names}
         if asked.processors or asked.repetition_penalty != 1.0:

@@ -1,4 +1,4 @@
-"""Errors that a user can fix: one sentence that says what is wrong, one that says what to do."""
+"""Errors that a user can fix, as a problem and a remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class UserError(ValueError):
 
 
 def check_text(text: str, name: str) -> None:
-    """Refuse (UserError) what no tokenizer reads: halves of characters, which input that is not UTF-8 leaves."""
+    """Refuse (UserError) text with lone surrogates, which input that is not UTF-8 leaves."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -27,7 +27,7 @@ def check_text(text: str, name: str) -> None:
 
 
 def close(name: object, known: Iterable[str]) -> str | None:
-    """The known word that is most like `name`; None when none is close."""
+    """The most similar known word; None if none is close."""
     return next(iter(difflib.get_close_matches(str(name), sorted(known), n=1, cutoff=0.6)), None)
 
 
@@ -45,7 +45,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether this is what PyTorch or Python raise when an allocation fails, on any device.
+    """Whether PyTorch or Python raised this for a failed allocation, on any device.
 
     >>> out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."))
     True

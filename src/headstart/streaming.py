@@ -1,4 +1,4 @@
-"""Text that appears as it is decided: a stream of pieces."""
+"""Streaming of text as it is decided."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ from headstart.support.detokenizer import IncrementalDetokenizer
 
 @dataclass(frozen=True)
 class Answer:
-    """What was generated for one prompt.
+    """The text generated for one prompt.
 
     Attributes:
-        text: without the end-of-turn token and other special tokens, and without messages of other channels than that
-            of answers; a stop string that ended the text is part of it. Empty when the target has no tokenizer.
+        text: without special tokens and without messages of other channels than the answer's; includes a stop string
+            that ended it. Empty if the target has no tokenizer.
         tokens: token ids, the end-of-turn token included.
-        finish_reason: why it ended: "end" (the model ended its turn), "length" or "stop".
+        finish_reason: "end" (the model ended its turn), "length" or "stop".
         tokens_per_round: τ, mean tokens per forward of the target after the prompt; 1 without drafts.
-        tokens_per_second: tokens over the wall-clock seconds from the call to the last token, reading the prompt
-            included; in a batch, this row's tokens only.
+        tokens_per_second: from the call to the last token, prefill included; in a batch, of this row only.
         first_token_ms: from the call to the first token.
-        drafter_error: what a drafter raised, when one did, which a Python warning says too; the text is complete all
-            the same, decoded on without it.
+        drafter_error: error of a drafter, also a Python warning; the text is complete, decoded without that drafter.
         rounds: forwards of the target after the prompt.
-        paused_rounds: of these, how many drafted nothing because plain decoding was faster here.
-        seed: that the text was sampled with, and that repeats it; None of greedy text.
-        heads: version of the heads that drafted; empty where none did.
+        paused_rounds: rounds without drafts because plain decoding was faster.
+        seed: repeats a sampled text; None for a greedy one.
+        heads: version of the heads that drafted; empty if none did.
     """
 
     text: str
@@ -50,11 +48,11 @@ class Answer:
 Run = Callable[[OnTokens, Check], Answer]
 """Decodes one prompt."""
 _Tokens = tuple[list[int], int]
-"""What a round decided, and how much of it was drafted."""
+"""Tokens of a round, and the number of leading ones that were drafted."""
 
 
 def warn_of_failures(answers: Iterable[Answer]) -> None:
-    """One Python warning for a call whose drafters failed, at the line of the user's that stands three calls above."""
+    """Warn once if drafters failed, at the user's line, three calls above."""
     if errors := dict.fromkeys(answer.drafter_error for answer in answers if answer.drafter_error):
         problem = f"A drafter failed ({'; '.join(errors)}); decoding went on without it."
         warnings.warn(problem, RuntimeWarning, stacklevel=4)
@@ -63,53 +61,44 @@ def warn_of_failures(answers: Iterable[Answer]) -> None:
 class Stream(Iterator[str]):
     """Pieces of a text as they are decided.
 
-    Decoding runs in a thread of its own and hands over token ids once a round; they become text in the reader's.
+    Decoding runs in its own thread and passes on token ids once a round; the reader's thread turns them into text.
+
+    Attributes:
+        answer: the whole answer after the last piece, None before.
+        drafted: number of leading characters of the newest piece that were accepted drafts.
     """
 
     def __init__(self, run: Run, pieces: IncrementalDetokenizer) -> None:
-        self._answer: Answer | None = None
-        self._drafted = 0
+        self.answer: Answer | None = None
+        self.drafted = 0
         self._pieces = pieces
         self._decoding = _Decoding(run)
-        # The decoding has no reference to this object and ends when that is collected, or with the interpreter: torch
-        # aborts the process if it is torn down under a thread.
+        # The decoding has no reference to this object, so it ends when this is collected, or with the interpreter:
+        # torch aborts the process if it is torn down under a thread.
         self._end = weakref.finalize(self, self._decoding.end)
-
-    def __iter__(self) -> Stream:
-        return self
 
     def __next__(self) -> str:
         try:
             return self._next()
-        except BaseException:  # the end of the text among them
+        except BaseException:  # including StopIteration
             self.close()
             raise
 
-    @property
-    def answer(self) -> Answer | None:
-        """The whole answer once the last piece was read, None before."""
-        return self._answer
-
-    @property
-    def drafted(self) -> int:
-        """How many characters of the newest piece, from the first on, are drafts that were accepted."""
-        return self._drafted
-
     def close(self) -> None:
-        """End the decoding early, from any thread: at the latest when the forward that runs is over, in a long prompt
-        that of a piece. Happens by itself when the stream is no longer used."""
+        """End the decoding, from any thread, at the latest after the running forward (of one piece of a long prompt).
+        Called automatically when the stream is garbage-collected."""
         self._end()
 
     def _next(self) -> str:
         while (message := self._decoding.next()) is not None:
-            self._drafted = 0
+            self.drafted = 0
             if isinstance(message, tuple):
                 tokens, drafted = message
                 piece = self._pieces.push(tokens[:drafted])
-                self._drafted = len(piece)
+                self.drafted = len(piece)
                 piece += self._pieces.push(tokens[drafted:])
             else:
-                self._answer = message
+                self.answer = message
                 warn_of_failures([message])
                 piece = self._pieces.rest()
             if piece:
@@ -118,7 +107,7 @@ class Stream(Iterator[str]):
 
 
 class _Decoding:
-    """A thread that decodes, and what it has handed over."""
+    """A decoding thread and its queue of results."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

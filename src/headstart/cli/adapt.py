@@ -1,4 +1,4 @@
-"""`headstart adapt`: heads that learn from what is served. Rooms are imported inside, as in `headstart.cli.app`."""
+"""`headstart adapt`: heads that learn from served requests. Imports inside functions, as in `headstart.cli.app`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def log(
     if delete:
         if not log.is_dir():
             raise no_folder(log, "Check the path: nothing was deleted.")
-        with locked(log, "Wait for it, or stop it and delete then."):  # the bounds stay: a decoder may go on writing
+        with locked(log, "Wait for it, or stop it and delete then."):  # the bounds stay: a decoder may still write
             delete_update(log)
             for path in segments(log):
                 remove(path)
@@ -121,7 +121,7 @@ def back(run: RunFolder) -> None:
 
 
 def _serve(run: Path, update: int | None) -> None:
-    """Have an update serve, or for None the one before."""
+    """Put an update into service, or for None the previous one."""
     from headstart.adapt.service import Service
 
     service = Service(run)
@@ -224,7 +224,7 @@ def watch(
 
 
 def _update(run: Path, log: Path, options: AdaptOptions = AdaptOptions(), overrides: list[str] | None = None) -> Update:
-    """The update of a run's heads that is under way, or to come."""
+    """The current or next update of a run's heads."""
     from headstart.adapt.service import recipe_of
     from headstart.adapt.update import Update
     from headstart.pipeline.run import Run

@@ -1,4 +1,4 @@
-"""The command line. Rooms are imported inside commands, so that `headstart --help` answers at once."""
+"""The command line. Commands import what they use, so that `headstart --help` is fast."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _SPINS = "6000"
-"""Turns of a thread that waits, some 0.1 ms: no step of decoding or training on a quiet machine takes longer for it."""
+"""Spins of a waiting thread, about 0.1 ms: slows no step of decoding or training on a quiet machine."""
 
 app = typer.Typer(
     cls=Commands,
@@ -302,7 +302,7 @@ def tune(
 
     if in_run:
         work = _run(str(folder / "recipe.yaml"), [], folder)
-        work.device = None if loading.device == "auto" else loading.device  # for this once: the recipe keeps its own
+        work.device = None if loading.device == "auto" else loading.device  # once: the recipe keeps its own
         _execute(work, stages_until("export"), again={"tune"})
         return
     tell(Console(), retune(load_decoder(path, loading), folder, conversations, Console()))
@@ -416,9 +416,7 @@ def recipes_docs() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def root(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
-) -> None:
+def root(version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False) -> None:
     if version:
         from headstart import __version__
 
@@ -430,7 +428,7 @@ def root(
 
 
 def _given(loading: Loading, but: Collection[str]) -> list[str]:
-    """The options of loading that were given, but for these, as they are typed."""
+    """Names of the given loading options as typed, except `but`."""
     usual = vars(Loading())
     names = [name for name, value in vars(loading).items() if name not in but and value != usual[name]]
     return [f"--{name.replace('_', '-')}" for name in names]
@@ -453,11 +451,11 @@ def _execute(work: Run, stages: Sequence[Stage], again: Collection[str] = ()) ->
 
 
 def main() -> None:
-    """The console script.
+    """Run the console script.
 
-    OpenMP's threads wait for each other turning round and round, so that one whose core another program has holds up
-    all others at every product. They fall asleep sooner here, unless the environment says how they are to wait; but
-    not at once where a second Python thread has threads of its own, for which the policy is.
+    OpenMP threads spin while they wait, so a thread without its core delays all others at every product. Unless the
+    environment configures waiting, they sleep sooner here; not at once, for the case (`active`) of a second Python
+    thread with OpenMP threads of its own.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():  # read once, when torch is loaded
         os.environ.update(GOMP_SPINCOUNT=_SPINS, OMP_WAIT_POLICY="active")

@@ -1,4 +1,4 @@
-"""The command that examines a run. Rooms are imported inside, as in `headstart.cli.app`."""
+"""`headstart doctor`. Imports inside functions, as in `headstart.cli.app`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def doctor(
     with console.status("") as status:
 
         def progress(doing: str) -> None:
-            """A line that changes; in a log, one after the other."""
+            """Update the status line, or print lines if this is no terminal."""
             if console.is_terminal:
                 status.update(doing)
             else:
@@ -61,7 +61,7 @@ def doctor(
 
 
 def _check_json(file: Path) -> None:
-    """Refuse, before the work, a file that cannot be written or that holds anything but earlier findings."""
+    """Refuse (UserError) a file that is not writable, or holds anything but findings."""
     if file.is_dir():
         raise UserError(f"{file} is a folder.", "Name a file.")
     if file.exists() and not (isinstance(content := read_json(file), dict) and "findings" in content):

@@ -1,4 +1,4 @@
-"""The commands that exchange heads with serving engines: export and import. Rooms are imported inside."""
+"""Commands that exchange heads with serving engines: export and import. Imports inside functions, as in `app`."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def export(
 
 
 def _of_run(folder: Path, console: Console) -> FrozenModel | None:
-    """What lies of the target beside the states of a run, if it is one; heads that were never tuned are kept first."""
+    """The frozen target stored with a run's states, or None if `folder` is no run; untuned heads are saved first."""
     from headstart.heads.io import RUN_RECIPE
     from headstart.pipeline.report_stages import keep_untuned
     from headstart.pipeline.run import HEADS as KEPT
@@ -120,7 +120,7 @@ def _of_run(folder: Path, console: Console) -> FrozenModel | None:
 
     try:
         run = Run(load_recipe(str(folder / RUN_RECIPE)), folder, console, device="cpu")
-    except UserError:  # no run, or one of an older headstart, whose heads can be read all the same
+    except UserError:  # no run, or an unreadable recipe: the heads may still be readable
         return None
     if keep_untuned(run):
         tell(console, f"This run is not tuned yet. Its heads are now in {folder / KEPT} and draft a chain.")
@@ -161,7 +161,7 @@ def import_checkpoint(
 
 
 def engine_table(measured: EngineTuning) -> Table:
-    """A row for each number of drafts."""
+    """Table with a row for each number of drafts."""
     from headstart.hub.engine_tuning import engine_rows
 
     rows = engine_rows({measured.engine: measured})
@@ -174,7 +174,7 @@ def engine_table(measured: EngineTuning) -> Table:
 
 
 def _check(folder: Path, engines: tuple[str, ...], against: Path | None, target: str | None, trusted: bool) -> None:
-    """Print what is wrong, and exit with 1 if anything is."""
+    """Print all findings, and exit with 1 if there are any."""
     from headstart.hub.engines.export import check_export, export_remarks, readers_of
     from headstart.hub.engines.into_checkpoint import ENGINES, check_checkpoint
     from headstart.target.shipped import ships_modules

@@ -1,4 +1,4 @@
-"""The commands that take heads: eval, audit, generate, chat. Rooms are imported inside, as in `headstart.cli.app`."""
+"""Commands that take heads: eval, audit, generate, chat. Imports inside functions, as in `headstart.cli.app`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
     from headstart.api import Decoder, Stream
     from headstart.data.prompts.shapes import Prompt
 
-REPORT_FILES = ("results.json", "report.md", "report.html")
-AUDIT_FILES = ("audit.json", "audit.md")
 _TOGETHER = 32
-"""Prompts of a file that are decoded together; their answers are written before the next are begun."""
+"""Prompts of a file decoded together; their answers are written before the next batch."""
 _CHAT_HELP = (
     "/new starts over, /drafts colours the words that were drafted, /help shows this, an empty line or Ctrl-D quits."
 )
@@ -63,7 +61,7 @@ def evaluate(
     """
     from headstart.data.prompts.questions import find_questions
 
-    _check_out(out, REPORT_FILES, overwrite)
+    _check_out(out, ("results.json", "report.md", "report.html"), overwrite)
     asked, of_suite = find_questions(questions, options.limit)
     conversations = of_suite and any(len(question.turns) > 1 for question in asked)
     from headstart.eval.report import show_results
@@ -73,7 +71,7 @@ def evaluate(
     from headstart.pipeline.actions import report
 
     console = Console()
-    # What people run when they say nothing is measured beside the heads alone.
+    # The default drafter is measured along with the heads alone.
     default = (DecodeOptions.drafter,) if options.drafter == "heads" else ()
     compare, multi_turn = (*default, *options.compare), options.multi_turn or conversations
     name = Path(questions).name
@@ -111,7 +109,7 @@ def audit(
     from headstart.data.prompts.questions import read_questions
 
     if out is not None:
-        _check_out(out, AUDIT_FILES, overwrite)
+        _check_out(out, ("audit.json", "audit.md"), overwrite)
     asked = [question.turns[0] for file in questions or () for question in read_questions(file)]
     from headstart.eval.audit import PROMPTS, run_audit
     from headstart.eval.audit_report import show_audit, write_audit
@@ -216,7 +214,7 @@ def chat(
 
 
 def read_prompt(prompt: str, raw: bool) -> str:
-    """The prompt that was typed, or standard input for "-"; a UserError where it is empty or no text."""
+    """The typed prompt, or standard input for "-"; a UserError if it is empty or not text."""
     if prompt == "-":
         prompt = _from_stdin(sys.stdin.read).removesuffix("\n")
     check_text(prompt, "The prompt")
@@ -226,7 +224,7 @@ def read_prompt(prompt: str, raw: bool) -> str:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Read the prompts of a JSONL file in order; a UserError names the line of a record that makes none."""
+    """Read the prompts of a JSONL file in order; a UserError names the line of an unusable record."""
     from headstart.data.prompts.chat import Unusable
     from headstart.data.prompts.shapes import SHAPES, parse_prompt
 
@@ -243,7 +241,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def _answer_all(decoder: Decoder, prompts: Sequence[Prompt], options: DecodeOptions) -> None:
-    """Write the answer to each prompt's first request as a JSON line to stdout, some of them decoded together."""
+    """Write the answer to each prompt's first request to stdout as JSON lines, in batches."""
     from headstart.decode.loop import check
 
     for prompt in prompts:
@@ -261,7 +259,7 @@ def _answer_all(decoder: Decoder, prompts: Sequence[Prompt], options: DecodeOpti
         )
         for prompt in prompts
     ]
-    check(decoder.target, tokens, options)  # all of them, before the first is answered
+    check(decoder.target, tokens, options)  # every prompt, before the first is answered
     console, start, count, rounds = Console(stderr=True), perf_counter(), 0, 0
     with progress_bar(console, "answers", len(prompts)) as bar:
         for first in range(0, len(tokens), _TOGETHER):
@@ -291,7 +289,7 @@ def _keywords(options: DecodeOptions) -> DecodeKeywords:
 
 
 def _from_stdin(read: Callable[[], str]) -> str:
-    """What is read from standard input; a UserError where that is not UTF-8."""
+    """Read standard input; a UserError if it is not UTF-8."""
     try:
         text = read()
     except UnicodeDecodeError as error:
@@ -301,10 +299,8 @@ def _from_stdin(read: Callable[[], str]) -> str:
 
 
 def load_decoder(heads: str, loading: Loading, options: DecodeOptions = DecodeOptions()) -> Decoder:
-    """Heads and their target, ready to generate with these options, which are checked first.
+    """Check the options, then load heads and their target, or a target alone if the drafter needs no heads."""
 
-    Where nothing of heads drafts, a target may be named in their place.
-    """
     console, drafter = Console(stderr=True), options.drafter
     with console.status("loading"):
         from headstart.decode.loop import check_options
@@ -327,7 +323,7 @@ def load_decoder(heads: str, loading: Loading, options: DecodeOptions = DecodeOp
 
 
 def _is_target(heads: str, drafter: str, loading: Loading) -> bool:
-    """Whether what was named as heads is a target, and the drafter needs no more."""
+    """Whether `heads` names a target, and the drafter needs no heads."""
     from headstart.drafters.catalog import parts_of
     from headstart.hub.engines.export import is_published
     from headstart.hub.format import is_ours
@@ -344,12 +340,12 @@ def _is_target(heads: str, drafter: str, loading: Loading) -> bool:
 
 
 def _pour(stream: Stream, shows_drafts: bool = False) -> str:
-    """Write a stream's text to stdout as it comes, then its figures to stderr; returns the text. A terminal may show
-    which of it was drafted."""
+    """Write a stream's text to stdout as it comes, accepted drafts coloured on request, then its figures to stderr;
+    returns the text."""
     colours = ColorSystem.STANDARD if shows_drafts and Console().color_system else None
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "A drafter failed")  # said below, beside the figures
+            warnings.filterwarnings("ignore", "A drafter failed")  # reported below, with the figures
             for piece in stream:
                 sys.stdout.write(Style.parse(ACCEPTED).render(piece[: stream.drafted], color_system=colours))
                 sys.stdout.write(piece[stream.drafted :])
@@ -374,7 +370,7 @@ def _pour(stream: Stream, shows_drafts: bool = False) -> str:
 
 
 def _check_out(out: Path, files: Sequence[str], overwrite: bool) -> None:
-    """Refuse a folder that cannot be written to, or whose report would be lost, before anything is measured."""
+    """Refuse (UserError) a folder that is not writable or holds a report, before anything is measured."""
     existing = [name for name in files if (out / name).exists()]
     if existing and not overwrite:
         raise UserError(

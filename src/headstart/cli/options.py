@@ -1,4 +1,4 @@
-"""What the commands take: each argument and option is described once."""
+"""Shared arguments and options of the commands."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ JsonFile = Annotated[Path | None, typer.Option(help="Also write the result as JS
 
 @dataclass(frozen=True)
 class Loading(LoadOptions):
-    """How heads and their target are loaded, and where the target is."""
+    """How heads and their target are loaded, and the target's location."""
 
     target: str | None = option(None, "Folder or Hub id of the target, if it is not where the heads expect it.")
 
@@ -47,12 +47,12 @@ TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help=meaning(L
 
 
 def names(help: str, default: str | None = None) -> Any:
-    """An option that takes names: it may be repeated, and hold several with commas (see `listed`)."""
+    """An option for names, repeatable and comma-separated (see `listed`)."""
     return typer.Option(metavar="NAME,NAME...", help=help, show_default=default or False)
 
 
 def listed(values: Sequence[str] | None) -> tuple[str, ...]:
-    """Values of an option that may be repeated and hold comma-separated lists.
+    """Flatten the comma-separated values of a repeatable option.
 
     >>> listed(["a,b", "c"]), listed(None)
     (('a', 'b', 'c'), ())
@@ -61,14 +61,16 @@ def listed(values: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Command], Command]:
-    """Decorator of a command: a parameter that is a dataclass of options becomes an option for each of its fields.
-
-    The command does not take the options `without`; `defaults` are those that differ from the class.
-    """
+    """Decorate a command: each dataclass parameter becomes an option for each of its fields, except `without`; with
+    `defaults` that differ from the class."""
 
     def decorated(command: Command) -> Command:
         hints = get_type_hints(command, include_extras=True)
-        groups = {name: _typed(hint, without) for name, hint in hints.items() if is_dataclass(hint)}
+        groups = {
+            name: [item for item in fields(hint) if item.metadata["meaning"].typed and item.name not in without]
+            for name, hint in hints.items()
+            if is_dataclass(hint)
+        }
 
         @wraps(command)
         def call(**given: Any) -> None:
@@ -93,13 +95,8 @@ def with_options(without: Sequence[str] = (), **defaults: Any) -> Callable[[Comm
     return decorated
 
 
-def _typed(options: Any, without: Sequence[str]) -> list[Field[Any]]:
-    """The fields of a class of options that a command takes."""
-    return [item for item in fields(options) if item.metadata["meaning"].typed and item.name not in without]
-
-
 def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
-    """An option of the command line for a field; what may be many is a list."""
+    """The command-line option of a field; a field with several values is a list."""
     known: Meaning = item.metadata["meaning"]
     if known.unset:
         words = [word for part in get_args(kind) for word in get_args(part)]
@@ -122,7 +119,7 @@ def _parameter(item: Field[Any], kind: Any, default: Any) -> inspect.Parameter:
 
 
 def _chosen(item: Field[Any], value: Any) -> Any:
-    """A field's value from what was typed."""
+    """Convert a typed value to the field's value."""
     known: Meaning = item.metadata["meaning"]
     if known.unset and value == known.unset:
         return None

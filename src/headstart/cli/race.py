@@ -1,4 +1,4 @@
-"""`headstart race`: decode a prompt both ways and watch, or watch and draw what was measured before."""
+"""`headstart race`: decode a prompt plainly and with drafts, or replay a measured race."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`headstart report`: what to do with reports that are there."""
+"""`headstart report`: compare existing reports."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def diff(
 
 
 def _fraction(percent: str) -> float:
-    """A part of one from per cent, with the sign or without.
+    """Parse a percentage, with or without the sign.
 
     >>> _fraction("5%"), _fraction("2.5")
     (0.05, 0.025)

@@ -1,4 +1,4 @@
-"""The command that takes over hidden states which an engine computed. Rooms are imported inside."""
+"""`headstart data import-states`. Imports inside functions, as in `headstart.cli.app`."""
 
 from __future__ import annotations
 
@@ -73,5 +73,5 @@ def import_states(
 
 
 def _command(*words: str, run_dir: Path | None) -> str:
-    """A command of headstart, as a shell takes it."""
+    """A headstart command, quoted for a shell."""
     return f"{program()} {shlex.join([*words, *(['--run-dir', str(run_dir)] if run_dir else [])])}"

@@ -1,53 +1,48 @@
-"""How many nodes a round verifies, and when drafting pauses: from measured costs and from what drafts bring.
+"""Choose how many nodes each round verifies, and pause drafting while it does not pay.
 
-Nodes: a round that verifies a tree emits one token and, for each draft, one more with the probability that its whole
-path is accepted. Over a long text the best choice of nodes maximises expected tokens minus rate times cost, where the
-rate (tokens per millisecond) is that of the decoding as a whole: a node pays when it brings more tokens than the time
-of its verification would bring otherwise. Plain decoding, chains and static trees are special cases of this. Nothing
-is cut where some tree has drawn nodes, or none of the probabilities.
+Nodes: a round emits one token and, for each draft, one more with the probability that its whole path is accepted. The
+best choice of nodes maximises expected tokens - rate * cost, where the rate (tokens per millisecond) is that of the
+whole text: a node pays if it adds more tokens than plain progress would in its verification time. Plain decoding,
+chains and static trees are special cases. Nothing is pruned if a tree has drawn nodes or no probabilities.
 
-Pauses ("auto"). Amounts are tokens a row; nodes include the root, so that 4 nodes are 3 drafts. A drafted round is
-worth what it emitted less the plain rounds that take its time. What is left is what the row with the most of it may
-still emit, of `max_new_tokens`.
+Pauses ("auto"). Amounts are tokens per row; node counts include the root, so 4 nodes are 3 drafts. A drafted round is
+worth its tokens less the plain rounds that fit into its time. "Left" is the most that a row may still emit.
 
-1. The account starts with a stake of 2 (`STAKE`); when sampling or `deterministic`, with a twelfth of
-   `max_new_tokens` if that is less.
-2. A drafted round adds its worth, or takes it; the account is not raised above 8 (`_MOST_HELD`). Every plain round adds
-   1/50 (`SHARE`) / (1 + lost tries), as far as 2 or, if that is more, the reserve and the price of a try.
-3. A try is a drafted round with 4 nodes of a row and 3 levels (`_SMALL`); two of them while costs are unknown. Its cost
-   is the plain rounds that take its time, less the round itself, and what the heads have to read first: the prompt, and
-   every plain round since their last draft. Its price is the same, with at most 4 (`_MOST_OF_TRY`) beside the reading.
-4. The reserve is 2 where what is left cannot win a try back: where (1 - the time of its round in plain rounds / the
-   larger of 2 and the mean tokens a round) * (what is left - its rounds) is not above its cost. That holds, too, where
-   costs say that drafting never wins. Else it is 0.
-5. A plan is made when a call starts, when costs were just measured, and when a try is lost; price and reserve stay as
-   they are until the next. It drafts at once where the reserve is 0, costs are known and no try is lost. Else plain
-   rounds come first, until the account covers reserve and price. Where they would take more than half of what is left,
-   or any while costs are unknown, nothing more is drafted in this call: of a new loop the whole first answer is plain
-   where a try costs more than the stake, as after a long prompt. When sampling or `deterministic`, a reserve ends
-   drafting as well.
-6. A try is lost when a drafted round leaves the account at the reserve or below, the very first time too. The lost try
-   counts before the plan is made: rounds of the first pause add 1/100, those of the next 1/150.
-7. After a loss drafting is on trial, with trees of 4 nodes at most, until the account is above what it held when the
-   trial began (then no try counts as lost any more) or the next is lost. What is known of promises is forgotten.
-8. Account, lost tries, mean tokens a round and measured rounds serve later calls of the loop with a like number of
+1. The account starts with a stake of 2 (`STAKE`); when sampling or `deterministic`, at most a twelfth of
+   `max_new_tokens`.
+2. A drafted round adds its worth, which may be negative, up to an account of 8 (`_MOST_HELD`). A plain round adds
+   1/50 (`SHARE`) / (1 + lost tries), up to 2 or reserve + price, whichever is more.
+3. A try is a drafted round with 4 nodes a row and 3 levels (`_SMALL`), or two while costs are unknown. Its cost is the
+   plain rounds that fit into its time, less the round itself, plus reading the prompt and every plain round since the
+   last draft. Its price is the same, with at most 4 (`_MOST_OF_TRY`) beside the reading.
+4. The reserve is 2 if the tokens left cannot win back a try: (1 - its round's time in plain rounds / max(2, mean tokens
+   a round)) * (left - its rounds) <= cost. This includes costs at which drafting never wins. Otherwise it is 0.
+5. A plan is made when a call starts, when costs become known, and when a try is lost; it fixes price and reserve until
+   the next plan. Drafting starts at once if the reserve is 0, costs are known and no try is lost. Otherwise plain
+   rounds come first, until the account covers reserve + price. If these are more than half of the tokens left, or any
+   while costs are unknown, the call drafts no more; so the first answer of a new loop is plain if a try costs more than
+   the stake, as after a long prompt. When sampling or `deterministic`, a reserve ends drafting as well.
+6. A try is lost when a drafted round leaves the account at the reserve or below. The loss counts before the plan is
+   made: rounds of the first pause add 1/100, those of the second 1/150.
+7. After a loss drafting is on trial, with 4 nodes at most, until the account exceeds its value at the start of the
+   trial (which resets the lost tries) or the next try is lost. Statistics of promised drafts start anew.
+8. Account, lost tries, mean tokens a round and measured rounds serve later calls of the loop with a similar number of
    rows (`size_of`). When sampling or `deterministic`, every call starts anew.
 
-So drafting can lose the stake, that share of plain rounds, and eight tokens of what it won.
+So drafting can lose the stake, that share of plain rounds, and eight tokens of its gains.
 
-Measuring (greedy "auto", not `deterministic`; `learned.py`): a drafted round and the plain ones before it make a pair,
-which says by how much costs are wrong, if it is among the first 4 after them, or the first 24 of a call where fewer
-than 2 pairs are known of its kind: of trees of its size, or of drafts. The draft counts only if it had no more to read
-than usual, which the first one has. A round in which something was captured for all later ones is not timed. A new loop
-starts with 2 plain rounds. Until 2 pairs of drafts are known, for 4 timed drafted rounds at most and 32 of the others,
-costs are unknown: trees have 4 nodes at most, thresholds are 0, nothing is cut, and no round enters the account; then
-all of them do, by the corrected costs. After that trees have at most twice the nodes of the largest size with 2 pairs.
-Two plain rounds are due after 100 drafted ones, or after 200 where 12 pairs of drafts are known; and after 24 where one
-of them verified a larger size. A size that none of the rounds before them verified then loses a pair.
+Measuring (greedy "auto", not `deterministic`; `learned.py`): a drafted round and the plain rounds before it make a
+pair, which shows how wrong the costs are. It must be among the first 4 after them, or the first 24 of a call while its
+kind (trees of its size, or drafts) has fewer than 2 pairs. A draft counts only if it read no more text than usual,
+which the first one does. Rounds that captured a graph for later ones are not timed. A new loop starts with 2 plain
+rounds. Costs are unknown until 2 pairs of drafts exist, for 4 timed and 32 untimed drafted rounds at most: until then
+trees have at most 4 nodes, thresholds are 0, nothing is pruned, and rounds enter the account only afterwards, at the
+corrected costs. From then on trees have at most twice the nodes of the largest size with 2 pairs. Two plain rounds are
+due after 100 drafted ones (200 with 12 pairs of drafts), and after 24 if one of these verified a larger size. A size
+that no round since the last plain ones verified then loses a pair.
 
-A batch is done when its slowest row is. Part of a round's cost is paid as long as any row runs; one more token saves
-that part only in the row that runs longest, and in the others no more than their own share of the forward. Rows are
-weighted accordingly.
+Rows are weighted by the time that one more token saves. A batch ends with its slowest row: only there a token saves the
+part of a round's cost that all rows share; elsewhere it saves the row's own part.
 
 Sources: costs as in Sequoia (arXiv 2402.12374) and CaDDTree (2606.01813); the rate is Dinkelbach's for ratios.
 """
@@ -67,49 +62,48 @@ from headstart.decode.options import Draft
 from headstart.tree.tree import Tree
 
 _SMALL = 4
-"""Nodes of a row, root included, while drafting is tried: a small tree shows whether it pays, too. Until it is known
-how many are accepted, half of them are taken to be."""
+"""Nodes of a row, root included, while drafting is tried. Half of them are assumed accepted until measured."""
 _MEMORY = 1 / 8
 """Weight of the newest round in the running means."""
 _SMOOTHING = 1 / 8
-"""Drafts that are added to those promised and to those accepted, so that few of them say little."""
+"""Drafts added to both promised and accepted ones, so that a few of them count little."""
 _MOST_HELD = 4 * STAKE
 """Tokens in the account above which drafted rounds add nothing."""
 _MOST_OF_TRY = 2 * STAKE
-"""Tokens that a try is saved for at most, beside what the heads have to read first."""
+"""Most tokens saved for a try, beside reading the text."""
 _MOST_OPTIMISM = 1.25
-"""How far above what was promised the next drafts are believed to be accepted."""
+"""Upper bound of accepted / promised drafts, as expected of the next ones."""
 _LOGS = np.log2(np.arange(1, 1025))
-"""Of numbers of nodes, as many as a tree has at most."""
+"""log2 of the node counts of a tree."""
 _STAKE_SHARE = 1 / 12
-"""The stake is at most this share of the answer's tokens, where nothing is known of earlier answers."""
+"""Largest stake, as a share of the answer's tokens, without experience of earlier answers."""
 
 
 class _Now:
-    """What rounds with this many rows cost: as measured, corrected by what rounds really took."""
+    """Costs of rounds with this many rows, corrected by the times of real rounds."""
 
     def __init__(self, costs: Costs, rows: int, rounds: RoundTimes, per_row: bool) -> None:
         self._costs, self._rows, self._rounds, self._per_row = costs, rows, rounds, per_row
         self._measured: dict[int, float] = {}
-        self._known: object = None  # the ratios that what follows is of
+        self._known: object = None  # the ratios that the corrections follow from
         self.refresh()
 
     def refresh(self) -> None:
-        """Take in what was learned since."""
+        """Update the corrections after new measurements."""
         if self._known is not self._rounds.ratios:
             self._known = self._rounds.ratios
-            # By the nodes of a row, worked out outside of what is timed.
+            # By nodes of a row, computed outside the timed part.
             self._slower: list[float] = np.interp(_LOGS, *self._rounds.verifying).tolist()
             self._drafting = self._rounds.drafting
 
     def measured(self, tokens: int) -> float:
-        """Milliseconds of a forward over so many tokens, without corrections."""
+        """Milliseconds of a forward over this many tokens, uncorrected."""
         if tokens not in self._measured:
             self._measured[tokens] = self._costs.verify(tokens)
         return self._measured[tokens]
 
     def measured_draft(self, depth: int) -> float:
-        """The same of a draft of this depth that has nothing more to read."""
+        """Milliseconds of a draft of this depth without extra text to read, uncorrected."""
         return self._rows * self._costs.draft(depth) if self._per_row else self._costs.draft(depth, self._rows)
 
     def verify(self, tokens: int) -> float:
@@ -117,28 +111,27 @@ class _Now:
         return max(self.measured(tokens) * slower, self.measured(self._rows))  # more tokens never take less
 
     def draft(self, depth: int, unread: int = 0) -> float:
-        """Milliseconds of a draft that has so many tokens of each row to read first."""
+        """Milliseconds of a draft that first reads `unread` tokens of each row."""
         return self.measured_draft(depth) * self._drafting + self._costs.read_ms * unread * self._rows
 
     def plain_rounds(self, nodes: int, depth: int, unread: int = 0) -> float:
-        """Plain rounds in the time of a drafted one: what it must emit to pay."""
+        """Plain rounds in the time of a drafted one: the tokens it must emit to pay."""
         return (self.verify(self._rows * nodes) + self.draft(depth, unread)) / self.verify(self._rows)
 
 
 class Budget:
-    """Decides, round by round, whether a batch drafts and how many nodes it verifies.
+    """Decides each round whether a batch drafts and how many nodes it verifies.
 
-    Without costs it drafts always, and verifies what is proposed. Decisions follow from costs and from what was
-    accepted. With an experience, the costs are corrected by what rounds take, and what was learned is kept for the next
-    call; without one the clock decides nothing, so that a seeded text is reproducible.
+    Without costs it always drafts, and verifies every proposed node. With an experience, costs are corrected by
+    measured rounds and the result serves the next call; without one decisions ignore the clock, so that a seeded text
+    is reproducible.
 
     Args:
         costs: as measured on this machine; None when nothing was measured.
         mode: "on" never pauses, "off" never drafts, "auto" pauses while drafting does not pay.
         rows: of the batch.
-        limit: tokens that a row emits at most.
-        draft_ms: milliseconds of a draft for one row, for drafters that cost the same however deep they draft; None
-            takes those of `costs`.
+        limit: most tokens that a row emits.
+        draft_ms: milliseconds of a draft for one row at any depth; None takes those of `costs`.
         prompt: tokens of the longest prompt, which the heads read before their first draft.
         experience: of earlier calls, changed in place; "auto" alone uses it.
     """
@@ -167,13 +160,13 @@ class Budget:
         self._row_tokens_per_round = [1.5] * rows  # tokens a round of each row, lately
         self._draft_ms = costs.draft_ms if costs else 0.0  # of recent drafts
         self._depth = 0  # of the newest draft
-        self._unread = prompt  # tokens of the text that the heads have not read, beyond those of the last round
-        self._promised = self._accepted = _SMALL / 2  # drafts of a row that probabilities promised, and those accepted
-        self._unsettled: list[tuple[float, int, int, int]] = []  # rounds that wait for their costs to be seen
+        self._unread = prompt  # tokens that the heads have yet to read, beyond the last round's
+        self._promised = self._accepted = _SMALL / 2  # drafts of a row: expected by probabilities, and accepted
+        self._unsettled: list[tuple[float, int, int, int]] = []  # rounds not in the account while costs are unknown
         self._plain_left = 0  # plain rounds before the next draft
-        self._price = 0.0  # tokens that are saved for a try
+        self._price = 0.0  # tokens to save for a try
         self._reserve = 0.0  # tokens that must stay in the account
-        self._before_try: float | None = None  # what the account held at the start of a try that has not paid yet
+        self._before_try: float | None = None  # account at the start of a trial that has not paid yet
         self._set_rows(rows)
         if costs is not None and mode == "auto":
             self._plan()
@@ -185,7 +178,7 @@ class Budget:
 
     @property
     def weights(self) -> list[float]:
-        """What a token of each row is worth: the time that it saves, on average 1.
+        """Value of a token of each row, on average 1: the time that it saves.
 
         A row is the last to end with a probability that grows with the rounds it has left at its own pace.
         """
@@ -203,7 +196,7 @@ class Budget:
 
     @property
     def will_draft(self) -> bool:
-        """Whether anything will be drafted before the answer is complete, as far as is known now."""
+        """Whether a draft is still expected before the answer is complete."""
         return self._mode != "off" and self._plain_left < max(self._left)
 
     @property
@@ -212,7 +205,7 @@ class Budget:
         return self._mode != "off" and self._plain_left == 0
 
     def room(self, max_nodes: int) -> int:
-        """Nodes of a row that this round may draft, at most the `max_nodes` that memory and target allow."""
+        """Nodes of a row that this round may draft; `max_nodes` is the limit of memory and target."""
         if self._now is None:
             return max_nodes
         if self._costs_unknown or self._before_try is not None:
@@ -221,11 +214,11 @@ class Budget:
 
     @property
     def threshold(self) -> float:
-        """What the acceptance probability of a node must be to pay for its verification, by the mean time of one more
-        node in trees of 4 to 16; `prune` decides exactly, afterwards.
+        """Acceptance probability at which a node pays, by the mean time of a further node in trees of 4 to 16; `prune`
+        decides exactly, afterwards.
 
-        It is not below what was measured, corrected as a whole: of two costs that each were corrected by a few rounds
-        nothing may be left between them, and then the heads draft all that there is room for.
+        It is not below the measured costs with a common correction: two sizes, each corrected by a few rounds, may
+        differ by nothing, and the heads would then draft until there is no room.
         """
         if self._now is None or self._mode == "off" or self._costs_unknown:
             return 0.0
@@ -237,37 +230,34 @@ class Budget:
 
     @property
     def level_threshold(self) -> float:
-        """How many tokens another level of drafting must promise; see `Request.level_threshold`."""
+        """Expected tokens at which another level of drafting pays; see `Request.level_threshold`."""
         if self._now is None or self._mode == "off" or self._costs_unknown:
             return 0.0
-        level_ms = self._now.draft(2) - self._now.draft(1)
-        return self._rate(4 * self.rows) * level_ms / self._calibration_factor
+        return self._rate(4 * self.rows) * (self._now.draft(2) - self._now.draft(1)) / self._calibration_factor
 
     def prune(self, trees: list[Tree]) -> list[Tree]:
-        """The best nodes of each row, as many as pay together; every row gets the same number, as the forward costs it.
+        """Keep the best nodes of each row that pay. Every row gets the same number: the widest sets the cost.
 
-        Trees with drawn nodes stay as they are: leaving one out for what it turned out to be would break losslessness.
+        Trees with drawn nodes stay as they are: dropping a node because of its token would break losslessness.
         """
         if self._now is None or self._costs is None:
             return trees
         width = max(tree.size for tree in trees)
-        # Levels that another drafter's branch reaches beyond those of the heads cost nothing.
+        # Deeper levels than the heads' come from another drafter and cost nothing.
         levels = max(tree.depth if tree.levels is None else tree.levels for tree in trees)
         self._depth = max(1, levels) if self._costs.level_ms else max(1, self._costs.levels)
         probs_by_row = [tree.accept_probs for tree in trees if tree.accept_probs is not None and not tree.drawn]
         if len(probs_by_row) < len(trees) or width == 1 or self._costs_unknown:
             return trees
         ranked = [tree.best(tree.size) for tree in trees]
-        # Expected tokens that the root and then the next best node of every row add.
+        # Expected tokens added by the root, then by the next best node of every row.
         gains, factors = [0.0] * width, [1.0, *[self._calibration_factor] * (width - 1)]
         for weight, probs, order in zip(self.weights, probs_by_row, ranked, strict=True):
             for place, node in enumerate(order):
                 gains[place] += weight * probs[node] * factors[place]
         rate = self._rate(width * self.rows)
-        net = [
-            tokens - rate * self._now.verify(self.rows * nodes)
-            for nodes, tokens in enumerate(accumulate(gains), start=1)
-        ]
+        totals = enumerate(accumulate(gains), start=1)
+        net = [tokens - rate * self._now.verify(self.rows * nodes) for nodes, tokens in totals]
         best = max(range(len(net)), key=net.__getitem__) + 1
         if best < width:
             for tree, order in zip(trees, ranked, strict=True):
@@ -281,9 +271,9 @@ class Budget:
         spent_ms: tuple[float, float] | None = None,
         could_draft: bool = True,
     ) -> None:
-        """Learn from the outcome of a round: the trees as verified, the tokens that each row emitted, and the
-        milliseconds that draft and forward took, if that is what such rounds take. Where it could not draft (no room,
-        or no drafter that works) it says nothing of drafting."""
+        """Learn from a round: its verified trees, the tokens that each row emitted, and the milliseconds of draft and
+        forward unless they are untypical. `could_draft` is false without room or a working drafter: such a round says
+        nothing about drafting."""
         if self._now is None:
             return
         rows, tokens = len(emitted), sum(weight * count for weight, count in zip(self.weights, emitted, strict=True))
@@ -310,8 +300,7 @@ class Budget:
         self._experience.tokens_per_round += _MEMORY * (tokens / rows - self._experience.tokens_per_round)
         known = [tree.accept_probs for tree in trees if tree.accept_probs is not None]
         if len(known) == len(trees):
-            promised = sum(sum(probs) - 1 for probs in known)
-            self._promised += _MEMORY * (promised / rows - self._promised)
+            self._promised += _MEMORY * (sum(sum(probs) - 1 for probs in known) / rows - self._promised)
             self._accepted += _MEMORY * ((sum(emitted) - rows) / rows - self._accepted)
         self._draft_ms += _MEMORY * (self._now.draft(depth) - self._draft_ms)
         self._unsettled.append((tokens / rows, width, depth, self._unread))
@@ -324,7 +313,7 @@ class Budget:
         self._now = _Now(self._costs, rows, self._experience.rounds, self._per_row) if self._costs is not None else None
 
     def _judge(self) -> None:
-        """Settle the account, and go on drafting or pause; rules 2, 6 and 7 above."""
+        """Settle the account, then keep drafting or pause; rules 2, 6 and 7 above."""
         assert self._now is not None, "without costs nothing is weighed"
         self._plain_left = self._experience.rounds.wants_plain if self._learns else 0
         if self._costs_unknown:
@@ -340,27 +329,27 @@ class Budget:
             self._plan()
 
     def _enter(self, tokens: float, most: float) -> None:
-        """Add to the account, not above `most`, or take from it."""
+        """Add to the account up to `most`, or subtract."""
         account = self._experience.account
         self._experience.account = min(account + tokens, max(account, most))
 
     def _plan(self) -> None:
-        """How many plain rounds come before the next draft, down to the end of the answer; rules 3 to 5 above."""
+        """Set the number of plain rounds before the next draft, or before the end of the answer; rules 3 to 5 above."""
         assert self._now is not None, "without costs nothing is weighed"
         left, depth, lost_tries = max(self._left), _SMALL - 1, self._experience.lost_tries
         drafted = self._now.plain_rounds(_SMALL, depth)
         reading = self._now.plain_rounds(_SMALL, depth, self._unread) - drafted
         gain = 1 - drafted / max(_SMALL / 2, self._experience.tokens_per_round)  # of a round, as a share of its tokens
-        rounds = LEAST_PAIRS if self._costs_unknown else 1  # that a try takes
+        rounds = LEAST_PAIRS if self._costs_unknown else 1  # of a try
         cost = reading + rounds * (drafted - 1)
         self._price = reading + min(_MOST_OF_TRY, rounds * (drafted - 1))
-        # What cannot win by these costs may win if they are wrong: but only what plain rounds earn is spent on it.
+        # Wrong costs may hide a gain, but only tokens earned by plain rounds are spent on finding out.
         self._reserve = STAKE if gain * (left - rounds) <= cost else 0.0
         certain = not (self._reserve or self._costs_unknown or lost_tries)
         missing = 0.0 if certain else max(0.0, self._reserve + self._price - self._experience.account)
         saving = missing / self._share
         due = self._experience.rounds.wants_plain if self._learns else 0
-        # Costs are measured at the start of an answer or not at all; where the clock is not read, they are not wrong.
+        # Costs are measured at the start of an answer or not at all; without the clock they count as right.
         never = saving > (0 if self._costs_unknown else left / 2) or (self._reserve > 0 and not self._learns)
         self._plain_left = ceil(left if never else max(saving, due))
         if lost_tries:
@@ -369,22 +358,21 @@ class Budget:
 
     @property
     def _share(self) -> float:
-        """Of a token that a plain round pays for the next try."""
+        """Tokens that a plain round adds to the account."""
         return SHARE / (1 + self._experience.lost_tries)
 
     @property
     def _costs_unknown(self) -> bool:
-        """Whether what drafting costs here is still to be seen."""
+        """Whether too few drafted rounds were measured to trust the costs."""
         return self._learns and self._experience.rounds.unknown
 
     @property
     def _calibration_factor(self) -> float:
-        """Accepted drafts, as a share of what the acceptance probabilities promised."""
-        # A lucky run says little of the next drafts.
+        """Accepted over promised drafts, capped since a lucky run says little of the next drafts."""
         return min(_MOST_OPTIMISM, (self._accepted + _SMOOTHING) / (self._promised + _SMOOTHING))
 
     def _rate(self, tokens: int) -> float:
-        """Tokens per millisecond of the whole batch, not below those of plain decoding."""
+        """Tokens per millisecond of the whole batch, not below plain decoding."""
         assert self._now is not None, "rates follow from costs"
         plain = self.rows / self._now.verify(self.rows)
         round_ms = self._now.verify(tokens) + self._draft_ms

@@ -1,7 +1,7 @@
-"""What drafting and verifying cost in milliseconds, and the conditions under which that was measured.
+"""Costs of drafting and verifying in milliseconds, and the conditions under which they were measured.
 
-Costs are of one machine, dtype, number of threads and way of verifying. Elsewhere they are only a guess: 8-bit weights
-that make a draft three times as fast in bfloat16 make it ten times as slow in float32.
+Costs hold for one machine, dtype, thread count and way of verifying. Elsewhere they are only a guess: int8 weights that
+make a draft three times as fast in bfloat16 make it ten times as slow in float32.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from headstart.target.model import Target
 from headstart.target.prepacked import by_tiles
 
 _LEVEL_NODES = 4
-"""Nodes of a row that a level of a draft usually reads; only ratios between batches follow from it."""
+"""Typical nodes of a row per draft level; only ratios between batches follow from it."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured milliseconds of drafting and verification, one row at a time.
+    """Measured milliseconds of drafting and verifying a single row.
 
     Attributes:
         widths: numbers of tokens read in one forward, rows times nodes, ascending from 1.
-        verify_ms: milliseconds of such a forward, choosing and committing included.
-        draft_ms: milliseconds of a draft with the heads that were measured, `levels` deep.
-        level_ms: of which each level after the first takes.
-        levels: how deep that draft was.
-        read_ms: milliseconds that a draft takes longer for each token of the text that the heads have yet to read.
+        verify_ms: milliseconds of such a forward, including choice and commit.
+        draft_ms: milliseconds of a draft with the measured heads, `levels` deep.
+        level_ms: the part of each level after the first.
+        levels: depth of that draft.
+        read_ms: extra milliseconds of a draft for each token of the text that the heads have yet to read.
     """
 
     widths: tuple[int, ...]
@@ -60,7 +60,7 @@ class Costs:
                 raise ValueError(f"{name} is {getattr(self, name)}, which is no time")
 
     def draft(self, depth: int, rows: int = 1) -> float:
-        """Milliseconds of a draft of this depth. With rows it grows as the target's own forward does.
+        """Milliseconds of a draft of this depth; with rows it grows as the target's forward does.
 
         >>> Costs((1,), (10.0,), 5.0, 1.0, 4).draft(4), Costs((1,), (10.0,), 5.0, 1.0, 4).draft(2)
         (5.0, 3.0)
@@ -73,7 +73,7 @@ class Costs:
         return alone if rows == 1 else alone * self.verify(_LEVEL_NODES * rows) / self.verify(_LEVEL_NODES)
 
     def verify(self, tokens: int) -> float:
-        """Milliseconds to verify this many tokens: interpolated, and after the last width on the last slope.
+        """Milliseconds to verify this many tokens: interpolated, beyond the last width by the last slope.
 
         >>> Costs((1, 4, 8), (10.0, 13.0, 21.0)).verify(2), Costs((1, 4, 8), (10.0, 13.0, 21.0)).verify(10)
         (11.0, 25.0)
@@ -86,11 +86,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class Measured:
-    """Costs as measured for some heads, and with which weights.
+    """Costs measured for some heads.
 
     Attributes:
-        packed: whether drafting with weights in 8 bits was clearly faster; the costs are then its own.
-        steady: whether the machine was as fast at the end of the measurement as at its beginning.
+        packed: whether int8 weights drafted clearly faster; the costs are then theirs.
+        steady: whether the machine's speed stayed the same during the measurement.
     """
 
     costs: Costs
@@ -100,12 +100,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What costs depend on beside the target and the heads.
+    """Conditions that costs depend on besides the target and the heads.
 
-    The machine is what the GPU, or the processor, calls itself; threads are 0 where a GPU computes. Verifying a tree is
-    faster where the linear layers have prepacked weights, or the forward is replayed; products and drafts are faster
-    where they are compiled (`few_rows`), a few rows most of all where weights are halves of floats, or multiplied by
-    tiles.
+    The machine is the name of the GPU or the processor; threads are 0 on a GPU. Verifying a tree is faster with
+    prepacked weights or a replayed forward; products and drafts of a few rows are faster when compiled (`few_rows`),
+    most of all with half-precision weights or products by tiles.
     """
 
     machine: str
@@ -122,7 +121,7 @@ class Conditions:
 
     @classmethod
     def of(cls, target: Target) -> Conditions:
-        """Those of decoding with this target, here and now."""
+        """The conditions of decoding with this target on this machine."""
         device, dtype = target.device, target.dtype_name
         on_gpu = device.type == "cuda"
         machine = torch.cuda.get_device_name(device) if on_gpu else f"{cpu_model()}, {os.cpu_count()} cores"
@@ -139,11 +138,7 @@ class Conditions:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any] | None) -> Conditions | None:
-        """Check and rebuild what `to_json` gave; None for heads that were imported and not tuned yet.
-
-        Raises:
-            ValidationError: a value is missing or of another type.
-        """
+        """Rebuild from `to_json`, or raise a ValidationError; None for imported heads that are not tuned yet."""
         return TypeAdapter(cls).validate_python(values) if values else None
 
     def to_json(self) -> dict[str, Any]:
@@ -151,7 +146,7 @@ class Conditions:
         return {name: value for name, value in asdict(self).items() if value != usual[name]}
 
     def beside(self, other: Conditions) -> str:
-        """These conditions as words, as far as they differ from others.
+        """The fields that differ from other conditions, as words.
 
         >>> here = Conditions("EPYC", "cpu", "float32", 2, "2.13")
         >>> here.beside(Conditions("EPYC", "cpu", "bfloat16", 1, "2.13"))
@@ -163,7 +158,7 @@ class Conditions:
 
 @cache
 def cpu_model() -> str:
-    """What the processor calls itself."""
+    """The processor's model name."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -174,5 +169,5 @@ def cpu_model() -> str:
 
 
 def core_count() -> int | None:
-    """Cores that this process may use; None when the system does not say."""
+    """Cores that this process may use; None if unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

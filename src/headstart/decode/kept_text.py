@@ -1,7 +1,6 @@
-"""What was read of a conversation, kept from one answer to the next, so that no turn is read twice.
+"""The part of a conversation that was read, kept between answers so that no turn is read twice.
 
-Keys and values lie in the cache of the target; drafters start from the states of the whole text, as after reading it
-anew.
+Keys and values stay in the target's cache; drafters start from the states of the whole text, as after a full prefill.
 
 Shape suffixes: B rows (one), T tokens, E hidden size.
 """
@@ -19,13 +18,13 @@ from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed
 
 _SHARE = 0.2
-"""Of free memory, what the keys, values and states of a conversation may take between its turns."""
+"""Largest share of free memory for keys, values and states of a conversation between its turns."""
 
 
 class KeptText:
-    """What a target has read of one conversation; `DecodeLoop.generate` goes on from there, and adds what it reads.
+    """A conversation that a target has read; `DecodeLoop.generate` continues from it and adds to it.
 
-    A text that begins otherwise is read from where it differs, or anew where the cache cannot go back.
+    A text that begins differently is read from the first difference, or anew if the cache cannot go back.
     """
 
     def __init__(self) -> None:
@@ -37,7 +36,7 @@ class KeptText:
     def prefill(
         self, target: Target, cache: TreeCache, prompt: Sequence[int], aux_layers: Sequence[int]
     ) -> TargetOutput:
-        """As `Target.prefill` of one row with an empty cache; what is kept is not read again."""
+        """As `Target.prefill` of one row with an empty cache, without reading kept tokens again."""
         before, states = self._go_on(target, cache, prompt, aux_layers)
         out = target.prefill(cache, [prompt[before:]], aux_layers)
         for layer in aux_layers if before else ():
@@ -47,13 +46,13 @@ class KeptText:
         return out
 
     def add(self, committed: Committed) -> None:
-        """Note what a round committed."""
+        """Add the committed tokens and states of a round."""
         self._tokens += committed.tokens[0]
         for layer, pieces in self._states.items():
-            pieces.append(committed.states[layer].clone())  # not a view of those of a whole tree
+            pieces.append(committed.states[layer].clone())  # not a view into the states of a whole tree
 
     def keep(self, cache: TreeCache) -> None:
-        """Keep what was read, at the end of an answer, if memory has room."""
+        """Keep the cache at the end of an answer, if memory has room."""
         assert self._target is not None, "a text was read"
         states = sum(piece.nbytes for pieces in self._states.values() for piece in pieces)
         size = len(self._tokens) * self._target.kv_bytes_per_token + states
@@ -63,23 +62,22 @@ class KeptText:
     def _go_on(
         self, target: Target, cache: TreeCache, prompt: Sequence[int], aux_layers: Sequence[int]
     ) -> tuple[int, Mapping[int, Tensor]]:
-        """Put what is kept of a text's beginning into a cache: how many tokens that is, and their states."""
-        kept, self._cache = self._cache, None  # an answer that is broken off leaves nothing
+        """Load the kept beginning of a text into a cache; return its length and its states."""
+        kept, self._cache = self._cache, None  # an interrupted answer leaves nothing
         same = target is self._target and set(aux_layers) <= self._states.keys()
         if kept is None or not same or not target.reads_alike(max(len(prompt), len(self._tokens))):
             return 0, {}
-        alike = common_beginning([self._tokens, prompt])
-        cache.go_on_with(0, kept.kept(0, min(alike, len(prompt) - 1)))
+        cache.go_on_with(0, kept.kept(0, min(common_beginning([self._tokens, prompt]), len(prompt) - 1)))
         before = cache.lengths[0]
         return before, {layer: torch.cat(self._states[layer], dim=1)[:, :before] for layer in aux_layers}
 
 
 def common_beginning(texts: Sequence[Sequence[int]]) -> int:
-    """How many tokens several texts begin with alike.
+    """Length of the common prefix of several texts.
 
     >>> common_beginning([[1, 2, 3], [1, 2, 4, 3], [1, 2]])
     2
     """
     lists = sorted(map(list, texts))
-    pairs = enumerate(zip(lists[0], lists[-1], strict=False))  # in order, the first and last differ most
+    pairs = enumerate(zip(lists[0], lists[-1], strict=False))  # sorted, the first and last differ earliest
     return next((index for index, (first, last) in pairs if first != last), min(map(len, texts)))

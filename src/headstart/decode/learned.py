@@ -1,8 +1,8 @@
-"""What rounds really take, beside what was measured, and how drafting has fared so far.
+"""Measured times of rounds relative to the costs, and the success of drafting so far.
 
-A neighbour on the machine slows everything alike, and says nothing about whether drafting pays: only ratios count. So a
-drafted round is compared with the plain rounds before it, each as a multiple of what the costs say, and only such pairs
-correct the costs. Where drafting pays, plain rounds now and then start new pairs.
+A busy machine slows everything alike and says nothing about whether drafting pays: only ratios count. So a drafted
+round is compared with the plain rounds before it, each as a multiple of its cost, and only such pairs correct the
+costs. Where drafting pays, occasional plain rounds start new pairs.
 """
 
 from __future__ import annotations
@@ -14,39 +14,37 @@ from math import copysign, log2, sqrt
 STAKE = 2.0
 """Tokens that drafting may lose before it has won any."""
 SHARE = 1 / 50
-"""Of all rounds, what finding out may cost: lost tries while decoding is plain, plain rounds while it drafts."""
+"""Share of rounds spent on finding out: lost tries while decoding is plain, plain rounds while it drafts."""
 LEAST_PAIRS = 2
-"""Pairs that correct a cost, and plain rounds that others are compared with, at least: one alone may be disturbed."""
+"""Least pairs that correct a cost, and least plain rounds to compare with: a single one may be disturbed."""
 _MOST_UNLIKE = 32
-"""Drafted rounds that were not like others before costs that are still unknown are taken to be as measured."""
+"""Number of untypical drafted rounds that ends the search for unknown costs: they count as measured."""
 _NEAR = 4
-"""Drafted rounds that are compared with the plain ones before them: later the machine may be busier, or less busy."""
+"""Drafted rounds compared with the plain ones before them; later the machine's load may differ."""
 _LATE = 24
-"""The same for a kind that is not known yet, within a call: there may be few rounds of it."""
+"""The same for a kind that is not known yet, within a call: it may have few rounds."""
 _ENOUGH = 12
-"""Newest pairs of a kind that are kept; where there are so many of drafts, plain rounds are seldom due."""
-_SELDOM = 2
-"""How many times as seldom."""
+"""Newest pairs of a kind that are kept; with this many of drafts, plain rounds are due half as often."""
 
 
 Curve = tuple[list[float], list[float]]
-"""Points between which is interpolated."""
+"""Points to interpolate between."""
 
 
 @dataclass
 class RoundTimes:
-    """What rounds of batches of a like number of rows took.
+    """Times of rounds of batches with a similar number of rows.
 
     Attributes:
-        ratios: how much slower a kind of work is, relative to plain rounds, than the costs say: one ratio for each of
-            the newest pairs. Kinds are forwards over trees, by `size_of` the nodes of a row, and under 0 drafts that
-            had no more to read than the round before. Replaced, not changed: threads read while another writes.
-        plain: newest plain rounds in a row, as multiples of what the costs say.
-        fresh: whether these are of the call that runs.
+        ratios: how much slower a kind of work is, relative to plain rounds, than the costs say; one ratio for each of
+            the newest pairs. Kinds are forwards over trees, by `size_of` the nodes of a row, and 0 for drafts without
+            extra text to read. Replaced, not changed: threads read while another writes.
+        plain: newest plain rounds in a row, as multiples of their cost.
+        fresh: whether these belong to the current call.
         since_plain: drafted rounds since then.
-        wider: whether one of them verified a tree of a size that is not known yet.
-        verified: sizes of trees that they verified.
-        unlike: drafted rounds, in all, that were not what such rounds take.
+        wider: whether one of them verified a tree of a size not known yet.
+        verified: tree sizes that they verified.
+        unlike: untypical drafted rounds in all.
     """
 
     ratios: dict[int, tuple[float, ...]] = field(default_factory=dict)
@@ -58,12 +56,14 @@ class RoundTimes:
     unlike: int = 0
 
     def note(self, nodes: int, verify_ratio: float, draft_ratio: float | None) -> None:
-        """Learn from a round: milliseconds of its forward, and of its draft, as multiples of what the costs say. The
-        latter is None when nothing was drafted, or the draft had more to read than usual."""
+        """Learn from a round: times of its forward and its draft, as multiples of their costs. The latter is None if
+        nothing was drafted, or the draft had extra text to read."""
         if nodes == 1 and draft_ratio is None:
             self.plain = (*(self.plain if not self.since_plain else ()), verify_ratio)[-LEAST_PAIRS:]
             if self.since_plain:
-                self._forget()
+                # A size that looks expensive is no longer verified, and would never be seen to be cheap: drop a pair.
+                stay = {0, *self.verified}
+                self.ratios = {kind: pairs if kind in stay else pairs[1:] for kind, pairs in self.ratios.items()}
             self.fresh, self.since_plain, self.wider, self.verified = True, 0, False, frozenset()
             return
         self.since_plain += 1
@@ -76,57 +76,51 @@ class RoundTimes:
             if ratio is not None and self.plain and not late:
                 self.ratios = {**self.ratios, kind: (*pairs, ratio / min(self.plain))[-_ENOUGH:]}
 
-    def _forget(self) -> None:
-        """A size that is taken to be dear is verified no more, and would never be seen to be cheap: it loses a pair."""
-        stay = {0, *self.verified}
-        self.ratios = {kind: pairs if kind in stay else pairs[1:] for kind, pairs in self.ratios.items()}
-
     @property
     def unknown(self) -> bool:
-        """Whether the next round may still show what drafting costs, and too few have."""
+        """Whether too few rounds have shown the cost of drafting, and the next may still do so."""
         return len(self.ratios.get(0, ())) < LEAST_PAIRS and self.since_plain < _NEAR and self.unlike < _MOST_UNLIKE
 
     @property
     def wants_plain(self) -> int:
-        """How many plain rounds are due."""
-        seldom = _SELDOM if len(self.ratios.get(0, ())) >= _ENOUGH else 1
-        due = self.since_plain * SHARE >= LEAST_PAIRS * seldom or (self.wider and self.since_plain >= _LATE)
+        """Number of plain rounds that are due."""
+        rarer = 2 if len(self.ratios.get(0, ())) >= _ENOUGH else 1
+        due = self.since_plain * SHARE >= LEAST_PAIRS * rarer or (self.wider and self.since_plain >= _LATE)
         return LEAST_PAIRS if due or not self.plain else 0
 
     @property
     def most_nodes(self) -> int:
-        """Nodes of a row up to which costs can be believed: at most twice as many as were seen."""
+        """Largest trusted number of nodes of a row: twice the largest size measured."""
         return int(2 ** (1 + self._largest))
 
     @property
     def _largest(self) -> int:
-        """The largest size that is known."""
+        """The largest known size."""
         return max((size for size, pairs in self.ratios.items() if len(pairs) >= LEAST_PAIRS), default=0)
 
     @property
     def drafting(self) -> float:
-        """How much slower drafts are than the costs say; 1 where nothing is known."""
+        """How much slower drafts are than the costs say; 1 if unknown."""
         pairs = self.ratios.get(0, ())
         return _middle(pairs if len(pairs) >= LEAST_PAIRS else ())
 
     @property
     def verifying(self) -> Curve:
-        """How much slower trees are than the costs say, by the logarithm to base 2 of their nodes; nothing is known of
-        no trees.
+        """How much slower trees are than the costs say, by log2 of their nodes; 1 for a single node.
 
-        A size is believed to differ from all others by no more than chance leaves: medians of a few pairs differ, and
-        between two of them a node would cost much, or nothing.
+        Sizes differ only by more than chance explains: between the noisy medians of two sizes a node would seem to
+        cost much, or nothing.
         """
         known = {size: pairs for size, pairs in sorted(self.ratios.items()) if size and len(pairs) >= LEAST_PAIRS}
         middles = {size: _middle(pairs) for size, pairs in known.items()}
         together = _middle([ratio for pairs in known.values() for ratio in pairs])
-        # Each median is one of its pairs, which says nothing of how they spread.
+        # Each median is itself one of the pairs, so its deviation of 0 is left out.
         beside = [sorted(abs(ratio - middles[size]) for ratio in pairs)[1:] for size, pairs in known.items()]
         spread = _middle([far for of_size in beside for far in of_size])
         logs, slower = [0.0], [1.0]
         for size, pairs in known.items():
             off = middles[size] - together
-            logs.append(log2((2 ** (size - 1) + 1 + 2**size) / 2))  # the middle of those that are taken together
+            logs.append(log2((2 ** (size - 1) + 1 + 2**size) / 2))  # the middle of the sizes grouped together
             slower.append(together + copysign(max(0.0, abs(off) - spread / sqrt(len(pairs))), off))
         return logs, slower
 
@@ -137,7 +131,7 @@ def _middle(numbers: Sequence[float]) -> float:
 
 
 def size_of(count: int) -> int:
-    """Numbers of nodes, or of rows, that are taken together: 1, 2, up to 4, up to 8, ...
+    """Group counts of nodes or rows: 1, 2, up to 4, up to 8, ...
 
     >>> [size_of(count) for count in (1, 2, 3, 4, 5, 8, 9)]
     [0, 1, 2, 2, 3, 3, 4]
@@ -147,13 +141,13 @@ def size_of(count: int) -> int:
 
 @dataclass
 class Experience:
-    """What a decode loop learned in greedy decoding, for batches of a like number of rows.
+    """Experience of a decode loop in greedy decoding, for batches with a similar number of rows.
 
     Attributes:
         account: tokens that drafting may still lose.
-        lost_tries: tries at drafting that did not pay, since the last one that did.
+        lost_tries: tries at drafting that did not pay since the last one that did.
         tokens_per_round: of a row, lately.
-        rounds: what they took.
+        rounds: their times.
     """
 
     account: float = STAKE

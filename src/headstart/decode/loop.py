@@ -1,9 +1,8 @@
 """The decode loop: propose, verify with one tree forward, accept, commit.
 
-`DecodeLoop._decode` is the loop; `generate` checks what was asked and calls it, for as many rows at a time as memory
-holds. Around it stands what greedy decoding needs: what a drafter promises (`Drafter`), which drafts are accepted
-(`Verifier`), where a text ends (`Generation.extend`). Sampling has its verifier in `verify.py`. Plain decoding is the
-same loop without a drafter, so the two differ in nothing but the drafts.
+`DecodeLoop._decode` is the loop; `generate` checks the request and calls it with the rows that fit into memory. The
+file also defines the `Drafter` protocol, greedy verification (`Verifier`; sampling is in `verify.py`) and the end of a
+text (`Generation.extend`). Plain decoding is the same loop without a drafter.
 
 Shape suffixes: B rows, T tokens, N tree nodes, P nodes of an accepted path, V vocabulary, E hidden size.
 """
@@ -19,13 +18,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import MinNewTokensLengthLogitsProcessor
 
 from headstart.decode.budget import Budget, Costs
 from headstart.decode.kept_text import KeptText
 from headstart.decode.learned import Experience, size_of
 from headstart.decode.memory import by_halves, reserve
 from headstart.decode.options import DecodeOptions, Processor, check_kinds, random_seed
-from headstart.decode.sampling import check_processors, check_sampling, not_before, warp
+from headstart.decode.sampling import check_processors, check_sampling, warp
 from headstart.decode.verify import DRAWS, SamplingVerifier, decided_on_device
 from headstart.errors import UserError, check_text, nearest, out_of_memory
 from headstart.support.cores import FreeCores
@@ -37,17 +37,17 @@ from headstart.tree.tree import Committed, Request, Tree, TreeBatch, decided, un
 
 _NO_ROOM = "memory ran out while drafting: shorten the prompt, or lower --max-new-tokens or the drafter's max_nodes"
 CAUGHT: type[Exception] | tuple[()] = Exception
-"""What a drafter may raise without ending the text."""
+"""Exceptions of a drafter that do not end the text."""
 
 
 @dataclass
 class Round:
-    """One round of one generation: its wall-clock milliseconds and its outcome.
+    """Outcome and wall-clock milliseconds of one round of one generation.
 
-    Nodes are those of the verified tree, root included, and `depth` is its depth. Emitted tokens include the target's
-    own, before any cut at the end of the text. `draft_ms` is proposing, and choosing which nodes to verify; `verify_ms`
-    the tree forward and reading the target's choices; `host_ms` everything else. `paused` says that nothing was
-    drafted because it would not have paid. `likeliest` are the tokens of the tree's likeliest path.
+    Nodes include the root, and `depth` is the tree's. Emitted tokens include the target's own, before any cut at the
+    end of the text. `draft_ms` is proposing and pruning; `verify_ms` the tree forward and reading the target's choices;
+    `host_ms` the rest. `paused`: nothing was drafted because it would not have paid. `likeliest` is the tree's most
+    likely path.
     """
 
     nodes: int
@@ -66,11 +66,11 @@ class Generation:
 
     Attributes:
         tokens: emitted token ids, without the prompt.
-        finish_reason: why it ended: "end", "length" or "stop"; empty while it goes on.
-        token_ms: for each token, milliseconds since the call at which it was there; the prefill is part of the first.
-        rounds: one entry a round; the first token comes from the prefill and has none.
-        drafter_error: what a drafter raised, when one did; from then on the row was decoded without it.
-        seed: that the row was sampled with; None where it is greedy.
+        finish_reason: "end", "length" or "stop"; empty while decoding.
+        token_ms: for each token, milliseconds from the call until it was decided, prefill included.
+        rounds: one entry per round; the first token comes from the prefill and has none.
+        drafter_error: the error of a drafter that failed; the row was decoded without it from then on.
+        seed: seed of a sampled row; None for a greedy one.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -88,12 +88,12 @@ class Generation:
 
     @property
     def paused_rounds(self) -> int:
-        """Rounds in which nothing was drafted because it would not have paid."""
+        """Rounds without drafts because they would not have paid."""
         return sum(r.paused for r in self.rounds)
 
     def extend(self, tokens: Sequence[int], row: int, options: DecodeOptions, target: Target) -> None:
-        """Append tokens as far as the text goes, also in the middle of an accepted path; notes why it ends if it does.
-        `row` is for the caller's own test."""
+        """Append tokens up to the end of the text, also within an accepted path, and set `finish_reason` there. `row`
+        is passed to the caller's own test."""
         if options.stop_strings and self._stop_strings is None:
             self._stop_strings = StopStrings(target.tokenizer, options.stop_strings, target.markup)
         for token in tokens:
@@ -115,27 +115,25 @@ class Generation:
 
 
 OnTokens = Callable[[int, list[int], int], None]
-"""Called with (row, new tokens, how many of them, from the first on, were drafts) as soon as they are decided."""
+"""Called with (row, new tokens, number of leading ones that were drafts) as soon as they are decided."""
 Check = Callable[[], None]
-"""Called before each forward, those that read a piece of a long prompt among them. It ends the decoding with an
-exception that is no `Exception`: those of drafters are caught."""
+"""Called before each forward, also of a piece of a long prompt. To end the decoding it raises a `BaseException` that is
+no `Exception`, since drafter errors are caught."""
 
 
 # -- drafters --------------------------------------------------------------------------------------------------------
 
 
 class Drafter(Protocol):
-    """What the decode loop asks of a drafter. One object serves many generations; `prefill` starts one and returns its
-    session, which the other methods are given.
+    """Interface of a drafter. One object serves many generations; `prefill` returns a session for the other methods.
 
     Attributes:
-        aux_layers: layers of the target whose hidden states it reads.
+        aux_layers: layers of the target that provide its hidden states.
         max_nodes: the widest tree it proposes, root included; the loop reserves cache for it.
 
-    An optional attribute `draft_share` says what a draft costs, as a share of a plain decoding step; drafters without
-    it cost what was measured for the heads. Another, `bytes_per_token`, is what it keeps on the target's device of each
-    token of a row, drafts included; drafters without it keep nothing worth counting. `spare_bytes` is what it holds
-    there for its next text.
+    Optional attributes: `draft_share` is the cost of a draft as a share of a plain decoding step (default: the cost
+    measured for the heads); `bytes_per_token` the memory it keeps on the target's device per token of a row, drafts
+    included (default 0); `spare_bytes` the memory it holds there for its next text (default 0).
     """
 
     aux_layers: tuple[int, ...]
@@ -143,19 +141,15 @@ class Drafter(Protocol):
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> Any:
         """Start drafting for a batch; see `DraftHead.prefill`."""
-        ...
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         """A tree for each row, after its root."""
-        ...
 
     def commit(self, session: Any, committed: Committed) -> None:
-        """Learn what was committed. Called every round, also when nothing was drafted."""
-        ...
+        """Take in the committed tokens. Called every round, also without drafts."""
 
     def reorder(self, session: Any, rows: Sequence[int]) -> None:
         """Keep only these rows."""
-        ...
 
 
 # -- the loop --------------------------------------------------------------------------------------------------------
@@ -163,7 +157,7 @@ class Drafter(Protocol):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call of `DecodeLoop.generate`: what was asked, when, and what came of each row so far."""
+    """A call of `DecodeLoop.generate`: its arguments, its start and each row's text so far."""
 
     prompts: Sequence[Sequence[int]]
     options: DecodeOptions
@@ -175,16 +169,16 @@ class _Call:
 
 
 class DecodeLoop:
-    """Decodes with a target and its drafters; without any, plainly.
+    """Decodes with a target and its drafters; without drafters, plainly.
 
-    Of several drafters the union of their trees is verified. Tokens that two propose after the same path become one
-    node, so the second only costs what it adds: an n-gram match beside trained heads is one more branch. The first goes
-    first where acceptance probabilities do not decide.
+    With several drafters the union of their trees is verified. Tokens that two propose after the same path become one
+    node, so the second costs only what it adds. The first drafter has priority where acceptance probabilities do not
+    decide.
 
-    With costs of this machine the number of nodes follows them, and drafting pauses where it does not pay; without them
-    everything that is proposed is verified. In greedy decoding, what rounds really take corrects the costs, and what is
-    learned serves later calls; sampling keeps to them, as does greedy decoding that is to be deterministic: with the
-    same costs a text then does not depend on the clock, nor on what was decoded before.
+    Without costs every proposed node is verified. With them the number of nodes follows the costs, and drafting pauses
+    where it does not pay. In greedy decoding, measured rounds correct the costs, and later calls use what was learned;
+    sampling and deterministic decoding keep to the given costs, so that the text depends neither on the clock nor on
+    earlier calls.
     """
 
     def __init__(self, target: Target, *drafters: Drafter, costs: Costs | None = None) -> None:
@@ -194,7 +188,7 @@ class DecodeLoop:
         self._experience: dict[int, Experience] = {}  # by the size of the batch
         self.free_cores = FreeCores() if target.device.type == "cpu" else None
         if target.device.type == "cpu":
-            few_rows.compiled(target.dtype)  # now, so that no first answer waits for it
+            few_rows.compiled(target.dtype)  # now, so that no first answer is delayed
 
     @torch.inference_mode()
     def generate(
@@ -205,20 +199,20 @@ class DecodeLoop:
         check_on: Check | None = None,
         kept_text: KeptText | None = None,
     ) -> list[Generation]:
-        """Decode a batch of tokenised prompts of any lengths; a single one goes on from what is kept of its beginning.
-        Rows that memory does not hold together are decoded one half after the other; each keeps its number and seed.
+        """Decode a batch of tokenised prompts of any lengths; `kept_text` spares a single one its known beginning.
+        Batches that do not fit into memory are decoded in halves; each row keeps its number and seed.
 
         Raises:
             UserError: an empty or too long prompt, an option out of range, or a prompt that memory cannot hold.
         """
         started = perf_counter()
         check(self.target, prompts, options)
-        # Drawn once, also where rows are decoded in halves.
+        # Drawn once, also if rows are decoded in halves.
         first = random_seed() if options.seed is None else options.seed
         options = replace(options, seed=first)
         texts = [Generation(seed=None if options.greedy else first + row) for row in range(len(prompts))]
         call = _Call(prompts, options, on_tokens, started, texts, check_on, kept_text)
-        if len(prompts) > 1:  # none is decoded where one can never be
+        if len(prompts) > 1:  # fail before decoding any prompt if one can never fit
             reserve(self.target, [max(prompts, key=len)], options.max_new_tokens, 1)
         try:
             with self.free_cores.limited() if self.free_cores else nullcontext():
@@ -233,8 +227,8 @@ class DecodeLoop:
         return call.texts
 
     def _decode(self, call: _Call, numbers: Sequence[int]) -> bool:
-        """Decode these rows to their ends, from what they have emitted on; false, with nothing done, where memory does
-        not hold them together."""
+        """Decode these rows to their ends, after their tokens so far; false, with nothing done, if they do not fit into
+        memory together."""
         target, options, texts, on_tokens = self.target, call.options, call.texts, call.on_tokens
         rows = [row for row in numbers if not texts[row].finish_reason]  # those still running
         if not rows:
@@ -243,11 +237,11 @@ class DecodeLoop:
         budget, verifier = self._budget(prompts, options), make_verifier(options, call.prompts, target)
         verifier.reorder(rows)
         verifier.go_on_from([texts[row].tokens for row in rows])
-        # Of the drafters that draft still, by their number.
+        # Sessions of the drafters still in use, by their number.
         sessions = dict[int, Any].fromkeys(range(len(self.drafters)) if budget.will_draft else ())
 
         def ask(number: int, work: Callable[..., Any], *arguments: Any) -> Any:
-            """What comes of a drafter's work. One that raises is left out from then on: the text goes on without it."""
+            """Call a drafter. One that raises is dropped, and the text goes on without it."""
             try:
                 return work(*arguments)
             except CAUGHT as error:
@@ -270,12 +264,12 @@ class DecodeLoop:
             trees = roots.trees
             for number in list(sessions):
                 trees = ask(number, joined, number, trees, request) or trees
-                if any(tree.drawn for tree in trees):  # one random stream, and one distribution, is enough
+                if any(tree.drawn for tree in trees):  # one drawn child a node, one draft vocabulary a batch
                     request = replace(request, draws=False)
             return trees
 
         def emit(emitted: Sequence[Sequence[int]]) -> list[int]:
-            """Add to the texts of the running rows; indices of those that go on."""
+            """Add to the texts of the running rows; return the indices of rows that go on."""
             now_ms = 1e3 * (perf_counter() - call.started)
             for row, tokens in zip(rows, emitted, strict=True):
                 text, before = texts[row], len(texts[row].tokens)
@@ -308,7 +302,7 @@ class DecodeLoop:
             session = ask(number, self.drafters[number].prefill, prompts, out.aux_hidden_states)
             if number in sessions:
                 sessions[number] = session
-        del out  # of a long text, as much as drafters keep
+        del out  # the states of a long prompt take much memory
         remaining = emit([[token] for token in roots.root_tokens])
         while remaining:
             if len(remaining) < len(rows):  # rows that ended leave the batch
@@ -317,10 +311,8 @@ class DecodeLoop:
                 for part in (cache, verifier, budget):
                     part.reorder(remaining)
                 tell("reorder", remaining)
-            start, captured_before = perf_counter(), captured()
-            batch = roots
-            # The limit is part of the request: cutting a tree afterwards may depend on what was drawn, which sampling
-            # must not.
+            start, captured_before, batch = perf_counter(), captured(), roots
+            # The limit is part of the request: pruning afterwards may depend on drawn tokens, which breaks sampling.
             deepest = target.deepest(cache)
             bound = max_nodes if deepest is None else min(max_nodes, deepest + 1)
             drafting_now = budget.drafts and bound > 1 and bool(sessions)
@@ -367,7 +359,7 @@ class DecodeLoop:
         return True
 
     def _aux_layers(self, numbers: Iterable[int]) -> tuple[int, ...]:
-        """Layers whose states these drafters read."""
+        """Layers with states that these drafters read, without duplicates."""
         return tuple(dict.fromkeys(layer for number in numbers for layer in self.drafters[number].aux_layers))
 
     def _budget(self, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> Budget:
@@ -376,17 +368,15 @@ class DecodeLoop:
         draft_ms = None
         if self.costs is not None and known and len(known) == len(shares):
             draft_ms = sum(known) * self.costs.verify(1)
-        experience = None
-        if options.greedy and not options.deterministic:
-            experience = self._experience.setdefault(size_of(len(prompts)), Experience())
-        longest = max(map(len, prompts))
+        learns = options.greedy and not options.deterministic
+        experience = self._experience.setdefault(size_of(len(prompts)), Experience()) if learns else None
         return Budget(
             self.costs,
             options.draft,
             len(prompts),
             limit=options.max_new_tokens,
             draft_ms=draft_ms,
-            prompt=longest,
+            prompt=max(map(len, prompts)),
             experience=experience,
         )
 
@@ -395,11 +385,9 @@ class DecodeLoop:
 
 
 class Verifier:
-    """Decides which drafts are accepted. This one is greedy: a draft is accepted when it is the target's argmax, so
-    that the output is that of plain greedy decoding.
+    """Greedy verification: a draft is accepted if it is the target's argmax, so the output is that of plain decoding.
 
-    `draws` says whether drafters are asked to draw children, see `Request`; `draft_streams` are each row's random
-    generator for that.
+    `draws`: whether drafters draw children, see `Request`; `draft_streams`: each row's random generator for it.
     """
 
     draws = False
@@ -410,8 +398,7 @@ class Verifier:
         return few_rows.argmax(logits_BV).tolist()
 
     def accept(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
-        """Decide one round for every row: what is committed, and the roots of the next round: the target's own tokens
-        after it."""
+        """Decide one round for every row: the committed nodes, and the target's own tokens as the next roots."""
         choice_BN = few_rows.argmax(out.logits_BTV)
         if choice_BN.device.type == "cpu":
             paths, next_tokens = walk(batch.trees, choice_BN.tolist())
@@ -422,12 +409,12 @@ class Verifier:
         """Keep only these rows."""
 
     def go_on_from(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Begin after what each row has emitted."""
+        """Begin after the tokens that each row has emitted."""
 
 
 def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[int]]:
-    """Follow the target's choices, after each node of each row, down the trees as far as the drafts agree: the accepted
-    nodes of each row, root first, and the target's choice after the last of them."""
+    """Follow the target's choice after each node down the trees: each row's accepted nodes, root first, and the choice
+    after the last one."""
     paths = []
     for tree, choice in zip(trees, choices, strict=True):
         index, path = tree.index, [0]
@@ -441,7 +428,7 @@ def walk(trees: Sequence[Tree], choices: Sequence[Sequence[int]]) -> tuple[list[
 
 
 def check_options(options: DecodeOptions, rows: int = 1) -> None:
-    """Refuse (UserError) what no target decodes so many rows with; it takes no target, so that none need be loaded."""
+    """Refuse (UserError) options that no target could decode with; needs no loaded target."""
     check_kinds(options)
     if options.max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
@@ -461,11 +448,7 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
 
 
 def check(target: Target, prompts: Sequence[Sequence[int]], options: DecodeOptions) -> None:
-    """Refuse what cannot be decoded, before any work.
-
-    Raises:
-        UserError: naming the value and the remedy.
-    """
+    """Refuse (UserError) prompts and options that the target cannot decode, before any work."""
     check_options(options, len(prompts))
     check_processors(options, target.vocab_size, target.device)
     if unknown := [token for token in options.stop_token_ids if not 0 <= token < target.vocab_size]:
@@ -502,8 +485,9 @@ def make_verifier(
 
 
 def keeping_on(options: DecodeOptions, prompts: Sequence[Sequence[int]], target: Target) -> list[Processor]:
-    """For each prompt what keeps its text from ending before `min_new_tokens`; nothing where it may end at once."""
+    """For each prompt a processor that bans end tokens before `min_new_tokens`; an empty list if none is needed."""
     ends = sorted({*target.end_tokens, *options.stop_token_ids})
     if not options.min_new_tokens or not ends:
         return []
-    return [not_before(options.min_new_tokens, len(prompt), ends, target.device) for prompt in prompts]
+    count, device = options.min_new_tokens, target.device
+    return [MinNewTokensLengthLogitsProcessor(len(prompt), count, ends, device=device) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Which batches memory holds: as far as can be told before decoding, and what is done with the others."""
+"""Estimate which batches fit into memory, and split larger ones."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headstart.target.memory import free_bytes
 from headstart.target.model import Target
 
 _SHARE = 0.9
-"""Of the free memory that may be taken; the activations of MLPs need the rest."""
+"""Share of free memory that may be taken; the activations of MLPs need the rest."""
 
 
 def reserve(
@@ -25,15 +25,13 @@ def reserve(
     drafters_spare: int = 0,
     free: int | None = None,
 ) -> int:
-    """The widest tree (root included, at most `max_nodes`) that fits beside the text, where so many bytes are free on
-    each device with layers, by default what is there; 0 where the text of several prompts does not fit. Counted are the
-    KV cache, what drafters keep (bytes of each token of a row), and of one forward the masks, the logits, and what
-    attention keeps of a layer. A single prompt needs no room for drafters: without it the text goes on plainly. What
-    target and drafters hold for their next text (`drafters_spare`) is taken for free: this text gets it, or more in its
-    place.
+    """Return the widest tree (root included, at most `max_nodes`) that fits beside the text, given `free` bytes on each
+    device with layers (by default as measured); 0 if the text of several prompts does not fit. Raises UserError if the
+    text of a single prompt does not fit.
 
-    Raises:
-        UserError: when the text of a single prompt does not fit.
+    Counts the KV cache, `drafters_keep` bytes per token of a row, and for one forward the masks, the logits and one
+    layer's attention. A single prompt needs no room for drafters: it can be decoded plainly. Buffers that target and
+    drafters hold for their next text (`drafters_spare`) count as free.
     """
     rows, row_tokens = len(prompts), max(map(len, prompts)) + max_new_tokens
     nodes = max_nodes
@@ -59,8 +57,8 @@ def reserve(
 
 
 def by_halves(rows: Sequence[int], work: Callable[[list[int]], bool]) -> None:
-    """Work on all rows together; where that is too much, on one half after the other, and so on. It is too much where
-    `work` says false, or runs out of memory. With a single row such an error goes on to the caller."""
+    """Work on all rows together, or on halves (recursively) if `work` returns false or runs out of memory. With a
+    single row an out-of-memory error propagates."""
     waiting = [list(rows)]
     while waiting:
         group = waiting.pop()
@@ -70,7 +68,7 @@ def by_halves(rows: Sequence[int], work: Callable[[list[int]], bool]) -> None:
         except Exception as error:
             if len(group) == 1 or not out_of_memory(error):
                 raise
-        # Only here is the error gone, which holds on to what memory was too small for.
+        # Outside `except`: until here the error holds on to the tensors of its frames.
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

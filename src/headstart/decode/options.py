@@ -1,8 +1,7 @@
-"""What can be asked of decoding, defined once: for Python, the command line, eval, recipes and transformers.
+"""Decoding options, defined once: for Python, the command line, eval, recipes and transformers.
 
-Each option is a field with its type, its default and its meaning. The command line makes its own options from the same
-fields (`headstart.cli.options`), so this file loads neither torch nor transformers. Names and order of application of
-the sampling options are those of transformers.
+Each field carries its meaning, from which `headstart.cli.options` makes options of the command line; so this file
+imports neither torch nor transformers. Names and order of the sampling options are those of transformers.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Meaning:
-    """What is known of an option beside its type and default.
+    """Metadata of an option.
 
     Attributes:
-        text: what it means, in a sentence or two.
-        minimum: its smallest value, where the command line refuses smaller ones by itself.
-        metavar: of its value there.
-        unset: the word that stands for None there.
-        shown: what stands there for the default, when that is None.
-        typed: whether it can be given there at all.
-        parse: its value from what is typed there, where that is not the type's own way.
+        text: meaning, in a sentence or two.
+        minimum: smallest value that the command line accepts.
+        metavar: placeholder of its value there.
+        unset: word for None there.
+        shown: shown there as the default, if that is None.
+        typed: whether the command line has the option.
+        parse: converts the typed text, where the type's own conversion does not do.
     """
 
     text: str
@@ -62,20 +61,20 @@ def option(default: T, text: str, **known: Any) -> T:
 
 
 def meaning(options: type[Any], name: str) -> Meaning:
-    """What one of the options of a class means."""
+    """The metadata of an option of a class."""
     known: Meaning = next(item for item in fields(options) if item.name == name).metadata["meaning"]
     return known
 
 
 def explained(options: type[T]) -> type[T]:
-    """Class decorator: the docstring lists the options with their meanings."""
+    """Class decorator: append the options and their meanings to the docstring."""
     lines = [f"    {item.name}: {item.metadata['meaning'].text}" for item in fields(options)]  # type: ignore[arg-type]  # a dataclass
     options.__doc__ = "\n".join([(options.__doc__ or "").rstrip(), "", "Attributes:", *lines])
     return options
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """What the text of a JSON object holds; a UserError where it is none.
+    """Parse a JSON object; a UserError for any other text.
 
     >>> json_object('{"enable_thinking": false}')
     {'enable_thinking': False}
@@ -107,16 +106,16 @@ class SamplingOptions:
 
     @property
     def greedy(self) -> bool:
-        """Whether no randomness is involved."""
+        """Whether decoding is deterministic argmax."""
         return self.temperature == 0
 
     @property
     def needs_prefix(self) -> bool:
-        """Whether the distribution after a token depends on more than the logits there."""
+        """Whether the next distribution depends on more than the logits."""
         return self.repetition_penalty != 1 or bool(self.processors)
 
     def for_transformers(self) -> dict[str, Any]:
-        """The same for the generation config of transformers."""
+        """The options as keyword arguments for the generation config of transformers."""
         drawn = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p")}
         drawn["min_p"] = self.min_p or None
         sampling = {"do_sample": False} if self.greedy else {"do_sample": True, **drawn}
@@ -128,15 +127,14 @@ class SamplingOptions:
 class DecodeOptions(SamplingOptions):
     """How to answer.
 
-    A `headstart.decoder.Decoder` reads `drafter`, `tree`, and how a prompt is rendered (`raw`, `tools`,
-    `chat_template_kwargs`), its log reads `source`; the decode loop, which is given a drafter and token ids, reads all
-    others. Greedy output, and samples without drafts, do not depend on the other rows of a batch, up to rounding: in
-    bfloat16 a near-tie may turn out differently. With drafts and measured costs the number of drafts depends on them,
-    and with it which text of the same distribution is drawn.
+    A `headstart.decoder.Decoder` reads `drafter`, `tree` and the rendering of a prompt (`raw`, `tools`,
+    `chat_template_kwargs`), its log reads `source`; the decode loop reads the rest. Greedy output, and samples without
+    drafts, are independent of the other rows of a batch, up to rounding: in bfloat16 near-ties may differ. With drafts
+    and measured costs the other rows affect the number of drafts, and so which text of the same distribution is drawn.
 
-    A seed gives the same text again where the costs are the same ones: those of the heads where they were tuned;
-    elsewhere those that were measured at first use, which are kept for later processes unless the machine was busy.
-    With `deterministic` they are those of the heads everywhere.
+    A seed repeats a text as long as the costs are the same: those stored with the heads on the machine that tuned them
+    and everywhere with `deterministic`; elsewhere those measured at first use, which later processes reuse unless the
+    machine was busy.
     """
 
     max_new_tokens: int = option(128, "Longest answer in tokens, its end token included.", minimum=1)
@@ -195,28 +193,24 @@ class DecodeOptions(SamplingOptions):
     stop_test: StopTest | None = option(None, "A test of your own that ends a row's text.", typed=False)
 
     def __post_init__(self) -> None:
-        for item in fields(self):  # numpy's numbers become Python's, which generators and JSON take
+        for item in fields(self):  # convert numpy's numbers to Python's, for generators and JSON
             if isinstance(value := getattr(self, item.name), Real) and hasattr(value, "item"):
                 object.__setattr__(self, item.name, value.item())
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple. Emission ends with the token that completes one; it is kept, as in transformers."""
+        """`stop` as a tuple. The text ends with the token that completes a stop string, as in transformers."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @classmethod
     def of(cls, keywords: DecodeKeywords) -> DecodeOptions:
-        """Options from keyword arguments.
-
-        Raises:
-            UserError: an unknown name; the nearest known one is named.
-        """
+        """Options from keyword arguments; a UserError for an unknown name suggests the nearest known one."""
         check_names(keywords, DecodeKeywords.__annotations__)
         return cls(**keywords)
 
 
 class DecodeKeywords(TypedDict, total=False):
-    """The fields of `DecodeOptions` that users give, as keyword arguments; what they mean is said there."""
+    """Keyword arguments of the user; see `DecodeOptions`."""
 
     max_new_tokens: int
     temperature: float
@@ -251,22 +245,22 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "Sequence[Any]": (Sequence, "a list of tools"),
     "Mapping[str, Any] | None": ((Mapping, NoneType), "names with their values, such as {'enable_thinking': False}"),
 }
-"""By the type that an option is written with: which values it takes, numpy's numbers among them, and their name."""
+"""Accepted types (numpy's numbers included) and their name, by an option's annotation."""
 
 
 def random_seed() -> int:
-    """A seed for sampling that is another one each time, short enough to be typed again."""
+    """A random seed, short enough to be typed again."""
     return secrets.randbits(32)
 
 
 def check_names(given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse (UserError) the name of an option that there is not, naming the nearest one."""
+    """Refuse (UserError) an unknown option, suggesting the nearest known one."""
     if unknown := sorted(set(given) - set(known)):
         raise UserError(f"Unknown option {unknown[0]!r}.", nearest(unknown[0], known))
 
 
 def check_kinds(options: DecodeOptions) -> None:
-    """Refuse (UserError) options of another type than their own."""
+    """Refuse (UserError) options of the wrong type."""
     for item in fields(options):
         kind, words = _KINDS.get(str(item.type), (object, ""))
         value = getattr(options, item.name)

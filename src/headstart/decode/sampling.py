@@ -1,7 +1,7 @@
-"""The distribution that sampling draws from: a model's logits, processed and warped as transformers does it.
+"""The distribution that sampling draws from: a model's logits, processed and warped as in transformers.
 
-Drafts are verified against this distribution and nothing else: the acceptance test, the residual and the bonus token
-all read it, so what comes out is what plain sampling with the same settings draws.
+The acceptance test, the residual and the bonus token all read this distribution, so the output is distributed as plain
+sampling with the same settings.
 
 Shape suffixes: B rows, M nodes, V vocabulary, C capacity in tokens.
 """
@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import MinNewTokensLengthLogitsProcessor
 
 from headstart.decode.options import Processor, SamplingOptions
 from headstart.errors import UserError
 
 _COLDEST = 1e-6
-"""Lowest temperature above 0; logits divided by less leave the range of float32."""
+"""Lowest temperature above 0; with less, logits leave the range of float32."""
 _HEAD = 512
-"""Tokens that top-p looks at before it sorts the whole vocabulary; a share of 0.9 seldom needs more."""
+"""Tokens that top-p reads before it sorts the whole vocabulary; a share of 0.9 seldom needs more."""
 
 
 def check_sampling(options: SamplingOptions) -> None:
-    """Refuse (UserError) a setting out of its range, before any work; `check_processors` looks at the processors."""
+    """Refuse (UserError) a setting out of its range; `check_processors` covers the processors."""
     defined = options.greedy or _COLDEST <= options.temperature < math.inf
     for wrong, name, remedy in (
         (not defined, "temperature", f"Use 0 for greedy decoding, or at least {_COLDEST:g} and finite."),
@@ -45,23 +43,31 @@ def check_sampling(options: SamplingOptions) -> None:
 
 
 def check_processors(options: SamplingOptions, vocab_size: int, device: torch.device | str) -> None:
-    """Refuse (UserError) a processor whose result depends on more than its arguments, before any work."""
+    """Refuse (UserError) a processor that depends on more than its arguments, before any work: state would mix up the
+    branches of a tree, so equal calls must give equal scores."""
     for processor in options.processors:
-        _check_processor(processor, vocab_size, device)
-
-
-def not_before(count: int, prompt: int, ends: Sequence[int], device: torch.device) -> Processor:
-    """A processor that takes the probability of the tokens `ends` away until so many tokens stand after a prompt of
-    this length."""
-    processor: Processor = MinNewTokensLengthLogitsProcessor(prompt, count, list(ends), device=device)
-    return processor
+        name = type(processor).__name__
+        scores_1V = torch.linspace(-1.0, 1.0, vocab_size, device=device)[None]
+        texts = [torch.tensor([text], device=device) for text in ([0, 0, 0], [0, 0, 0, 0], [0, 0, 0])]
+        try:
+            first, _, again = (processor(text, scores_1V.clone()) for text in texts)
+        except Exception as error:
+            raise UserError(
+                f"The logits processor {name} cannot be applied to a token tree ({type(error).__name__}: {error}).",
+                "Use one that takes (input_ids, scores) of one row, or decode with transformers.generate.",
+            ) from error
+        if first.shape != scores_1V.shape or not torch.equal(first, again):
+            raise UserError(
+                f"The logits processor {name} keeps a state or draws random numbers, so it cannot be applied at every "
+                "node of a token tree.",
+                "Use one that depends on input_ids and scores alone, or decode with transformers.generate.",
+            )
 
 
 class Prefixes:
-    """What the repetition penalty and the processors see of each row's text: which tokens it holds, and all of them in
-    order. Both are kept on the device and added to, so that a node takes no more work in a long text than in a short
-    one, but for what the processors themselves do.
-    """
+    """Each row's text as the repetition penalty and the processors see it: the set of its tokens, and all of them in
+    order. Both stay on the device and are appended to, so that headstart's own work per node is independent of the
+    text's length."""
 
     def __init__(
         self, options: SamplingOptions, texts: Sequence[Sequence[int]], row_processors: Sequence[Processor] = ()
@@ -87,7 +93,7 @@ class Prefixes:
 
     def process(self, logits_MV: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
         """Logits [M, V] in float32 after the repetition penalty and the processors, for the tokens that follow these
-        rows' texts and these further tokens after each."""
+        rows' texts, each continued by its path."""
         self._upload(logits_MV)
         scores_MV = logits_MV.to(torch.float32, copy=True)  # processors may write in place
         if self._seen_BV is not None:
@@ -107,13 +113,12 @@ class Prefixes:
         return torch.cat(processed)
 
     def _upload(self, like_MV: Tensor) -> None:
-        """Take in what is new."""
+        """Move new tokens to the device."""
         if not any(self._new):
             return
         if self._options.repetition_penalty != 1:
             if self._seen_BV is None:
-                shape = len(self._new), like_MV.shape[1]
-                self._seen_BV = torch.zeros(shape, dtype=torch.bool, device=like_MV.device)
+                self._seen_BV = like_MV.new_zeros(len(self._new), like_MV.shape[1], dtype=torch.bool)
             _mark(self._seen_BV, self._new)
         if any(self._processors):
             self._ids_1C = self._ids_1C or [
@@ -125,7 +130,7 @@ class Prefixes:
         self._new = [[] for _ in self._new]
 
     def _with_path(self, row: int, path: Sequence[int]) -> Tensor:
-        """A row's text and these tokens after it, [1, T]; they are written in place, and the next ones over them."""
+        """A row's text and a path after it, [1, T]; written in place, and overwritten by the next path."""
         start, stop = self._lengths[row], self._lengths[row] + len(path)
         if stop > self._ids_1C[row].shape[1]:
             self._ids_1C[row] = F.pad(self._ids_1C[row], (0, 2 * stop - self._ids_1C[row].shape[1]))
@@ -189,29 +194,9 @@ def nucleus(probs: Tensor, share: float) -> Tensor:
 
 
 def _nucleus(probs: Tensor, share: float, head: int) -> tuple[Tensor, Tensor]:
-    """(`nucleus` among the `head` most likely tokens, bool [...] where those do not hold the share)."""
+    """(`nucleus` among the `head` most likely tokens, bool [...] where these do not hold the share)."""
     top, index = probs.topk(head)
     before = top.cumsum(-1) - top  # held by more likely tokens
     top = top.masked_fill(before >= share, 0.0)
     kept = torch.zeros_like(probs).scatter_(-1, index, top / top.sum(-1, keepdim=True))
     return kept, before[..., -1] < share
-
-
-def _check_processor(processor: Any, vocab_size: int, device: torch.device | str) -> None:
-    """A processor that keeps a state would mix up the branches of a tree: the same call must give the same scores."""
-    name = type(processor).__name__
-    scores_1V = torch.linspace(-1.0, 1.0, vocab_size, device=device)[None]
-    texts = [torch.tensor([text], device=device) for text in ([0, 0, 0], [0, 0, 0, 0], [0, 0, 0])]
-    try:
-        first, _, again = (processor(text, scores_1V.clone()) for text in texts)
-    except Exception as error:
-        raise UserError(
-            f"The logits processor {name} cannot be applied to a token tree ({type(error).__name__}: {error}).",
-            "Use one that takes (input_ids, scores) of one row, or decode with transformers.generate.",
-        ) from error
-    if first.shape != scores_1V.shape or not torch.equal(first, again):
-        raise UserError(
-            f"The logits processor {name} keeps a state or draws random numbers, so it cannot be applied at every "
-            "node of a token tree.",
-            "Use one that depends on input_ids and scores alone, or decode with transformers.generate.",
-        )

@@ -1,25 +1,22 @@
-"""Verification when sampling, and where processors must see the text: from drafted trees and the target's logits to the
-tokens that are drawn. `decided_on_device`, the walk down trees on a device, serves greedy verification too.
+"""Sampling verification, and the walk down trees on a device (`decided_on_device`), which greedy verification shares.
 
-On a CPU, and where processors must see the text, it goes down the trees, all rows together, one depth after the other:
-the target's distribution is computed only at the nodes that rows come to. Elsewhere launches cost more than numbers:
-the token that would follow is drawn at every node at once, and then followed down the trees as in greedy verification
-(`decided_on_device`); the host waits for the device once, for what came out. Greedy verification is `Verifier` in
-`loop.py`.
+On a CPU, and with processors that need the text, it walks down the trees of all rows, one depth after the other, and
+computes the target's distribution only at visited nodes. On other devices launches cost more than arithmetic: it draws
+the next token at every node at once, then follows the trees as in greedy verification, with one wait for the device.
 
-Sampling is lossless when what it emits, continued by the target alone, is distributed as the target's own text,
-whatever was drafted. `tests/reference.py` has the same rule for one node, plainly; the tests prove it by enumeration
-and hold this code against it. The proof needs of a tree that
+Sampling is lossless when its output, continued by the target alone, is distributed as the target's own text whatever
+was drafted. `tests/reference.py` states the rule for one node; the tests prove it by enumeration and compare this code
+with it. The proof needs of a tree that
 
 - the children of a node hold different tokens;
 - of a node's children at most one is drawn, with noise that nothing else used;
 - whether a drawn child is kept never depends on which token it holds. It may depend on tokens drawn elsewhere.
 
-Children chosen without randomness may stand beside a drawn one, and hold any tokens.
+Children chosen without randomness may accompany a drawn one, and hold any tokens.
 
-Shape suffixes: B rows, N tree nodes, K depths, M rows that still go on or nodes, W drawn nodes, P nodes of an accepted
-path, V vocabulary, D draft vocabulary. In formulas p is the target's distribution after a node, q what its drawn child
-was drawn from, and norm(x+) the positive part of x, scaled to sum to 1.
+Shape suffixes: B rows, N tree nodes, K depths, M running rows or nodes, W drawn nodes, P nodes of an accepted path, V
+vocabulary, D draft vocabulary. In formulas p is the target's distribution after a node, q the distribution of its drawn
+child, and norm(x+) the positive part of x, normalised.
 """
 
 from __future__ import annotations
@@ -37,27 +34,24 @@ from headstart.target.model import TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, decided
 
 DRAWS = {"top_k": False, "greedy_draft": True}
-"""By the names that `DecodeOptions.verifier` takes, whether drafters draw. `greedy_draft` (arXiv 2502.18779): a node's
-last child is drawn, all others are the most likely ones. `top_k`, no relation to the option top_k: none is drawn. What
-comes out follows the same distribution; `greedy_draft` accepts more, and `top_k` draws the very text that plain
-sampling draws."""
+"""Whether drafters draw, by the name in `DecodeOptions.verifier`. `greedy_draft` (arXiv 2502.18779): a node's last
+child is drawn, the others are the most likely ones. `top_k` (unrelated to the option top_k): none is drawn. The output
+has the same distribution; `greedy_draft` accepts more, and `top_k` draws the same text as plain sampling."""
 
 
 class SamplingVerifier:
-    """Draws the text, with random numbers of each row's own.
+    """Draws the text, with random numbers per row.
 
-    After a node with the drawn child x ~ q, the child is accepted with probability min(1, p(x) / q(x)). Otherwise, and
-    where no child was drawn, the next token is drawn from norm((p - q)+), and the walk goes on after the child that
-    holds it, if there is one. Together min(p, q) + (p - q)+ = p. (Greedy-draft sampling, arXiv 2502.18779: q is 0 at
-    the other children, so that the residual keeps all of p there. Without drawn children it is the verification of
-    EAGLE-2 and EAGLE-3, arXiv 2406.16858 and 2503.01840.)
+    A drawn child x ~ q is accepted with probability min(1, p(x) / q(x)). Otherwise, or without a drawn child, the next
+    token is drawn from norm((p - q)+), and the walk continues at the child that holds it, if any. Together
+    min(p, q) + (p - q)+ = p. (Greedy-draft sampling, arXiv 2502.18779: q is 0 at the other children, so that the
+    residual keeps all of p there. Without drawn children it is the verification of EAGLE-2 and EAGLE-3, arXiv
+    2406.16858 and 2503.01840.)
 
-    Each token of a row's text takes one number for accepting and one for drawing, whatever was drafted and whatever the
-    other rows do.
-
-    A temperature of 0 leaves one possible token everywhere. The seed is that of the first row; the next row has the
-    next one. `draws` and `draft_streams` are as in `Verifier`; `row_processors`, where there are any, come before those
-    of all rows, one for each.
+    Each token of a row's text uses one number for accepting and one for drawing, whatever was drafted and whatever the
+    other rows do. At temperature 0 only one token is possible everywhere. `seed` is the first row's; row b uses
+    seed + b. `draws` and `draft_streams` are as in `Verifier`; `row_processors`, one for each row if given, come before
+    those of all rows.
     """
 
     def __init__(
@@ -98,7 +92,7 @@ class SamplingVerifier:
         return committed, roots
 
     def _everywhere(self, batch: TreeBatch, logits_BNV: Tensor) -> Tensor:
-        """The token that follows each node, should its row come there, int64 [B, N]; one upload."""
+        """The token after each node if its row gets there, int64 [B, N]; one upload."""
         (rows, nodes, vocab), device, depths = logits_BNV.shape, logits_BNV.device, batch.depth + 1
         drawn = _Drawn(batch, vocab)
         packed = [
@@ -123,14 +117,13 @@ class SamplingVerifier:
         return torch.cat(chosen).view(rows, nodes)
 
     def _accept_by_node(self, batch: TreeBatch, out: TargetOutput) -> tuple[Committed, TreeBatch]:
-        """`accept` by going down the trees; rows that have ended are left out."""
+        """`accept` by walking down the trees; rows that have ended are left out."""
         device, (rows, _, vocab) = out.logits_BTV.device, out.logits_BTV.shape
         depths = batch.depth + 1
         accept_BK, residual_BK = self._peek(depths, device)
         drawn, parents_BN = _Drawn(batch, vocab), batch.parents_BN.expand(rows, -1)
         child_BN, index_BN = upload(drawn.places(), device).unbind() if drawn else (None, None)
-        tokens_BK = torch.full((rows, depths), -1, device=device)
-        path_BK = torch.full((rows, depths), -1, device=device)
+        tokens_BK, path_BK = torch.full((2, rows, depths), -1, device=device)
         row_M, node_M = torch.arange(rows, device=device), torch.zeros(rows, dtype=torch.long, device=device)
         for depth in range(depths):
             logits_MV = out.logits_BTV[row_M, node_M] if depth else out.logits_BTV[:, 0]
@@ -169,7 +162,7 @@ class SamplingVerifier:
         self.draft_streams = [self.draft_streams[row] for row in rows]
 
     def go_on_from(self, emitted: Sequence[Sequence[int]]) -> None:
-        """See `Verifier.go_on_from`: with the numbers that come next, and drafts that share no noise with the text."""
+        """See `Verifier.go_on_from`: continue each row's numbers; drafts get noise that the text has not used."""
         self._emitted(emitted)
         for stream, tokens in zip(self.draft_streams, emitted, strict=True):
             stream.manual_seed(stream.initial_seed() + len(tokens))
@@ -185,7 +178,7 @@ class SamplingVerifier:
         return accept_BK, residual_BK
 
     def _emitted(self, tokens: Sequence[Sequence[int]]) -> None:
-        """Note what was added to each row's text."""
+        """Append to each row's text, and skip its used numbers."""
         if self._prefixes is not None:
             self._prefixes.extend(tokens)
         for numbers, added in zip(self._numbers, tokens, strict=True):
@@ -193,7 +186,7 @@ class SamplingVerifier:
                 used.skip(len(added))
 
     def _distributions(self, logits_MV: Tensor, rows: Sequence[int], paths: Sequence[Sequence[int]]) -> Tensor:
-        """What to draw from after each of these rows' texts and the tokens of its path, float [M, V]."""
+        """The distribution after each of these rows' texts and its path, float [M, V]."""
         if self._prefixes is not None:
             logits_MV = self._prefixes.process(logits_MV, rows, paths)
         return warp(self._sampling, logits_MV)
@@ -213,11 +206,11 @@ def accept_or_draw(
     drawn_M: Tensor | None = None,
     q_draft_MV: Tensor | None = None,
 ) -> Tensor:
-    """The token after one node of each row, int64 [M]: its drawn child with probability min(1, p / q), else one drawn
-    from what p has above q; without a drawn child one drawn from p. See `SamplingVerifier`.
+    """The token after one node of each row, int64 [M]: its drawn child with probability min(1, p / q), else a token
+    drawn from norm((p - q)+); without a drawn child a token drawn from p. See `SamplingVerifier`.
 
     Numbers for accepting and drawing are float64 from [0, 1). `drawn_M` is the token of the node's drawn child, -1
-    where none was drawn, and `q_draft_MV` what it was drawn from. The target's distribution is overwritten.
+    without one, and `q_draft_MV` its distribution. The target's distribution is overwritten.
     """
     next_M, _ = draw_at(p_target_MV, residual_M)
     if drawn_M is None or q_draft_MV is None:
@@ -226,8 +219,8 @@ def accept_or_draw(
     p_drawn_M, q_drawn_M = (probs_MV.gather(1, drawn_M1)[:, 0].double() for probs_MV in (p_target_MV, q_draft_MV))
     kept_M = is_drawn_M & (accept_M * q_drawn_M < p_drawn_M)
     residual_MV = p_target_MV.sub_(q_draft_MV).clamp_(min=0.0)
-    # Without a rest p equals q, and the draft was rejected by a rounding error: any distribution would do in theory,
-    # and p is the one that cannot leave the target's support.
+    # With an empty residual p equals q, and rounding rejected the draft: any distribution would do in theory, but p
+    # cannot leave the target's support.
     rest_M, mass_M = draw_at(residual_MV, residual_M)
     next_M = torch.where(is_drawn_M & (mass_M > 0), rest_M, next_M)
     return torch.where(kept_M, drawn_M, next_M)
@@ -245,7 +238,7 @@ class _Drawn:
         return bool(self._drawn)
 
     def places(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Of each node of each row its drawn child, -1 where it has none, and which drawn node of the batch that is."""
+        """For each row and node its drawn child (-1 without one) and that child's index in the batch's drawn nodes."""
         children, indices = ([[value] * self._batch.size for _ in self._batch.trees] for value in (-1, 0))
         count = 0
         for row, tree in enumerate(self._batch.trees):
@@ -256,8 +249,8 @@ class _Drawn:
         return children, indices
 
     def q_draft(self, index_M: Tensor) -> Tensor:
-        """What these of the drawn nodes were drawn from, over the target's vocabulary, [M, V]."""
-        if index_M.device.type == "cpu":  # only what is needed is put together
+        """The distributions of these drawn nodes over the target's vocabulary, [M, V]."""
+        if index_M.device.type == "cpu":  # stack only the needed ones
             q_draft_MD = torch.stack([self._drawn[index].q_draft_D for index in index_M.tolist()])
         else:
             if self._q_draft_WD is None:
@@ -270,8 +263,8 @@ class _Drawn:
 
 
 def decided_on_device(batch: TreeBatch, out: TargetOutput, choice_BN: Tensor) -> tuple[Committed, TreeBatch]:
-    """As `walk` and `decided` in `loop.py` and `tree.py`, in operations on the device: what is committed where these
-    tokens come after the nodes. The host waits once, for what was decided."""
+    """`walk` (`loop.py`) and `decided` (`tree.py`) in device operations, given the token after each node; the host
+    waits once, for the result."""
     if batch.size == 1:  # nothing was drafted
         zeros_BP = batch.depths_BN.expand(len(choice_BN), 1)
         committed = Committed(

@@ -1,7 +1,7 @@
-"""Drafts of heads on a GPU as CUDA graphs: a level of a tree is one upload, one launch and one read.
+"""CUDA graphs of draft heads: a level of a tree takes one upload, one launch and one read.
 
-What a family captures is `GraphedHead`'s; buckets, memory and pools are those of `target.graphs`. The graph holds what
-the host reads, too: the best drafts of each node with their log-probabilities.
+`GraphedHead` defines the captured forwards; buckets, memory and pools come from `target.graphs`. The graph also yields
+the host's input: the best drafts of each node with their log-probabilities.
 
 Shape suffixes: B rows, W nodes of a level, R ranks, D draft vocabulary.
 """
@@ -23,9 +23,9 @@ from headstart.target.graphs import WIDTHS, Captures, power
 from headstart.target.memory import Memory
 
 Forward = Callable[[Tensor], tuple[Tensor, ...]]
-"""Over the numbers of a level."""
+"""Maps the numbers of a level to outputs."""
 _SPARE = 256
-"""Slots beyond the prompt that a session starts with."""
+"""Spare slots beyond the prompt in a new session."""
 
 
 class DraftGraphs(Captures[Memory]):
@@ -36,7 +36,7 @@ class DraftGraphs(Captures[Memory]):
         self._heads = heads
 
     def ready(self, session: Any, rows: int, nodes: int) -> bool:
-        """Whether the levels of this round, of so many nodes at most, are captured: then there is room for them."""
+        """Make room for a round of up to this many nodes a level; false if it must be drafted without graphs."""
         heads, memory = self._heads, session.memory
         if self.refused is not None or nodes > WIDTHS[-1]:
             return False
@@ -63,9 +63,9 @@ class DraftGraphs(Captures[Memory]):
         ranks: int,
         put: Callable[[Tensor, Tensor], None] = upload_into,
     ) -> tuple[Tensor, Tensor] | None:
-        """Logits [B, W, D] after the nodes of a level (or at these depths), until the next level, and `best_drafts` of
-        them; None where this level is to be drafted without a graph. Nodes are their tokens and their parents; `put`
-        overwrites the buffer of a graph with its numbers."""
+        """Logits [B, W, D] after the nodes of a level (or at these depths), valid until the next level, and their
+        `best_drafts`; None if this level must be drafted without a graph. `nodes` are tokens and parents; `put`
+        writes numbers into a graph's input buffer."""
         heads, memory = self._heads, session.memory
         tokens_BW, parents_BW = map(np.array, nodes)
         level = heads.level(session, root_B, tokens_BW, parents_BW, depths)
@@ -83,8 +83,8 @@ class DraftGraphs(Captures[Memory]):
     def _run(
         self, memory: Any, level: Level, ranks: int | None, put: Callable[[Tensor, Tensor], None], forward: Forward
     ) -> tuple[Tensor, ...]:
-        """What a forward over the numbers of a level gives, until the next one: from a graph where that can be. `ranks`
-        tells apart forwards of levels that are alike."""
+        """Outputs of a forward over the numbers of a level, valid until the next one; replayed from a graph if
+        possible. `ranks` distinguishes graphs of equal levels."""
         count = len(level.numbers_BX)
         rows = min(power(count), memory.rows)
         numbers_BX = np.pad(level.numbers_BX, ((0, rows - count), (0, 0)), mode="edge")
@@ -95,7 +95,7 @@ class DraftGraphs(Captures[Memory]):
             put(inputs, torch.from_numpy(numbers_BX))
         if graph is None and self.refused is None:
             graph = self.capture(memory, bucket, inputs, partial(forward, inputs))
-        if graph is None:  # the session is in the middle of its round
+        if graph is None:  # capture was refused in the middle of a round
             return forward(inputs)
         graph.graph.replay()
         outputs: tuple[Tensor, ...] = graph.outputs
@@ -103,15 +103,14 @@ class DraftGraphs(Captures[Memory]):
 
 
 def _read(heads: GraphedHead, memory: Any, level: Level, numbers_BX: Tensor) -> tuple[Tensor, ...]:
-    """Put into the memory what comes of a level, whose drafts nobody asks for."""
+    """Append a level to the memory without drafting."""
     heads.draft_level(memory, numbers_BX, level.sizes)
     return ()
 
 
 def best_drafts(logits_BWD: Tensor, ranks: int, draft_to_target_D: Tensor) -> Tensor:
-    """What the host reads of a level, int32 [3, B, W, R], best draft first: log-probabilities, indices in the draft
-    vocabulary, tokens of the target. In one tensor, since each read waits for the device: the bits of the floats travel
-    among the integers."""
+    """The host's view of a level, int32 [3, B, W, R], best draft first: log-probabilities (float bits), indices in the
+    draft vocabulary, tokens of the target. One tensor, since each read waits for the device."""
     if functions := few_rows.serves(logits_BWD):
         return few_rows.best(functions, logits_BWD, ranks, draft_to_target_D)
     logits_BWD = logits_BWD.float()

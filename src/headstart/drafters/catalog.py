@@ -19,10 +19,10 @@ from headstart.target.model import Target
 from headstart.tree.calibration import DEEPEST
 
 DRAFTERS = ("none", "heads", "ngram", "memory", "lookahead", "early-exit", "mtp", "draft-model")
-"""Names, which `DecodeOptions.drafter` explains. Two or more joined with + draft together, as in heads+ngram."""
+"""Names, explained in `DecodeOptions.drafter`; + joins several, as in heads+ngram."""
 
 DEFAULT = DecodeOptions.drafter
-"""What generation drafts with when nothing else is said: n-grams cost next to nothing and see what heads miss."""
+"""Default drafter: n-grams cost almost nothing and catch drafts that heads miss."""
 
 
 def make_drafters(
@@ -32,13 +32,13 @@ def make_drafters(
     answers: Path | None = None,
     models: dict[str, Drafter] | None = None,
 ) -> tuple[Drafter, ...]:
-    """The drafters that a name joins, verified by `target`; none for plain decoding. "heads" stands for `heads`, and
-    "memory" for the file of `answers` that came with them: without one it is left out where it is joined with others.
-    `models` are those of earlier calls that loaded a model of their own, by name: they are taken again, and added to.
+    """Make the drafters that a name joins; none for plain decoding.
+
+    `heads` serve the name "heads". `answers` is the file of earlier answers for "memory", which a joined name
+    drops if there is none. `models` caches drafters with a model of their own, by name, between calls.
 
     Raises:
-        UserError: an unknown name or argument, no heads where they are asked for, a draft model that does not fit, or
-            nothing to remember.
+        UserError: an unknown name or argument, no heads for "heads", an unsuitable draft model, or no answers.
     """
     check_drafter(name)
     names = parts_of(name)
@@ -54,7 +54,7 @@ def make_drafters(
 
 
 def check_drafter(name: str) -> None:
-    """Refuse a name that stands for no drafter; nothing is loaded."""
+    """Refuse (UserError) an unknown drafter; nothing is loaded."""
     names = parts_of(name)
     if "none" in names and len(names) > 1:
         raise UserError(f"The drafter {name!r} joins none (plain decoding) with another drafter.", "Leave out 'none'.")
@@ -73,7 +73,7 @@ def check_drafter(name: str) -> None:
 
 
 def parts_of(name: str) -> list[str]:
-    """The drafters that a name joins. A path or hub id may hold a plus sign: only one before a known name joins.
+    """Split a joined name. A path or hub id may hold a plus sign: only one before a known name joins.
 
     >>> parts_of("heads+draft-model:a+b/c+ngram")
     ['heads', 'draft-model:a+b/c', 'ngram']
@@ -82,7 +82,7 @@ def parts_of(name: str) -> list[str]:
 
 
 def kinds_of(name: str) -> set[str]:
-    """The same without their arguments.
+    """The joined drafters without arguments.
 
     >>> sorted(kinds_of("mtp:2+ngram"))
     ['mtp', 'ngram']

@@ -1,9 +1,7 @@
-"""Drafting with a smaller model that reads the same tokens, and with the target's own first layers (early exit): for
-CPUs and small batches.
+"""Drafting with a smaller model of the same vocabulary, or with the target's own first layers (early exit).
 
-The classic of speculative decoding (arXiv 2211.17192, 2302.01318): the small model decodes a chain, the target verifies
-it. The draft has a KV cache of its own, which keeps what was accepted; whatever of the text it has not read, it reads
-at its next draft, all at once.
+Classic speculative decoding (arXiv 2211.17192, 2302.01318): the small model decodes a chain, the target verifies it.
+The draft's own KV cache keeps accepted tokens; it prefills the rest of the text at its next draft.
 
 Shape suffixes: B rows, V vocabulary.
 """
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headstart.decode.kept_text import common_beginning
 from headstart.errors import UserError
 from headstart.support.rng import draw
 from headstart.target.cache import TreeCache
@@ -30,8 +29,8 @@ _SPARE = 512  # tokens of text that the draft's cache takes before it grows
 
 @dataclass
 class _Session:
-    """The draft's cache, in which row b holds the first `cache.lengths[b]` tokens of its text (after `propose` drafts
-    too), the committed tokens of each row, and the last proposal's drafts that the cache holds after the root."""
+    """The draft's cache (row b holds the first `cache.lengths[b]` tokens of its text, after `propose` drafts too), the
+    committed tokens of each row, and the drafts of the last proposal that the cache holds after the root."""
 
     cache: TreeCache
     texts: list[list[int]]
@@ -41,12 +40,10 @@ class _Session:
 class DraftModelDrafter:
     """Draft a chain of at most `draft_steps` with another language model, of the target's vocabulary.
 
-    The acceptance probability of a draft is taken to be the product of the probabilities that the draft model gives to
-    its best token at each step. A chain ends where it falls below what the request asks for. That never depends on the
-    token drawn last, only on those before it, so drawn chains stay lossless.
-
-    For CPUs and small batches: on a GPU the host waits for each step of a chain, and where drafts are drawn once more
-    for each row.
+    The acceptance probability of a draft is the product of the draft model's probabilities of its best tokens up to
+    there. A chain ends where it falls below the request's threshold. That depends only on tokens before the last drawn
+    one, so drawn chains stay lossless. On a GPU the host waits for each step, and for each row where drafts are drawn,
+    so this suits CPUs and small batches.
     """
 
     aux_layers: tuple[int, ...] = ()
@@ -58,22 +55,21 @@ class DraftModelDrafter:
                 f"{draft.name} has layers with running states, which cannot forget what was rejected.",
                 "Use a draft model whose layers all have attention.",
             )
-        draft.record()  # nobody waits for the first token yet
+        draft.record()  # now, so that no first answer is delayed
         self.draft = draft
         self.draft_steps = draft_steps
         self.max_nodes = draft_steps + 1
         self.bytes_per_token = draft.kv_bytes_per_token
-        # Chains are cut short about half way.
+        # Chains end about half way on average.
         self.draft_share = (draft_steps + 1) / 2 * draft.parameters / target.parameters
-        # Embeddings are often padded, each model's in its own way: only the tokens that both have can be drafted.
+        # Models pad their embeddings differently: only the tokens that both have can be drafted.
         self._width = min(draft.vocab_size, target.vocab_size)
         same = self._width == target.vocab_size
         self._draft_to_target_D = None if same else torch.arange(self._width, device=target.device)
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> _Session:
         texts = [self._known(prompt) for prompt in prompts]
-        longest = max(map(len, texts))
-        cache = self.draft.new_cache(len(texts), longest + self.max_nodes + _SPARE)
+        cache = self.draft.new_cache(len(texts), max(map(len, texts)) + self.max_nodes + _SPARE)
         return _Session(cache, texts, [[] for _ in texts])
 
     def propose(self, session: _Session, roots: TreeBatch, request: Request) -> list[Tree]:
@@ -101,13 +97,8 @@ class DraftModelDrafter:
     def commit(self, session: _Session, committed: Committed) -> None:
         lengths = session.cache.lengths
         for row, tokens in enumerate(committed.tokens):
-            before = len(session.texts[row])
-            kept = 0
-            for drafted, token in zip(session.read[row], tokens[1:], strict=False):
-                if drafted != token:
-                    break
-                kept += 1
-            lengths[row] = min(lengths[row], before + 1 + kept)  # what was not accepted is forgotten
+            before, kept = len(session.texts[row]), common_beginning([session.read[row], tokens[1:]])
+            lengths[row] = min(lengths[row], before + 1 + kept)  # forget rejected tokens
             session.texts[row] += self._known(tokens)
             session.read[row] = []
 
@@ -117,9 +108,8 @@ class DraftModelDrafter:
         session.read = [session.read[row] for row in rows]
 
     def _read_text(self, session: _Session, tokens: Sequence[int]) -> Tensor:
-        """Read what the cache lacks of each text and the root; logits [B, V] after the roots."""
-        roots = self._known(tokens)
-        texts = zip(session.texts, session.cache.lengths, roots, strict=True)
+        """Prefill the tokens of each text that the cache lacks, and the root; logits [B, V] after the roots."""
+        texts = zip(session.texts, session.cache.lengths, self._known(tokens), strict=True)
         rows = [[*text[length:], root] for text, length, root in texts]
         room = max(max(map(len, session.texts)) + self.max_nodes, max(session.cache.lengths) + max(map(len, rows)))
         session.cache = session.cache.with_room(room, self.draft.new_cache)
@@ -132,12 +122,12 @@ class DraftModelDrafter:
         return logits_BTV[:, 0]
 
     def _known(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens as the draft reads them: padding of the target's embeddings that it lacks becomes its last token."""
+        """Clamp token ids to the draft's vocabulary, which may lack padding of the target's embeddings."""
         last = self.draft.vocab_size - 1
         return [min(token, last) for token in tokens]
 
     def _extend(self, chains: list[Tree], going: list[bool], logits_BV: Tensor, request: Request) -> list[bool]:
-        """Add one draft to each chain that goes on, or end it; which of them go on."""
+        """Add one draft to each running chain, or end it; return which of them go on."""
         logits_BV = logits_BV.float()
         best_B = logits_BV.max(-1)
         probs = (best_B.values - logits_BV.logsumexp(-1)).exp().tolist()
@@ -157,8 +147,8 @@ class DraftModelDrafter:
 
 
 def check_tokenizers(draft: Target, target: Target) -> None:
-    """Refuse a draft model that numbers its tokens differently; only the padding of its embeddings may differ. Models
-    without a tokenizer must have equally many tokens."""
+    """Refuse (UserError) a draft model with other token ids; only the padding of its embeddings may differ. Models
+    without a tokenizer must have equal vocabulary sizes."""
     remedy = f"Use a draft model of the same family as {target.name}, with the same tokenizer."
     if draft.tokenizer is None or target.tokenizer is None:
         if draft.vocab_size != target.vocab_size:
@@ -184,10 +174,9 @@ def check_tokenizers(draft: Target, target: Target) -> None:
 
 
 def early_exit(target: Target, layers: int) -> Target:
-    """The target's first layers, with its own final norm and LM head: a draft model that takes no memory.
+    """Make a draft model of the target's first layers, final norm and LM head, which shares all of its weights.
 
-    All weights are the target's; only the modules on the way from the model to its list of layers are copied, without
-    their hooks. The target is not changed.
+    Only the modules on the path to the list of layers are copied, without their hooks. The target is not changed.
     """
     assert 1 <= layers <= target.num_layers, "the catalog asks for layers that exist"
     model = target.model

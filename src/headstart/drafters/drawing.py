@@ -1,12 +1,9 @@
-"""Children that are drawn at random: they get their places in the trees first and their tokens later, those of all rows
-together.
+"""Sampled children: they get their places in the trees first and their tokens later, for all rows together.
 
 On a CPU they are drawn as soon as a level has them. On a device the next level is drafted from tokens that the host has
-not seen yet: it reads them together with the drafts of that level, so that a level with drawn nodes is one upload and
-one read, too.
+not seen: it reads them with the drafts of that level, so that a level with drawn nodes also takes one upload and read.
 
-Shape suffixes: B rows, W nodes of one level, D draft vocabulary, X whole numbers, M nodes to be drawn, K those of them
-that are drafted from.
+Shape suffixes: B rows, W nodes of one level, D draft vocabulary, X integers, M nodes to draw, K those drafted from.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from headstart.support.uploads import upload
 from headstart.tree.tree import Drawn, Request, Tree
 
 UNKNOWN = -1
-"""Stands for the token of a child that is not drawn yet, or cannot be."""
+"""Token of a child that is not drawn yet, or cannot be."""
 
 
 class Leaf(NamedTuple):
@@ -36,15 +33,15 @@ class Leaf(NamedTuple):
     above: int = 0
     """Its parent's column."""
     off_best: float = 0.0
-    """How likely its path has left the best one, see `Calibration.off_best`; between 0 and 1 for drawn nodes alone."""
+    """Probability that its path has left the best one, see `Calibration.off_best`; fractional only for drawn nodes."""
     place: int = 0
-    """The node of the static shape that it fills; 0 in a dynamic tree."""
+    """Its node in the static shape; 0 in a dynamic tree."""
     column: int = 0
-    """Its index in its level, as that is drafted from."""
+    """Its index in its level when that is drafted from."""
 
 
 class Undrawn(NamedTuple):
-    """A child that is still to be drawn, from the logits of its parent's column, without its siblings' tokens."""
+    """A child to be drawn from the logits of its parent's column, excluding its siblings' tokens."""
 
     row: int
     node: int
@@ -54,26 +51,23 @@ class Undrawn(NamedTuple):
 
 @dataclass
 class Growing:
-    """One row's tree while it grows, and the nodes of its last level that may get children."""
+    """A row's growing tree, and the nodes of its last level that may get children."""
 
     tree: Tree
     level: list[Leaf]
 
     def keep(self, nodes: Sequence[int], drafted: bool = False) -> None:
-        """See `Tree.keep`. Columns stay where the level was `drafted` from before."""
+        """See `Tree.keep`. Columns stay if the level was already `drafted` from."""
         renumbered = self.tree.keep(nodes)
         level = [leaf._replace(node=renumbered[leaf.node]) for leaf in self.level if leaf.node in renumbered]
         self.level = level if drafted else [leaf._replace(column=column) for column, leaf in enumerate(level)]
 
 
 class Draws:
-    """Children that wait for their tokens, of all rows together, each row's drawn with its own random numbers.
-
-    Attributes:
-        tokens_M: what was drawn, on the device.
-    """
+    """Children of all rows that wait for their tokens, each drawn with its row's random numbers."""
 
     tokens_M: Tensor
+    """The drawn tokens, on the device."""
 
     def __init__(
         self,
@@ -89,8 +83,8 @@ class Draws:
         self._drafted = False
 
     def put(self, buffer_BX: Tensor, numbers_BX: Tensor) -> None:
-        """Draw, and overwrite a buffer with whole numbers, of which the first of each row are the level's tokens, with
-        those that are drawn among them; one upload."""
+        """Draw, then overwrite a buffer with integers, each row's first ones being the level's tokens, drawn ones
+        included; one upload."""
         columns = {(number, leaf.node): leaf.column for number, row in enumerate(self._rows) for leaf in row.level}
         width = numbers_BX.shape[1]
         places = [
@@ -98,18 +92,17 @@ class Draws:
             for index, child in enumerate(self._children)
             if (child.row, child.node) in columns
         ]
-        known = numbers_BX.flatten().clamp(min=0).tolist()  # rows that fill up a bucket keep what stands for a token
+        known = numbers_BX.flatten().clamp(min=0).tolist()  # padding rows hold UNKNOWN as well
         rest_X = self._draw([*chain.from_iterable(places), *known])
         which_K, place_K = rest_X[: 2 * len(places)].view(-1, 2).unbind(1)
         buffer_BX.copy_(rest_X[2 * len(places) :].view(buffer_BX.shape))
-        # A node that holds nothing goes as soon as the host knows.
+        # The host removes a node without a token once it knows.
         tokens_K = self.tokens_M if len(places) == len(self._children) else self.tokens_M[which_K]
         buffer_BX.view(-1).index_copy_(0, place_K, tokens_K.clamp(min=0))
         self._drafted = True
 
     def take(self, tokens: Sequence[int] | None = None) -> None:
-        """Give the children their tokens: these, or what is drawn now. Where a distribution holds no further token, the
-        node that should hold one is taken out again."""
+        """Give the children these tokens, or draw them now. A node is removed if its distribution has no token left."""
         if tokens is None:
             self._draw()
             tokens = self.tokens_M.tolist()
@@ -122,7 +115,7 @@ class Draws:
                 row.keep(_without_unknown(row.tree), self._drafted)
 
     def _draw(self, beside: Sequence[int] = ()) -> Tensor:
-        """Draw on the device; other whole numbers, which go there in the same upload."""
+        """Draw on the device; return `beside` as a tensor, sent in the same upload."""
         request, children, logits_BWD = self._request, self._children, self._logits_BWD
         assert request.warp is not None, "drawing needs a distribution"
         device, (_, width, size) = logits_BWD.device, logits_BWD.shape
@@ -135,7 +128,7 @@ class Draws:
             for part in parts
         ]
         numbers = [*_numbers(children, request.streams), *at, *chain.from_iterable(siblings), *beside]
-        packed = upload(numbers, device, torch.float64)  # which holds every index
+        packed = upload(numbers, device, torch.float64)  # represents every index exactly
         number_M, index_X = packed[: len(children)], packed[len(children) :].long()
         tokens: list[Tensor] = []
         start = len(children)
@@ -152,17 +145,14 @@ class Draws:
 
 
 def _numbers(undrawn: Sequence[Undrawn], streams: Sequence[torch.Generator]) -> list[float]:
-    """A random number for each child to be drawn, each row's from its own stream."""
+    """A random number for each child, from its row's own stream."""
     counts = Counter(child.row for child in undrawn)
-    drawn = {
-        row: iter(torch.rand(count, generator=streams[row], dtype=torch.float64).tolist())
-        for row, count in counts.items()
-    }
-    return [next(drawn[child.row]) for child in undrawn]
+    drawn = {row: torch.rand(n, generator=streams[row], dtype=torch.float64).tolist() for row, n in counts.items()}
+    return [drawn[child.row].pop(0) for child in undrawn]
 
 
 def _without_unknown(tree: Tree) -> list[int]:
-    """Nodes whose token is known, as are all on their path."""
+    """Nodes with a known token at every step of their path."""
     known: list[int] = []
     for node, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
         if token != UNKNOWN and (node == 0 or parent in known):

@@ -1,24 +1,21 @@
-"""Trained heads as a drafter: a token tree grown level by level, which children each node gets, how probable each is.
+"""Trained heads as a drafter: grow a token tree level by level, with acceptance probabilities.
 
-Static trees take the ranks that their shape names. Dynamic trees take every child whose path pays for its verification,
-by the heads' own probabilities turned into probabilities of acceptance (EAGLE-2's idea, arXiv 2406.16858, with measured
-calibration and costs). How many children a node has never depends on which token was drawn for one, so sampling stays
-lossless.
+Static trees take the ranks of their shape. Dynamic trees take every child that pays for its verification, by the heads'
+probabilities calibrated to acceptance (EAGLE-2's idea, arXiv 2406.16858, with measured calibration and costs). The
+number of a node's children never depends on a drawn token, so sampling stays lossless.
 
-Where more paths pay than a tree may hold, it holds the best of them, whatever their depth: a level's nodes push out
-worse ones above, which no better path can go through, since probabilities fall along a path. So a tree is the one that
-a best-first search finds, at one call of the heads a level. A drawn node is never pushed out, for this could depend on
-its token: trees with such nodes leave room at each level for what is expected below it.
-
-A drawn child gets its place in the tree first and its token later: those of all rows are drawn together, as soon as
-anything depends on them (see `drawing`).
+If more paths pay than fit, the tree keeps the best, whatever their depth: nodes of a level replace worse ones above,
+which no better path can go through, since probabilities fall along a path. So a best-first search would find the same
+tree, and each level costs one call of the heads. A drawn node is never replaced, for this could depend on its token:
+trees with such nodes leave room at each level for the nodes expected below. Drawn children get their places first and
+their tokens later (see `drawing`).
 
 Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter, mul
@@ -44,24 +41,22 @@ from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
 SHIPPED_STEPS = 3
-"""Drafts of a target's own module by default: it was trained for the first, and each further one is fed a guess."""
+"""Default drafts of a target's own module: it was trained for the first, and each further one starts from a guess."""
 MAX_RANK = 8
-"""Children of a node at most, in a dynamic tree."""
-_PLACE = itemgetter(1, 2)
-"""Of a child that may grow: its parent's index and its rank."""
+"""Most children of a node in a dynamic tree."""
 
 
 class HeadDrafter:
     """Draft with trained heads of any family.
 
     Args:
-        heads: what drafts.
-        shape: the static tree; no deeper than the heads, and no wider than their draft vocabulary.
+        heads: the trained heads.
+        shape: the static tree, at most as deep as the heads and as wide as their draft vocabulary.
         tree: "static" drafts `shape`; "dynamic" chooses nodes each round; "chain" the best draft of each depth of
             `shape`.
         calibration: of the heads' probabilities, for dynamic trees.
-        sampled: the same at temperature 1; between 0 and 1 what lies between the two is taken. None: `calibration`.
-        max_nodes: nodes of a dynamic tree at most, root included.
+        sampled: the same at temperature 1; interpolated between 0 and 1. None: `calibration`.
+        max_nodes: most nodes of a dynamic tree, root included.
     """
 
     def __init__(
@@ -82,7 +77,7 @@ class HeadDrafter:
         self._warm: dict[float, Calibration] = {}
         device = heads.draft_to_target_D.device.type
         self._graphs = DraftGraphs(heads) if device == "cuda" and isinstance(heads, GraphedHead) else None
-        # Now, so that no first answer waits for it.
+        # Compile now, so that no first answer is delayed.
         self._compiled = device == "cpu" and any(few_rows.compiled(weight.dtype) for weight in heads.parameters())
         self.aux_layers = heads.aux_layers
         self.bytes_per_token = heads.bytes_per_token
@@ -96,10 +91,9 @@ class HeadDrafter:
         self.heads.read_text(session, request.check)
         nodes, shape = min(request.max_nodes, self.max_nodes), self.shape
         if shape is not None and (nodes < shape.size or (request.chain and shape.width > 1)):
-            # Memory is short, or the rule takes chains only.
+            # Too little room, or a target that verifies chains only.
             shape = TreeShape.chain(min(shape.depth, nodes - 1))
-        calibration = self._calibration_at(request.temperature)
-        request = replace(request, max_nodes=nodes, calibration=calibration, shape=shape)
+        request = replace(request, max_nodes=nodes, calibration=self._calibration_at(request.temperature), shape=shape)
         if shape is None and not request.draws and len(roots.trees) == 1:
             tree = self.heads.draft_tree(session, roots.root_tokens[0], request, MAX_RANK)
             if tree is not None:
@@ -121,7 +115,7 @@ class HeadDrafter:
 
     @property
     def spare_bytes(self) -> int:
-        """Memory that the last text left to the next one, and that is given up for another."""
+        """Memory kept from the last text for the next one, which is released for a different one."""
         return 0 if self._graphs is None else self._graphs.spare_bytes
 
     def _calibration_at(self, temperature: float) -> Calibration:
@@ -140,13 +134,14 @@ class HeadDrafter:
 
 
 class ShippedDrafter(HeadDrafter):
-    """Draft chains with the multi-token-prediction module that a target's checkpoint brings along, untrained."""
+    """Draft chains with the multi-token-prediction module of the target's checkpoint, untrained."""
 
     def __init__(self, target: Target, draft_steps: int = SHIPPED_STEPS) -> None:
         heads = shipped_heads(target, draft_steps)
         super().__init__(heads, TreeShape.chain(draft_steps), "dynamic", max_nodes=draft_steps + 1)
-        read = heads.trainable_parameters + target.lm_head_weight.numel()
-        self.draft_share = draft_steps * read / target.parameters
+        self.draft_share = (
+            draft_steps * (heads.trainable_parameters + target.lm_head_weight.numel()) / target.parameters
+        )
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         return super().propose(session, roots, replace(request, chain=True))
@@ -155,14 +150,9 @@ class ShippedDrafter(HeadDrafter):
 # -- growing ----------------------------------------------------------------------------------------------------------
 
 
-DepthLogits = Callable[[Any, Tensor, range], Tensor]
-"""See `OneForwardHead.depth_logits`."""
-
-
 _Candidate = tuple[int, int, float, float, float]
-"""What may become a child: its index in the draft vocabulary, its token, its probability of acceptance after its
-parent, that of a child drawn instead of it, and its share of the heads' own distribution; the last two count where
-children are drawn."""
+"""A possible child: its index in the draft vocabulary, its token, its acceptance probability given its parent, that of
+a child drawn in its place, and its probability under the heads; the last two matter where children are drawn."""
 
 
 @torch.no_grad()
@@ -172,15 +162,13 @@ def grow(
     roots: TreeBatch,
     request: Request,
     max_rank: int = MAX_RANK,
-    depth_logits: DepthLogits | None = None,
+    depth_logits: Callable[[Any, Tensor, range], Tensor] | None = None,
     graphs: DraftGraphs | None = None,
 ) -> list[Tree]:
-    """Draft a tree after each row's root, level by level; `depth_logits` are of heads that draft all depths in one
-    forward, `graphs` of heads whose levels are captured. Fills the request's `shape` where there is one, else nodes
-    have `max_rank` children at most.
+    """Draft a tree after each row's root, level by level, of the request's `shape` or with at most `max_rank` children
+    a node. `depth_logits` is that of a `OneForwardHead`; `graphs` capture levels of other heads.
 
-    The host waits for the device once a level, or once for heads that draft all depths in one forward; and once more in
-    all where children are drawn.
+    The host waits for the device once a level, or once for a `OneForwardHead`; plus once where children are drawn.
     """
     shape, calibration = request.shape, request.calibration or Calibration()
     rows = [Growing(Tree([token], accept_probs=[1.0]), [Leaf(0)]) for token in roots.root_tokens]
@@ -195,7 +183,7 @@ def grow(
     draws: Draws | None = None
 
     def read(depths: range) -> _Table:
-        """The best drafts of the next level, or of these depths, and with them what is drawn."""
+        """Read the best drafts of the next level or of these depths, along with pending draws."""
         put = upload_into if draws is None else draws.put
         level = None if graphs is None else graphs.level(session, roots.root_B, _level(rows), depths, ranks, put)
         if level is not None:
@@ -217,7 +205,7 @@ def grow(
         if depth and shape is None and not _pays(rows, depth, calibration, request):
             break
         if depth_logits is None or table is None or depth >= first + table.width:
-            # Where reading is free, the next depth waits until it is known to be worth its LM head.
+            # If reading is free, the next depth waits until it is known to be worth its LM head.
             last = depth + 1 if depth_logits is None or reading_is_free else levels
             table, first, draws = read(range(depth, last)), depth, None
         drafted += 1
@@ -239,7 +227,7 @@ def grow(
             if not shape and row.tree.size > request.max_nodes:
                 assert not request.draws, "a drawn node is never pushed out"
                 row.keep(row.tree.best(request.max_nodes))
-        # The next table needs the tokens, or takes the place of this one.
+        # The next table needs the tokens, or replaces this one.
         if undrawn and (depth_logits is None or depth + 1 == first + table.width):
             draws, undrawn = Draws(rows, undrawn, table.logits_BWD, heads.draft_to_target_D, request), []
             if reading_is_free or depth_logits is not None:
@@ -253,13 +241,13 @@ def grow(
         draws.take()
     for row in rows:
         row.tree.levels = drafted
-        if shape:  # it is verified as it is
+        if shape:  # verified without pruning
             row.tree.accept_probs = None
     return [row.tree for row in rows]
 
 
 def _pays(rows: Sequence[Growing], depth: int, calibration: Calibration, request: Request) -> bool:
-    """Whether each node's best child, less what verifying costs, is worth what a further level costs."""
+    """Whether the best children, less the cost of verifying them, are worth a further level."""
     children = (
         _prob(row.tree, leaf.node) * calibration.best_child(depth, leaf.off_best) for row in rows for leaf in row.level
     )
@@ -284,15 +272,14 @@ def _level(rows: Sequence[Growing]) -> tuple[list[list[int]], list[list[int]]]:
 
 @dataclass
 class _Table:
-    """The best drafts of some levels, on the host, as `best_drafts` gives them; and on the device the logits, for
-    drawing."""
+    """The `best_drafts` of some levels on the host, and their logits on the device, for drawing."""
 
     logits_BWD: Tensor
     best_3BWR: NDArray[np.int32]
 
     @classmethod
     def of(cls, logits_BWD: Tensor, best: Tensor, draws: Draws | None = None) -> _Table:
-        """From what `best_drafts` gives; what was drawn on the device is read with it."""
+        """Read `best_drafts`, along with tokens drawn on the device."""
         if draws is None:
             return cls(logits_BWD, best.cpu().numpy())
         numbers = torch.cat([best.flatten(), draws.tokens_M.int()]).cpu().numpy()
@@ -307,7 +294,7 @@ class _Table:
     def candidates(
         self, depth: int, column: int | None, calibration: Calibration, draws: bool
     ) -> list[list[list[_Candidate]]]:
-        """By row and node, the candidates from the best on; of one column alone where it serves a whole level."""
+        """Candidates by row and node, best first; of one column if it serves a whole level."""
         best_3BWR = self.best_3BWR if column is None else self.best_3BWR[:, :, column : column + 1]
         log_probs, (indices, tokens) = best_3BWR[0].view(np.float32), best_3BWR[1:].tolist()
         probs = calibration.probs(depth, log_probs).tolist()
@@ -320,7 +307,7 @@ class _Table:
 
 
 def _blend(sides: Sequence[list[_Candidate]], off_best: float) -> list[_Candidate]:
-    """A node's candidates by how likely its path has left the best one; the first side is for paths that have not."""
+    """Interpolate a node's candidates by the probability that its path has left the best one."""
     if len(sides) == 1 or off_best in (0.0, 1.0):
         return sides[int(off_best) if len(sides) > 1 else 0]
     return [
@@ -332,9 +319,9 @@ def _blend(sides: Sequence[list[_Candidate]], off_best: float) -> list[_Candidat
 def _worth_it(
     row: Growing, tables: Sequence[list[_Candidate]], below: Sequence[float], request: Request
 ) -> list[list[int]]:
-    """For each node of the level, the ranks whose paths are worth verifying; the best of them when room is short.
-    `below` says how likely a new node has a right child, a right grandchild and so on, when it is right itself."""
-    grown: list[tuple[float, int, int]] = []  # less the path's probability, the parent's index, the rank: best first
+    """For each node of the level, the ranks worth verifying, or the best of them if room is short. `below` are the
+    probabilities that a right node has a right child, a right grandchild and so on."""
+    grown: list[tuple[float, int, int]] = []  # (-path probability, parent's index, rank), best first
     for above, leaf in enumerate(row.level):
         path_prob = _prob(row.tree, leaf.node)
         for rank, marginal in enumerate(_marginals(tables[above], request.draws)):
@@ -350,13 +337,13 @@ def _worth_it(
     else:
         grown = grown[: request.max_nodes - 1]
     picks: list[list[int]] = [[] for _ in row.level]
-    for _, above, rank in sorted(grown, key=_PLACE):
+    for _, above, rank in sorted(grown, key=itemgetter(1, 2)):
         picks[above].append(rank)
     return picks
 
 
 def _in_room(grown: list[tuple[float, int, int]], below: Sequence[float], room: int) -> list[tuple[float, int, int]]:
-    """The best children for which there is room beside what is expected below better ones.
+    """The best children that fit, with room for the nodes expected below better ones.
 
     >>> grown = [(-0.5, 0, 0), (-0.3, 0, 1), (-0.2, 0, 2)]  # the first one's child has 0.4
     >>> [len(_in_room(grown, [0.8], room)) for room in (1, 2, 3, 4, 5)]
@@ -370,14 +357,11 @@ def _in_room(grown: list[tuple[float, int, int]], below: Sequence[float], room: 
     return grown
 
 
-def _marginals(candidates: Sequence[_Candidate], draws: bool) -> Iterable[float]:
-    """What each further child adds to the probability that one of them is accepted; never more than the one before
-    adds."""
-    return _together(candidates) if draws else [prob for _, _, prob, _, _ in candidates]
-
-
-def _together(candidates: Sequence[_Candidate]) -> Iterator[float]:
-    """The same where the last child is drawn."""
+def _marginals(candidates: Sequence[_Candidate], draws: bool) -> Iterator[float]:
+    """Yield how much each further child adds to the probability that one is accepted, never increasing."""
+    if not draws:
+        yield from (prob for _, _, prob, _, _ in candidates)
+        return
     before, marginal = 0.0, 1.0
     for count in range(1, len(candidates) + 1):
         together = sum(_probs(candidates[:count], True))
@@ -387,7 +371,7 @@ def _together(candidates: Sequence[_Candidate]) -> Iterator[float]:
 
 
 def _probs(chosen: Sequence[_Candidate], draws: bool) -> list[float]:
-    """Each child's probability of acceptance. With `draws` the last child is the drawn one."""
+    """Each child's acceptance probability. With `draws` the last child is the drawn one."""
     fixed = len(chosen) - draws
     return [drawn_prob if rank == fixed else prob for rank, (_, _, prob, drawn_prob, _) in enumerate(chosen)]
 
@@ -399,9 +383,9 @@ def _extend(
     shape_children: Sequence[list[int]],
     draws: bool,
 ) -> list[tuple[int, int, list[int]]]:
-    """Give the nodes of a level their children, which become the row's level: `picks` are of each node the ranks that
-    become children. With `draws` the last one has no token yet: returns its parent's index in the level, its node,
-    and its siblings' indices in the draft vocabulary."""
+    """Add children to the nodes of a level, which become the row's level; `picks` are the ranks of each node's
+    children. With `draws` the last child has no token yet: returns its parent's index in the level, its node, and its
+    siblings' indices in the draft vocabulary."""
     level: list[Leaf] = []
     undrawn: list[tuple[int, int, list[int]]] = []
     for above, (leaf, candidates, ranks) in enumerate(zip(row.level, tables, picks, strict=True)):
@@ -422,7 +406,7 @@ def _extend(
 
 
 def _have_left(leaf: Leaf, chosen: Sequence[_Candidate], draws: bool) -> list[float]:
-    """How likely the path to each of a node's children has left the best one: an only child that is drawn may be
-    another than the best; of several, the first is the best."""
+    """Probability for each child that its path has left the best one: an only child that is drawn may differ from the
+    best; of several children, the first is the best."""
     stays = (1 - leaf.off_best) * (chosen[0][-1] if draws and len(chosen) == 1 else 1.0)
     return [1.0 if rank else 1 - stays for rank in range(len(chosen))]

@@ -1,7 +1,7 @@
 """Lookahead decoding (Fu et al., arXiv 2402.02057): drafting without a draft model, from the target's own guesses.
 
-A window of guessed tokens rides along in every verified tree. What the target says after each guess (a Jacobi step)
-makes the next guesses and fills a pool of n-grams; n-grams that begin with the root token are the drafts.
+A window of guessed tokens is part of every verified tree. The target's token after each guess (a Jacobi step) makes the
+next guesses and fills a pool of n-grams; n-grams that begin with the root token are the drafts.
 
 The window has W columns. Column j is a guess of the tokens j, j+1, ..., j+n-2 after the root, each entry a Jacobi
 iteration newer than the one above it, and the first entries of the columns follow each other. As a tree this is a trunk
@@ -33,7 +33,7 @@ class _Row:
 
     Attributes:
         columns: the window; see the top of the file.
-        pool: by first token, the n-grams (the rest of each) that were seen last, oldest first.
+        pool: by first token, the rest of each recently seen n-gram, oldest first.
         recent: the last tokens of the text, for n-grams of the text itself.
     """
 
@@ -43,9 +43,8 @@ class _Row:
 
 
 class LookaheadDrafter:
-    """Draft n-grams that the target's own Jacobi iterations came up with, at most `guesses` of them for a first token.
-    The first guesses are random tokens of the prompt. Acceptance probabilities are unknown, so its trees are verified
-    as they are."""
+    """Draft n-grams from the target's own Jacobi iterations, at most `guesses` for a first token. The first guesses are
+    random tokens of the prompt. Its trees have no acceptance probabilities, so they are verified without pruning."""
 
     aux_layers: tuple[int, ...] = ()
     draft_share = 0.01
@@ -68,8 +67,7 @@ class LookaheadDrafter:
     def propose(self, session: list[_Row], roots: TreeBatch, request: Request) -> list[Tree]:
         trees = []
         for row, root in zip(session, roots.root_tokens, strict=True):
-            drafts = list(row.pool.get(root, ()))[::-1]
-            paths = [*drafts, *_paths(row.columns)][: 1 if request.chain else None]
+            paths = [*reversed(row.pool.get(root, {})), *_paths(row.columns)][: 1 if request.chain else None]
             trees.append(Tree.joined(root, paths, min(self.max_nodes, request.max_nodes)))
         return trees
 
@@ -80,7 +78,7 @@ class LookaheadDrafter:
             self._read(row, tokens)
 
     def _step(self, row: _Row, tree: Tree, choices: Sequence[int]) -> None:
-        """A Jacobi step with the columns that were in the tree down to their last entry."""
+        """Take a Jacobi step with the columns that the tree holds to their last entry."""
         nodes = {path: node for node, path in enumerate(tree.paths, start=1)}
         for column, path in zip(row.columns, _paths(row.columns), strict=True):
             if (end := nodes.get(tuple(path))) is not None:
@@ -91,7 +89,7 @@ class LookaheadDrafter:
         session[:] = [session[row] for row in rows]
 
     def _read(self, row: _Row, tokens: Sequence[int]) -> None:
-        """Put the n-grams that end in these committed tokens into the pool."""
+        """Add the n-grams that end in these committed tokens to the pool."""
         text = [*row.recent, *tokens]
         for start in range(len(text) - self.ngram + 1):
             self._keep(row, tuple(text[start : start + self.ngram]))

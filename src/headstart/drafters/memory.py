@@ -1,18 +1,18 @@
-"""Drafting from the target's earlier answers: what it wrote after the same words, in training or since.
+"""Drafting from the target's earlier answers, in training or since: continuations of the same words.
 
-The answers stand one after the other in parts, oldest first; a part is sorted by the last three tokens before each
-token, so that every place where the same words stood is a range of it. Of these the ones with the longest match give a
-tree of continuations. A place votes for its continuation with a weight that grows with its match, and places that
-disagree leave room for something new, as in prediction by partial matching (Witten and Bell 1991):
+Answers are concatenated in parts, oldest first; a part is sorted by the three tokens before each token, so all places
+after the same words form a range. Those with the longest match give a tree of continuations. A place votes for its
+continuation with a weight that grows with its match, and disagreeing places leave room for something new, as in
+prediction by partial matching (Witten and Bell 1991):
 
     p(token) = sum of the weights of its places / (sum of all weights + number of different continuations)
 
-How far that holds is learned from each text while it is written, by the length of the match. Beside other drafters it
-is less: a continuation that trained heads do not propose seldom comes, for they know the answers that they were trained
-on. How seldom is learned as well; what others propose keeps the probability that they give it.
+A trust factor per match length is learned from each text while it is written. Beside other drafters it is lower: a
+continuation that trained heads do not propose is seldom right, for they know their training answers. That factor is
+learned as well; tokens that others propose keep their probabilities.
 
-Parts are merged as they grow, the newest first, so that there are few: a search takes a look at each. A search sees the
-parts as they were when the text began; what is added meanwhile replaces the list of parts, and never changes one.
+Parts are merged as they grow, the newest first, so that a search reads few of them. A text searches the parts of its
+start; adding answers replaces the list of parts, and never changes one.
 """
 
 from __future__ import annotations
@@ -37,41 +37,40 @@ from headstart.support.answer_file import AnswerFile, read_answers
 from headstart.tree.tree import Request, Tree, TreeBatch
 
 MOST_TOKENS = 1_000_000
-"""Of an index; beyond it the oldest go."""
+"""Size of an index; beyond it the oldest tokens are dropped."""
 CONTEXT = 8
-"""Tokens of the prompt that are kept before an answer: what its beginning is found by."""
+"""Tokens of the prompt kept before an answer, so that its beginning can be found."""
 LONGEST = 16
-"""Matches are not compared further."""
+"""Longest match that is compared."""
 AHEAD = 24
 """Tokens of a continuation."""
 WEIGHTS = (0.0, 0.0, 0.42, 0.53, 0.7, 1.3, 1.6, 1.8, 2.0, 2.9, 3.4, 3.8, 4.5, 12.0, 20.0, 40.0, 57.0)
-"""Of a place, by the length of its match.
+"""Weight of a place, by the length of its match.
 
 Fitted (maximum likelihood) to greedy answers of SmolLM2-135M-Instruct to 54 prompts of its own, 6,600 tokens, beside
-1,145 answers that it was trained on: 77 % of these tokens had a place, and the probability that any of the
-continuations is right agrees within 0.02 with how often one was, for matches of each length.
+1,145 answers that it was trained on: 77 % of these tokens had a place, and the probability that any continuation is
+right agrees within 0.02 with the measured frequency, for each match length.
 """
 
 NEW = (0.03, 0.03, 0.05, 0.1, 0.25, 0.6, 0.9)
-"""What is left of the probability of a continuation where other drafters propose something else, or nothing more, by
-`_CLASSES`, before a text shows it."""
+"""Initial trust, by `_CLASSES`, in a continuation that other drafters do not propose although they draft."""
 
-_PLACES = 32  # that a tree is made of
-_LOOKS = 1024  # places of the same last tokens that are compared, latest first
-_BITS = 21  # of a token in a key
+_PLACES = 32  # most places per tree
+_LOOKS = 1024  # most places with the same last tokens to compare, latest first
+_BITS = 21  # bits of a token in a key
 _NO_TOKEN = (1 << _BITS) - 1
-_SMALL = 4  # a part is merged with the one before it unless that is so many times larger
-_CLASSES = (2, 3, 4, 6, 8, 12, 16)  # match lengths from which a class begins
+_SMALL = 4  # a part is merged with the previous one unless that is this many times larger
+_CLASSES = (2, 3, 4, 6, 8, 12, 16)  # shortest match length of each class
 _CLASS = [max(0, bisect_right(_CLASSES, length) - 1) for length in range(LONGEST + 1)]
-_PRIOR_WEIGHT = 4.0  # promised tokens that a prior counts for
-_KEPT = 31 / 32  # of what a text has shown, at each of its tokens
+_PRIOR_WEIGHT = 4.0  # promised tokens that a prior counts as
+_KEPT = 31 / 32  # decay of a text's statistics per token
 _MOST_CERTAIN = 0.98
-_AGREEING = 8  # of the places that agree on a token, how many are followed
+_AGREEING = 8  # most places to follow per continuation
 
 
 class _Part:
-    """Answers one after the other, with a gap of -1 between them and at both ends; `order` are the places of tokens,
-    sorted by what stands before them, and `keys` these last three tokens, the nearest first."""
+    """Concatenated answers, with gaps of -1 between them and at both ends; `order` are the places of tokens, sorted by
+    the three tokens before them, and `keys` these tokens, the nearest first."""
 
     def __init__(self, tokens: NDArray[np.int32]) -> None:
         self.tokens = np.concatenate([np.full(LONGEST, -1, np.int32), tokens, np.full(AHEAD, -1, np.int32)])
@@ -92,7 +91,7 @@ class _Part:
         return self.tokens[LONGEST:-AHEAD]
 
     def places(self, tail: Sequence[int]) -> NDArray[np.int32]:
-        """Where the last tokens of a text stood, the latest of those with the longest match; `_PLACES` at most."""
+        """Places after the same last tokens: the latest of the longest matches, at most `_PLACES`."""
         two = (tail[-1] << 2 * _BITS) | (tail[-2] << _BITS)
         three = two | (tail[-3] + 1 if len(tail) > 2 else _NO_TOKEN)
         bounds = self.keys.searchsorted([two, three, three + 1, two + (1 << _BITS)]).tolist()
@@ -110,7 +109,7 @@ _AROUND = np.arange(-LONGEST, AHEAD)
 
 
 class Index:
-    """Answers that are searched by the tokens before; adding to them never changes what a `parts` holds.
+    """Searchable answers; adding to them never changes an earlier `parts`.
 
     >>> index = Index(vocab_size=10)
     >>> index.add([[1, 2, 3, 4], [5, 2, 3, 6]])
@@ -126,7 +125,7 @@ class Index:
         self._held: set[int] = set()
 
     def add(self, answers: Iterable[Sequence[int]]) -> int:
-        """Add answers, each but once; returns how many were added. Those with tokens that the target lacks are not."""
+        """Add new answers, unless the target lacks one of their tokens; return the number added."""
         added: list[int] = []
         count = 0
         for answer in answers:
@@ -143,14 +142,13 @@ class Index:
         parts.append(_Part(tokens))
         self.parts = tuple(parts)
         if self.size > self._most_tokens:
-            # A good deal goes at once, since the part is sorted anew; what went may be added again.
-            rest = np.concatenate([part.inner for part in parts])[-self._most_tokens * 7 // 8 :]
-            self.parts = (_Part(rest),)
+            # Drop an eighth at once, since the part is sorted anew; dropped answers may be added again.
+            self.parts = (_Part(np.concatenate([part.inner for part in parts])[-self._most_tokens * 7 // 8 :]),)
             self._held.clear()
         return count
 
     def holds(self, answer: Sequence[int]) -> bool:
-        """Whether it was added before."""
+        """Whether the answer was added before."""
         return hash(tuple(answer)) in self._held
 
     @property
@@ -160,15 +158,11 @@ class Index:
 
 
 def find(parts: Sequence[_Part], tail: Sequence[int]) -> tuple[list[list[int]], list[int]]:
-    """Continuations of a text's last tokens, `AHEAD` tokens each, of which those from a -1 on mean nothing (there an
-    answer ended), and how many tokens before them match; the longest matches first, then the latest."""
+    """Continuations of a text's last tokens, `AHEAD` tokens each (meaningless from a -1 on, where an answer ended), and
+    their match lengths; the longest matches first, then the latest."""
     if len(tail) < 2:
         return [], []
-    around = []
-    for part in reversed(parts):
-        found = part.places(tail)[::-1]
-        if len(found):
-            around.append(part.tokens[found[:, None] + _AROUND])
+    around = [part.tokens[at[:, None] + _AROUND] for part in reversed(parts) if len(at := part.places(tail)[::-1])]
     if not around:
         return [], []
     rows = around[0] if len(around) == 1 else np.concatenate(around)
@@ -182,8 +176,8 @@ def find(parts: Sequence[_Part], tail: Sequence[int]) -> tuple[list[list[int]], 
 
 @dataclass
 class _Seen:
-    """What places said of the next token, to see whether they were right: the class of their match, the probability of
-    each token, and of those that no other drafter proposed where others drafted."""
+    """Predictions of the next token, to be checked: their match class, the probability of each token, and of those that
+    no other drafter proposed, where others drafted."""
 
     kind: int
     every: dict[int, float]
@@ -192,7 +186,7 @@ class _Seen:
 
 @dataclass
 class _Trust:
-    """Tokens that continuations promised, and those that came, by class of the match's length."""
+    """Numbers of predicted tokens, and of right ones, by match class."""
 
     promised: list[float]
     came: list[float]
@@ -202,11 +196,11 @@ class _Trust:
         return cls([_PRIOR_WEIGHT] * len(rates), [_PRIOR_WEIGHT * rate for rate in rates])
 
     def of(self, kind: int) -> float:
-        """What is to be believed of a probability."""
+        """Factor of a predicted probability."""
         return self.came[kind] / self.promised[kind]
 
     def note(self, kind: int, said: Mapping[int, float], token: int) -> None:
-        """Learn from the token that came."""
+        """Learn from the decided token."""
         if said:
             self.promised[kind] = _KEPT * self.promised[kind] + sum(said.values())
             self.came[kind] = _KEPT * self.came[kind] + (token in said)
@@ -214,12 +208,12 @@ class _Trust:
 
 @dataclass
 class _Row:
-    """One row: the last tokens of its text, and how often continuations were right.
+    """The last tokens of a row's text, and how often continuations were right.
 
     Attributes:
         parts: the index when the text began.
         any, new: trust in all continuations, and in those that other drafters did not propose.
-        seen: by path of tokens from the newest root on, what its places said.
+        seen: predictions by path of tokens after the newest root.
         path: tokens since then.
     """
 
@@ -232,7 +226,7 @@ class _Row:
     path: tuple[int, ...] = ()
 
     def append(self, token: int) -> None:
-        """Take a decided token: it tells whether what was said of it was right."""
+        """Append a decided token, and check its prediction."""
         self.tail.append(token)
         if len(self.tail) > 4 * LONGEST:
             del self.tail[:-LONGEST]
@@ -242,10 +236,9 @@ class _Row:
             self.path = (*self.path, token)
 
     def grow(self, beside: Tree, max_nodes: int, minimum: float, chain: bool) -> Tree:
-        """The most probable continuations after the root of a tree of other drafters, the best first; what is said of
-        each next token is noted."""
+        """The most probable continuations after the root of other drafters' tree, best first; records predictions."""
         ahead, lengths = find(self.parts, self.tail)
-        others: dict[int, dict[int, tuple[int, float]]] = {}  # by node and token, the child and its probability or 0
+        others: dict[int, dict[int, tuple[int, float]]] = {}  # by node and token: the child and its probability or 0
         probs = beside.accept_probs or [0.0] * beside.size
         for child in range(1, beside.size):
             others.setdefault(beside.parents[child], {})[beside.tokens[child]] = (child, probs[child])
@@ -282,7 +275,7 @@ class _Row:
 def _continuations(
     ahead: Sequence[Sequence[int]], lengths: Sequence[int], places: Sequence[int], depth: int
 ) -> list[tuple[float, int, list[int]]]:
-    """What follows so many tokens after some places: the probability of each token and its places, the likeliest first.
+    """Tokens at a depth after some places: the probability and the places of each, most likely first.
 
     >>> found = _continuations([[7, 8], [7, 9], [6, -1]], [2, 2, 2], [0, 1, 2], 0)
     >>> [(round(prob, 3), token, places) for prob, token, places in found]
@@ -297,17 +290,17 @@ def _continuations(
     }
     total = sum(weights.values()) + len(weights)
     ranked = sorted(weights, key=weights.__getitem__, reverse=True)
-    # A few of the places that agree tell how they go on.
+    # A few of the agreeing places suffice to continue.
     return [(weights[token] / total, token, following[token][:_AGREEING]) for token in ranked if token >= 0]
 
 
 class MemoryDrafter(TextDrafter):
-    """Draft what the target wrote after the same words in earlier answers.
+    """Draft continuations of the same words in the target's earlier answers.
 
     Args:
         vocab_size: of the target.
-        shipped: file of answers that came with the heads, if any did.
-        served: answers that `remember` adds to, and that other processes may add to; None keeps nothing.
+        shipped: file of answers that came with the heads, if any.
+        served: answers that `remember` and other processes add to; None keeps nothing.
         limits: see `TextDrafter`.
     """
 
@@ -336,7 +329,7 @@ class MemoryDrafter(TextDrafter):
         return trees
 
     def remember(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Add an answer to the file, if there is one; a failure is a warning."""
+        """Add an answer to the file, if any; a failure is a warning."""
         if self._served is None:
             return
         kept = [*prompt[-CONTEXT:], *answer]
@@ -349,7 +342,7 @@ class MemoryDrafter(TextDrafter):
                 warnings.warn(f"An answer was not kept: {error.problem}", RuntimeWarning, stacklevel=2)
 
     def _look_for_more(self) -> None:
-        """Take what processes have added to the file."""
+        """Read answers that were added to the file."""
         if self._served is None:
             return
         answers, begun_anew = self._served.new()

@@ -1,11 +1,11 @@
-"""Drafting from the text itself: what followed the last time these words stood there.
+"""Drafting from the text itself: the continuation of the last occurrence of the same words.
 
-The idea of prompt lookup and of suffix-automaton drafting (SAM decoding, arXiv 2411.10666), with the index of deflate
-(RFC 1951): every pair of tokens is chained to its last occurrence, and a short walk along the chain finds the longest
-match. A step costs a dictionary entry, and a match that goes on needs no search at all.
+As in prompt lookup and suffix-automaton drafting (SAM decoding, arXiv 2411.10666), with the index of deflate (RFC
+1951): every pair of tokens is chained to its last occurrence, and a short walk along the chain finds the longest match.
+A step costs a dictionary entry, and continuing a match needs no search.
 
-How long a chain is proposed follows from how often matches of each length went on rightly: a match of 2 tokens is
-right half of the time, one of 24 nearly always, and each accepted token makes the match longer by one.
+The length of a chain follows from how often matches of each length were right: one of 2 tokens is right half of the
+time, one of 24 nearly always, and each accepted token makes the match longer by one.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from torch import Tensor
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
 PRIORS = ((1, 0.2), (2, 0.53), (3, 0.62), (4, 0.7), (5, 0.77), (6, 0.79), (8, 0.84), (12, 0.9), (16, 0.92), (24, 0.98))
-"""(match length from which it holds, share of right continuations), before a text has shown its own.
+"""(shortest match length, share of right continuations), before the text's own statistics.
 
 Counted over greedy answers of SmolLM2-135M-Instruct to 399 prompts of its own (34,600 predictions) and to 240 of
-MT-bench, GSM8K and HumanEval, which agree within about 0.1. The share depends on the match's length, not on how much
-of it is accepted drafts. In 2 % of the searches the first continuation was wrong and another of that length at hand;
-that one was right in a quarter of them: not worth a branch.
+MT-bench, GSM8K and HumanEval, which agree within about 0.1. The share depends on the match length, not on how many of
+its tokens were drafts. In 2 % of the searches the first continuation was wrong and another of that length existed; it
+was right in a quarter of them: not worth a branch.
 """
 
 _LENGTHS = [length for length, _ in PRIORS]
 _CLASS = [bisect_right(_LENGTHS, length) - 1 for length in range(_LENGTHS[-1] + 1)]  # index into PRIORS of each length
-_LONGEST = _LENGTHS[-1]  # matches are not compared further
-_LOOKS = 64  # occurrences of a pair that a search looks at, latest first
-_PRIOR_WEIGHT = 8.0  # observations that a prior counts for
+_LONGEST = _LENGTHS[-1]  # longest match that is compared
+_LOOKS = 64  # occurrences of a pair that a search reads, latest first
+_PRIOR_WEIGHT = 8.0  # observations that a prior counts as
 _MEMORY = 1 / 32  # least weight of the newest observation: a text may change
 
 
 class Index:
-    """A growing text that finds the longest earlier occurrence of its own end, among the latest `looks` occurrences of
-    its last two tokens.
+    """A growing text that finds the longest earlier occurrence of its end, among the latest `looks` occurrences of its
+    last two tokens.
 
     >>> index = Index()
     >>> for token in [7, 8, 9, 1, 8, 9]:
@@ -52,8 +52,8 @@ class Index:
         self._looks = looks
         self._last_pair: dict[int, int] = {}
         self._last: dict[int, int] = {}
-        self._earlier: list[int] = []  # for each token the one before at which the same pair ended, or -1
-        self._single = -1  # where the last token stood before
+        self._earlier: list[int] = []  # for each token the previous end of the same pair, or -1
+        self._single = -1  # previous index of the last token
 
     def append(self, token: int) -> None:
         text, index = self.text, len(self.text)
@@ -65,12 +65,12 @@ class Index:
         text.append(token)
 
     def longest(self) -> tuple[int, int]:
-        """(index of the token that followed, tokens that match); the latest of the longest matches, (-1, 0) if none."""
+        """(index of the next token, match length) of the latest of the longest matches; (-1, 0) if none."""
         text, last = self.text, len(self.text) - 1
         best, best_length = self._single, int(self._single >= 0)
         index, looks = self._earlier[last], self._looks
         while index >= 0 and looks and best_length < _LONGEST:
-            # Only what matches one token further back than the best can be better.
+            # Only a match one token longer than the best can be better.
             if best_length <= index and text[index - best_length] == text[last - best_length]:
                 length = 2
                 while length < _LONGEST and length <= index and text[index - length] == text[last - length]:
@@ -84,11 +84,11 @@ class Index:
 
 @dataclass
 class _Row:
-    """One row: its text, the match it follows, and how often matches of each class went on rightly.
+    """A row's text, its current match, and how often matches of each class were right.
 
     Attributes:
         source: index of the token that the match (of this `length`) predicts next, -1 without a match.
-        rates: by class of length, see `PRIORS`, from as many observations as are `seen`.
+        rates: by class of length, see `PRIORS`, from `seen` observations.
     """
 
     index: Index = field(default_factory=Index)
@@ -99,7 +99,7 @@ class _Row:
     ahead: bool = False
 
     def append(self, token: int) -> None:
-        """Take a decided token: it tells whether the match was right, and either goes on with it or ends it."""
+        """Append a decided token, which extends the match or ends it."""
         if self.source >= 0:
             hit = self.index.text[self.source] == token
             kind = _CLASS[min(self.length, _LONGEST)]
@@ -109,11 +109,10 @@ class _Row:
         self.index.append(token)
 
     def chain(self, longest: int, minimum: float) -> tuple[list[int], list[float]]:
-        """Tokens that the match predicts, and the probability that each is accepted with all before it."""
+        """Tokens that the match predicts, and their acceptance probabilities as a path."""
         if self.source < 0:
             self.source, self.length = self.index.longest()
-        tokens: list[int] = []
-        accept_probs: list[float] = []
+        tokens, accept_probs = list[int](), list[float]()
         if self.source < 0:
             return tokens, accept_probs
         text, end, accept_prob = self.index.text, len(self.index.text), 1.0
@@ -122,14 +121,14 @@ class _Row:
             if accept_prob < minimum:
                 break
             position = self.source + step
-            # Past its end the text repeats what was just predicted.
+            # Past its end the text repeats the predicted tokens.
             tokens.append(text[position] if position < end else tokens[position - end])
             accept_probs.append(accept_prob)
         return tokens, accept_probs
 
 
 class TextRow(Protocol):
-    """A row that reads its text token by token; `ahead` if its last token is the root, which is committed later."""
+    """A row that reads its text token by token; `ahead` if its last token is a root not yet committed."""
 
     ahead: bool
 
@@ -162,15 +161,13 @@ class TextDrafter:
 
 
 class NgramDrafter(TextDrafter):
-    """Draft what followed the longest earlier occurrence of the text's end, in the prompt or in the answer."""
+    """Draft the continuation of the longest earlier occurrence of the text's end, in the prompt or in the answer."""
 
     def prefill(self, prompts: Sequence[Sequence[int]], states: dict[int, Tensor]) -> list[_Row]:
-        rows = []
-        for prompt in prompts:
-            row = _Row()
+        rows = [_Row() for _ in prompts]
+        for row, prompt in zip(rows, prompts, strict=True):
             for token in prompt:
                 row.index.append(token)
-            rows.append(row)
         return rows
 
     def propose(self, session: list[_Row], roots: TreeBatch, request: Request) -> list[Tree]:

@@ -1,7 +1,7 @@
-"""What heads would have drafted on known texts, and how much of it decoding would have accepted.
+"""Drafts of heads on known texts, and how many of them decoding would have accepted.
 
-Greedy decoding accepts the true token; sampling accepts a draft as often as the target itself finds it likely. Sampled
-texts are harder to draft than greedy ones, so `sampled_answers` has the target write some.
+Greedy decoding accepts the true token; sampling accepts a draft with the target's own probability. Sampled texts are
+harder to draft than greedy ones, so `sampled_answers` has the target write some.
 
 Shape suffixes: B rows, T tokens, V vocabulary, D draft vocabulary, M predictions, O origins, K steps, R ranks.
 """
@@ -29,13 +29,13 @@ from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 
 _TEXTS, _LONGEST = 24, 64
-"""Prompts answered again at temperature 1, and tokens of these answers at most."""
+"""Most prompts to answer again at temperature 1, and most tokens of an answer."""
 _ENOUGH = 256
-"""Tokens of such answers below which the given ones count as well."""
+"""Tokens of such answers below which the given answers count as well."""
 _ROWS = 256
-"""Positions whose probabilities of the whole vocabulary exist at once."""
+"""Positions with full-vocabulary probabilities in memory at once."""
 _SAMPLED = 4
-"""Ranks at which a sampled child instead of the draft is measured; a node seldom has more children."""
+"""Ranks at which a sampled child in place of the draft is measured; a node seldom has more children."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Text:
 
     @classmethod
     def of(cls, prompt: Sequence[int], answer: Sequence[int]) -> Text:
-        """All of the answer is supervised, nothing of the prompt is.
+        """Supervise the whole answer, and nothing of the prompt.
 
         >>> Text.of([5, 6], [7])
         Text(tokens=[5, 6, 7], supervised=[False, False, True])
@@ -59,20 +59,16 @@ Supervised = Text | Conversation
 
 
 class Drafts(NamedTuple):
-    """What heads would have drafted on texts, and how much of it would be accepted.
-
-    Only origins from which every step is supervised count; they come in the order of the text.
+    """Drafts of heads on texts, and their acceptance, at origins from which every step is supervised, in text order.
 
     Attributes:
-        ranks_OK: rank of the true token among each step's drafts, int64; the maximum asked for stands for anything
-            worse.
+        ranks_OK: rank of the true token among each step's drafts, int64; the maximum stands for anything worse.
         log_probs_OKR: of the best drafts of each step, float32; R is at most that maximum.
         likely_OKR: the target's own probabilities of these drafts; None for greedy decoding.
-        sampled_OKR: how likely a child sampled instead of each of the first drafts, beside those above it, is to be
-            accepted: the mass that the target's distribution shares with the one it is drawn from. R may be smaller.
-        text_O: which of the texts the origin lies in, int64.
-        entropy_O: of the target's own distribution at the first draft, over its whole vocabulary, in nats; None for
-            sampling.
+        sampled_OKR: acceptance probability of a child sampled in place of each of the first drafts, beside those above
+            it: the mass shared by the target's distribution and the child's. R may be smaller.
+        text_O: index of the origin's text, int64.
+        entropy_O: entropy of the target's full distribution at the first draft, in nats; None for sampling.
     """
 
     ranks_OK: Tensor
@@ -84,7 +80,7 @@ class Drafts(NamedTuple):
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """In numpy, for `fit_calibration`."""
+        """The first four tables in numpy, for `fit_calibration`."""
         return tuple(None if part is None else part.numpy() for part in self[:4])
 
 
@@ -97,16 +93,12 @@ def measure_drafts(
     console: Console | None = None,
     sampling: bool = False,
 ) -> Drafts:
-    """What greedy decoding, or sampling at temperature 1, would accept of the drafts after a text.
-
-    Raises:
-        UserError: when there is no origin from which every step is supervised.
-    """
+    """Measure what greedy decoding, or sampling at temperature 1, would accept of the drafts. Raises UserError if no
+    origin has every step supervised."""
     to_draft_V = torch.full((target.vocab_size,), -1, device=target.device)
     to_draft_V[heads.draft_to_target_D] = torch.arange(len(heads.draft_to_target_D), device=target.device)
     measured: list[dict[str, Tensor]] = []
-    progress = tracked(conversations, "measuring acceptance", len(conversations), console)
-    for number, conversation in enumerate(progress):
+    for number, conversation in enumerate(tracked(conversations, "measuring acceptance", len(conversations), console)):
         states = target.hidden_states([conversation.tokens], sorted({*heads.aux_layers, FINAL}))[0]
         if not all_finite(states):
             warnings.warn(f"Text {number} (from 0) is left out: its hidden states are not finite.", stacklevel=2)
@@ -152,7 +144,7 @@ def measure_drafts(
 
 
 def entropies(target: Target, final_TE: Tensor) -> Tensor:
-    """Of what the target says after each final state, in nats, float32 [T]."""
+    """Entropy of the target's distribution after each final state, in nats, float32 [T]."""
     parts = [torch.zeros(0, device=final_TE.device)]
     for part_TE in torch.split(final_TE, _ROWS):
         log_TV = target.lm_head(part_TE).float().log_softmax(-1)
@@ -163,8 +155,8 @@ def entropies(target: Target, final_TE: Tensor) -> Tensor:
 def sampling_tables(logits_MD: Tensor, truth_M: Tensor, p_target_MD: Tensor, max_rank: int) -> tuple[Tensor, ...]:
     """The first four tables of `Drafts` for sampling, of one step.
 
-    `truth_M` is the true token's index in the draft vocabulary, below 0 where it cannot be drafted; `p_target_MD` the
-    target's own probabilities of the draft vocabulary.
+    `truth_M` is the true token's index in the draft vocabulary, below 0 if it cannot be drafted; `p_target_MD` the
+    target's probabilities of the draft vocabulary.
     """
     log_probs_MR, best_MR = _best(logits_MD, max_rank)
     q_draft_MD = logits_MD.softmax(-1)
@@ -191,14 +183,9 @@ def _best(logits_MD: Tensor, max_rank: int) -> tuple[Tensor, Tensor]:
 def sampled_answers(
     target: Target, conversations: Sequence[Supervised], minimum: int, console: Console | None = None
 ) -> list[Supervised]:
-    """Some conversations' first prompts with answers that the target draws at temperature 1, always the same ones.
-
-    Answers shorter than `minimum` tokens are left out; where all are too short to learn much from, the given ones count
-    as well.
-
-    Raises:
-        UserError: when memory cannot hold one of them.
-    """
+    """Answer some conversations' first prompts at temperature 1, always the same ones. Answers shorter than `minimum`
+    tokens are left out; if all are too short to learn much from, the given answers count as well. Raises UserError if a
+    prompt does not fit into memory."""
     answered = [text for text in conversations if True in text.supervised]
     longest = min(_LONGEST, max((sum(text.supervised) for text in answered), default=0))
     prompts = [list(text.tokens[: text.supervised.index(True)]) for text in answered]

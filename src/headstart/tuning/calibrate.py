@@ -1,4 +1,4 @@
-"""How far the heads' probabilities can be believed: curves of acceptance, fitted to known texts.
+"""Calibration of the heads' probabilities: acceptance curves fitted to known texts.
 
 Shape suffixes: O origins, K steps, R ranks.
 """
@@ -16,16 +16,15 @@ from numpy.typing import NDArray
 from headstart.tree.calibration import Calibration, Curve, between, rest
 
 _BINS = 40
-"""Bins of equally many drafts that acceptance is counted in, at each depth."""
+"""Bins of equally many drafts for the acceptance at each depth."""
 _TRIED = 3
-"""Drafts of a node that count as its best: what a tree usually verifies of them."""
+"""Drafts of a node that count as its best: a tree usually verifies this many."""
 _CERTAIN = 1e-4
-"""Nearest that a probability comes to 0 or 1 when curves are judged."""
+"""Least distance of a probability from 0 and 1 in a cross entropy."""
 _WORTH = 0.998
-"""What curves must leave of the surprise of simpler ones: several are tried, and chance makes one of them a little
-better."""
+"""Cross entropy relative to simpler curves below which others count as better; chance explains a smaller gain."""
 _BACKING = 100
-"""Origins' worth of trust that the curve of all paths has beside that of some paths."""
+"""Weight (in origins) of the all-paths curve when it backs another."""
 
 
 def fit_calibration(
@@ -39,10 +38,10 @@ def fit_calibration(
     """Isotonic regression of acceptance on log-probability at each depth, over drafts whose path so far was drafted.
 
     Paths that have left the best one are origins at which the true token of an earlier step was drafted, but not first.
-    They give curves of their own where that foretells acceptance better: each half of the origins judges the curves of
-    the other half, and both must agree. Where origins of a kind are few, those of all paths count as well.
+    They get curves of their own if these predict acceptance better: each half of the origins judges the curves of the
+    other half, and both must agree. Few origins are backed by those of all paths.
 
-    The tables are those of `Drafts`. `by_path` decides itself, where given.
+    The tables are those of `Drafts`; `by_path` overrides the decision.
     """
     tables = _Tables(ranks_OK, log_probs_OKR, likely_OKR, sampled_OKR)
     if by_path is None:
@@ -61,7 +60,7 @@ class _Tables:
     sampled_OKR: NDArray[np.float32] | None
 
     def judged(self, by_path: bool) -> tuple[float, float]:
-        """How much each half surprises the curves of the other half."""
+        """Cross entropy of each half under the curves of the other half."""
         half = len(self.ranks_OK) // 2
         first, second = self.of(slice(half)), self.of(slice(half, None))
         return second.surprise(first.fit(by_path)), first.surprise(second.fit(by_path))
@@ -72,23 +71,22 @@ class _Tables:
 
     @cached_property
     def paths(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Whether the path before each step was drafted, and whether it was the best one; [O, K]."""
-        drafted_OK = self.ranks_OK < self.log_probs_OKR.shape[2]
+        """Whether the path before each step was drafted, and whether it was the best one, each [O, K]."""
         before_OK, best_OK = (
             np.logical_and.accumulate(np.concatenate([np.ones_like(part[:, :1]), part[:, :-1]], axis=1), axis=1)
-            for part in (drafted_OK, self.ranks_OK == 0)
+            for part in (self.ranks_OK < self.log_probs_OKR.shape[2], self.ranks_OK == 0)
         )
         return before_OK, best_OK
 
     def right(self, depth: int) -> NDArray[Any]:
-        """How often each draft of a depth is accepted after the true text, [O, R]."""
+        """Acceptance probability of each draft of a depth after the true text, [O, R]."""
         if self.likely_OKR is not None:
             return self.likely_OKR[:, depth]
         right_OR: NDArray[Any] = self.ranks_OK[:, depth, None] == np.arange(self.log_probs_OKR.shape[2])
         return right_OR
 
     def surprise(self, calibration: Calibration) -> float:
-        """Cross entropy of what is accepted after paths that were drafted, in nats over all drafts."""
+        """Cross entropy of acceptance after drafted paths, in nats over all drafts."""
         before_OK, best_OK = self.paths
         total = 0.0
         for depth in range(before_OK.shape[1]):
@@ -100,7 +98,7 @@ class _Tables:
         return total
 
     def fit(self, by_path: bool) -> Calibration:
-        """The calibration; with curves of their own for paths that have left the best one."""
+        """Fit the calibration, optionally with separate curves for paths that have left the best one."""
         before_OK, best_OK = self.paths
         every, left_OK = self._fit(before_OK), before_OK & ~best_OK
         if not by_path or not left_OK.any():
@@ -109,11 +107,8 @@ class _Tables:
         return replace(on_best, off_best=off_best)
 
     def _fit(self, counts_OK: NDArray[np.bool_]) -> Calibration:
-        """From the origins that count at each depth."""
-        reached: list[float] = []
-        curves: list[Curve] = []
-        drawn: list[Curve] = []
-        drawn_below: list[Curve] = []
+        """Fit to the origins that count at each depth."""
+        reached, curves, drawn, drawn_below = list[float](), list[Curve](), list[Curve](), list[Curve]()
         for depth, counts_O in enumerate(counts_OK.T):
             log_probs_OR = self.log_probs_OKR[counts_O, depth]
             right_OR = self.right(depth)[counts_O]
@@ -136,14 +131,12 @@ def _of_curves(curves: Sequence[Curve]) -> Calibration:
 
 
 def _backed(some: Calibration, every: Calibration, counts_OK: NDArray[np.bool_]) -> Calibration:
-    """What some origins say, backed by what all say: as if `_BACKING` origins more had said the latter."""
+    """Blend curves of some origins with the curves of all, as if the latter came from `_BACKING` further origins."""
     shares = [count / (count + _BACKING) for count in counts_OK.sum(0).tolist()]
     curves = [between(depth, every, some, share) if share else every.curve(depth) for depth, share in enumerate(shares)]
     pairs = zip(some.reached, every.reached, shares, strict=False)
     reached = tuple(share * few + (1 - share) * all_ for few, all_, share in pairs)
-    sampled = None
-    if some.sampled and every.sampled:
-        sampled = _backed(some.sampled, every.sampled, counts_OK)
+    sampled = _backed(some.sampled, every.sampled, counts_OK) if some.sampled and every.sampled else None
     return replace(_of_curves(curves), reached=reached, sampled=sampled)
 
 

@@ -1,7 +1,7 @@
-"""Heads that were tuned elsewhere, used here: their costs are measured again, once, and kept.
+"""Costs of heads that were tuned elsewhere: measured again on this machine, once, and cached.
 
-A file for each set of heads, target and conditions lies under `$XDG_CACHE_HOME/headstart/costs` (`~/.cache` when that
-is not set). Losing one costs some seconds of measuring.
+Each set of heads, target and conditions has a file under `$XDG_CACHE_HOME/headstart/costs` (default `~/.cache`).
+Losing one costs some seconds of measuring.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from headstart.tuning.stopwatch import measure_costs
 from headstart.tuning.tune import TUNE, Tuning
 
 _VERSION = 1
-"""Raised when what is measured changes its meaning: older files are then measured anew."""
+"""Increased when the meaning of the values changes; older files are then measured anew."""
 
 
 def tuned_here(tuning: Tuning, heads: DraftHead, target: Target, conditions: Conditions) -> Tuning:
-    """A tuning whose costs hold under these conditions, those of decoding here and now: as it is, from the cache, or
-    measured, which stderr says. Where measuring fails, the tuned costs stand."""
+    """The tuning with costs for the current conditions: unchanged, cached, or measured (logged to stderr). If measuring
+    fails, the tuned costs remain."""
     if tuning.conditions == conditions:
         return tuning
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
@@ -49,8 +49,7 @@ def tuned_here(tuning: Tuning, heads: DraftHead, target: Target, conditions: Con
 
 
 def tuned_there(tuning: Tuning, conditions: Conditions) -> Tuning:
-    """The tuning with the costs that are stored with the heads, whatever the conditions are; stderr says where these
-    are others."""
+    """The tuning with its stored costs; logs to stderr if they were measured under other conditions."""
     if tuning.conditions != conditions:
         _say(f"These heads were {_when(tuning, conditions)}; deterministic decoding takes their stored costs.\n")
     return tuning
@@ -68,7 +67,7 @@ def _measured(tuning: Tuning, heads: DraftHead, target: Target, conditions: Cond
     started = perf_counter()
     try:
         measured = measure_costs(target, heads, tuning.usual_paths)
-    except Exception as error:  # drafting itself meets the same error, and names it; plain decoding never does
+    except Exception as error:  # drafting raises the same error and names it; plain decoding is unaffected
         _say(f"failed ({type(error).__name__}).\n")
         return None
     busy = "" if measured.steady else "; the machine is busy, so they are measured again the next time"
@@ -81,16 +80,16 @@ def _say(text: str) -> None:
 
 
 def _kept(file: Path) -> Measured | None:
-    """What a file holds; None when there is none, or none that can be used."""
+    """Read a cached measurement; None if missing or unusable."""
     try:
         values = read_json(file)
         return TypeAdapter(Measured).validate_python(values) if values["version"] == _VERSION else None
-    except (OSError, ValueError, TypeError, KeyError):  # of these are a `UserError` and what pydantic raises
+    except (OSError, ValueError, TypeError, KeyError):  # `UserError` and pydantic's errors are ValueErrors
         return None
 
 
 def _key(heads: DraftHead, target: Target, conditions: Conditions) -> str:
-    """Names heads, target and conditions; sampled weights stand for all."""
+    """Hash heads (by sampled weights), target and conditions."""
     digest = hashlib.sha256(json.dumps(conditions.to_json(), sort_keys=True).encode())
     digest.update(target.identity().fingerprint.encode())
     digest.update(heads.config.model_dump_json().encode())

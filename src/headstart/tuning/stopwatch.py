@@ -1,7 +1,7 @@
-"""Timing what a round is made of: a draft, a forward over a tree.
+"""Timing the parts of a round: a draft, and a forward over a tree.
 
-Whatever is compared takes turns, so that a slow moment of the machine hits all of it, and the lower quartile of the
-times counts, of a few the least: neighbours make things slower, never faster.
+Compared variants take turns, so that a slow moment of the machine affects all. The lower quartile of the times counts,
+or the least of a few: other processes only slow things down.
 
 Shape suffixes: B rows.
 """
@@ -26,24 +26,24 @@ from headstart.target.model import Target
 from headstart.tree.tree import Committed, RankPath, Request, Tree, TreeBatch, TreeShape
 
 _CLEARLY = 0.95
-"""Share of the milliseconds of a draft below which 8 bits are worth the little that they take from acceptance."""
+"""Relative draft time below which int8 weights are worth their small loss of acceptance."""
 _ENOUGH = 3
-"""Rounds of a measurement that are enough when its time is over."""
+"""Rounds after which a measurement may end when its time is over."""
 _STEADY = 1.25
-"""Factor between two measurements of the same, some seconds apart, from which a machine is too busy to be measured."""
+"""Factor between two equal measurements, seconds apart, that shows a busy machine."""
 _FEW = 12
-"""Times of which the least counts."""
+"""Up to this many times, the least counts instead of the quartile."""
 _FEWEST = 2
-"""Tokens of the shortest text that is read."""
+"""Tokens of the shorter text in a read measurement."""
 _READ_TOKENS = 64
-"""Text that the heads read at once, to see how long that takes."""
+"""Tokens of the longer text, read at once."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """How thoroughly is measured: forwards over so many tokens (widths) after so many committed ones (context), each so
-    often (repeats); before and after them drafts, so many turns, with weights as they are and in 8 bits. Each part ends
-    after so many seconds at the earliest."""
+    """Extent of a measurement: forwards over `widths` tokens after `context` committed ones, `repeats` times each;
+    before and after them `turns` drafts, with weights as they are and in int8. Each part runs at least `seconds`
+    before it may end early."""
 
     widths: tuple[int, ...] = (1, 2, 4, 6, 8, 12, 16, 32)
     context: int = 256
@@ -52,25 +52,25 @@ class Timing:
     seconds: float = inf
 
     def within(self, target: Target) -> Timing:
-        """As far as the target can read; width 1 is always measured."""
+        """Limit context and widths to what the target can read; width 1 is always measured."""
         context = max(1, min(self.context, target.max_length - max(self.widths) - 1))
         fitting = (width for width in self.widths if context + width <= target.max_length)
         return replace(self, widths=tuple(sorted({1, *fitting})), context=context)
 
 
 SHORT = Timing(repeats=12, turns=1, seconds=1.5)
-"""Some seconds: enough for heads that were tuned elsewhere."""
+"""A few seconds: enough for heads that were tuned elsewhere."""
 
 
 def measure_costs(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing: Timing = SHORT) -> Measured:
-    """What decoding with these heads costs here and now. They are in the target's dtype and on its device, and left
-    without 8-bit weights. Of the paths of a usual tree the first 15 are drafted. A timing of limited seconds says
-    whether the machine was steady meanwhile."""
+    """Measure the costs of decoding with these heads, which are in the target's dtype and on its device, and are left
+    without int8 weights. The first 15 of `paths` are drafted. A timing with limited seconds also checks whether the
+    machine was steady."""
     drop_int8(heads)
     timing = timing.within(target)
     drafts = [draft_both_ms(target, heads, paths, timing) for _ in range(timing.turns)]
     verify_ms = measure_verify(target, timing, heads.aux_layers)
-    # A slow moment lasts for seconds, and a draft that looks dearer than it is costs acceptance in every round.
+    # Slow moments last for seconds, and overestimated drafts cost acceptance in every round.
     drafts += [draft_both_ms(target, heads, paths, timing) for _ in range(timing.turns)]
     full, in_8_bits = (min(filter(None, turns), default=None) for turns in zip(*drafts, strict=True))
     assert full is not None
@@ -94,7 +94,7 @@ def measure_costs(target: Target, heads: DraftHead, paths: Sequence[RankPath], t
 def measure_verify(target: Target, timing: Timing, aux_layers: Sequence[int]) -> list[float]:
     """Milliseconds of verifying each width at batch 1: tree forward, choice, commit.
 
-    The result never falls with width: it lies half way between the envelopes from either side.
+    The result never falls with width: it is the mean of the monotone envelopes from above and below.
     """
     verifier, context = Verifier(), timing.context
     cache = target.new_cache(1, context + max(timing.widths) + 1)
@@ -133,7 +133,7 @@ class Drafting(NamedTuple):
 def draft_both_ms(
     target: Target, heads: DraftHead, paths: Sequence[RankPath], timing: Timing
 ) -> tuple[Drafting, Drafting | None]:
-    """What drafts take with the weights as they are and in 8 bits, where there are such."""
+    """Time drafts with the weights as they are, and in int8 if the heads support it."""
     full = draft_ms(target, heads, paths, timing)
     in_8_bits = draft_ms(target, heads, paths, timing) if to_int8(heads) else None
     drop_int8(heads)
@@ -142,10 +142,10 @@ def draft_both_ms(
 
 @torch.inference_mode()
 def draft_ms(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing: Timing) -> Drafting:
-    """What drafts and commits take with a tree of up to 16 of the best nodes.
+    """Time drafts and commits with a tree of up to 16 of the best nodes.
 
-    Trees cut after their first level and complete ones take turns. The target runs in between, as it does in decoding:
-    its weights push those of the heads out of the caches.
+    Trees cut after their first level and complete ones take turns. The target runs in between, as in decoding: its
+    weights evict the heads' from the CPU caches.
     """
     paths = list(paths)[:15] or [(0,)]
     shapes = [TreeShape.from_paths([path for path in paths if len(path) == 1]), TreeShape.from_paths(paths)]
@@ -164,8 +164,8 @@ def draft_ms(target: Target, heads: DraftHead, paths: Sequence[RankPath], timing
         drafter.commit(session, Committed.of([roots.root_tokens], last, target.device))
         return 1e3 * (perf_counter() - start)
 
-    # A session's first draft reads the prompt; what follows read a token each. On a GPU each text takes over the memory
-    # and graphs of the one before, which is gone by then.
+    # A session's first draft reads the prompt; later ones read a token each. On a GPU each text takes over the memory
+    # and graphs of the previous one, which is released by then.
     begin = {layer: state[:, :_FEWEST] for layer, state in states.items()}
     texts = (prompt, states), (prompt[:_FEWEST], begin)
     whole_ms, begin_ms = (
@@ -192,7 +192,7 @@ def _prompt(target: Target, length: int) -> list[int]:
 
 
 def _is_enough(rounds: int, begun: float, seconds: float) -> bool:
-    """Whether a part of a measurement may end: in time after a few rounds, far beyond it after one."""
+    """Whether a part of a measurement may end: at its time after a few rounds, at three times that after one."""
     spent = perf_counter() - begun
     return (rounds >= _ENOUGH and spent > seconds) or (rounds >= 1 and spent > 3 * seconds)
 

@@ -1,9 +1,9 @@
 """Tuning: measured costs and measured acceptance give the tree with the most expected tokens per second.
 
-Acceptance alone always asks for a wider tree; only the cost of verifying it on this machine says where to stop, and
-"no speculation" is one of the choices (compare Sequoia, arXiv 2402.12374, and CaDDTree, arXiv 2606.01813). The best
-static tree, the best chain, and what dynamic trees need (costs, and how far the heads' probabilities can be believed)
-come out of the same two measurements; for sampling the second is made again on sampled answers.
+Acceptance alone always favours a wider tree; the cost of verifying it on this machine sets the limit, and plain
+decoding is one of the choices (compare Sequoia, arXiv 2402.12374, and CaDDTree, arXiv 2606.01813). The best static
+tree, the best chain, and costs and calibration of dynamic trees follow from the same two measurements; for sampling the
+second is repeated on sampled answers.
 
 Shape suffixes: O origins, K steps.
 """
@@ -38,7 +38,7 @@ from headstart.tuning.calibrate import fit_calibration
 from headstart.tuning.stopwatch import Timing, measure_costs
 
 _KIND = 100
-"""Positions that a kind needs for figures of its own."""
+"""Fewest positions of a kind in the report."""
 TUNE = "headstart tune HEADS, outside of a run with --conversations FILE.jsonl"
 
 
@@ -47,26 +47,25 @@ class Tuning:
     """A tree and the measurements it follows from; saved with the heads.
 
     Attributes:
-        paths: rank paths of the chosen tree's nodes, root left out; empty means plain decoding is fastest.
-        widths: tree widths (root included) whose verification was timed.
-        verify_ms: for each width, milliseconds of a tree forward, choosing and committing, at batch 1.
-        draft_ms: milliseconds of one draft with these heads, to their full depth with a tree of up to 16 nodes.
-        level_ms: of which each level after the first takes.
-        read_ms: milliseconds that a draft takes longer for each token of the text that the heads have yet to read.
-        packed: whether drafting with weights in 8 bits was clearly faster; the milliseconds are then its own.
-        acceptance: for each depth and rank, how often that draft is right when the better choices above it were
-            right (rank 0 at every depth above).
+        paths: rank paths of the chosen tree without the root; empty means plain decoding is fastest.
+        widths: timed tree widths (root included).
+        verify_ms: for each width, milliseconds of a tree forward, choice and commit, at batch 1.
+        draft_ms: milliseconds of a draft at full depth with a tree of up to 16 nodes.
+        level_ms: the part of each level after the first.
+        read_ms: extra milliseconds of a draft for each token of the text that the heads have yet to read.
+        packed: whether int8 weights drafted clearly faster; the milliseconds are then theirs.
+        acceptance: for each depth and rank, how often that draft is right after right drafts of rank 0.
         predicted: `tokens_per_round` (τ, replayed on the validation answers), `speedup` over plain decoding,
             `tokens_per_second`, of decoding with the static tree; dynamic trees do as well or better.
-        curve: for each node count of a static tree tried, the predicted speed-up.
-        tree: "dynamic" trees, or the "static" one where nothing pays or the target takes chains alone.
+        curve: predicted speed-up for each tried node count of a static tree.
+        tree: "dynamic", or "static" if nothing pays or the target takes chains only.
         chain: length of the best chain.
         calibration: of the heads' probabilities, see `Calibration`: for greedy decoding, `sampled_` for temperature 1,
             `sampled_drawn_` for sampled children and `sampled_drawn_drawn_` for those below guesses; each with
             `left_` where paths that have left the best one differ.
-        kinds: how the best drafts fare on the validation answers by kind of prompt, see `by_kind`.
+        kinds: acceptance on the validation answers by kind of prompt, see `by_kind`.
         settings: target, dtype, device, threads, context, positions measured on given and on sampled answers, and
-            `conditions` that the costs hold for, see `Conditions`.
+            `conditions` of the costs, see `Conditions`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", allow_inf_nan=False)
@@ -89,20 +88,19 @@ class Tuning:
 
     @property
     def costs(self) -> Costs:
-        """What drafting and verifying cost on the machine that was measured."""
+        """The measured costs."""
         return Costs(self.widths, self.verify_ms, self.draft_ms, self.level_ms, len(self.acceptance), self.read_ms)
 
     @property
     def conditions(self) -> Conditions | None:
-        """Those that the costs were measured under; None for imported heads, which were not tuned."""
+        """The conditions of the costs; None for imported heads, which were not tuned."""
         return Conditions.from_json(self.settings.get("conditions"))
 
     def under(self, measured: Measured) -> Tuning:
-        """The same heads at other costs: what was learned of texts holds, and the trees are chosen anew.
+        """The same heads at other costs: statistics of texts stay, trees are chosen anew.
 
-        Dynamic trees follow the costs by themselves. Of static trees the number of nodes is chosen again, from the
-        tokens a round that `curve` knows of each number, else from `acceptance`; so is the length of the chain, and
-        whether anything pays at all.
+        Dynamic trees follow the costs by themselves. Static trees get a new node count, by the tokens a round in
+        `curve` or else by `acceptance`; so do the length of the chain, and whether anything pays at all.
         """
         costs = measured.costs
         ranked = self.usual_paths[: max(len(self.paths), len(self.curve) - 1) or None]
@@ -130,18 +128,14 @@ class Tuning:
 
     @property
     def usual_paths(self) -> list[RankPath]:
-        """The tuned tree's paths, the likeliest first, then others that come next by `acceptance`."""
+        """The tuned tree's paths, most likely first, then the next ones by `acceptance`."""
         own = sorted(self.paths, key=lambda path: (-path_prob(path, self.acceptance), len(path), path))
         count = max(len(own), len(self.curve) - 1, 15)
         return [*own, *(path for path in likely_paths(self.acceptance, count) if path not in own)][:count]
 
     def drafter(self, heads: DraftHead, tree: TreeKind | None = None) -> HeadDrafter | None:
-        """These heads as a drafter, with the tree that was found best or another kind; None when none pays. The heads
-        themselves are packed, see `pack`.
-
-        Raises:
-            UserError: dynamic trees for imported heads that were not tuned yet.
-        """
+        """These heads as a drafter, with the best tree or another kind; None if none pays. Packs the heads, see `pack`.
+        A UserError for dynamic trees of imported heads that are not tuned yet."""
         tree = tree or self.tree
         if tree == "dynamic" and not self.calibration:
             raise UserError("These heads have no calibration for dynamic trees.", f"Tune them: {TUNE}.")
@@ -155,7 +149,7 @@ class Tuning:
         return HeadDrafter(heads, self.shape, tree, calibration, sampled=sampled)
 
     def pack(self, heads: DraftHead) -> None:
-        """Have the heads draft with weights in 8 bits, or not, as was found faster."""
+        """Convert the heads to int8 weights, or back, as was found faster."""
         (to_int8 if self.packed else drop_int8)(heads)
 
     @property
@@ -167,7 +161,7 @@ class Tuning:
 
     @classmethod
     def from_json(cls, values: Any) -> Tuning:
-        """Check and rebuild what `to_json` gave; a UserError names the field that is missing or out of range."""
+        """Rebuild from `to_json`; a UserError names a field that is missing or out of range."""
         try:
             made: Tuning = TypeAdapter(cls).validate_python(values)
             _ = made.costs, made.conditions
@@ -203,12 +197,11 @@ def tune(
     console: Console | None = None,
     before: Tuning | None = None,
 ) -> Tuning:
-    """Measure costs and acceptance on this machine, and choose the tree. Heads are in the target's dtype and on its
-    device; the conversations were kept out of training, and the target answers some of them again at temperature 1.
-    The costs are those of `before`, of heads of the same kind, where it has any.
+    """Measure costs and acceptance on this machine, and choose the tree.
 
-    Raises:
-        UserError: when no conversation holds a position that reaches the last head.
+    Heads are in the target's dtype and on its device; the conversations were held out from training, and the target
+    answers some of them again at temperature 1. Costs are copied from `before`, of heads of the same kind, if it has
+    any. Raises UserError if no conversation holds a position that reaches the last head.
     """
     drop_int8(heads)
     options = options or TuneSection()
@@ -225,15 +218,13 @@ def tune(
         measured = measure_costs(target, heads, ordered, timing)
         conditions = Conditions.of(target).to_json() | {"context": timing.context, "rows": 1}
     costs = measured.costs
-    # Not the mean over all positions: a long accepted run is one round, so rounds see fewer of the easy places.
+    # Not the mean over all positions: a long accepted run is a single round, so rounds see fewer easy positions.
     ordered = ordered[: min(options.max_nodes, max(timing.widths)) - 1]
     accept_probs = [replay(ranks_OK, ordered[:count]) for count in range(len(ordered) + 1)]
     paths, predicted, curve = _best_static(ordered, accept_probs, costs)
     chain = _best_chain([replay(ranks_OK, TreeShape.chain(length).paths) for length in range(costs.levels + 1)], costs)
-    calibration = fit_calibration(*drafts.arrays)
     texts = sampled_answers(target, conversations, heads.draft_steps + 2, console)
     drawn = measure_drafts(target, heads, texts, max_rank, console, sampling=True)
-    sampled = fit_calibration(*drawn.arrays)
     return Tuning(
         paths=tuple(TreeShape.from_paths(paths).paths),
         widths=costs.widths,
@@ -254,7 +245,7 @@ def tune(
         },
         tree="dynamic" if paths and not target.chains_only else "static",
         chain=chain,
-        calibration=calibration.knots() | sampled.knots("sampled_"),
+        calibration=fit_calibration(*drafts.arrays).knots() | fit_calibration(*drawn.arrays).knots("sampled_"),
         level_ms=costs.level_ms,
         packed=measured.packed,
         read_ms=costs.read_ms,
@@ -263,12 +254,12 @@ def tune(
 
 
 def by_kind(drafts: Drafts, names: Sequence[str]) -> list[dict[str, Any]]:
-    """How the heads fare on texts of each kind, the worst first, after a row for all of them together (`kind` is
-    empty): `texts`, `positions`, `tau` (tokens a round of a greedy chain of all steps, replayed, as in `replay`) and
-    the target's `entropy` in nats, which says how hard the text is for anybody who guesses.
+    """Acceptance by kind of text, worst first, after a row for all texts (`kind` is empty): `texts`, `positions`, `tau`
+    (tokens a round of a greedy chain of all steps, see `replay`) and the target's mean `entropy` in nats, a measure of
+    how hard the text is to predict.
 
-    `names` are the kinds of the texts, in their order; texts without a kind count in the first row alone, and kinds of
-    few positions are left out: there τ is chance.
+    `names` are the kinds of the texts, in their order. Texts without a kind count in the first row only; kinds with few
+    positions, where τ is noise, are left out.
     """
     assert drafts.text_O is not None and drafts.entropy_O is not None, "as measure_drafts gives them"
     chain = TreeShape.chain(drafts.ranks_OK.shape[1]).paths
@@ -293,8 +284,8 @@ def by_kind(drafts: Drafts, names: Sequence[str]) -> list[dict[str, Any]]:
 def _best_static(
     ranked: Sequence[RankPath], accept_probs: Sequence[float], costs: Costs
 ) -> tuple[tuple[RankPath, ...], dict[str, float], list[list[float]]]:
-    """The best static tree of these paths, the likeliest first, by τ of each number of them: its paths, and
-    `predicted` and `curve` of `Tuning`."""
+    """The best static tree of a prefix of `ranked`, given τ of each prefix: its paths, and `predicted` and `curve` of
+    `Tuning`."""
     depths = _depths(ranked)
     best, curve = choose(accept_probs, costs, depths)
     tokens_per_round, round_ms = accept_probs[best - 1], costs.verify(best) + costs.draft(depths[best - 1])
@@ -307,20 +298,19 @@ def _best_static(
 
 
 def _best_chain(accept_probs: Sequence[float], costs: Costs) -> int:
-    """Length of the best chain, by τ of each length from 0."""
+    """Length of the best chain, given τ of each length from 0."""
     return choose(accept_probs, costs, range(len(accept_probs)))[0] - 1
 
 
 def _depths(ranked: Sequence[RankPath]) -> list[int]:
-    """Depths of the trees of none, one, two, ... of these paths."""
+    """Depths of the trees of the first 0, 1, 2, ... paths."""
     return list(accumulate(map(len, ranked), max, initial=0))
 
 
 def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
-    """τ of a tree when the origins are decoded one after the other: each round goes on after what it accepted.
+    """τ of a tree when the origins are decoded in order: each round continues after its accepted tokens.
 
-    Origins count as consecutive positions of one text; where conversations meet, a round may cross over, which changes
-    one round in a conversation.
+    Origins count as consecutive positions of one text; a round across conversations changes at most one round in each.
 
     >>> replay(torch.tensor([[0], [5], [5], [5]]), [(0,)])  # accepts one and skips its position, then nothing, twice
     1.3333333333333333
@@ -330,11 +320,10 @@ def replay(ranks_OK: Tensor, paths: Sequence[RankPath]) -> float:
 
 
 def replay_rounds(ranks_OK: Tensor, paths: Sequence[RankPath]) -> tuple[int, int]:
-    """The tokens that `replay` emits, and in how many rounds."""
+    """Tokens and rounds of `replay`."""
     tree, ranks, position, rounds, emitted = set(paths), ranks_OK.tolist(), 0, 0, 0
     while position < len(ranks):
-        row = ranks[position]
-        depth = 0
+        row, depth = ranks[position], 0
         while depth < len(row) and tuple(row[: depth + 1]) in tree:
             depth += 1
         rounds += 1
@@ -346,8 +335,8 @@ def replay_rounds(ranks_OK: Tensor, paths: Sequence[RankPath]) -> tuple[int, int
 def choose(accept_probs: Sequence[float], costs: Costs, depths: Sequence[int]) -> tuple[int, list[list[float]]]:
     """The node count (root included) with the most expected tokens per millisecond; 1 is plain decoding.
 
-    Given are τ and depth of the best tree of 1, 2, 3, ... nodes, the first being plain decoding. Returned are the best
-    count, and [node count, predicted speed-up] of each.
+    Arguments are τ and depth of the best tree of 1, 2, 3, ... nodes; the result also has a curve of [node count,
+    predicted speed-up].
 
     >>> choose([1.0, 1.5, 1.75], Costs((1, 4), (10.0, 10.0), 1.0), [0, 1, 1])[0]
     3
@@ -362,9 +351,8 @@ def choose(accept_probs: Sequence[float], costs: Costs, depths: Sequence[int]) -
 
 
 def path_values(ranks_OK: Tensor, max_rank: int) -> dict[RankPath, float]:
-    """How often each rank path is the true continuation: the share of origins whose ranks begin with it.
-
-    Counting whole paths keeps the correlation between depths that a product of per-head accuracies loses.
+    """Share of origins at which each rank path is the true continuation. Whole paths keep the correlation between
+    depths, which a product of per-head accuracies loses.
 
     >>> path_values(torch.tensor([[0, 1], [0, 0], [2, 0], [9, 9]]), max_rank=3)[(0,)]
     0.5
@@ -379,7 +367,7 @@ def path_values(ranks_OK: Tensor, max_rank: int) -> dict[RankPath, float]:
 
 
 def likely_paths(acceptance: Sequence[Sequence[float]], count: int) -> list[RankPath]:
-    """Rank paths by the product of the shares in a table of `Tuning.acceptance`, the likeliest first.
+    """The most likely rank paths, by the product of shares in a table of `Tuning.acceptance`.
 
     >>> likely_paths([[0.5, 0.3], [0.4, 0.1]], 4)
     [(0,), (1,), (0, 0), (1, 0)]
@@ -396,12 +384,12 @@ def likely_paths(acceptance: Sequence[Sequence[float]], count: int) -> list[Rank
 
 
 def path_prob(path: RankPath, acceptance: Sequence[Sequence[float]]) -> float:
-    """How likely a rank path is, were its depths independent."""
+    """Probability of a rank path if its depths were independent."""
     return prod(ranks[rank] if rank < len(ranks) else 0.0 for rank, ranks in zip(path, acceptance, strict=False))
 
 
 def _acceptance(ranks_OK: Tensor, max_rank: int) -> list[list[float]]:
-    """Per depth, the share of each rank among origins whose shallower drafts of rank 0 were all right."""
+    """Share of each rank per depth, among origins with right shallower drafts of rank 0."""
     table = []
     alive_O = torch.ones(len(ranks_OK), dtype=torch.bool)
     for depth in range(ranks_OK.shape[1]):
