@@ -6,14 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import pytest
 import torch
 
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
-from headstart.support.cores import FreeCores, busy_seconds, threads_beside
+from headstart.support.cores import FreeCores, busy_seconds
 from headstart.target.loading import load_target
 
 
@@ -36,22 +36,62 @@ def test_busy_seconds_are_of_the_given_cores_without_idle_waiting_and_stolen_tim
     assert busy_seconds(tmp_path / "none", [0]) == 0
 
 
-@pytest.mark.parametrize(
-    ("others", "threads", "most", "wanted"),
-    [
-        (0.0, 2, 2, 2),
-        (0.3, 2, 2, 2),  # a light load is not worth a thread
-        (0.5, 2, 2, 1),  # a busy loop beside two spinning threads gets half a core at first,
-        (1.0, 1, 2, 1),  # and a whole one once a thread is given up
-        (0.3, 1, 2, 1),  # between the two thresholds nothing changes
-        (0.1, 1, 2, 2),
-        (3.0, 2, 2, 1),  # one thread always remains
-        (1.0, 16, 16, 15),
-        (1.0, 15, 16, 15),
-    ],
-)
-def test_threads_beside(others: float, threads: int, most: int, wanted: int) -> None:
-    assert threads_beside(others, threads, most) == wanted
+class _Loaded(FreeCores):
+    """Sees other programs on this many of a number of cores, without other programs."""
+
+    def __init__(self, cores: int) -> None:
+        self.seconds = self.busy = self.others = 0.0
+        super().__init__()
+        self._cores = list(range(cores))
+        self._free = cores
+
+    def _read(self) -> tuple[float, float, float]:
+        self.seconds, self.busy = self.seconds + 1, self.busy + self.others
+        return self.seconds, self.busy, 0.0
+
+    def threads(self, others: float) -> int:
+        self.others = others
+        self.update()
+        return torch.get_num_threads()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_threads_follow_the_free_cores() -> None:
+    cores = _Loaded(2)
+    with cores.limited():
+        assert cores.threads(0.3) == 2, "a light load is not worth a thread"
+        assert cores.threads(0.5) == 1, "a busy loop beside two spinning threads gets half a core"
+        assert cores.threads(1.0) == 1
+        assert cores.threads(0.3) == 1, "between the two bounds nothing changes"
+        assert cores.threads(0.1) == 2
+        assert cores.threads(3.0) == 1, "one thread always remains"
+    assert torch.get_num_threads() == 2
+    with cores.limited():  # the next text starts with the last limit
+        assert torch.get_num_threads() == 1
+        assert cores.threads(0.0) == 2
+    with cores.limited():
+        assert torch.get_num_threads() == 2
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_other_programs_on_other_cores_take_no_thread() -> None:
+    cores = _Loaded(16)
+    with cores.limited():
+        assert [cores.threads(others) for others in (0.0, 12.0, 14.3, 14.6, 14.3, 14.0)] == [2, 2, 2, 1, 1, 2]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_short_texts_add_up_to_a_measurement() -> None:
+    """Blocks without a full window each: nothing may stay as it was in a busy moment."""
+    cores = FreeCores()
+    cores._free = 1.0
+    start, threads = perf_counter(), 1
+    while threads == 1:
+        assert perf_counter() - start < 60, "the thread was never given back"
+        with cores.limited():
+            sleep(0.1)
+            cores.update()
+            threads = torch.get_num_threads()
 
 
 @pytest.mark.usefixtures("two_threads")
@@ -63,9 +103,6 @@ def test_a_busy_program_takes_a_thread_away_and_the_block_gives_it_back() -> Non
             assert perf_counter() - start < 30, "a busy loop was not noticed"
         assert torch.get_num_threads() == 1
         other.kill()
-    assert torch.get_num_threads() == 2
-    with cores.limited():  # the next text starts with the last limit
-        assert torch.get_num_threads() == 1
     assert torch.get_num_threads() == 2
 
 

@@ -301,7 +301,10 @@ def test_a_drafter_that_never_drafted_is_not_called_faster(results: dict[str, An
     results = compared(results)
     for figures in (results["summary"], results["compare"][0], results["compare"][4]):
         figures["undrafted_prompts"] = 5
-    assert verdicts(results)[0].startswith("Nothing was drafted, because the plain loop was expected to be faster: 1.")
+    expected = (
+        r"Nothing was drafted, because the plain loop was expected to be faster: the 1\.\d+x difference is within noise"
+    )
+    assert re.match(expected, verdicts(results)[0])
     html, markdown = pages(results, tmp_path)
     assert "Faster than the plain loop" not in html + markdown and "over the plain loop</span>" not in html
     console = Console(file=io.StringIO(), width=80)

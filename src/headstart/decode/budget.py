@@ -235,6 +235,10 @@ class Budget:
             return 0.0
         return self._rate(4 * self.rows) * (self._now.draft(2) - self._now.draft(1)) / self._calibration_factor
 
+    def threads_changed(self) -> None:
+        """Compare no later round with a plain one before."""
+        self._experience.rounds.plain = ()
+
     def prune(self, trees: list[Tree]) -> list[Tree]:
         """Keep the best nodes of each row that pay. Every row gets the same number: the widest sets the cost.
 

@@ -345,8 +345,10 @@ class DecodeLoop:
             emitted = [[*tokens[1:], root] for tokens, root in zip(committed.tokens, roots.root_tokens, strict=True)]
             remaining = emit(emitted)
             paused = bool(self.drafters) and options.draft == "auto" and not budget.drafts
-            switched = self.free_cores is not None and self.free_cores.update()
-            usual = captured() == captured_before and not switched
+            usual = captured() == captured_before
+            if self.free_cores is not None and self.free_cores.update():
+                budget.threads_changed()
+                usual = False
             spent_ms = (1e3 * (drafted - start), 1e3 * (ended - drafted)) if usual else None
             budget.note(batch.trees, list(map(len, emitted)), spent_ms, could_draft=drafting_now)
             if not budget.will_draft:

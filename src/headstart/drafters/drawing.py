@@ -148,7 +148,8 @@ def _numbers(undrawn: Sequence[Undrawn], streams: Sequence[torch.Generator]) -> 
     """A random number for each child, from its row's own stream."""
     counts = Counter(child.row for child in undrawn)
     drawn = {row: torch.rand(n, generator=streams[row], dtype=torch.float64).tolist() for row, n in counts.items()}
-    return [drawn[child.row].pop(0) for child in undrawn]
+    rest = {row: iter(numbers) for row, numbers in drawn.items()}
+    return [next(rest[child.row]) for child in undrawn]
 
 
 def _without_unknown(tree: Tree) -> list[int]:

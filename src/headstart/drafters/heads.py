@@ -15,7 +15,7 @@ Shape suffixes: B rows, W nodes of one level, D draft vocabulary, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import itemgetter, mul
@@ -357,11 +357,12 @@ def _in_room(grown: list[tuple[float, int, int]], below: Sequence[float], room: 
     return grown
 
 
-def _marginals(candidates: Sequence[_Candidate], draws: bool) -> Iterator[float]:
-    """Yield how much each further child adds to the probability that one is accepted, never increasing."""
-    if not draws:
-        yield from (prob for _, _, prob, _, _ in candidates)
-        return
+def _marginals(candidates: Sequence[_Candidate], draws: bool) -> Iterable[float]:
+    """Return how much each further child adds to the probability that one is accepted, never increasing."""
+    return _with_drawn(candidates) if draws else [prob for _, _, prob, _, _ in candidates]
+
+
+def _with_drawn(candidates: Sequence[_Candidate]) -> Iterator[float]:
     before, marginal = 0.0, 1.0
     for count in range(1, len(candidates) + 1):
         together = sum(_probs(candidates[:count], True))

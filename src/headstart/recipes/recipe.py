@@ -239,6 +239,8 @@ def _without_stale(
         section, _, name = key.partition(".")
         held = (values.get(section) for values in (base, over))
         before, now = (values.get(name) if isinstance(values, dict) else None for values in held)
+        if before is None and section == "target":
+            before = TargetSection.model_fields[name].default
         return None not in (before, now) and before != now
 
     kept = _without_shares(base) if "minutes" in over else dict(base)

@@ -323,9 +323,9 @@ def _allow_files(count: int) -> None:
     """Raise the soft limit of open files (often 1024), up to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY != soft < count:
-        resource.setrlimit(
-            resource.RLIMIT_NOFILE, (count if hard == resource.RLIM_INFINITY else min(count, hard), hard)
-        )
+        most = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        with suppress(ValueError, OSError):  # a system may allow less than its hard limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _key() -> str:

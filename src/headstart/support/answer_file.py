@@ -124,16 +124,13 @@ def write_answers(path: Path, answers: Iterable[Sequence[int]], most_bytes: int)
 
 def read_answers(path: Path) -> list[list[int]]:
     """Read a file of `write_answers`; a UserError if it is damaged or another kind of file."""
-    data = path.read_bytes()
+    data, remedy = path.read_bytes(), "Export or fetch the heads again, or delete the file: heads draft without it."
     if not data.startswith(_MARK):
-        raise _no_answers(path)
+        raise UserError(f"{path} holds something else than answers.", remedy)
     try:
         return _unpacked(data.removeprefix(_MARK))
     except zlib.error as error:
-        raise UserError(
-            f"{path} is cut short or damaged ({error}).",
-            "Export or fetch the heads again, or delete the file: heads draft without it.",
-        ) from None
+        raise UserError(f"{path} is cut short or damaged ({error}).", remedy) from None
 
 
 def _no_answers(path: Path) -> UserError:

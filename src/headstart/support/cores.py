@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -29,15 +30,15 @@ _TAKE, _RETURN = 0.35, 0.2
 class FreeCores:
     """Limits the calling thread's compute threads to the cores that other programs leave free.
 
-    Other programs' share is the time Linux counts on this process's cores minus this process's own. Does nothing
-    outside Linux, or without GNU's OpenMP.
+    Other programs' share is the time Linux counts on this process's cores minus this process's own, while a `limited`
+    block runs. Does nothing outside Linux, or without GNU's OpenMP.
     """
 
     def __init__(self) -> None:
         self._cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        self._most = 1
-        self._given_up = 0
-        self._last = self._read()
+        self._free: float = len(self._cores)
+        self._seen = (0.0, 0.0, 0.0)
+        self._here = threading.local()  # of the block this thread is in: its own thread count, and its last reading
 
     @contextmanager
     def limited(self) -> Iterator[None]:
@@ -49,40 +50,49 @@ class FreeCores:
         if openmp is None or own == 1 or not self._cores:
             yield
             return
-        self._most, self._last = min(own, len(self._cores)), self._read()
+        self._here.own, self._here.last = own, self._read()
         try:
-            openmp.omp_set_num_threads(max(1, self._most - self._given_up))
+            openmp.omp_set_num_threads(threads_for(self._free, own))
             yield
         finally:
-            self._most = 1
+            self._add()
+            self._here.own = 1
             openmp.omp_set_num_threads(own)
 
     def update(self) -> bool:
-        """Read the load if the last reading is old enough; return whether the number of threads changed."""
-        if self._most == 1 or perf_counter() - self._last[0] < _WINDOW:
+        """Measure the load if enough time has passed; return whether the number of threads changed."""
+        own = getattr(self._here, "own", 1)
+        if own == 1 or self._seen[0] + perf_counter() - self._here.last[0] < _WINDOW:
             return False
-        before, self._last = self._last, self._read()
-        elapsed, busy, own = (now - then for now, then in zip(self._last, before, strict=True))
+        self._add()
+        (elapsed, busy, ours), self._seen = self._seen, (0.0, 0.0, 0.0)
+        free = len(self._cores) - max(0.0, busy - ours) / elapsed
         threads = torch.get_num_threads()
-        wanted = threads_beside(max(0.0, busy - own) / elapsed, threads, self._most)
+        # Between the two bounds nothing changes.
+        wanted = max(threads_for(free + _RETURN, own), min(threads, threads_for(free + _TAKE, own)))
         if wanted != threads:
-            self._given_up = self._most - wanted
+            self._free = wanted if wanted < own else len(self._cores)
             _openmp().omp_set_num_threads(wanted)
         return wanted != threads
+
+    def _add(self) -> None:
+        now = self._read()
+        spent = zip(self._seen, now, self._here.last, strict=True)
+        elapsed, busy, ours = (seen + after - before for seen, after, before in spent)
+        self._seen, self._here.last = (elapsed, busy, ours), now
 
     def _read(self) -> tuple[float, float, float]:
         """Seconds now, seconds this process's cores were busy, and seconds of them in this process."""
         return perf_counter(), busy_seconds(Path("/proc/stat"), self._cores), process_time()
 
 
-def threads_beside(others: float, threads: int, most: int) -> int:
-    """Compute threads to use beside other programs that occupy `others` cores, given the current number.
+def threads_for(free: float, most: int) -> int:
+    """Compute threads for this many free cores.
 
-    >>> [threads_beside(others, 2, 2) for others in (0.0, 0.3, 0.5, 1.0, 2.0)], threads_beside(0.3, 1, 2)
-    ([2, 2, 1, 1, 1], 1)
+    >>> [threads_for(free, 4) for free in (-1.0, 0.7, 2.3, 12.0)]
+    [1, 1, 2, 4]
     """
-    fewer, more = (max(1, min(most, floor(most - others + slack))) for slack in (_TAKE, _RETURN))
-    return min(threads, fewer) if fewer < threads else max(threads, more)
+    return max(1, min(most, floor(free)))
 
 
 def busy_seconds(stat: Path, cores: list[int]) -> float:

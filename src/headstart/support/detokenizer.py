@@ -32,7 +32,8 @@ class AnswerMarkup:
     @classmethod
     def of(cls, tokenizer: Any) -> AnswerMarkup:
         """Find the markup by rendering one answer."""
-        special = frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        special = frozenset(number for number, token in added.items() if token.special)
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
         try:
             prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
@@ -127,7 +128,7 @@ class StopStrings:
     """Stop string detection; special tokens count only for stop strings that contain one."""
 
     def __init__(self, tokenizer: Any, stops: Sequence[str], markup: AnswerMarkup = AnswerMarkup()) -> None:
-        special = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        special = [token.content for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
         raw = [stop for stop in stops if any(content in stop for content in special)]
         self._kinds = [(IncrementalDetokenizer(tokenizer, markup=markup), stops)]
         if raw:

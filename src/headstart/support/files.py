@@ -82,18 +82,22 @@ def replace(new: Path, path: Path) -> None:
     is_folder = new.is_dir() and not new.is_symlink()
     while True:
         old = partial_name(path)
-        if is_folder and os.path.lexists(path):
-            if _exchange(new, path):
-                return remove(new)
-            with suppress(FileNotFoundError):  # another process has moved it
-                path.rename(old)
         try:
-            return os.replace(new, path)
-        except OSError as error:  # another process has put a folder there
-            if not is_folder or error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+            if is_folder and os.path.lexists(path):
+                if _exchange(new, path):
+                    return remove(new)
+                with suppress(FileNotFoundError):  # another process has moved it
+                    path.rename(old)
+            os.replace(new, path)
+        except BaseException as error:
+            taken = isinstance(error, OSError) and error.errno in (errno.EEXIST, errno.ENOTEMPTY)
+            if not is_folder or not taken:
+                with suppress(OSError):
+                    old.rename(path)
                 raise
-        finally:
-            remove(old)
+            remove(old)  # another process has put a folder there
+        else:
+            return remove(old)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -102,7 +102,7 @@ def each_conversation(path: Path) -> Iterator[Conversation]:
     for number, row in read_jsonl(path):
         try:
             yield Conversation.from_json(row)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             reason = f"no {error}" if isinstance(error, KeyError) else error
             raise UserError(
                 f"{path}, line {number}: not a tokenised conversation ({reason}).",

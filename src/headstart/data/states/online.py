@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from headstart.data.conversations.records import Conversation
-from headstart.data.states.store import Sample, States, all_finite
+from headstart.data.states.store import Sample, States, which_finite
 from headstart.target.model import Target
 
 
@@ -54,9 +54,10 @@ class OnlineStates(States):
     def samples(self, indices: Sequence[int], layers: Sequence[int] | None = None) -> list[Sample]:
         """Compute a batch; conversations with non-finite states are fully masked, with one warning each."""
         layers, samples = self.aux_layers if layers is None else layers, list[Sample]()
-        for index, states in zip(indices, self._states(tuple(indices), layers), strict=True):
+        computed = list(self._states(tuple(indices), layers))
+        for index, states, is_finite in zip(indices, computed, which_finite(computed), strict=True):
             supervised_T = self._supervised(index)
-            if not all_finite(states):
+            if not is_finite:
                 supervised_T = torch.zeros_like(supervised_T)
                 states = {layer: torch.zeros_like(state_TE) for layer, state_TE in states.items()}
                 if index not in self.not_finite:

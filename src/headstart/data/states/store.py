@@ -89,7 +89,15 @@ def estimate_bytes(tokens: int, aux_layers: int, hidden: int, dtype: torch.dtype
 
 
 def all_finite(states: Mapping[int, Tensor]) -> bool:
-    return all(bool(state_TE.isfinite().all()) for state_TE in states.values())
+    return which_finite([states])[0]
+
+
+def which_finite(states: Sequence[Mapping[int, Tensor]]) -> list[bool]:
+    """Tell for each conversation whether its states are finite; the host waits for the device once."""
+    flags = [[state_TE.isfinite().all() for state_TE in of_one.values()] for of_one in states]
+    if not any(flags):
+        return [True] * len(states)
+    return torch.stack([torch.stack(of_one).all() for of_one in flags]).tolist()
 
 
 class States(ABC):

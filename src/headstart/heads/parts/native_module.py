@@ -179,7 +179,9 @@ class NativeModule(nn.Module):
         with torch.device("meta"):
             kind = type(self.settings.model())
         model = load_layer(files, 0, kind, self.settings.config(), self.norm.weight.dtype)
-        self.layer.load_state_dict(model.get_decoder().layers[0].state_dict(), assign=True)
+        loaded = model.get_decoder().layers[0].state_dict()
+        device = self.norm.weight.device
+        self.layer.load_state_dict({name: value.to(device) for name, value in loaded.items()}, assign=True)
         parts = (self.enorm, self.hnorm, self.eh_proj, self.norm)
         for part, weight in zip(parts, files.parts(0), strict=True):
             part.weight.copy_(weight)
