@@ -3,9 +3,10 @@
     python benchmarks/busy_core.py runs/quickstart/heads
     python benchmarks/busy_core.py runs/quickstart/heads --quick
 
-Four processes decode the same prompts in turns: one follows the free cores (the default), three have a fixed setting:
-all threads, all threads with OMP_WAIT_POLICY=passive, and one thread. All of it runs once on a quiet machine and once
-beside a busy loop. The bar: at least 0.97 of the best fixed setting on a quiet machine, 0.85 beside a busy core.
+One process decodes the same prompts in turns: with threads that follow the free cores (the default), with all threads,
+and with one. A second process does so with all threads and OMP_WAIT_POLICY=passive, which is read at start-up; two
+processes differ by some per cent by themselves. All of it runs once on a quiet machine and once beside a busy loop. The
+bar: at least 0.97 of the best fixed setting on a quiet machine, 0.85 beside a busy core.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from never_slower import anew, prompts_of
 from record import record
 from tables import figures
@@ -33,12 +36,8 @@ from headstart.eval.environment import environment
 
 BARS = {"quiet": 0.97, "one core busy": 0.85}
 FOLLOWS = "free cores"
-SETTINGS: Mapping[str, Mapping[str, str]] = {
-    FOLLOWS: {},
-    "all threads": {},
-    "all threads, passive": {"OMP_WAIT_POLICY": "passive"},
-    "one thread": {"OMP_NUM_THREADS": "1"},
-}
+ALL, ONE, PASSIVE = "all threads", "one thread", "all threads, passive"
+SETTINGS = (FOLLOWS, ALL, ONE, PASSIVE)
 METHODS = ("plain", "heads", DEFAULT)
 WHAT = (
     "Tokens a second by thread setting, on a quiet machine and beside a busy loop, in turns. The last column is the "
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=2, help="times that every prompt is decoded in each cell")
     parser.add_argument("--quick", action="store_true", help="one prompt, once, 8 tokens: does it run?")
-    parser.add_argument("--worker", choices=SETTINGS, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.quick:
         options.prompts, options.max_new_tokens, options.repeats = 1, 8, 1
@@ -64,8 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        workers = {name: stack.enter_context(worker(name, options)) for name in SETTINGS}
-        machine = next(iter([ask(each, {}) for each in workers.values()]))  # all of them have loaded and compiled
+        active = stack.enter_context(worker(options, {}))
+        machine = ask(active, {})  # one after the other: costs are measured on a quiet machine
+        passive = stack.enter_context(worker(options, {"OMP_WAIT_POLICY": "passive"}))
+        ask(passive, {})
+        workers = {name: passive if name == PASSIVE else active for name in SETTINGS}
         for condition in BARS:
             with busy_loop() if condition != "quiet" else ExitStack():
                 rows += measure(condition, workers, options)
@@ -87,7 +89,7 @@ def measure(
         for number in range(options.prompts * options.repeats):
             first = number % len(names)
             for name in names[first:] + names[:first]:
-                done = ask(workers[name], {"method": method, "prompt": number % options.prompts})
+                done = ask(workers[name], {"setting": name, "method": method, "prompt": number % options.prompts})
                 seconds[name] += done["seconds"]
                 tokens[name] += done["tokens"]
         speeds = {name: tokens[name] / seconds[name] for name in names}
@@ -112,11 +114,11 @@ def busy_loop() -> Iterator[None]:
 
 
 @contextmanager
-def worker(name: str, options: argparse.Namespace) -> Iterator[subprocess.Popen[str]]:
-    """A process that decodes with one of the settings whenever it is asked to, and waits without computing."""
-    command = [sys.executable, __file__, options.heads, "--worker", name, "--dtype", options.dtype]
+def worker(options: argparse.Namespace, variables: Mapping[str, str]) -> Iterator[subprocess.Popen[str]]:
+    """A process that decodes when it is asked to, and waits without computing."""
+    command = [sys.executable, __file__, options.heads, "--worker", "--dtype", options.dtype]
     command += ["--prompts", str(options.prompts), "--max-new-tokens", str(options.max_new_tokens)]
-    pipe, environment = subprocess.PIPE, {**os.environ, **SETTINGS[name]}
+    pipe, environment = subprocess.PIPE, {**os.environ, **variables}
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment) as process:
         try:
             yield process
@@ -136,18 +138,20 @@ def work(options: argparse.Namespace) -> None:
     """Answer requests from standard input: the environment, or seconds and tokens of one text."""
     decoder = headstart.load(options.heads, dtype=options.dtype)
     prompts = prompts_of(decoder.target, None, options.prompts)
-    loops = {name: anew(decoder.loop(name)) for name in METHODS if name != "plain"}
-    loops["plain"] = DecodeLoop(decoder.target)
-    asked = DecodeOptions(options.max_new_tokens)
-    for loop in loops.values():
-        if options.worker != FOLLOWS:
-            loop.free_cores = None
-        loop.generate([prompts[0]], asked)  # records what later calls replay
+    asked, threads = DecodeOptions(options.max_new_tokens), torch.get_num_threads()
+    loops: dict[tuple[str, str], DecodeLoop] = {}
+    for setting, method in product(SETTINGS, METHODS):
+        loop = DecodeLoop(decoder.target) if method == "plain" else anew(decoder.loop(method))
+        loop.free_cores = loop.free_cores if setting == FOLLOWS else None
+        loops[setting, method] = loop
+    for method in METHODS:
+        loops[ALL, method].generate([prompts[0]], asked)  # records what later calls replay
     for line in sys.stdin:
         request, answer = json.loads(line), environment(decoder.target)
         if request:
+            torch.set_num_threads(1 if request["setting"] == ONE else threads)
             start = perf_counter()
-            (text,) = loops[request["method"]].generate([prompts[request["prompt"]]], asked)
+            (text,) = loops[request["setting"], request["method"]].generate([prompts[request["prompt"]]], asked)
             answer = {"seconds": perf_counter() - start, "tokens": len(text.tokens)}
         print(json.dumps(answer), flush=True)
 

@@ -284,19 +284,21 @@ def test_memory(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.Mo
 def test_busy_core(
     tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two workers in this process; a process of its own each takes longer to import torch."""
+    """The worker in this process; one of its own takes longer to import torch."""
     benchmark = script("busy_core", monkeypatch)
     export(tmp_path / "heads", load_target(str(tiny_target_folder)))
-    methods = benchmark.METHODS
-    requests = [{}, *({"method": method, "prompt": 0} for method in methods)]
-    for setting in (benchmark.FOLLOWS, "one thread"):
-        monkeypatch.setattr("sys.stdin", io.StringIO("".join(json.dumps(row) + "\n" for row in requests)))
-        benchmark.main([str(tmp_path / "heads"), "--quick", "--worker", setting])
-        said, *texts = map(json.loads, capsys.readouterr().out.splitlines()[-len(requests) :])
-        assert said["device"] == "cpu" and all(text["tokens"] == 8 and text["seconds"] > 0 for text in texts)
+    methods, settings = benchmark.METHODS, benchmark.SETTINGS
+    asked = [{"setting": setting, "method": method, "prompt": 0} for setting in settings for method in methods]
+    requests = "".join(json.dumps(row) + "\n" for row in ({}, *asked))
+    monkeypatch.setattr("sys.stdin", io.StringIO(requests))
+    threads = torch.get_num_threads()
+    benchmark.main([str(tmp_path / "heads"), "--quick", "--worker"])
+    torch.set_num_threads(threads)
+    said, *texts = map(json.loads, capsys.readouterr().out.splitlines()[-1 - len(asked) :])
+    assert said["device"] == "cpu" and all(text["tokens"] == 8 and text["seconds"] > 0 for text in texts)
 
-    def answer(setting: str, request: dict[str, Any]) -> dict[str, float]:
-        return {"seconds": {"free cores": 1.1, "one thread": 1.0}.get(setting, 2.0), "tokens": 8}
+    def answer(worker: str, request: dict[str, Any]) -> dict[str, float]:
+        return {"seconds": {"free cores": 1.1, "one thread": 1.0}.get(request["setting"], 2.0), "tokens": 8}
 
     monkeypatch.setattr(benchmark, "ask", answer)
     workers = {name: name for name in benchmark.SETTINGS}

@@ -379,6 +379,13 @@ def test_a_rotary_base_is_never_guessed(theirs: Path, target: Target) -> None:
         (theirs / "config.json").write_text(before)
 
 
+def test_the_name_of_another_drafter_is_refused_with_any_tensors(theirs: Path, target: Target, tmp_path: Path) -> None:
+    change(theirs, architectures=["DFlash2DraftModel"])
+    with pytest.raises(UserError, match="DFlash2DraftModel"):
+        import_heads(theirs, target, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
 @pytest.mark.parametrize("scaling", [{}, {"rope_type": "yarn", "factor": 2.0}], ids=["plain", "yarn"])
 def test_a_shorter_context_is_told_and_goes_on_to_the_end(
     scaling: dict[str, Any], theirs: Path, target: Target, tmp_path: Path

@@ -102,7 +102,8 @@ def settings_of(checkpoint: Checkpoint, layout: Layout, facts: TargetFacts | Non
 def _refuse_unknown(checkpoint: Checkpoint, layout: Layout) -> None:
     """Raise a UserError for settings that change the computation in unsupported ways."""
     config, names = checkpoint.settings, _architectures(checkpoint)
-    if layout in BLOCKS and names and not names & (_DFLASH | _DSPARK):
+    others = names if layout in BLOCKS else {name for name in names if name.startswith(("DFlash", "DSpark"))}
+    if others and not others & (_DFLASH | _DSPARK):
         raise UserError(
             f"architectures is {sorted(names)}, and headstart has the block drafters "
             f"{', '.join(sorted(_DFLASH | _DSPARK))}.",
