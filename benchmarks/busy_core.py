@@ -36,7 +36,7 @@ from headstart.eval.environment import environment
 
 BARS = {"quiet": 0.97, "one core busy": 0.85}
 FOLLOWS = "free cores"
-ALL, ONE, PASSIVE = "all threads", "one thread", "all threads, passive"
+ALL, ONE, PASSIVE = "all threads", "one thread", "passive waiting"
 SETTINGS = (FOLLOWS, ALL, ONE, PASSIVE)
 METHODS = ("plain", "heads", DEFAULT)
 WHAT = (

@@ -6,16 +6,13 @@ one of two cores busy, decoding with two threads runs at a quarter of its speed,
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from math import floor
 from pathlib import Path
 from time import perf_counter, process_time
-from typing import Any
 
 import torch
 
@@ -46,18 +43,18 @@ class FreeCores:
 
         `update` inside the block follows other programs from there on.
         """
-        own, openmp = torch.get_num_threads(), _openmp()
-        if openmp is None or own == 1 or not self._cores:
+        own = torch.get_num_threads()
+        if torch_threads() is None or own == 1 or not self._cores:
             yield
             return
         self._here.own, self._here.last = own, self._read()
         try:
-            openmp.omp_set_num_threads(threads_for(self._free, own))
+            torch.set_num_threads(threads_for(self._free, own))
             yield
         finally:
             self._add()
             self._here.own = 1
-            openmp.omp_set_num_threads(own)
+            torch.set_num_threads(own)
 
     def update(self) -> bool:
         """Measure the load if enough time has passed; return whether the number of threads changed."""
@@ -72,7 +69,7 @@ class FreeCores:
         wanted = max(threads_for(free + _RETURN, own), min(threads, threads_for(free + _TAKE, own)))
         if wanted != threads:
             self._free = wanted if wanted < own else len(self._cores)
-            _openmp().omp_set_num_threads(wanted)
+            torch.set_num_threads(wanted)  # of MKL, too
         return wanted != threads
 
     def _add(self) -> None:
@@ -109,9 +106,3 @@ def busy_seconds(stat: Path, cores: list[int]) -> float:
         if fields and fields[0] in names
         for number in (1, 2, 3, 6, 7)
     )
-
-
-@cache
-def _openmp() -> Any:
-    path = torch_threads()
-    return None if path is None else ctypes.CDLL(str(path))
