@@ -210,6 +210,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/test_small_benchmarks.py": {
         "test_drafting": (".venv/bin/python benchmarks/drafting.py",),
         "test_forwards": (".venv/bin/python benchmarks/forwards.py",),
+        "test_busy_core": (".venv/bin/python benchmarks/busy_core.py",),
         "test_memory": (".venv/bin/python benchmarks/memory.py",),
         "test_writing": (".venv/bin/python benchmarks/writing.py",),
         "test_plan_accuracy": (".venv/bin/python benchmarks/plan_accuracy.py",),
