@@ -16,7 +16,8 @@ from tables import table
 
 from headstart.pipeline.plan import Plan, make_plan
 from headstart.pipeline.run import Run
-from headstart.recipes.recipe import load_recipe, packaged_recipes
+from headstart.recipes.recipe import load_recipe
+from headstart.recipes.values import packaged_recipes
 from headstart.support.files import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -135,14 +135,14 @@ PROCESSES, ROUNDS = 4, 15
 SAME_PATHS = f"""{MEET}
 from headstart.data.served.log import RequestLog
 from headstart.support.answer_file import AnswerFile
-from headstart.support.artifacts import point
+from headstart.support.artifacts import set_symlink
 from headstart.support.files import remove, write_atomic, write_json
 place = Path(sys.argv[1])
 meet(place, {PROCESSES})
 for number in range({ROUNDS}):
     write_json(place / "costs.json", list(range(number)))
     write_atomic(place / "heads", lambda partial: (partial.mkdir(), (partial / "a").touch()))
-    point(place / "serving", place / str(number % 3))
+    set_symlink(place / "serving", place / str(number % 3))
     remove(place / "old" / str(number))
     RequestLog(place / "log")
     AnswerFile(place / "answers", "00" * 16, 500).add([[number] * 30])

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from headstart.errors import UserError
-from headstart.support.artifacts import Artifact, held
+from headstart.support.artifacts import Artifact, lock_artifact
 from headstart.support.lock import Busy, locked
 
 
@@ -124,7 +124,7 @@ def test_a_lock_is_named_after_a_minute_with_what_to_type(
     with locked(made.folder):
         holder = f"17 on {where}" if where == "elsewhere" else "17"
         (made.folder / "lock").write_text(holder)
-        with pytest.raises(TimeoutError), held(made, console):
+        with pytest.raises(TimeoutError), lock_artifact(made, console):
             pytest.fail("held twice")
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count(f"waiting: Another run (process {holder}) is working in {made.folder}") == 2

@@ -22,13 +22,15 @@ import headstart.model
 from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.drafters.memory import CONTEXT
 from headstart.errors import UserError
+from headstart.heads.base import parse_heads
 from headstart.model.teacher import teacher_problem
 from headstart.pipeline.data_stages import conversations, states_artifact
 from headstart.pipeline.inventory import free, run_states, unreferenced
 from headstart.pipeline.plan import make_plan, show_plan
 from headstart.pipeline.run import NAMES, Run, execute
 from headstart.pipeline.stages import STAGES, check_inputs, stages_until
-from headstart.recipes.recipe import Recipe, parse_heads, parse_recipe, recipe_text
+from headstart.recipes.recipe import Recipe, parse_recipe
+from headstart.recipes.values import recipe_text
 from headstart.replay.patch import FINAL
 from headstart.support.answer_file import read_answers
 from headstart.support.artifacts import read_note, referred
@@ -165,7 +167,9 @@ def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
                 execute(quiet(folder, recipe), STAGES)
         run = quiet(folder, recipe)
         records = [run.record(name) for name in names]
-        assert [record is not None and record.whole for record in records] == [i < number for i in range(len(names))]
+        assert [record is not None and record.is_complete for record in records] == [
+            i < number for i in range(len(names))
+        ]
     execute(quiet(folder, recipe), STAGES)
     for split in ("train", "validation", "heldout"):
         file = f"data/conversations/{split}.jsonl"
@@ -207,7 +211,7 @@ def test_a_run_killed_while_training_goes_on(
     assert newest_step(folder) == before + 1, "Ctrl-C ends the step and keeps it"
     record = run.record("train")
     assert record is not None
-    assert not record.whole
+    assert not record.is_complete
 
 
 def newest_step(folder: Path) -> int:
@@ -558,14 +562,20 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     text = capsys.readouterr().out
     assert plan.problems == []
     assert set(plan.seconds) == {stage.name for stage in STAGES}
-    assert plan.left == {} and plan.disk_bytes == 0
+    assert plan.left == {} and plan.peak_bytes == 0
     assert text.count("done: ") == len(STAGES) and "Nothing is left to do" in text
+    ignored = make_plan(run, 2, prompt_tokens=5, tokens_per_second=9)
+    show_plan(run, ignored)
+    told = capsys.readouterr().out
+    assert all(
+        f"{option} changes nothing" in told for option in ("--processes", "--prompt-tokens", "--tokens-per-second")
+    )
     longer = recipe.model_copy(update={"train": recipe.train.model_copy(update={"steps": 6})})
     run = Run(longer, folder, Console(width=120))
     plan = make_plan(run)
     show_plan(run, plan)
     text = capsys.readouterr().out
-    assert set(plan.left) == {"train", "tune", "export", "eval"} and plan.disk_bytes > 0
+    assert set(plan.left) == {"train", "tune", "export", "eval"} and 0 < plan.left_bytes < plan.peak_bytes
     assert "train.steps changed from 4 to 6" in text and "again, after train" in text
     assert text.count("done: ") == 3 and "Nothing is left" not in text
     assert "Compute per draft" in text and "Conversations" not in dict(plan.facts)

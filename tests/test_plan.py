@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import torch
 from rich.console import Console
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.records import Conversation
+from headstart.data.prompts.loading import LeftOut, Prompts
 from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation
@@ -27,21 +28,22 @@ from headstart.model.model import Target
 from headstart.model.outline import outline
 from headstart.pipeline import dry_run as dry_running
 from headstart.pipeline import plan as planning
-from headstart.pipeline.dry_run import Speeds, dry_run
-from headstart.pipeline.lengths import (
+from headstart.pipeline.dry_run import dry_run
+from headstart.pipeline.plan import Plan, make_plan, show_plan
+from headstart.pipeline.run import Run
+from headstart.pipeline.stages import STAGES
+from headstart.pipeline.workload import (
     PROMPT_TOKENS,
     Lengths,
+    Speeds,
+    Workload,
     answer_tokens,
     assumed_lengths,
     counted_lengths,
-    prompts_of,
-    written_lengths,
+    optimizer_bytes,
 )
-from headstart.pipeline.plan import Plan, make_plan, show_plan
-from headstart.pipeline.run import Run
-from headstart.pipeline.stage_costs import COSTS, Workload, optimizer_bytes
 from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
-from headstart.recipes.sections import DataSection, TrainSection
+from headstart.recipes.sections import DataSection
 from headstart.replay.cache import TreeCache
 from headstart.train.optimizers import make_optimizers
 
@@ -56,28 +58,30 @@ def asked(*texts: str) -> Prompt:
 
 
 def expected(data: DataSection, target: Target, *prompts: Prompt) -> Lengths:
-    return counted_lengths(data, target.tokenizer, target.max_length, prompts)
+    with pytest.MonkeyPatch.context() as patched:
+        found = Prompts(list(prompts), LeftOut(), {})
+        patched.setattr("headstart.pipeline.workload.load_prompts", lambda *_, **__: found)
+        return counted_lengths(data, target.tokenizer, target.max_length)
 
 
 class TestLengths:
     def test_prompts_that_are_not_known_are_assumed(self, tiny_target: Target) -> None:
-        lengths = expected(DataSection(max_new_tokens=100), tiny_target)
+        lengths = counted_lengths(DataSection(max_new_tokens=100), tiny_target.tokenizer, tiny_target.max_length)
         assert (lengths.tokens, lengths.turns, lengths.prompts) == (PROMPT_TOKENS + answer_tokens(100), 1, 0)
-        assert lengths.cached == 200 + 100
-        assert prompts_of(DataSection(), tiny_target.tokenizer) == []
+        assert lengths.longest == 200 + 100
 
     def test_every_turn_counts_and_stands_in_the_cache(self, tiny_target: Target) -> None:
         """ChatML: 7 tokens around a user turn and 3 before an answer, which its own end closes, and a line break."""
         data = DataSection(prompts="x", max_new_tokens=10)
         usual = answer_tokens(10)
         single = expected(data, tiny_target, asked("x" * 20))
-        assert (single.tokens, single.turns, single.answer, single.cached) == (28 + usual, 1, usual, 28 + 10)
+        assert (single.tokens, single.turns, single.answer, single.longest) == (28 + usual, 1, usual, 28 + 10)
         double = expected(data, tiny_target, asked("x" * 20, "y" * 30))
-        assert double.turns == 2 and double.cached == 28 + 10 + 40 + 10
+        assert double.turns == 2 and double.longest == 28 + 10 + 40 + 10
         assert double.tokens == pytest.approx(28 + usual + 40 + usual)
         mean = expected(data, tiny_target, asked("x" * 20), asked("x" * 20, "y" * 30))
         assert mean.tokens == (single.tokens + double.tokens) / 2
-        assert mean.cached == double.cached and mean.prompts == 2
+        assert mean.longest == double.longest and mean.prompts == 2
 
     def test_a_conversation_ends_where_writing_ends_it(self, tiny_target: Target) -> None:
         long = asked("x", "y" * 100, "z")
@@ -86,7 +90,7 @@ class TestLengths:
         assert cut == short
         many = asked(*["x" * 50] * 100)
         lengths = expected(DataSection(prompts="x", max_new_tokens=100), tiny_target, many)
-        assert 0.9 * tiny_target.max_length <= lengths.cached <= tiny_target.max_length
+        assert 0.9 * tiny_target.max_length <= lengths.longest <= tiny_target.max_length
         assert lengths.tokens <= tiny_target.max_length and 5 <= lengths.turns <= 9
 
     def test_given_answers_are_counted_as_they_are(self, tiny_target: Target) -> None:
@@ -95,7 +99,7 @@ class TestLengths:
         lengths = expected(data, tiny_target, given)
         whole = tiny_target.tokenizer.apply_chat_template(given.messages, tokenize=False)
         assert lengths.tokens == pytest.approx(len(tiny_target.tokenizer(whole)["input_ids"]), rel=0.03)
-        assert lengths.answer == 300 and lengths.turns == lengths.cached == 0
+        assert lengths.answer == 300 and lengths.turns == lengths.longest == 0
 
     def test_they_are_those_of_the_conversations_that_are_written(
         self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -107,8 +111,8 @@ class TestLengths:
         monkeypatch.setattr(InProcess, "continue_rows", lambda _self, rows, _how: [list(answer) for _ in rows])
         sizes = {"conversations": 22, "heldout": 1, "validation": 1, "max_new_tokens": 10, "batch_size": 24}
         data = DataSection.model_validate({"prompts": str(path), **sizes})
-        monkeypatch.setattr("headstart.pipeline.lengths.answer_tokens", lambda _: float(len(answer)))
-        lengths = expected(data, tiny_target, *prompts_of(data, tiny_target.tokenizer))
+        monkeypatch.setattr("headstart.pipeline.workload.answer_tokens", lambda _: float(len(answer)))
+        lengths = counted_lengths(data, tiny_target.tokenizer, tiny_target.max_length)
         splits = build_conversations(tiny_target, data, tmp_path / "data")
         written = [len(item.tokens) for item in splits.train + splits.validation]
         assert lengths.prompts == 24
@@ -142,7 +146,7 @@ def prompt_file(folder: Path, turns: int, count: int = 40) -> str:
 @pytest.fixture
 def measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """No forward is timed, and the process holds nothing but what is planned."""
-    monkeypatch.setattr(planning, "dry_run", lambda *_: Speeds(0.01, 1e-4, 0.1, 1000, "a dry run"))
+    monkeypatch.setattr(planning, "dry_run", lambda *_: Speeds(0.01, 1e-4, 1e-3, 0.1, 1000, "a dry run"))
     monkeypatch.setattr(planning, "_resident", lambda: 0)
 
 
@@ -234,7 +238,7 @@ class TestMemory:
         shares = {}
         for device in ("cpu", "cuda"):
             target = cast(Target, SimpleNamespace(device=torch.device(device)))
-            work = Workload(run.recipe, target, cast(Any, None), [], cast(Any, None), Speeds(), 8, held=16, free=64)
+            work = Workload(run.recipe, target, cast(Any, None), [], cast(Any, None), processes=8, held=16, free=64)
             shares[device] = [work.room(stage) for stage in ("train", "eval")]
         assert shares == {"cpu": [10, 80], "cuda": [80, 80]}
 
@@ -277,55 +281,51 @@ class TestMemory:
         show_plan(run, make_plan(run))
 
 
-def tried(target: Target, batch_tokens: int, limit: float = 1.0) -> tuple[Speeds, list[str]]:
-    heads, reported = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target)), list[str]()
+def tried(target: Target, batch_tokens: int, limit: float = 1.0) -> Speeds:
+    settings = {"family": "medusa", "num_heads": 2}
+    heads = family("medusa")(make_config(settings, target))
     heads.warm_start(target)
-    lengths = assumed_lengths(DataSection(), target.max_length)
-    section = TrainSection(batch_tokens=batch_tokens)
-    return dry_run(target, heads, [-1], section, lengths, reported.append, limit), reported
+    sizes = {"data": {"conversations": 4, "batch_size": 4}, "train": {"batch_tokens": batch_tokens}}
+    recipe = parse_recipe({"name": "x", "heads": settings, **sizes})
+    return dry_run(target, heads, [-1], recipe, assumed_lengths(recipe.data, target.max_length), limit)
 
 
 def test_what_training_keeps_for_its_backward_grows_with_the_batch(tiny_target: Target) -> None:
     lengths = assumed_lengths(DataSection(), tiny_target.max_length)
-    small, large = (tried(tiny_target, tokens)[0].batch_bytes for tokens in (1024, 4096))
+    small, large = (tried(tiny_target, tokens).batch_bytes for tokens in (1024, 4096))
     assert small > 0
     # A hidden state of each of two heads for each token of an answer, at the least.
     answers = 3072 * lengths.answer / lengths.tokens
     assert large >= 0.95 * answers * 2 * tiny_target.hidden_size * 4
 
 
-@pytest.mark.parametrize(("slow", "steps"), [(0.04, 128), (100.0, 2)])
+@pytest.mark.parametrize(("slow", "steps", "rows"), [(0.04, 32, 4), (100.0, 1, 1)])
 def test_a_dry_run_keeps_to_its_limit(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch, slow: float, steps: int
+    tiny_target: Target, monkeypatch: pytest.MonkeyPatch, slow: float, steps: int, rows: int
 ) -> None:
-    """A forward, or learning from a token, takes so many seconds of a clock of its own: where one takes longer than the
+    """A step, or learning from a token, takes so many seconds of a clock of its own: where one takes longer than the
     limit, nothing is done twice."""
-    now, learn, forwards = [0.0], dry_running._Trial.learn, list[int]()
-    forward_tree, hidden_states = Target.forward_tree, Target.hidden_states
+    now, work = [0.0], dry_running._DryRun
 
-    def learning(self: Any, size: int) -> int:
-        now[0] += slow * size
-        return learn(self, size)
+    def slowed(name: str, each: float) -> Callable[[Any, int], int]:
+        run = getattr(work, name)
 
-    def forward(self: Target, cache: TreeCache, *rest: Any) -> Any:
-        now[0] += slow
-        forwards.append(1)
-        return forward_tree(self, cache, *rest)
+        def method(self: Any, size: int) -> int:
+            done: int = run(self, size)
+            now[0] += each * done
+            return done
 
-    def reading(self: Target, texts: list[list[int]], *rest: Any) -> Any:
-        now[0] += slow * sum(map(len, texts))
-        return hidden_states(self, texts, *rest)
+        return method
 
+    for name, each in (("decode", slow), ("write", slow / 8), ("read", slow), ("learn", slow), ("update", 0.0)):
+        monkeypatch.setattr(work, name, slowed(name, each))
     monkeypatch.setattr(dry_running, "perf_counter", lambda: now[0])
-    monkeypatch.setattr(dry_running._Trial, "learn", learning)
-    monkeypatch.setattr(Target, "forward_tree", forward)
-    monkeypatch.setattr(Target, "hidden_states", reading)
-    speeds, reported = tried(tiny_target, 512, 30.0)
-    assert len(forwards) == steps and (speeds.step, speeds.token) == pytest.approx((slow, slow))
+    speeds = tried(tiny_target, 512, 30.0)
+    assert (speeds.step, speeds.token, speeds.written) == pytest.approx((slow, slow, slow / 8))
     assert speeds.batch == pytest.approx(512 * slow), "updates take no time here"
-    assert reported == ["a warm-up", "decoding steps", "tokens read", "tokens learned", "updates of the heads"]
-    assert f"{steps // 2} decoding steps in" in speeds.measured
-    least = slow * (2 + 2 * 16 + 3 * 16)  # a warm-up and one of each
+    assert f"{steps} decoding steps in" in speeds.measured
+    assert re.search(rf"\b({8 * rows}|{16 * rows}) tokens written in", speeds.measured), "by one worker or two"
+    least = slow * (1 + 16 + 1 + 2 + 16 + 2 * 16)  # a warm-up and one of each
     assert now[0] <= max(30, least)
 
 
@@ -403,8 +403,15 @@ class TestByTheConfigAlone:
     def test_nothing_is_said_of_hours(self, tmp_path: Path) -> None:
         plan = on_paper("llama-3.1-8b", "eagle3-8b", tmp_path)
         assert plan.seconds == {} and plan.room is None and plan.free_bytes is None
-        assert "are not on this machine" in plan.how
+        assert "are not on this machine" in plan.notes[0]
         assert dict(plan.facts)["Memory while training"].startswith("at least 11.7 GB")
+
+    def test_hours_of_writing_follow_from_the_speed_of_the_servers(self, tmp_path: Path) -> None:
+        recipe = load_recipe("eagle3-8b", [f"target={PAPER / 'llama-3.1-8b'}", "data.server=http://a:1"])
+        plan = make_plan(quiet(recipe, tmp_path / "none"), prompt_tokens=200, tokens_per_second=5000)
+        data = recipe.data
+        answers = (data.conversations + data.validation + data.heldout) * answer_tokens(data.max_new_tokens)
+        assert plan.seconds == {"conversations": pytest.approx(answers / 5000, rel=0.01)}
 
     def test_what_is_not_here_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offline = UserError("The Hub cannot be reached.", "Check the network.")
@@ -436,18 +443,6 @@ def test_optimisers_keep_what_is_planned(tiny_target: Target, optimizer: str) ->
     assert optimizer_bytes(heads, found.train) == kept
 
 
-def test_what_is_written_says_how_long_conversations_are(tiny_target: Target) -> None:
-    data = DataSection(max_new_tokens=20)
-    tokens, spans = [list(range(3, 33)), list(range(3, 53))], [(10, 30), (10, 20)]
-    found = [
-        Conversation(str(i), row, [first <= at < last for at in range(len(row))], [{"role": "user", "content": "x"}])
-        for i, (row, (first, last)) in enumerate(zip(tokens, spans, strict=True))
-    ]
-    lengths = written_lengths(data, tiny_target.max_length, found)
-    assert (lengths.tokens, lengths.turns, lengths.answer) == (40, 1, 15)
-    assert (lengths.cached, lengths.source) == (70, "as the 2 that are written")
-
-
 def test_the_page_on_scaling_says_what_plans_say(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PAPER.parents[1] / "benchmarks"))
     scaling = importlib.import_module("scaling")
@@ -458,5 +453,6 @@ def test_the_page_on_scaling_says_what_plans_say(monkeypatch: pytest.MonkeyPatch
 
 def test_a_plan_for_programs(tmp_path: Path) -> None:
     values = json.loads(json.dumps(on_paper("llama-3.3-70b", "eagle3-70b", tmp_path, processes=2).to_json()))
-    assert set(values["disk"]) == set(values["memory"]) == set(COSTS)
-    assert values["facts"]["Parameters"] == "70.6 B, 141.1 GB" and values["left"].keys() == {"target", *COSTS}
+    stages = [stage.name for stage in STAGES]
+    assert list(values["disk"]) == stages[1:] and list(values["memory"]) == ["conversations", "train", "eval"]
+    assert values["facts"]["Parameters"] == "70.6 B, 141.1 GB" and list(values["left"]) == stages

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from headstart.heads.base import families
+from headstart.heads.base import families, family
 from headstart.recipes.docs import TARGETS_OWN, markdown, settings_of, show_settings
-from headstart.recipes.recipe import Recipe, head_settings, load_recipe
+from headstart.recipes.recipe import Recipe, load_recipe
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 
@@ -25,7 +25,7 @@ def test_the_page_has_every_family() -> None:
 
 @pytest.mark.parametrize("name", families())
 def test_every_setting_says_what_it_means(name: str) -> None:
-    settings = [*settings_of(Recipe), *settings_of(head_settings()[name], "heads.")]
+    settings = [*settings_of(Recipe), *settings_of(family(name).Config, "heads.")]
     assert not [one.key for one in settings if not one.meaning]
 
 
@@ -42,7 +42,7 @@ def test_plain_lines_hold_value_default_and_meaning_of_every_setting() -> None:
     assert lines["heads.draft_vocab_size"].startswith("0\t0\tTokens the heads can draft")
     assert lines["heads.head_dim"].startswith(f"{TARGETS_OWN}\t{TARGETS_OWN}\t")
     assert not {"heads.hidden_size", "heads.num_heads", "heads.join"} & lines.keys(), "of no use here, or of others"
-    of_family = settings_of(head_settings()["eagle"], "heads.")
+    of_family = settings_of(family("eagle").Config, "heads.")
     assert lines.keys() - {"setting"} == {one.key for one in [*settings_of(Recipe), *of_family]}
 
 

@@ -11,13 +11,15 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.data.prompts.loading import LeftOut, Prompts
 from headstart.data.prompts.shapes import Prompt
 from headstart.heads.base import HeadBatch, families, family, make_config
 from headstart.model.model import Target
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run
 from headstart.pipeline.stages import STAGES
-from headstart.recipes.recipe import load_recipe, packaged_recipes
+from headstart.recipes.recipe import load_recipe
+from headstart.recipes.values import packaged_recipes
 from headstart.replay.patch import FINAL
 
 RECIPES = tuple(name for name, file in packaged_recipes().items() if file.parent.name != "zoo")
@@ -81,7 +83,8 @@ def test_a_recipe_can_be_planned(
     name: str, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [{"role": "user", "content": text} for text in ("Why is the sky blue?", "And at night?")]
-    monkeypatch.setattr("headstart.pipeline.plan.prompts_of", lambda *_: [Prompt(asked)])  # no network
+    prompts = Prompts([Prompt(asked)], LeftOut(), {})
+    monkeypatch.setattr("headstart.pipeline.workload.load_prompts", lambda *_, **__: prompts)  # no network
     overrides = [f"target={tiny_target_folder}", "target.dtype=float32", "heads.draft_vocab_size=64"]
     overrides += ["data.max_prompt_tokens=384", "data.max_new_tokens=160"]  # the tiny target reads 1024
     overrides += ["data.batch_size=2", "train.batch_tokens=512", "tune.widths=[1,2]"]
@@ -95,4 +98,4 @@ def test_a_recipe_can_be_planned(
     plan = make_plan(Run(recipe, tmp_path, Console(file=io.StringIO())))
     assert set(plan.seconds) == {stage.name for stage in STAGES}
     assert all(seconds > 0 for seconds in plan.seconds.values())
-    assert plan.disk_bytes > 0 and plan.problems == []
+    assert plan.peak_bytes > 0 and plan.problems == []

@@ -22,9 +22,10 @@ from headstart.errors import UserError
 from headstart.model.model import Target
 from headstart.pipeline.run import Outcome, Run, Stage, execute, left_to_do
 from headstart.pipeline.stages import STAGES
-from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe, recipe_text
+from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
+from headstart.recipes.values import recipe_text
 from headstart.support import provenance as provenance_module
-from headstart.support.artifacts import artifact, held, refer
+from headstart.support.artifacts import add_reference, artifact, lock_artifact
 from headstart.support.lock import locked
 from headstart.support.provenance import git_state
 from tests.hub.helpers import export
@@ -145,7 +146,7 @@ def test_an_interrupted_stage_goes_on_with_what_it_has(tmp_path: Path, factory: 
         execute(make_run(folder), factory.stages())
     record = make_run(folder).record(name)
     assert record is not None
-    assert not record.whole
+    assert not record.is_complete
     factory.fail = None
     execute(make_run(folder), factory.stages())
     assert parts(folder / {"first": "a", "second": "b/c"}[name]) == 2, "the first part was kept"
@@ -188,15 +189,15 @@ def test_a_stage_whose_artifact_is_gone_or_another_works_again(tmp_path: Path, f
     made, other = (artifact(folder, "things", "second", {"what": what}) for what in (1, 2))
 
     def work(run: Run) -> Outcome:
-        with held(made):
-            refer(run.folder, "second", made)
+        with lock_artifact(made):
+            add_reference(run.folder, "second", made)
         return factory.b(run)
 
     stages = [factory.stages()[0], replace(factory.stages()[1], work=work)]
     execute(make_run(folder), stages)
     assert not execute(make_run(folder), stages)
     factory.worked.clear()
-    refer(folder, "second", other)  # a launcher has trained for it, say
+    add_reference(folder, "second", other)  # a launcher has trained for it, say
     execute(make_run(folder), stages)
     (folder / "references.json").unlink()
     execute(make_run(folder), stages)
@@ -207,7 +208,7 @@ def test_a_stage_whose_artifact_is_gone_or_another_works_again(tmp_path: Path, f
 
 def test_an_artifact_is_found_by_what_it_is_whatever_it_is_called(tmp_path: Path) -> None:
     made = artifact(tmp_path / "run", "things", "a word", {"what": 1})
-    with held(made):
+    with lock_artifact(made):
         pass
     assert artifact(tmp_path / "other", "things", "another", {"what": 1}).folder == made.folder
 

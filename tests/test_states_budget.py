@@ -38,7 +38,7 @@ def run(folder: Path, name: str, shards: str, trained: bool = True, whole: bool 
     (path / "recipe.yaml").write_text("heads: {family: medusa}\n")
     (path / "references.json").write_text('{"states": "../artifacts/states/tiny-0123456789ab"}')
     for stage, done in (("states", whole), ("train", trained)):
-        (path / "stages" / f"{stage}.json").write_text(json.dumps({"whole": done}))
+        (path / "stages" / f"{stage}.json").write_text(json.dumps({"is_complete": done}))
     (path / "data" / "states" / "train").mkdir(parents=True)
     files = [{"file": f"shard-{one}.safetensors", "bytes": SIZE} for one in shards]
     (path / "data" / "states" / "train" / "manifest.json").write_text(json.dumps({"files": files}))
@@ -78,11 +78,11 @@ def test_states_that_came_since_the_training_are_not_those_of_a_finished_one(tmp
     path = states(tmp_path)
     run(tmp_path, "one", "abcd")
     stages = tmp_path / "one" / "stages"
-    (stages / "states.json").write_text(json.dumps({"whole": True, "identity": "new"}))
-    (stages / "train.json").write_text(json.dumps({"whole": True, "before": {"states": "old"}}))
+    (stages / "states.json").write_text(json.dumps({"is_complete": True, "identity": "new"}))
+    (stages / "train.json").write_text(json.dumps({"is_complete": True, "before": {"states": "old"}}))
     assert names(tmp_path, 0) == ""
-    (stages / "conversations.json").write_text(json.dumps({"whole": False}))
-    (stages / "states.json").write_text(json.dumps({"whole": True, "before": {"conversations": "old"}}))
+    (stages / "conversations.json").write_text(json.dumps({"is_complete": False}))
+    (stages / "states.json").write_text(json.dumps({"is_complete": True, "before": {"conversations": "old"}}))
     (path / "shard-e.safetensors").write_bytes(bytes(SIZE))
     (path / "shard-f.safetensors.partial").write_bytes(bytes(SIZE))
     assert unreferenced(tmp_path) == [], "writing goes on, and keeps what it computes"

@@ -19,7 +19,7 @@ from headstart.model.loading import pick_device
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
 from headstart.pipeline.together import execute_together
-from headstart.recipes.recipe import recipe_text
+from headstart.recipes.values import recipe_text
 from headstart.support.lock import locked
 from tests.forks import Forks
 from tests.test_pipeline import quiet, tiny_recipe

@@ -18,7 +18,8 @@ from headstart.pipeline.inventory import free, run_states, show_runs, unreferenc
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
-from headstart.recipes.recipe import Recipe, parse_recipe, recipe_text
+from headstart.recipes.recipe import Recipe, parse_recipe
+from headstart.recipes.values import recipe_text
 from headstart.support.files import format_bytes
 from headstart.train import trainer
 from tests.test_cli import refused, works
@@ -75,7 +76,7 @@ def test_an_interrupted_training_is_called_one_and_can_still_go_on(
     other = parse_recipe({**settings, "train": {**settings["train"], "lr": 1e-5}})
     execute(quiet(runs / "run", other), stages_until("train"))
     (left,) = [one for one in unreferenced(runs) if one.path not in others]
-    assert "a training interrupted at step 2, which no run asks for now" in left.what
+    assert "a training interrupted at step 2, needed by no run" in left.what
     out = io.StringIO()
     execute(Run(recipe, runs / "run", Console(file=out, width=200)), stages_until("train"))
     assert "Continuing from step 2" in out.getvalue()
@@ -101,9 +102,11 @@ def test_the_disk_of_a_plan_adds_up(data: tuple[Recipe, Path]) -> None:
     recipe, folder = data
     plan = make_plan(quiet(folder / "nothing" / "run", recipe), prompt_tokens=20)
     every = sum(plan.disk.values())
-    assert plan.disk_bytes > every, "nothing is done yet: all is still to write, and a checkpoint stands beside"
+    assert plan.left_bytes == every, "nothing is done yet"
+    assert plan.peak_bytes > every, "a checkpoint stands beside an older one"
     told = dict(plan.facts)["Disk space"]
-    assert told.startswith(f"{format_bytes(every)} in all, up to {format_bytes(plan.disk_bytes)} of it still to write")
+    left, peak = format_bytes(every), format_bytes(plan.peak_bytes)
+    assert told.startswith(f"{left} at the end, {left} of it still to write, at most {peak} at a time")
 
 
 REFUSED = {

@@ -21,7 +21,8 @@ from headstart.model.model import Target
 from headstart.model.outline import outline
 from headstart.pipeline.data_stages import check_formats
 from headstart.pipeline.run import Run
-from headstart.recipes.recipe import load_recipe, packaged_recipes
+from headstart.recipes.recipe import load_recipe
+from headstart.recipes.values import packaged_recipes
 from headstart.replay.patch import FINAL
 from headstart.tree.tree import TreeShape
 from tests.tiny import tiny_tokenizer

@@ -18,6 +18,7 @@ from headstart.data.prompts.loading import Prompts, in_turns, load_prompts
 from headstart.data.prompts.questions import read_questions
 from headstart.data.prompts.sources import Origin
 from headstart.errors import UserError
+from headstart.heads.settings import Role
 from headstart.model.model import Target
 from headstart.pipeline.data_stages import conversations
 from headstart.pipeline.run import Run, execute, left_to_do
@@ -191,19 +192,55 @@ def test_the_identity_follows_shares_and_contents(tiny_target: Target, sources: 
     assert same != of(one, other)
 
 
-def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
-    for prompts in ("self", sources[0]["source"]):
-        now = DataSection(prompts=prompts).model_dump(mode="json")
-        before = {
-            key: now[key] for key in now.keys() - {"prefix_tokens", "chat_template_kwargs", "exclude", "writing_dtype"}
-        }
-        known = identity(tiny_target, before)
-        assert identity(tiny_target, now) == known
-        own = {"seed_prompts"} if prompts == "self" else {"split", "regenerate", "tools"}
-        assert known.keys() - own == {
-            *("version", "target", "settings", "dtype", "vocabulary", "ends", "template", "prompts", "configuration"),
-            *("revision", "max_prompt_tokens", "max_new_tokens", "temperature", "sampled_fraction", "seed"),
-        }
+CHANGES: dict[str, Any] = {
+    "split": "test",
+    "revision": "abc",
+    "seed_prompts": "none",
+    "max_prompt_tokens": 99,
+    "prefix_tokens": 9,
+    "chat_template_kwargs": {"a": 1},
+    "max_new_tokens": 9,
+    "temperature": 0.5,
+    "sampled_fraction": 0.5,
+    "writing_dtype": "int8",
+    "regenerate": False,
+    "seed": 3,
+    "conversations": 7,
+    "heldout": 1,
+    "validation": 2,
+    "minutes": 1.5,
+    "batch_size": 3,
+    "states": "online",
+    "cache_gigabytes": 9.0,
+    "states_dtype": "fp8",
+    "server_requests": 3,
+}
+"""Another value of every setting of the data but its sources."""
+
+
+def test_the_identity_follows_every_setting_of_the_content_and_no_other(
+    tiny_target: Target, sources: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources are a file, which has no revision, and the target itself."""
+    settings = DataSection.model_validate({"prompts": [sources[0], "self"]}).model_dump(mode="json")
+    monkeypatch.setattr("headstart.data.conversations.depends_on.has_template", lambda _: False)
+    assert CHANGES.keys() == settings.keys() - {"prompts", "exclude", "server"}
+    known = identity(tiny_target, settings)
+    followed = {name for name, value in CHANGES.items() if identity(tiny_target, {**settings, name: value}) != known}
+    assert followed == DataSection.names(Role.CONTENT) - {"prompts", "exclude", "revision"}
+
+
+def test_settings_without_effect_are_not_part_of_the_identity(
+    tiny_target: Target, sources: list[dict[str, Any]]
+) -> None:
+    def followed(prompts: Any) -> set[str]:
+        settings = DataSection.model_validate({"prompts": prompts}).model_dump(mode="json")
+        known = identity(tiny_target, settings)
+        names = ("split", "regenerate", "seed_prompts", "prefix_tokens")
+        return {name for name in names if identity(tiny_target, {**settings, name: CHANGES[name]}) != known}
+
+    assert followed("self") == {"seed_prompts"}
+    assert followed(sources[0]["source"]) == {"split", "regenerate"}
 
 
 def test_answers_in_8_bits_are_others_unless_a_server_writes_them(tiny_target: Target) -> None:

@@ -13,7 +13,8 @@ from headstart.doctor.findings import Finding, good
 from headstart.doctor.subject import Subject, find_subject
 from headstart.errors import UserError
 from headstart.model.model import Target
-from headstart.recipes.recipe import parse_recipe, recipe_text
+from headstart.recipes.recipe import parse_recipe
+from headstart.recipes.values import recipe_text
 from tests.hub.helpers import export
 from tests.test_cli import call, refused, works
 

@@ -19,7 +19,7 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter, ShippedDrafter
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, parse_heads
 from headstart.heads.io import WEIGHTS as HEADS
 from headstart.heads.io import build_heads
 from headstart.hub.engines import into_checkpoint
@@ -29,7 +29,6 @@ from headstart.hub.format import export_heads, read_config
 from headstart.model.model import Target
 from headstart.pipeline.run import Run, execute
 from headstart.pipeline.stages import stages_until
-from headstart.recipes.recipe import parse_heads
 from headstart.support.files import file_hash
 from headstart.tree.tree import TreeShape
 from tests.heads import test_contract as contract

@@ -343,7 +343,8 @@ def test_folder_round_trip(tiny_target: Target, tiny_target_folder: Path) -> Non
     ("spec", "message"),
     [
         ("smollm2-135n", "Did you mean 'smollm2-135m'"),
-        ("./nowhere", "Unknown target"),
+        ("./nowhere", "No folder at ./nowhere"),
+        ("/nonexistent", "No folder at /nonexistent"),
         ("missing.gguf", "No file at missing.gguf"),
     ],
 )

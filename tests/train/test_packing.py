@@ -14,7 +14,6 @@ from headstart.data.states.store import Sample
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, origins
 from headstart.model.model import Target
-from headstart.recipes.recipe import parse_recipe
 from headstart.replay.patch import FINAL
 from headstart.train.batches import packed_batches, predictions, read_batch
 from tests.heads.test_contract import CASES, build, shake
@@ -109,9 +108,6 @@ def test_a_packed_training_goes_on_where_it_stopped(run: Train, tmp_path: Path) 
 
 
 def test_packed_trainings_are_others(run: Train, tmp_path: Path) -> None:
-    values = {"name": "x", "heads": {"family": "medusa"}}
-    assert "packing" in parse_recipe(values).train.unset()
-    assert "packing" not in parse_recipe({**values, "train": {"packing": True}}).train.unset()
     run(tmp_path, steps=4)
     run(tmp_path, steps=5)
     with pytest.raises(UserError, match=r"trained with train.packing = False, and now it is True"):

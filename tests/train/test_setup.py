@@ -18,8 +18,9 @@ from headstart.heads.base import DraftHead
 from headstart.heads.io import load_heads, save_heads
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.model.model import Target
-from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
+from headstart.recipes.recipe import Recipe, load_recipe
 from headstart.recipes.sections import TrainSection
+from headstart.recipes.values import packaged_recipes
 from headstart.replay.patch import FINAL
 from headstart.train.checks import check_training
 from headstart.train.starting_heads import build_heads, take_over

@@ -153,7 +153,7 @@ def test_heads_of_a_70b_shape_reach_an_engine_without_its_weights(tmp_path: Path
         if file.name != "config.json":
             file.unlink()
     plan = make_plan(quiet(tmp_path / "planned", place.recipe()), prompt_tokens=20)
-    assert plan.problems == [] and "are not on this machine" in plan.how
+    assert plan.problems == [] and "are not on this machine" in plan.notes[0]
     assert NOT_LOADED in place.train()
 
     served, again = tmp_path / "served", tmp_path / "again"

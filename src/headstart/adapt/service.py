@@ -20,7 +20,7 @@ from typing import Any
 from headstart.errors import UserError
 from headstart.heads.io import RUN_RECIPE, heads_folder, version_of
 from headstart.hub.format import check_folder
-from headstart.support.artifacts import give, point
+from headstart.support.artifacts import link_into_run, set_symlink
 from headstart.support.files import read_json, write_atomic, write_json
 from headstart.support.lock import locked
 
@@ -58,10 +58,10 @@ class Service:
         """Serve the run's own heads if none are in service, and repair the state after a killed process."""
         check_folder(heads)
         if not self.heads(0).is_dir():
-            give(heads, self.heads(0))
+            link_into_run(heads, self.heads(0))
         if not self._changes():
             self._note(0, "the heads of the run")
-        point(self.link, self.heads(self.serving))
+        set_symlink(self.link, self.heads(self.serving))
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -97,7 +97,7 @@ class Service:
     def add(self, number: int, heads: Path, figures: dict[str, Any]) -> None:
 
         def fill(partial: Path) -> None:
-            give(heads, partial / "heads")
+            link_into_run(heads, partial / "heads")
             write_json(partial / _FIGURES, figures)
 
         write_atomic(self._update(number), fill)
@@ -110,7 +110,7 @@ class Service:
         check_folder(self.heads(number))
         if number != self.serving:
             self._note(number, why)
-        point(self.link, self.heads(number))
+        set_symlink(self.link, self.heads(number))
 
     @property
     def earlier(self) -> int | None:

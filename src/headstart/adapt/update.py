@@ -39,7 +39,8 @@ from headstart.hub.format import ANSWERS, export_heads, read_heads
 from headstart.model.model import Target
 from headstart.pipeline.data_stages import aux_layers, conversations
 from headstart.pipeline.run import Run
-from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
+from headstart.recipes.recipe import Recipe, load_recipe
+from headstart.recipes.values import packaged_recipes
 from headstart.support.answer_file import read_answers
 from headstart.support.artifacts import link_or_copy, referred
 from headstart.support.files import no_folder, read_json, write_json, write_text

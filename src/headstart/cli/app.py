@@ -162,11 +162,14 @@ def plan(
     prompt_tokens: Annotated[
         int | None, typer.Option(help="Assume prompts of this many tokens instead of reading some of them.")
     ] = None,
+    tokens_per_second: Annotated[
+        float | None, typer.Option(min=1e-3, help="Speed at which the servers write answers, all together.")
+    ] = None,
     json: JsonFile = None,
 ) -> None:
     """Estimate the memory, disk space, network traffic and time that a run will take.
 
-    Times are estimated from about half a minute of decoding, reading and training, if the target's weights are on this
+    Times are estimated from about half a minute of writing, reading and training, if the target's weights are on this
     machine. Sizes follow from its config.json.
 
     Example: headstart plan quickstart data.conversations=5000
@@ -179,7 +182,7 @@ def plan(
 
     work = _run(recipe, overrides, run_dir)
     check_inputs(work.recipe, STAGES)
-    estimate = make_plan(work, processes, prompt_tokens)
+    estimate = make_plan(work, processes, prompt_tokens, tokens_per_second)
     show_plan(work, estimate)
     if json is not None:
         write_json(json, estimate.to_json())
@@ -369,7 +372,7 @@ def recipes(ctx: typer.Context) -> None:
         return
     from rich.table import Table
 
-    from headstart.recipes.recipe import packaged_recipes, read_values
+    from headstart.recipes.values import packaged_recipes, read_values
 
     table = Table(box=None)
     table.add_column("recipe", style="bold")
@@ -393,7 +396,8 @@ def recipes_show(
 
     Example: headstart recipes show quickstart > mine.yaml
     """
-    from headstart.recipes.recipe import load_recipe, text_to_edit
+    from headstart.recipes.recipe import load_recipe
+    from headstart.recipes.values import text_to_edit
 
     loaded = load_recipe(recipe, overrides or [])
     if explained:

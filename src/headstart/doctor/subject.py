@@ -24,7 +24,8 @@ from headstart.hub.pull import locate
 from headstart.model.loading import load_target
 from headstart.model.model import Target
 from headstart.pipeline.run import ADAPTER, CONVERSATIONS, HEADS, STATES, TRAIN
-from headstart.recipes.recipe import Recipe, load_recipe, packaged_recipes
+from headstart.recipes.recipe import Recipe, load_recipe
+from headstart.recipes.values import packaged_recipes
 from headstart.support.files import no_folder, read_json
 from headstart.tuning.acceptance import Text
 

@@ -18,20 +18,19 @@ from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from headstart.errors import UserError, nearest
+from headstart.errors import UserError, close, nearest
 from headstart.heads.exchange.published import SHARED, Layout, Published, detached, fill
 from headstart.heads.int8_weights import drop_int8
+from headstart.heads.settings import FromTarget, HeadSettings, recipe_error, section_fields
 from headstart.kernels import draft_kernels
 from headstart.model.frozen import FrozenModel
 from headstart.model.lm_head import Finish
 from headstart.model.model import Target
-from headstart.recipes.recipe import parse_heads
-from headstart.recipes.sections import FromTarget, HeadSettings
 from headstart.replay.patch import FINAL
 from headstart.tree.tree import Committed, Request, Tree, TreeShape
 
@@ -477,14 +476,38 @@ def family(name: str) -> type[DraftHead]:
     return known[name]
 
 
+def parse_heads(settings: Any) -> HeadConfig:
+    """Check the settings of heads, each by itself; `HeadSettings.check` checks them together."""
+    if not isinstance(settings, Mapping):
+        raise UserError(f"Recipe key 'heads' is {settings!r}.", "Write a family and its settings.")
+    name = str(settings.get("family", ""))
+    try:
+        return family(name).Config.model_validate(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        if first["type"] != "extra_forbidden":
+            raise recipe_error(error, ("heads",), name) from None
+        raise _not_of_this_family(str(first["loc"][-1]), name) from None
+
+
+def _not_of_this_family(setting: str, name: str) -> UserError:
+    """Return the error for a setting that a family lacks; other families may have it."""
+    known = {each: {key for key, _, _ in section_fields(head.Config)} for each, head in families().items()}
+    elsewhere = close(setting, set().union(*known.values()))
+    if close(setting, known[name]) or not elsewhere:
+        remedy = nearest(setting, known[name])
+    else:
+        owners = " and ".join(sorted(other for other in known if elsewhere in known[other]))
+        remedy = f"{elsewhere!r} is a setting of {owners}; of {name}: {', '.join(sorted(known[name]))}."
+    return UserError(f"{name} heads have no setting {setting!r}.", remedy)
+
+
 def make_config(settings: HeadSettings | Mapping[str, Any], target: FrozenModel) -> HeadConfig:
     """Complete recipe settings with the values that follow from the target."""
-    given = settings if isinstance(settings, HeadSettings) else parse_heads(settings)
-    assert isinstance(given, HeadConfig), "a family's settings are its config"
+    given = settings if isinstance(settings, HeadConfig) else parse_heads(settings)
     from_recipe = given.to_recipe()
     sizes = {"hidden_size": target.hidden_size, "vocab_size": target.vocab_size}
     config = parse_heads({**given.of_target(target, from_recipe), **from_recipe, **sizes})
-    assert isinstance(config, HeadConfig)
     if config.draft_vocab_size > target.vocab_size:
         raise UserError(
             f"A draft vocabulary of {config.draft_vocab_size} is larger than the target's {target.vocab_size}.",

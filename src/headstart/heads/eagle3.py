@@ -47,10 +47,10 @@ from headstart.heads.parts.layer import (
 from headstart.heads.parts.recurrent import RecurrentConfig, RecurrentHead
 from headstart.heads.parts.residual import LinearStart, map_by_direction
 from headstart.heads.parts.text_attention import causal_attention
+from headstart.heads.settings import FromTarget
 from headstart.kernels import draft_kernels
 from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
-from headstart.recipes.sections import FromTarget
 from headstart.replay.patch import FINAL
 
 _FEW_ROWS, _ROWS, _MANY = 2, 6, 20_000

@@ -16,11 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead, HeadConfig, family
+from headstart.heads.base import DraftHead, family, parse_heads
 from headstart.model.frozen import FrozenModel
 from headstart.model.identity import dtype_name
 from headstart.model.loading import DTYPES
-from headstart.recipes.recipe import parse_heads
 from headstart.support.files import read_json, write_atomic, write_json, write_tensors
 
 CONFIG = "config.json"
@@ -111,7 +110,6 @@ def build_heads(
         raise UserError(f"{folder / CONFIG} names no head family.", "Give a folder that headstart wrote.")
     try:
         config = parse_heads(settings)
-        assert isinstance(config, HeadConfig), "a family's settings are its config"
         with torch.device("meta"):  # allocate nothing until the file's shapes are checked
             heads = family(config.family)(config)
     except UserError as error:

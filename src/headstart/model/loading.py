@@ -27,7 +27,7 @@ from headstart.model.frozen import FrozenModel
 from headstart.model.identity import Origin
 from headstart.model.model import Exact, Target
 from headstart.model.quantized import check_quantization, quantize
-from headstart.support.files import need_disk, write_atomic
+from headstart.support.files import need_disk, no_folder, write_atomic
 from headstart.support.hub_errors import absent
 from headstart.support.lock import one_at_a_time
 
@@ -418,7 +418,9 @@ def _locate(spec: str) -> tuple[str, str | None]:
         if not (path / "config.json").is_file():
             raise UserError(f"The folder {spec} has no config.json.", "Give a folder saved by save_pretrained.")
         return str(path), None
-    if spec.count("/") != 1 or spec.startswith((".", "/", "~")):
+    if spec.count("/") > 1 or spec.startswith((".", "/", "~")):
+        raise no_folder(spec, "Give a folder saved by save_pretrained, a .gguf file or a hub id (user/name).")
+    if "/" not in spec:
         raise UserError(
             f"Unknown target {spec!r}.", f"{nearest(spec, PACKAGED)} A hub id (user/name) or a folder works too."
         )

@@ -117,13 +117,15 @@ def copy_heads(heads: Path, out: Path) -> None:
 
 
 def tokenizer_for(file: Path, target: str | None, trust_remote_code: bool) -> Any:
-    """Return the tokenizer of a conversation file: `target`'s, or the one kept in the file's run."""
+    """Return the tokenizer of `target`, by default the tokenizer kept in the run of a conversation file."""
     if target is not None:
         return load_target(target, trust_remote_code=trust_remote_code).tokenizer
     for folder in file.resolve().parents:
         if (kept := folder / TARGET / "tokenizer").is_dir():
             return AutoTokenizer.from_pretrained(kept)
-    raise UserError(f"{file} does not lie in a run, so its tokenizer is not known.", "Name the target with --target.")
+    raise UserError(
+        f"{file} is not in the folder of a run: its tokenizer is unknown.", "Name the target with --target."
+    )
 
 
 def describe_tuning(tuning: Tuning) -> str:

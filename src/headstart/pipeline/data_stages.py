@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from headstart.data.conversations.building import build_conversations
-from headstart.data.conversations.depends_on import OF_SERVERS, begun_at, identity, pinned, revisions
+from headstart.data.conversations.depends_on import begun_at, identity, pinned, revisions
 from headstart.data.conversations.records import Conversation, read_conversations
 from headstart.data.prompts.chat import check_prompts
 from headstart.data.prompts.sources import find_origin, is_here
@@ -21,7 +21,6 @@ from headstart.hub.engines.export import check_heads
 from headstart.hub.engines.facts import facts_of_target
 from headstart.model.frozen import FrozenModel
 from headstart.model.teacher import save_teacher, teacher_folder, teacher_problem
-from headstart.pipeline.lengths import counted_lengths, prompts_of
 from headstart.pipeline.run import (
     CONVERSATIONS,
     QUESTIONS,
@@ -34,8 +33,9 @@ from headstart.pipeline.run import (
     content,
     flat,
 )
+from headstart.pipeline.workload import counted_lengths
 from headstart.replay.patch import FINAL
-from headstart.support.artifacts import Artifact, artifact, forget, held, read_note, refer, referred
+from headstart.support.artifacts import Artifact, add_reference, artifact, forget, lock_artifact, read_note, referred
 from headstart.support.files import format_bytes, need_disk, read_json, write_json, write_jsonl
 from headstart.support.lock import Busy
 from headstart.support.terminal import progress_bar, tell
@@ -60,8 +60,7 @@ def states_artifact(run: Run) -> Artifact:
         "target": target.identity().fingerprint,
         "settings": target.settings,
         "dtype": target.dtype_name,
-        # States captured while writing in int8 are rounded: not for runs that write in full precision.
-        **({"writing_dtype": "int8"} if run.recipe.data.in_int8 else {}),
+        "int8": run.recipe.data.in_int8,  # states captured while writing are rounded, too
     }
     return artifact(run.folder, "states", Path(target.name).name, identity)
 
@@ -73,7 +72,7 @@ def _target_settings(run: Run) -> dict[str, Any]:
     # A folder with a config and no weights is not the target that the run began with.
     files = [file for held in folders if any(file.suffix in _WEIGHTS for file in held) for file in held]
     stamps = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()]
-    return {**flat("target", target, target.unset()), "the target's files": stamps}
+    return {**flat("target", target), "the target's files": stamps}
 
 
 def check_formats(run: Run, target: FrozenModel) -> list[str]:
@@ -113,7 +112,7 @@ def _target(run: Run) -> Outcome:
 def _need_room_for_states(run: Run) -> None:
     """Raise a UserError if the disk cannot hold the hidden states within data.cache_gigabytes."""
     data, target = run.recipe.data, run.described
-    lengths = counted_lengths(data, target.tokenizer, target.max_length, prompts_of(data, target.tokenizer))
+    lengths = counted_lengths(data, target.tokenizer, target.max_length)
     size = int((data.conversations + data.validation) * lengths.tokens) * _token_bytes(run)
     kept = sum(file.stat().st_size for file in states_artifact(run).folder.glob("shard-*.safetensors"))
     need_disk(run.folder, min(size, int(1e9 * data.cache_gigabytes)) - kept, "Keeping hidden states")
@@ -121,15 +120,15 @@ def _need_room_for_states(run: Run) -> None:
 
 def aux_layers(run: Run) -> list[int]:
     """Return the hidden states that the heads read, FINAL included. Cached in a file: later calls load no model."""
-    file, record = run.folder / "data" / "taps.json", run.whole_record("target")
+    file, record = run.folder / "data" / "aux_layers.json", run.finished_record("target")
     key = {"heads": run.recipe.heads.to_recipe(), "target": record.identity if record else ""}
     if file.is_file() and (known := read_json(file)).items() >= key.items():
-        return [int(layer) for layer in known["taps"]]
+        return [int(layer) for layer in known["aux_layers"]]
     target = run.described if record is None else run.frozen()
     config = make_config(run.recipe.heads, target)
     with torch.device("meta"):
         needed = sorted({*family(config.family)(config).aux_layers, FINAL})
-    write_json(file, {**key, "target": target.whole_identity, "taps": needed})
+    write_json(file, {**key, "target": target.whole_identity, "aux_layers": needed})
     return needed
 
 
@@ -137,9 +136,9 @@ def _conversation_settings(run: Run) -> dict[str, Any]:
     data = run.recipe.data
     contents = [_prompts_content(source.source) for source in data.sources]
     return {
-        **flat("data", data, OF_SERVERS | data.unset()),
-        **({"data.server": True} if data.server else {}),
-        **({"the excluded questions": [content(file) for file in data.exclude]} if data.exclude else {}),
+        **flat("data", data),
+        "data.server": bool(data.server),
+        "the excluded questions": [content(file) for file in data.exclude],
         "the prompts' content": _prompts_content(data.prompts) if isinstance(data.prompts, str) else contents,
         "states of a token": len(aux_layers(run)),
         **{name: content(run.folder / TARGET / "tokenizer" / name) for name in _TOKENIZER},
@@ -168,14 +167,14 @@ def _conversations(run: Run) -> Outcome:
         maximum = 1e9 * data.cache_gigabytes / _token_bytes(run)
         states = states_artifact(run)
         try:
-            with held(states, wait=False):
-                refer(run.folder, "states", states)
+            with lock_artifact(states, wait=False):
+                add_reference(run.folder, "states", states)
         except Busy:
             # Another run may compute states there for hours; both add complete shards.
-            refer(run.folder, "states", states)
+            add_reference(run.folder, "states", states)
         capture = Capture(states.folder, target, aux_layers(run), data.states_dtype)
-    with held(made, run.console) as path:
-        refer(run.folder, "conversations", made)
+    with lock_artifact(made, run.console) as path:
+        add_reference(run.folder, "conversations", made)
         data = pinned(data, made.identity)
         splits = build_conversations(
             target, data, folder, run.console, shared=path, max_tokens=maximum, capture=capture
@@ -209,10 +208,8 @@ def conversations(run: Run, split: str) -> list[Conversation]:
 
 def _state_settings(run: Run) -> dict[str, Any]:
     data = run.recipe.data
-    if data.online:
-        return {"data.states": "online", "taps of the heads": aux_layers(run)}
-    how = {} if data.states_dtype == "auto" else {"data.states_dtype": data.states_dtype}
-    return {"data.cache_gigabytes": data.cache_gigabytes, "taps of the heads": aux_layers(run), **how}
+    names = ("data.states",) if data.online else ("data.states", "data.states_dtype", "data.cache_gigabytes")
+    return {**{name: flat("data", data)[name] for name in names}, "layers of the heads": aux_layers(run)}
 
 
 def _states(run: Run) -> Outcome:
@@ -252,8 +249,8 @@ def both_stores(run: Run) -> dict[str, StateStore]:
     """
     target, stores, shared = run.target, dict[str, "StateStore"](), states_artifact(run)
     budget = int(run.recipe.data.cache_gigabytes * 1e9)
-    with held(shared, run.console) as shards:
-        refer(run.folder, "states", shared)
+    with lock_artifact(shared, run.console) as shards:
+        add_reference(run.folder, "states", shared)
         for split in reversed(_SPLITS):
             with progress_bar(run.console, f"hidden states ({split})", unit="tokens") as bar:
                 stores[split] = build_store(

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from headstart.data.conversations.jobs import Workers
+from headstart.data.writing.in_process import InProcess
+from headstart.data.writing.writer import Continuation
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.model.model import Target
-from headstart.pipeline.lengths import Lengths
-from headstart.recipes.sections import TrainSection
-from headstart.train.batches import subsampled
+from headstart.pipeline.workload import Lengths, Speeds
+from headstart.recipes.recipe import Recipe
+from headstart.train.batches import anchored, subsampled
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
@@ -22,107 +24,95 @@ from headstart.tree.tree import TreeBatch
 
 SECONDS = 30.0
 """Wall-clock limit of a dry run. Work in progress is completed, so each measurement starts small."""
-_TEXT = 16
-"""Tokens of the smallest text."""
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Seconds per unit of work; all 0 where nothing was measured.
-
-    Attributes:
-        step: a forward of one token.
-        token: each further token of a forward.
-        batch: a training step on `train.batch_tokens`, optimizer update included.
-        batch_bytes: bytes saved for the backward of such a batch.
-        measured: the measurements as text.
-    """
-
-    step: float = 0.0
-    token: float = 0.0
-    batch: float = 0.0
-    batch_bytes: int = 0
-    measured: str = ""
-
-    def forwards(self, count: float, tokens: float) -> float:
-        """Return the seconds of `count` forwards over `tokens` in total."""
-        return count * self.step + tokens * self.token
+_TEXT = 16  # tokens of the smallest text
+_WRITTEN = 8  # tokens written in each row
 
 
 def dry_run(
     target: Target,
     heads: DraftHead,
-    needed: list[int],
-    section: TrainSection,
+    layers: list[int],
+    recipe: Recipe,
     lengths: Lengths,
-    report: Callable[[str], None],
     limit: float = SECONDS,
 ) -> Speeds:
-    """Time decoding, prefill that returns the states `needed`, and training (which changes the heads)."""
-    start, measured, longest = perf_counter(), list[str](), min(256, target.max_length)
-    cache, root = target.new_cache(1, 2 * _TEXT), TreeBatch.roots([1], target.device)
+    """Time plain decoding, writing, reading (with the states of `layers`) and training (which changes the heads).
 
-    def decode() -> None:
-        target.forward_tree(cache, root, needed)
-        cache.commit([[]])
-
-    def read(size: int) -> int:
-        length = min(size, longest)
-        target.hidden_states([_text(length, target)] * (size // length), needed)
-        return size // length * length
-
-    def update() -> None:
-        for optimizer in optimizers:
-            optimizer.step()
-
-    def times(work: Callable[[], object]) -> Callable[[int], int]:
-        return lambda count: len([work() for _ in range(count)])
-
-    def timed(what: str, work: Callable[[int], int], size: int, most: int, share: float) -> float:
-        """Return the seconds per unit of work. The size doubles until it takes a quarter of its share of the remaining
-        time, so that all sizes together stay within the share."""
-        report(what)
+    The size of each measurement doubles until it takes a quarter of its share of the remaining time, so that all sizes
+    together stay within the share.
+    """
+    start = perf_counter()
+    work = _DryRun(target, heads, layers, recipe, lengths)
+    left = max(0.0, limit - (perf_counter() - start))
+    seconds, measured = list[float](), list[str]()
+    for what, run, size, most, share in (
+        ("decoding steps", work.decode, 1, 1024, 0.15),
+        ("tokens written", work.write, 1, recipe.data.batch_size, 0.2),
+        ("tokens read", work.read, _TEXT, 4 * work.longest, 0.15),
+        ("tokens learned", work.learn, 2 * work.shortest, recipe.train.batch_tokens, 0.35),
+        ("updates of the heads", work.update, 1, 16, 0.15),
+    ):
         while True:
             begun = perf_counter()
-            done = work(size)
+            done = run(size)
             if target.device.type == "cuda":
                 torch.cuda.synchronize(target.device)
-            seconds = perf_counter() - begun
-            if 2 * size > most or seconds >= share * left / 4:
-                measured.append(f"{done} {what} in {seconds:.2f} s")
-                return seconds / done
+            took = perf_counter() - begun
+            if 2 * size > most or took >= share * left / 4:
+                break
             size *= 2
-
-    report("a warm-up")
-    target.prefill(cache, [_text(_TEXT, target)])
-    decode()
-    trial, optimizers = _Trial(target, heads, needed, section, lengths), make_optimizers(heads, section)
-    trial.learn(trial.shortest)
-    left = max(0.0, limit - (perf_counter() - start))
-    step = timed("decoding steps", times(decode), 1, 1024, 0.2)
-    token = timed("tokens read", read, _TEXT, 4 * longest, 0.2)
-    learning = timed("tokens learned", trial.learn, 2 * trial.shortest, section.batch_tokens, 0.4)
-    batch = learning * section.batch_tokens + timed("updates of the heads", times(update), 1, 16, 0.2)
-    return Speeds(step, token, batch, trial.saved_bytes(section.batch_tokens), ", ".join(measured))
+        seconds.append(took / done)
+        measured.append(f"{done} {what} in {took:.2f} s")
+    step, written, token, learned, update = seconds
+    tokens = recipe.train.batch_tokens
+    return Speeds(step, token, written, learned * tokens + update, work.saved_bytes(tokens), ", ".join(measured))
 
 
-class _Trial:
-    """Training on batches of any size, as the recipe trains."""
+class _DryRun:
+    """The work of a run, in any size; each method returns the units of work done."""
 
-    def __init__(
-        self, target: Target, heads: DraftHead, needed: list[int], section: TrainSection, lengths: Lengths
-    ) -> None:
-        self._target, self._heads, self._section = target, heads, section
-        self.shortest = max(_TEXT, heads.draft_steps + 5)
-        self._length = max(2 * self.shortest, min(int(lengths.tokens), section.batch_tokens, target.max_length))
-        self._answers = min(1.0, lengths.answer / max(1.0, lengths.tokens))
-        (self._states,) = target.hidden_states([_text(self.shortest, target)], needed)
-        self._teacher = Teacher(target, heads.draft_to_target_D, section.loss_tokens)
+    def __init__(self, target: Target, heads: DraftHead, layers: list[int], recipe: Recipe, lengths: Lengths) -> None:
+        self._target, self._heads, self._layers, self._recipe = target, heads, layers, recipe
+        self.longest, self.shortest = min(256, target.max_length), max(_TEXT, heads.draft_steps + 5)
+        length = min(int(lengths.tokens), recipe.train.batch_tokens, target.max_length)
+        self._length, self._answers = (
+            max(2 * self.shortest, length),
+            min(1.0, lengths.answer / max(1.0, lengths.tokens)),
+        )
+        self._optimizers = make_optimizers(heads, recipe.train)
+        self._teacher = Teacher(target, heads.draft_to_target_D, recipe.train.loss_tokens)
         self._saved: list[tuple[int, int]] = []
+        (self._states,) = target.hidden_states([self._text(self.shortest)], layers)
+        self._cache = target.new_cache(1, 2 * _TEXT)
+        target.prefill(self._cache, [self._text(_TEXT)], layers)
+        self._writer = InProcess(target.in_int8() if recipe.data.in_int8 else target)
+        self.decode(1)
+        self.learn(self.shortest)
+
+    def decode(self, steps: int) -> int:
+        root = TreeBatch.roots([1], self._target.device)
+        for _ in range(steps):
+            self._target.forward_tree(self._cache, root)
+            self._cache.commit([[]])
+        return steps
+
+    def write(self, rows: int) -> int:
+        """Write a few tokens of this many rows in each worker."""
+        write = partial(
+            self._writer.continue_rows, [[1]] * rows, Continuation(_WRITTEN, [0.0] * rows, ends=frozenset(), seed=0)
+        )
+        with workers_of(self._recipe, self._target, self._writer) as workers:
+            jobs = [workers.begin(write) for _ in range(workers.count)]
+            return sum(len(row) for job in jobs for row in job.result())
+
+    def read(self, size: int) -> int:
+        length = min(size, self.longest)
+        self._target.hidden_states([self._text(length)] * (size // length), self._layers)
+        return size // length * length
 
     def learn(self, size: int) -> int:
-        """Run forward and backward on a batch of about `size` tokens; returns the actual number."""
-        target, heads, section = self._target, self._heads, self._section
+        """Run forward and backward on a batch of about `size` tokens."""
+        target, heads, section = self._target, self._heads, self._recipe.train
         length = min(size, self._length)
         rows, answer = max(1, size // length), max(self.shortest - 1, round(length * self._answers))
         supervised_BT = torch.zeros(rows, length, dtype=torch.bool, device=target.device)
@@ -132,10 +122,13 @@ class _Trial:
             layer: state_TE.to(target.device, target.dtype)[index_T].expand(rows, -1, -1)
             for layer, state_TE in self._states.items()
         }
-        tokens_BT = torch.tensor([_text(length, target)], device=target.device).expand(rows, -1)
-        batch, saved = HeadBatch(tokens_BT, supervised_BT, states), dict[int, int]()
+        tokens_BT = torch.tensor([self._text(length)], device=target.device).expand(rows, -1)
+        stored, saved = HeadBatch(tokens_BT, supervised_BT, states), dict[int, int]()
+        batch, seed = stored, [0, 0, 0]
         if section.position_weight == "subsampled":
-            batch = subsampled(batch, section.step_weight, [0, 0, 0])
+            batch = subsampled(batch, section.step_weight, seed)
+        if section.anchors:
+            batch = anchored(batch, section.anchors, seed)
         weights = {parameter.untyped_storage().data_ptr() for parameter in heads.parameters()}
 
         def note(tensor: Tensor) -> Tensor:
@@ -147,16 +140,29 @@ class _Trial:
         heads.zero_grad(set_to_none=True)
         autocast = torch.autocast(target.device.type, dtype=target.dtype, enabled=target.dtype != torch.float32)
         with autocast, saved_tensors_hooks(note, lambda tensor: tensor):
-            loss = weighted(heads.unroll(batch), LOSSES[section.loss], self._teacher.read(batch), 1.0)
+            teacher = self._teacher.read(stored)
+            predictions = heads.unroll(batch)
+            loss = weighted(predictions, LOSSES[section.loss], teacher, section.step_weight, section.position_weight)
         torch.autograd.backward([loss])
         self._saved.append((rows * length, sum(saved.values())))
         return rows * length
+
+    def update(self, count: int) -> int:
+        for _ in range(count):
+            for optimizer in self._optimizers:
+                optimizer.step()
+        return count
 
     def saved_bytes(self, tokens: int) -> int:
         """Extrapolate the bytes saved for the backward; weights among them do not grow with the batch."""
         (least, fewer), (most, more) = self._saved[0], self._saved[-1]
         return int(more + (more - fewer) / (most - least) * (tokens - most))
 
+    def _text(self, length: int) -> list[int]:
+        return [1 + (7 * i) % (self._target.vocab_size - 1) for i in range(length)]
 
-def _text(length: int, target: Target) -> list[int]:
-    return [1 + (7 * i) % (target.vocab_size - 1) for i in range(length)]
+
+def workers_of(recipe: Recipe, target: Target, writer: InProcess) -> Workers:
+    """Return the workers that write the conversations of a recipe in this process."""
+    size = recipe.data.batch_size
+    return Workers(target.device, -(-recipe.data.conversations // size), writer.batches(size))

@@ -29,13 +29,12 @@ from headstart.pipeline.run import (
     flat,
     where,
 )
-from headstart.recipes.sections import FREE_TO_CHANGE
-from headstart.support.artifacts import artifact, held, refer
+from headstart.support.artifacts import add_reference, artifact, lock_artifact
 from headstart.support.files import read_json, write_json
 from headstart.support.terminal import program
 from headstart.train.processes import count_processes, is_main, on_main, tell_all, together
 from headstart.train.trainer import train
-from headstart.train.training_artifact import AMOUNT, RESULT, finished, go_on_from_shorter, training, weights_hash
+from headstart.train.training_artifact import RESULT, finished, go_on_from_shorter, training, weights_hash
 from headstart.tuning.tune import Tuning, tune
 
 _TUNE_VERSION = 5
@@ -44,9 +43,7 @@ _TUNE_VERSION = 5
 
 def _train_settings(run: Run) -> dict[str, Any]:
     heads = {f"heads.{key}": value for key, value in run.recipe.heads.to_recipe().items()}
-    noted = run.recipe.train.noted((FREE_TO_CHANGE - set(AMOUNT)) | run.recipe.train.unset())
-    settings = {f"train.{key}": value for key, value in noted.items()}
-    return {**settings, "train.start_from": weights_hash(run.recipe.train.start_from), **heads}
+    return {**flat("train", run.recipe.train), "train.start_from": weights_hash(run.recipe.train.start_from), **heads}
 
 
 def _train(run: Run) -> Outcome:
@@ -56,12 +53,12 @@ def _train(run: Run) -> Outcome:
         made = training(run.folder, run.recipe, make_config(run.recipe.heads, target), *stores)
         if is_main():
             check_formats(run, target)
-    with on_main(held(made, run.console, wait=count_processes() == 1)):
+    with on_main(lock_artifact(made, run.console, wait=count_processes() == 1)):
         with together():
             if is_main() and not finished(made.folder):  # before the reference to the shorter training is replaced
                 go_on_from_shorter(made, count_processes(), partial(run.console.print, highlight=False, soft_wrap=True))
             if is_main():
-                refer(run.folder, "train", made, TRAIN)
+                add_reference(run.folder, "train", made, TRAIN)
         if not tell_all(finished(made.folder)):
             train(run.recipe, target, *stores, made.folder, run.console)
     with together():
@@ -121,8 +118,8 @@ def _tune(run: Run) -> Outcome:
         "conditions": conditions(run),
     }
     made = artifact(run.folder, "tuning", run.recipe.heads.family, identity)
-    with held(made, run.console):
-        refer(run.folder, "tune", made, TUNE)
+    with lock_artifact(made, run.console):
+        add_reference(run.folder, "tune", made, TUNE)
         if "tune" in run.again or not file.is_file():
             texts = conversations(run, "validation")
             tuning = tune(target, trained_heads(run, target), texts, section, console=run.console)

@@ -15,7 +15,7 @@ from rich.table import Table
 
 from headstart.errors import UserError
 from headstart.pipeline.run import NAMES, REPORT, STATES, TRAIN
-from headstart.recipes.recipe import read_values
+from headstart.recipes.values import read_values
 from headstart.support.artifacts import FOLDER, NOTE, references, referred
 from headstart.support.files import DAMAGED, PARTIAL, format_bytes, no_folder, partial_name, read_json, remove, size
 from headstart.support.lock import Busy, locked
@@ -48,7 +48,7 @@ class Free:
 def runs_in(folder: Path) -> list[Path]:
     """List the runs in a folder, sorted by name; a UserError where the folder does not exist."""
     if not folder.is_dir():
-        raise no_folder(folder, "Runs lie in runs/ by default; name their folder with --runs.")
+        raise no_folder(folder, "Name the folder of your runs with --runs; the default is runs/.")
     return sorted(path for path in folder.iterdir() if (path / "recipe.yaml").is_file())
 
 
@@ -60,7 +60,7 @@ def run_states(folder: Path) -> list[RunState]:
 def _state(folder: Path) -> RunState:
     records = _records(folder)
     done = _up_to_date(records)
-    begun = [name for name, record in records.items() if record and not record.get("whole")]
+    begun = [name for name, record in records.items() if record and not record.get("is_complete")]
     summary = (_json(folder / REPORT / "results.json").get("summary") if "eval" in done else None) or {}
     trained = ((_json(folder / TRAIN / "result.json").get("best") if "train" in done else None) or {}).get("tau")
     if len(done) == len(NAMES):
@@ -94,7 +94,7 @@ def _up_to_date(records: dict[str, dict[str, Any]]) -> list[str]:
     for name, record in records.items():
         read = record.get("before") or {}
         same = all(stage in done and identity == records[stage].get("identity") for stage, identity in read.items())
-        if record.get("whole") and same:
+        if record.get("is_complete") and same:
             done.append(name)
     return done
 
@@ -137,7 +137,7 @@ def unreferenced(folder: Path, mine: Path | None = None) -> list[Free]:
         known = references(run)
         if any(record.get("artifact") and name not in known for name, record in _records(run).items()):
             raise UserError(
-                f"The references of {run} cannot be read, so headstart cannot tell what is unused.",
+                f"The references of {run} cannot be read, so unused artifacts are unknown.",
                 "Run it once more (headstart run), or move it away.",
             )
     used = {path.resolve() for run in runs for path in _artifacts_of(run)}
@@ -163,7 +163,7 @@ def _unused(path: Path) -> str:
     if kind != "heads" or not steps or (path / "result.json").is_file():
         return f"{kind} that no run refers to"
     step = int(steps[-1].parent.name.removeprefix("step-"))
-    return f"a training interrupted at step {step}, which no run asks for now; its command would go on from there"
+    return f"a training interrupted at step {step}, needed by no run; its command would resume it"
 
 
 def _unused_shards(path: Path, runs: Sequence[Path]) -> Iterator[Free]:

@@ -1,12 +1,13 @@
 """Estimates of a run's time, disk and memory, and problems to expect, before any work.
 
-Finished stages are read from their records. Other sizes follow from the recipe and the target's config, times from a
-dry run if the target's weights are on this machine.
+Finished stages are read from their records. Counts, bytes and memory follow from the recipe and the target's config,
+hours from a dry run if the target's weights are on this machine.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from statistics import fmean
 from time import perf_counter
 from typing import Any, cast
 
@@ -15,8 +16,8 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from headstart.data.conversations.jobs import Workers
 from headstart.data.prompts.chat import check_prompts
+from headstart.data.writing.in_process import InProcess
 from headstart.decode.costs import core_count
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, family, make_config
@@ -24,11 +25,10 @@ from headstart.kernels.memory import free_bytes
 from headstart.model.model import Target
 from headstart.model.outline import Outline, outline, weights_are_here
 from headstart.pipeline.data_stages import check_formats, conversations
-from headstart.pipeline.dry_run import SECONDS, Speeds, dry_run
-from headstart.pipeline.lengths import Lengths, assumed_lengths, counted_lengths, prompts_of, written_lengths
+from headstart.pipeline.dry_run import SECONDS, dry_run, workers_of
 from headstart.pipeline.run import Run, left_to_do
-from headstart.pipeline.stage_costs import COSTS, Workload
 from headstart.pipeline.stages import STAGES
+from headstart.pipeline.workload import Lengths, Speeds, Workload, assumed_lengths, counted_lengths
 from headstart.replay.patch import FINAL
 from headstart.support.artifacts import referred
 from headstart.support.files import format_bytes, free_disk, size
@@ -42,16 +42,17 @@ class Plan:
     Attributes:
         left: stages still to do, with the reason (`headstart.pipeline.run.left_to_do`).
         done: finished stages, with their summary.
-        seconds: measured for finished stages and loading, estimated for others; missing without a dry run.
+        seconds: measured for finished stages and loading, estimated for others; missing where nothing was measured.
         free_bytes: free disk space; None if the target's weights are on another machine.
         facts: (name, value) pairs to display.
-        disk_bytes: bytes still to write, including the next checkpoint before an older one is deleted.
+        left_bytes: bytes still to write.
+        peak_bytes: `left_bytes`, and the next checkpoint before an older one is deleted.
         memory: peak of a process by stage, on its GPU or in RAM.
         room: bytes available to a training process; None as `free_bytes`.
         network: bytes each process sends per training step.
         steps: training steps; None when training is done.
         problems: failures to expect.
-        how: what was measured, and what estimated.
+        notes: sentences on the origin of the numbers, and on options without effect.
     """
 
     left: dict[str, str]
@@ -60,27 +61,37 @@ class Plan:
     disk: dict[str, int]
     free_bytes: int | None = None
     facts: list[tuple[str, str]] = field(default_factory=list)
-    disk_bytes: int = 0
+    left_bytes: int = 0
+    peak_bytes: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     room: int | None = None
     network: int = 0
     steps: float | None = None
     problems: list[str] = field(default_factory=list)
-    how: str = ""
+    notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "facts": dict(self.facts)}
 
 
-def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) -> Plan:
+def make_plan(
+    run: Run, processes: int = 1, prompt_tokens: int | None = None, tokens_per_second: float | None = None
+) -> Plan:
     """Estimate a run with this many training processes, each on its own GPU or sharing one CPU.
 
-    `prompt_tokens` (template included) replaces the count of the prompts. A recipe that would fail in its first minute
-    is a UserError.
+    `prompt_tokens` (template included) replaces the count of the prompts, `tokens_per_second` the measured speed of
+    writing answers. A recipe that would fail in its first minute is a UserError.
     """
     if processes < 1:
         raise UserError(f"There is no plan for {processes} processes.", "Give --processes 1 or more.")
     recipe, section, plan = run.recipe, run.recipe.target, _finished(run)
+    for option, is_given, stage in (
+        ("--processes", processes > 1, "train"),
+        ("--prompt-tokens", prompt_tokens is not None, "conversations"),
+        ("--tokens-per-second", tokens_per_second is not None, "conversations"),
+    ):
+        if is_given and stage not in plan.left:
+            plan.notes.append(f"{option} changes nothing: the stage {stage} is done.")
     if not plan.left.keys() - {"target"}:
         return plan
     here = weights_are_here(section.spec, section.revision)
@@ -93,44 +104,47 @@ def make_plan(run: Run, processes: int = 1, prompt_tokens: int | None = None) ->
     else:
         target = outline(section.spec, section.dtype, section.revision, section.trust_remote_code)
     loading, shapes = perf_counter() - start, cast(Target, target)
-    loaded, free = _resident(), free_bytes(target.device) if here else None
+    held = _resident() if here and target.device.type == "cpu" else target.parameters * target.dtype.itemsize
+    free = free_bytes(target.device) if here else None
     config = make_config(recipe.heads, shapes)
     with torch.device("cpu" if here else "meta"):
         heads: DraftHead = family(config.family)(config)
-    needed = sorted({*heads.aux_layers, FINAL})
-    lengths, problems = _lengths(run, target, plan, prompt_tokens)
-    weights = target.parameters * target.dtype.itemsize
-    work = Workload(recipe, target, heads, needed, lengths, Speeds(), processes, processes, held=weights, free=free)
+    layers, lengths = sorted({*heads.aux_layers, FINAL}), _lengths(run, target, plan, prompt_tokens)
+    speeds = Speeds(written=0.0 if tokens_per_second is None else 1 / tokens_per_second)
+    work = Workload(recipe, target, heads, layers, lengths, speeds, processes, processes, held=held, free=free)
     if not here:
         heads.bind(shapes)
-        how = f"Times are unknown, because the weights of {target.name} are not on this machine."
-        return _estimate(run, work, replace(plan, problems=problems, how=how))
+        plan.notes.append(f"Times are unknown, because the weights of {target.name} are not on this machine.")
+        return _estimate(run, work, plan)
     if target.device.type == "cpu":
         cores = (core_count() or 1) / torch.get_num_threads()
-        work = replace(work, bare=bare, held=loaded, at_once=min(processes, max(1.0, cores)))
+        work = replace(work, bare=bare, at_once=min(processes, max(1.0, cores)))
     heads.to(target.device).warm_start(shapes)
     heads.gradient_checkpointing = recipe.train.gradient_checkpointing
-    tell(run.console, f"Measuring on {target.device}, about {SECONDS:.0f} s at most:", style="dim")
-    speeds = dry_run(
-        shapes, heads, needed, recipe.train, lengths, lambda what: tell(run.console, f"    {what}", style="dim")
+    tell(run.console, f"Measuring on {target.device}, about {SECONDS:.0f} s at most ...", style="dim")
+    speeds = dry_run(shapes, heads, layers, recipe, lengths)
+    if tokens_per_second is not None:
+        speeds = replace(speeds, written=work.speeds.written)
+    elif recipe.data.server and "conversations" in plan.left:
+        plan.notes.append(
+            "The hours of writing assume that this machine writes instead of the servers: say their speed with "
+            "--tokens-per-second."
+        )
+    plan.notes.append(
+        f"Measured here: loading, {speeds.measured}. Other times, and memory while training, are estimated from that; "
+        "the other bytes from the recipe and the target's config."
     )
-    workers = Workers(target.device, -(-recipe.data.conversations // recipe.data.batch_size)).count
-    plan = replace(
-        plan,
-        problems=problems,
-        room=work.room("train"),
-        free_bytes=free_disk(run.folder),
-        seconds={"target": loading, **plan.seconds},
-        how=f"Measured here: loading, {speeds.measured}. Other times, and memory while training, are estimated from "
-        "that; the other bytes from the recipe and the target's config.",
+    work = replace(work, speeds=speeds, workers=workers_of(recipe, shapes, InProcess(shapes)).count)
+    seconds = {"target": loading, **plan.seconds}
+    return _estimate(
+        run, work, replace(plan, room=work.room("train"), free_bytes=free_disk(run.folder), seconds=seconds)
     )
-    return _estimate(run, replace(work, speeds=speeds, workers=workers), plan)
 
 
 def _finished(run: Run) -> Plan:
     """Return a plan with the records of finished stages."""
     section, left = run.recipe.target, left_to_do(run, STAGES)
-    record = run.whole_record("target") if "target" in left else None
+    record = run.finished_record("target") if "target" in left else None
     if record is not None and weights_are_here(section.spec, section.revision):
         # Files or settings changed; the model may be the same.
         vars(run)["target"] = loaded = run.load(section.adapter)
@@ -146,6 +160,21 @@ def _finished(run: Run) -> Plan:
     )
 
 
+def _lengths(run: Run, target: Target | Outline, plan: Plan, prompt_tokens: int | None) -> Lengths:
+    """Return the lengths of conversations; adds a problem to the plan if the prompts cannot be read."""
+    data, context, tokenizer = run.recipe.data, target.max_length, target.tokenizer
+    if "conversations" not in plan.left:
+        written = conversations(run, "train")
+        tokens, answer = fmean(len(item.tokens) for item in written), fmean(sum(item.supervised) for item in written)
+        return Lengths(tokens, answer, turns=0, longest=0)
+    if prompt_tokens is None and tokenizer is not None:
+        try:
+            return counted_lengths(data, tokenizer, context)
+        except UserError as error:
+            plan.problems.append(f"{error.problem} {error.remedy}")
+    return assumed_lengths(data, context, prompt_tokens)
+
+
 def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
     """Add estimates of the stages to do."""
     if "conversations" in plan.left:
@@ -154,40 +183,29 @@ def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
         splits = [conversations(run, split) for split in ("train", "validation")]
         train, validation = (sum(len(item.tokens) for item in split) for split in splits)
         work = replace(work, conversations=len(splits[0]), train_tokens=train, validation_tokens=validation)
-    costs = {stage: cost(work) for stage, cost in COSTS.items() if stage in plan.left}
-    timed = {stage: cost.seconds for stage, cost in costs.items()} if work.speeds.measured else {}
-    trains, processes = "train" in plan.left, work.processes
+    speeds, left, processes = work.speeds, plan.left, work.processes
+    timed = [name for name in left if speeds.measured or (name == "conversations" and speeds.written)]
+    disk = {name: count for name, count in work.disk().items() if name in left}
+    written, trains = sum(disk.values()), "train" in left
     plan = replace(
         plan,
-        seconds={**plan.seconds, **timed},
-        disk={**plan.disk, **{stage: cost.disk for stage, cost in costs.items()}},
-        disk_bytes=sum(cost.disk for cost in costs.values()) + (work.checkpoint_bytes if trains else 0),
-        memory={stage: cost.memory for stage, cost in costs.items()},
+        seconds={**plan.seconds, **{name: took for name, took in work.seconds().items() if name in timed}},
+        disk={**plan.disk, **disk},
+        left_bytes=written,
+        peak_bytes=written + (work.checkpoint_bytes if trains else 0),
+        memory={name: count for name, count in work.memory().items() if name in left},
         network=int(8 * (processes - 1) / processes * work.learning),  # a ring all-reduce of float32 gradients
         steps=work.training()[0] if trains else None,
     )
     return replace(plan, facts=_facts(work, plan), problems=[*plan.problems, *_problems(work, plan)])
 
 
-def _lengths(run: Run, target: Target | Outline, plan: Plan, prompt_tokens: int | None) -> tuple[Lengths, list[str]]:
-    """Return the lengths of conversations, and a problem if the prompts cannot be read."""
-    data, longest, tokenizer = run.recipe.data, target.max_length, target.tokenizer
-    if "conversations" not in plan.left:
-        return written_lengths(data, longest, conversations(run, "train")), []
-    if prompt_tokens is not None or tokenizer is None:
-        return assumed_lengths(data, longest, prompt_tokens), []
-    try:
-        return counted_lengths(data, tokenizer, longest, prompts_of(data, tokenizer)), []
-    except UserError as error:
-        return assumed_lengths(data, longest), [f"{error.problem} {error.remedy}"]
-
-
 def _problems(work: Workload, plan: Plan) -> list[str]:
     """Describe failures to expect, with the settings to change."""
     data, target, problems = work.recipe.data, work.target, list[str]()
-    if plan.free_bytes is not None and plan.free_bytes < 1.05 * plan.disk_bytes:
+    if plan.free_bytes is not None and plan.free_bytes < 1.05 * plan.peak_bytes:
         problems.append(
-            f"The disk has {format_bytes(plan.free_bytes)} free and the run may write {format_bytes(plan.disk_bytes)}: "
+            f"The disk has {format_bytes(plan.free_bytes)} free and the run may write {format_bytes(plan.peak_bytes)}: "
             "free some space, choose another --run-dir, or lower data.cache_gigabytes."
         )
     longest = data.max_prompt_tokens + data.max_new_tokens
@@ -214,46 +232,39 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
     target, heads, lengths, data = work.target, work.heads, work.lengths, work.recipe.data
     count = f"{target.parameters / 1e9:.1f} B" if target.parameters >= 1e9 else f"{target.parameters / 1e6:.1f} M"
     where = "" if plan.room is None else f" on {target.device}"
+    trained = f"{work.learning / 1e6:.1f} M weights to train"
     facts = [
         ("Target", f"{target.name}, {str(target.dtype).removeprefix('torch.')}{where}"),
         ("Parameters", f"{count}, {format_bytes(target.parameters * target.dtype.itemsize)}"),
-        (
-            "Heads",
-            f"{heads.config.family}, {heads.draft_steps} draft steps, {work.learning / 1e6:.1f} M weights to train",
-        ),
+        ("Heads", f"{heads.config.family}, {heads.draft_steps} draft steps, {trained}"),
         ("Compute per draft", f"{heads.flops_per_draft() / 1e6:.1f} MFLOP"),
     ]
     if "conversations" in plan.left:
         turns = f"{lengths.turns:.1f} answers" if lengths.turns else "answers as given"
         expected = f"about {work.conversations:.0f} (at most {data.conversations}), {work.tokens} tokens"
-        facts += [
-            ("Conversations", expected),
-            ("A conversation", f"about {lengths.tokens:.0f} tokens, {turns} ({lengths.source})"),
-        ]
+        facts.append(("Conversations", expected))
+        facts.append(("A conversation", f"about {lengths.tokens:.0f} tokens, {turns} ({lengths.source})"))
         if data.server:
-            servers = ", ".join(data.server)
-            facts.append(("Written by", f"{servers}; times and memory below assume that this machine writes instead"))
+            facts.append(("Written by", ", ".join(data.server)))
     if data.online and plan.left.keys() & {"states", "train"}:
-        facts.append(("Hidden states", f"not stored: training computes {len(work.needed)} per token in each epoch"))
+        facts.append(("Hidden states", f"not stored: training computes {len(work.layers)} per token in each epoch"))
     elif "states" in plan.left:
-        states = f"{format_bytes(work.states)}, {len(work.needed)} per token"
+        states = f"{format_bytes(work.states)}, {len(work.layers)} per token"
         if work.states < work.wanted_states:
             states += f"; storing all would take {format_bytes(work.wanted_states)} (data.cache_gigabytes)"
         facts.append(("Hidden states on disk", states))
-    free = "" if plan.free_bytes is None else f"; {format_bytes(plan.free_bytes)} free"
-    every, to_write = format_bytes(sum(plan.disk.values())), format_bytes(plan.disk_bytes)
-    facts.append(("Disk space", f"{every} in all, up to {to_write} of it still to write{free}"))
+    room = "" if plan.free_bytes is None else f"; {format_bytes(plan.free_bytes)} free"
+    every, left, peak = map(format_bytes, (sum(plan.disk.values()), plan.left_bytes, plan.peak_bytes))
+    facts.append(("Disk space", f"{every} at the end, {left} of it still to write, at most {peak} at a time{room}"))
     for stage, when in (
         ("conversations", "while writing data"),
         ("train", "while training"),
         ("eval", "of the report"),
     ):
         if stage in plan.memory:
-            needed, room = format_bytes(plan.memory[stage]), work.room(stage)
-            about = f"at least {needed}"
-            if room is not None:
-                about = f"about {needed} of {format_bytes(room)} available to a process"
-            facts.append((f"Memory {when}", about))
+            needed, available = format_bytes(plan.memory[stage]), work.room(stage)
+            of = "" if available is None else f" of {format_bytes(available)} available to a process"
+            facts.append((f"Memory {when}", f"about {needed}{of}" if of else f"at least {needed}"))
     if plan.steps is not None:
         section = work.recipe.train
         tokens = section.batch_tokens * section.gradient_accumulation_steps * work.processes
@@ -266,11 +277,11 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
 def show_plan(run: Run, plan: Plan) -> None:
     console = run.console
     facts = Table(title=f"Plan of {run.recipe.name}", title_justify="left", show_header=False, box=None)
-    for what, much in plan.facts:
-        facts.add_row(what, escape(much))
+    for name, value in plan.facts:
+        facts.add_row(name, escape(value))
     console.print(facts)
-    if plan.how:
-        console.print(f"\n{plan.how}", style="italic", highlight=False, soft_wrap=True)
+    for note in plan.notes:
+        console.print(f"\n{note}", style="italic", highlight=False, markup=False, soft_wrap=True)
     stages = Table(box=None)
     stages.add_column("stage")
     for name in ("time", "disk"):

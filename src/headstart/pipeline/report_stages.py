@@ -43,7 +43,7 @@ from headstart.pipeline.run import (
     where,
 )
 from headstart.recipes.sections import DataSection
-from headstart.support.artifacts import Artifact, artifact, give, held, refer
+from headstart.support.artifacts import Artifact, add_reference, artifact, link_into_run, lock_artifact
 from headstart.support.files import read_json, refuse_others, write_atomic, write_json
 from headstart.support.lock import locked
 from headstart.support.terminal import tell
@@ -64,8 +64,8 @@ def _export_settings(run: Run) -> dict[str, Any]:
 
 def _export(run: Run) -> Outcome:
     made = _exported(run)
-    with held(made, run.console) as folder:
-        refer(run.folder, "export", made)
+    with lock_artifact(made, run.console) as folder:
+        add_reference(run.folder, "export", made)
         if not (folder / HEADS).is_dir():
             tuning = read_json(run.folder / TUNE / "tuning.json")
             heads = trained_heads(run, run.decoded)
@@ -80,11 +80,11 @@ def keep_untuned(run: Run) -> bool:
 
     Needs only the teacher, except after joint training. A UserError where the tuned heads are of an earlier training.
     """
-    trained, note = run.whole_record("train"), run.folder / "stages" / _UNTUNED
+    trained, note = run.finished_record("train"), run.folder / "stages" / _UNTUNED
     kept = _kept_training(run, note)
     if trained is None or kept in ("unknown", trained.identity):
         return False
-    if kept is not None and run.whole_record("export") is not None:
+    if kept is not None and run.finished_record("export") is not None:
         raise UserError(
             f"The heads in {run.folder / HEADS} are from an earlier training of this run.",
             f"Tune the new ones first: headstart tune {run.folder}. Or move that folder away, to take the new ones as "
@@ -108,7 +108,7 @@ def _kept_training(run: Run, note: Path) -> str | None:
     untuned heads, else "unknown"; None without heads."""
     if not (run.folder / HEADS / CONFIG).is_file():
         return None
-    if (tuned := run.whole_record("export")) is not None:
+    if (tuned := run.finished_record("export")) is not None:
         return tuned.before.get("train", "unknown")
     return str(read_json(note)["train"]) if note.is_file() else "unknown"
 
@@ -127,7 +127,7 @@ def _exported(run: Run) -> Artifact:
 def _give(source: Path, path: Path) -> None:
     refuse_other_files(path)
     with keeping_engine_tunings(path):
-        give(source, path)
+        link_into_run(source, path)
 
 
 def _sources(data: DataSection) -> str:
@@ -195,8 +195,8 @@ def _eval(run: Run) -> Outcome:
         "conditions": conditions(run),
     }
     made = artifact(run.folder, "reports", run.recipe.heads.family, identity)
-    with held(made, run.console) as folder, held(exported, run.console):
-        refer(run.folder, "eval", made)
+    with lock_artifact(made, run.console) as folder, lock_artifact(exported, run.console):
+        add_reference(run.folder, "eval", made)
         if not (folder / REPORT / "results.json").is_file():
             chosen = section.model_dump(include={"limit", "max_new_tokens", "temperature", "compare"})
             name = "held out" if asked == "heldout" else Path(asked).name
@@ -214,7 +214,7 @@ def _eval(run: Run) -> Outcome:
         facts = {"training": _training_facts(run), "measurements": [{"name": name, "results": results}]}
         write_card(exported.folder / HEADS, facts)
         _give(exported.folder / HEADS, run.folder / HEADS)
-        give(folder / REPORT, run.folder / REPORT)
+        link_into_run(folder / REPORT, run.folder / REPORT)
         add_engines_to_report(run.folder)
 
     recipe, trained, summary = run.recipe, run.folder / TRAIN, results["summary"]

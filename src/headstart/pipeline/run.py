@@ -1,29 +1,28 @@
 """Stages of a run: skipped when done, continued when interrupted, extended when the recipe grows.
 
 A stage completes a content-addressed artifact (see `headstart.support.artifacts`). It is done when its record
-(`stages/<name>.json` in the run's folder) has the current fingerprint and its outputs exist. The fingerprint covers the
-stage's version, its recipe settings and the identities of earlier stages: a changed setting that leads to the same
-artifact leaves later stages done.
+(`stages/<name>.json` in the run's folder) is complete and current and its outputs exist. The record holds the stage's
+version, its settings (`headstart.heads.settings.Role`) and the identities of earlier stages: a changed setting that
+leads to the same artifact leaves later stages done.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
 
 from rich.console import Console
 from rich.markup import escape
 
 from headstart.errors import UserError, out_of_memory
-from headstart.recipes.recipe import Recipe, recipe_text
-from headstart.recipes.sections import Section
+from headstart.heads.settings import Role, Section
+from headstart.recipes.values import recipe_text
 from headstart.support.artifacts import references, referred
 from headstart.support.files import file_hash, read_json, write_json, write_text
 from headstart.support.lock import locked
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from headstart.model.frozen import FrozenModel
     from headstart.model.model import Target
     from headstart.model.teacher import TeacherModel
+    from headstart.recipes.recipe import Recipe
 
 
 NAMES = ("target", "conversations", "states", "train", "tune", "export", "eval")
@@ -70,7 +70,7 @@ class Run:
 
     @cached_property
     def target(self) -> Target:
-        """The frozen model, loaded on first access; a UserError where it is not the one that the run began with."""
+        """The frozen model, loaded on first access; a UserError if it is not the model that the run began with."""
         return self._checked(self.load(self.recipe.target.adapter))
 
     @cached_property
@@ -93,12 +93,12 @@ class Run:
         return self._checked(cast("Target", templated))  # nothing runs through it
 
     def _checked(self, target: Target) -> Target:
-        record = self.whole_record("target")
+        record = self.finished_record("target")
         if record is not None and record.identity != target.whole_identity:
             raise UserError(
                 f"{self.recipe.target.spec} is not the model (or not in the dtype) that the run in {self.folder} began "
                 "with.",
-                "Load the one that the run began with, or choose another --run-dir.",
+                "Load the earlier model, or choose another --run-dir.",
             )
         return target
 
@@ -138,7 +138,7 @@ class Run:
         from headstart.model.loading import pick_device
         from headstart.model.teacher import load_teacher, teacher_folder
 
-        record, states = self.whole_record("target"), referred(self.folder, "states")
+        record, states = self.finished_record("target"), referred(self.folder, "states")
         if record is None or states is None:
             return None
         fingerprint, _, dtype = record.identity.split(" ")
@@ -161,29 +161,29 @@ class Run:
         except (UserError, TypeError):
             return None
 
-    def whole_record(self, stage: str) -> Record | None:
+    def finished_record(self, stage: str) -> Record | None:
         """Read the record of a finished stage; None if it is not finished."""
         record = self.record(stage)
-        return record if record is not None and record.whole else None
+        return record if record is not None and record.is_complete else None
 
 
 @dataclass
 class Record:
-    """The state of a stage.
+    """The state of a stage. It is current if `version`, `settings` and `before` are those of the stage now.
 
     Attributes:
-        fingerprint: hash of the stage's version, `settings` by dotted key, and `before`, the identities of its inputs.
-        whole: whether it is finished.
+        settings: dependencies of the stage, by dotted key.
+        before: the identities of its inputs.
+        is_complete: whether it is finished.
         identity: string that later stages depend on; new for each build unless the stage returns one.
         seconds: time spent, interrupted attempts included.
         artifact: the run's reference when the stage finished; empty for stages without artifacts.
     """
 
-    fingerprint: str
     version: int
     settings: dict[str, Any]
     before: dict[str, str]
-    whole: bool = False
+    is_complete: bool = False
     identity: str = ""
     seconds: float = 0.0
     summary: str = ""
@@ -245,7 +245,7 @@ def execute(run: Run, stages: Sequence[Stage], again: Collection[str] = ()) -> b
             label = f"[bold]{number}/{len(stages)} {stage.name}[/bold]"
             wanted, record = _wanted(run, stage), run.record(stage.name)
             reason = _stale(run, stage, wanted, record) if stage.name not in again else "asked for again"
-            if reason is None and record is not None and record.whole:
+            if reason is None and record is not None and record.is_complete:
                 done = f"done, {format_seconds(record.seconds)}  {escape(record.summary)}"
                 run.console.print(f"{label}  [dim]{done}[/dim]", highlight=False, soft_wrap=True)
                 continue
@@ -273,21 +273,21 @@ def left_to_do(run: Run, stages: Sequence[Stage], unchanged: Collection[str] = (
             left[stage.name] = f"again, after {earlier[0]}"
         elif (reason := _stale(run, stage, _wanted(run, stage), record)) is not None:
             left[stage.name] = reason
-        elif not record.whole:
+        elif not record.is_complete:
             left[stage.name] = f"begun, {format_seconds(record.seconds)} so far"
     return left
 
 
 def _work(run: Run, stage: Stage, record: Record) -> None:
-    record.whole = False
+    record.is_complete = False
     write_json(run.record_file(stage.name), asdict(record))
     start = perf_counter()
     try:
         outcome = stage.do(run)
         record.summary = outcome.summary
         record.artifact = references(run.folder).get(stage.name, "")
-        record.identity = outcome.identity or _hash([record.fingerprint, datetime.now(UTC).isoformat()])
-        record.whole = True
+        record.identity = outcome.identity or uuid4().hex
+        record.is_complete = True
     finally:
         record.seconds += perf_counter() - start
         write_json(run.record_file(stage.name), asdict(record))
@@ -296,31 +296,25 @@ def _work(run: Run, stage: Stage, record: Record) -> None:
 
 
 def _wanted(run: Run, stage: Stage) -> Record:
-    """Build the record that the stage should have, not whole yet."""
+    """Build the record that the stage should have, not complete yet."""
     earlier = {name: before(run, name) for name in stage.after}
     settings = json.loads(json.dumps(stage.settings(run)))
-    record = run.record(stage.name)
-    if record is not None and all(record.settings.get(key) == settings[key] for key in settings if _of_recipe(key)):
-        settings |= {key: value for key, value in record.settings.items() if _is_elsewhere(key, settings)}
-    return Record(_hash([stage.name, stage.version, settings, earlier]), stage.version, settings, earlier)
-
-
-def _of_recipe(key: str) -> bool:
-    return key.partition(".")[0] in Recipe.model_fields
-
-
-def _is_elsewhere(key: str, settings: dict[str, Any]) -> bool:
-    """Whether a setting describes files (target, prompts) missing on this machine: these count as unchanged."""
-    found = settings.get(key)
-    return not _of_recipe(key) and (found is None or (isinstance(found, list) and not any(found)))
+    record, sections = run.record(stage.name), type(run.recipe).model_fields
+    if record is not None:
+        files = {key for key in {*settings, *record.settings} if key.partition(".")[0] not in sections}
+        if all(record.settings.get(key) == value for key, value in settings.items() if key not in files):
+            # Files (of the target, of prompts) that are not on this machine count as unchanged.
+            for key in files & record.settings.keys():
+                found = settings.get(key)
+                if found is None or (isinstance(found, list) and not any(found)):
+                    settings[key] = record.settings[key]
+    return Record(stage.version, settings, earlier)
 
 
 def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str | None:
     """Explain why the stage must run, "" if it has not begun; None if the record, finished or not, is current."""
     if record is None:
         return ""
-    if record.fingerprint == wanted.fingerprint:
-        return _lost(run, stage, record) if record.whole else None
     if record.version != wanted.version:
         return "headstart does this differently now"
     for key in sorted({*record.settings, *wanted.settings}):
@@ -330,7 +324,7 @@ def _stale(run: Run, stage: Stage, wanted: Record, record: Record | None) -> str
     for name, identity in wanted.before.items():
         if record.before.get(name) != identity:
             return f"{name} changed"
-    return "something changed"
+    return _lost(run, stage, record) if record.is_complete else None
 
 
 def _lost(run: Run, stage: Stage, record: Record) -> str | None:
@@ -350,16 +344,12 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else "…"
 
 
-def _hash(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
-
-
 # -- dependencies of stages, as recorded -------------------------------------------------------------------------------
 
 
-def flat(prefix: str, section: Section, leave_out: set[str] | None = None) -> dict[str, Any]:
-    """Return the settings of a section by dotted key."""
-    return {f"{prefix}.{key}": value for key, value in section.model_dump(mode="json", exclude=leave_out).items()}
+def flat(prefix: str, section: Section) -> dict[str, Any]:
+    """Return the settings of a section that its stage must run again for, by dotted key."""
+    return {f"{prefix}.{key}": value for key, value in section.of_role(Role.CONTENT, Role.AMOUNT).items()}
 
 
 def content(source: str | Path) -> str | None:
@@ -371,8 +361,8 @@ def content(source: str | Path) -> str | None:
 def where(run: Run) -> dict[str, Any]:
     """Return the settings that timings depend on: device, dtype, quantization."""
     target = run.recipe.target
-    bits = {} if "quantization" in target.unset() else {"target.quantization": target.quantization}
-    return {"target.device": run.device or target.device, "target.dtype": target.dtype, **bits}
+    device = run.device or target.device
+    return {"target.device": device, "target.dtype": target.dtype, "target.quantization": target.quantization}
 
 
 def conditions(run: Run) -> dict[str, Any]:
@@ -383,6 +373,6 @@ def conditions(run: Run) -> dict[str, Any]:
 
 
 def before(run: Run, stage: str) -> str:
-    record = run.whole_record(stage)
+    record = run.finished_record(stage)
     assert record is not None, f"{stage} is finished"
     return record.identity

@@ -37,7 +37,7 @@ def execute_together(run: Run, stages: Sequence[Stage]) -> None:
             return
         except Busy as busy:
             last = run.record(stages[-1].name)
-            if last is not None and last.whole and not left_to_do(run, stages):
+            if last is not None and last.is_complete and not left_to_do(run, stages):
                 run.console.print(f"{busy.problem} There is no data left to write.", highlight=False, soft_wrap=True)
                 return
             if helper is None:

@@ -13,7 +13,7 @@ from headstart.errors import UserError
 from headstart.model.loading import loadable_folder
 from headstart.pipeline.data_stages import aux_layers, conversations, states_artifact
 from headstart.pipeline.run import Run
-from headstart.support.artifacts import held, refer
+from headstart.support.artifacts import add_reference, lock_artifact
 from headstart.support.terminal import progress_bar
 
 FILES = "vllm-states"
@@ -28,15 +28,6 @@ def refuse_online(run: Run) -> None:
         )
 
 
-def memory_share(weights: int, gpu: int) -> float:
-    """Return the fraction of GPU memory for a server that runs beside the loaded target; arguments in bytes.
-
-    >>> memory_share(16_000_000_000, 80_000_000_000)
-    0.65
-    """
-    return round(max(0.1, 0.85 - weights / gpu), 2)
-
-
 def serve_command(run: Run) -> str:
     """Return the command for a vLLM server that writes the states the heads read. On a GPU it leaves room for the
     target, which checks them."""
@@ -46,8 +37,8 @@ def serve_command(run: Run) -> str:
     if target.device.type != "cuda":
         return command
     _, total = torch.cuda.mem_get_info(target.device)
-    share = memory_share(target.parameters * target.dtype.itemsize, total)
-    return f"{command} --gpu-memory-utilization {share}"
+    share = max(0.1, 0.85 - target.parameters * target.dtype.itemsize / total)
+    return f"{command} --gpu-memory-utilization {share:.2f}"
 
 
 def import_states(run: Run, source: str) -> Import:
@@ -60,8 +51,8 @@ def import_states(run: Run, source: str) -> Import:
         budget -= kind.bytes(sum(len(item.tokens) for item in texts))
         wanted += texts
     shared = states_artifact(run)
-    with held(shared, run.console) as shards:
-        refer(run.folder, "states", shared)
+    with lock_artifact(shared, run.console) as shards:
+        add_reference(run.folder, "states", shared)
         work = Import(shards, target, wanted, layers, states_dtype=states_dtype)
         if work.waiting and "://" in source:
             urls = [url.strip() for url in source.split(",") if url.strip()]

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from headstart.recipes.recipe import Recipe, head_settings, section_fields
-from headstart.recipes.sections import HeadSettings, from_target
+from headstart.heads.base import families
+from headstart.heads.settings import HeadSettings, from_target, section_fields
+from headstart.recipes.recipe import Recipe
 
 TARGETS_OWN = "the target's"
 """Shown for head settings that follow from the target."""
@@ -91,10 +92,9 @@ def markdown() -> str:
         lines += ["", f"## {name}", "", _summary(section), ""]
         lines += _table(settings_of(section, f"{name}."))
         common = {setting.key for setting in settings_of(section, f"{name}.")}
-        families = head_settings() if issubclass(section, HeadSettings) else {}
-        for family, config in sorted(families.items()):
-            lines += ["", f"### heads.family={family}", "", _summary(config), ""]
-            lines += _table(setting for setting in settings_of(config, f"{name}.") if setting.key not in common)
+        for family, head in sorted(families().items()) if issubclass(section, HeadSettings) else ():
+            lines += ["", f"### heads.family={family}", "", _summary(head.Config), ""]
+            lines += _table(setting for setting in settings_of(head.Config, f"{name}.") if setting.key not in common)
     return "\n".join(lines) + "\n"
 
 

@@ -1,19 +1,17 @@
 """Sections of a recipe: type, default and meaning of every setting.
 
-Every package may import this module, so it imports next to nothing. `headstart.recipes.recipe` reads recipes.
+Fingerprints and identities of artifacts follow from the role of each field (`headstart.heads.settings.Role`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from headstart.errors import UserError
+from headstart.heads.settings import DependsOn, Role, Section
 from headstart.servers.names import FormatName
 
 PositionWeight = Literal["exponential", "subsampled", "dpace"]
@@ -25,85 +23,11 @@ _FEWEST_TOKENS = 10  # with fewer, at most one sampled token would represent all
 _Width = Annotated[int, Field(ge=1, le=1024)]
 _ADDRESS = re.compile(r"https?://[^\s/?#]+(:\d+)?(/[^\s?#]*)?")
 
-FREE_TO_CHANGE = {
-    *("steps", "minutes", "epochs", "eval_every", "save_every", "log_every"),
-    *("keep_checkpoints", "tracker", "project"),
-    *("gradient_checkpointing", "prefetch", "shard_target"),
-}
-"""Train settings that may change when resuming from a checkpoint: duration, intervals, tracking, memory trade-offs."""
-
-
-class Section(BaseModel):
-    """A part of a recipe. Rejects unknown keys, NaN and infinity."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    noted_if_set: ClassVar[frozenset[str]] = frozenset()
-    """Settings that records and identities omit at their defaults."""
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _list_of_one(cls, value: Any, field: ValidationInfo) -> Any:
-        is_list = get_args(cls.model_fields[str(field.field_name)].annotation)[1:] == (...,)
-        return (value,) if is_list and isinstance(value, str | int | float) else value
-
-    def unset(self) -> set[str]:
-        """Return the settings in `noted_if_set` that are at their defaults."""
-        untouched = type(self)()
-        return {name for name in self.noted_if_set if getattr(self, name) == getattr(untouched, name)}
-
-
-@dataclass(frozen=True)
-class DependsOn:
-    """Marks a setting that resets to its default when a variant or an override changes `key`."""
-
-    key: str
-
-
-@dataclass(frozen=True)
-class FromTarget(DependsOn):
-    """Marks a head setting that defaults to the target's: `Annotated[int, FromTarget()]`. Recipes may override it if
-    `settable`."""
-
-    key: str = "target.spec"
-    settable: bool = True
-
-
 _OF_TARGET, _OF_PROMPTS = DependsOn("target.spec"), DependsOn("data.prompts")
-
-
-def from_target(field: FieldInfo) -> FromTarget | None:
-    """Return a field's `FromTarget` mark, if any."""
-    return next((mark for mark in field.metadata if isinstance(mark, FromTarget)), None)
-
-
-def depends_on(field: FieldInfo) -> str | None:
-    """Return the key that a setting depends on, if any."""
-    return next((mark.key for mark in field.metadata if isinstance(mark, DependsOn)), None)
-
-
-class HeadSettings(Section):
-    """What heads of every family can be set to; each family adds its own."""
-
-    family: str = Field(description="Head family; a recipe that changes it drops the settings of the one before.")
-    draft_vocab_size: int = Field(
-        0,
-        ge=0,
-        description="Tokens the heads can draft, the most frequent of the training data; 0 means the whole vocabulary.",
-    )
-
-    def check(self) -> None:
-        """Raise a UserError for incompatible settings; settings still to come from the target are skipped."""
-
-    def to_recipe(self) -> dict[str, Any]:
-        """Dump all settings except those left to the target."""
-        left_to_target = {name for name, field in type(self).model_fields.items() if from_target(field)}
-        return self.model_dump(mode="json", exclude=left_to_target - self.model_fields_set)
 
 
 class TargetSection(Section):
     """The frozen model."""
-
-    noted_if_set = frozenset({"adapter", "quantization", "trust_remote_code"})
 
     spec: str = Field(
         "smollm2-135m",
@@ -148,10 +72,6 @@ class PromptSource(Section):
 class DataSection(Section):
     """Conversations that the target itself writes."""
 
-    noted_if_set = frozenset(
-        {"prefix_tokens", "chat_template_kwargs", "exclude", "states", "states_dtype", "writing_dtype"}
-    )
-
     prompts: str | tuple[PromptSource, ...] = Field(
         "self",
         description="'self' (the target writes its own prompts), 'ready-made' (requests that come with headstart), "
@@ -171,10 +91,16 @@ class DataSection(Section):
     seed_prompts: Literal["broad", "none"] = Field(
         "broad", description="Where self-prompts start: from seed prompts on many everyday subjects, or from nothing."
     )
-    conversations: int = Field(1600, ge=1, description="Most training conversations.")
-    heldout: int = Field(64, ge=0, description="Conversations kept out of training, for reports.")
-    validation: int = Field(48, ge=1, description="Conversations kept out of training, for validation and tuning.")
-    minutes: float | None = Field(None, gt=0, description="Stop writing training conversations after this long.")
+    conversations: Annotated[int, Role.AMOUNT] = Field(1600, ge=1, description="Most training conversations.")
+    heldout: Annotated[int, Role.AMOUNT] = Field(
+        64, ge=0, description="Conversations kept out of training, for reports."
+    )
+    validation: Annotated[int, Role.AMOUNT] = Field(
+        48, ge=1, description="Conversations kept out of training, for validation and tuning."
+    )
+    minutes: Annotated[float | None, Role.AMOUNT] = Field(
+        None, gt=0, description="Stop writing training conversations after this long."
+    )
     max_prompt_tokens: int = Field(
         384, ge=8, description="Longest prompt; longer prompts and later turns are left out."
     )
@@ -192,7 +118,9 @@ class DataSection(Section):
         le=1,
         description="Share of the training answers drawn at temperature 1 instead, from the 64 likeliest tokens.",
     )
-    batch_size: int = Field(64, ge=1, le=100_000, description="Conversations written at a time.")
+    batch_size: Annotated[int, Role.RUNTIME] = Field(
+        64, ge=1, le=100_000, description="Rows of a batch of conversations."
+    )
     writing_dtype: Literal["auto", "int8"] = Field(
         "auto",
         description="How the target writes what is trained on, and computes its hidden states meanwhile: in its dtype "
@@ -200,23 +128,25 @@ class DataSection(Section):
     )
     regenerate: bool = Field(True, description="Replace the answers of a given file by the target's own.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of prompts and answers.")
-    states: Literal["stored", "online"] = Field(
+    states: Annotated[Literal["stored", "online"], Role.AMOUNT] = Field(
         "stored",
         description="stored: hidden states are computed before training and kept on disk; online: training computes "
         "them with the target, and nothing is kept.",
     )
-    cache_gigabytes: float = Field(4.0, gt=0, description="Most gigabytes (1e9 bytes) of hidden states kept on disk.")
-    states_dtype: Literal["auto", "int8", "fp8"] = Field(
+    cache_gigabytes: Annotated[float, Role.AMOUNT] = Field(
+        4.0, gt=0, description="Most gigabytes (1e9 bytes) of hidden states kept on disk."
+    )
+    states_dtype: Annotated[Literal["auto", "int8", "fp8"], Role.AMOUNT] = Field(
         "auto",
         description="How hidden states are stored: in the target's dtype (auto), or in one byte per number with a "
         "scale for each token.",
     )
-    server: tuple[str, ...] | None = Field(
+    server: Annotated[tuple[str, ...] | None, Role.RUNTIME] = Field(
         None,
         description="Address of a vLLM server or llama-server with this target that writes the conversations, or "
         "several with commas between them; null writes them in this process.",
     )
-    server_requests: int | None = Field(
+    server_requests: Annotated[int | None, Role.RUNTIME] = Field(
         None,
         ge=1,
         description="Concurrent requests over all servers; null means 512 for each address, and twice the slots of a "
@@ -308,12 +238,10 @@ class JointSection(Section):
     """Training an adapter of the target together with the heads (Medusa-2); the adapted model is then their target."""
 
     rank: int = Field(0, ge=0, description="Rank of the target's LoRA adapter; 0 leaves the target as it is.")
-    alpha: float = Field(16.0, gt=0, description="LoRA's alpha: what it adds is scaled by alpha / rank.")
+    alpha: float = Field(16.0, gt=0, description="LoRA's alpha: updates are scaled by alpha / rank.")
     dropout: float = Field(0.05, ge=0, lt=1, description="Dropout on the adapter's input.")
     lr_ratio: float = Field(0.25, gt=0, description="Learning rate of the adapter, as a share of the heads'.")
-    warmup: float = Field(
-        0.4, ge=0, lt=1, description="Share of the run, at its start, in which the heads learn alone."
-    )
+    warmup: float = Field(0.4, ge=0, lt=1, description="Share of the run, at its start, with the adapter frozen.")
     heads_weight: float = Field(
         0.2, gt=0, description="Weight of the heads' loss; the loss that keeps the target close to itself has weight 1."
     )
@@ -322,11 +250,13 @@ class JointSection(Section):
 class TrainSection(Section):
     """The training loop."""
 
-    noted_if_set = frozenset({"packing", "lora_rank", "anchors", "loss_tokens"})
-
-    steps: int | None = Field(None, ge=1, description="Optimiser steps; with minutes, whichever ends first.")
-    minutes: float | None = Field(None, gt=0, description="Wall-clock budget; the schedule follows the clock.")
-    epochs: int = Field(50, ge=1, description="Most passes over the data.")
+    steps: Annotated[int | None, Role.AMOUNT] = Field(
+        None, ge=1, description="Optimiser steps; with minutes, whichever ends first."
+    )
+    minutes: Annotated[float | None, Role.AMOUNT] = Field(
+        None, gt=0, description="Wall-clock budget; the schedule follows the clock."
+    )
+    epochs: Annotated[int, Role.AMOUNT] = Field(50, ge=1, description="Most passes over the data.")
     batch_tokens: int = Field(4096, ge=64, description="Tokens of a batch, padding included.")
     packing: bool = Field(
         False, description="Pack the conversations of a batch into one row without padding; none attends to another."
@@ -338,15 +268,17 @@ class TrainSection(Section):
         "all. Block drafters run one block for each.",
     )
     gradient_accumulation_steps: int = Field(1, ge=1, description="Batches per optimiser step.")
-    gradient_checkpointing: bool = Field(
+    gradient_checkpointing: Annotated[bool, Role.RUNTIME] = Field(
         False, description="Recompute activations inside layers for the gradients: less memory, more time."
     )
-    shard_target: bool = Field(
+    shard_target: Annotated[bool, Role.RUNTIME] = Field(
         False,
         description="With data.states=online on several processes: each holds a part of the target's weights, by "
         "transformers' tensor parallelism, and all run every forward.",
     )
-    prefetch: int = Field(2, ge=0, description="Steps whose batches are read ahead; 0 reads each when it is needed.")
+    prefetch: Annotated[int, Role.RUNTIME] = Field(
+        2, ge=0, description="Number of steps to prefetch batches for; 0 reads each on demand."
+    )
     optimizer: Literal["adamw", "muon"] = Field(
         "adamw",
         description="muon orthogonalises the updates of matrices, of each in one of two steps; LM heads, norms and "
@@ -366,8 +298,8 @@ class TrainSection(Section):
     loss_tokens: int = Field(
         0,
         ge=0,
-        description="Draft tokens that a loss is over: those that the target likely gives in a batch and, a fifth of "
-        "them, others drawn to stand for the rest; 0 is all. Less work where the draft vocabulary is large.",
+        description="Candidates for sampled softmax: 80 % most likely under the target in a batch, 20 % random; 0 is "
+        "the full draft vocabulary. Saves work where that is large.",
     )
     position_weight: PositionWeight = Field(
         "exponential",
@@ -379,21 +311,23 @@ class TrainSection(Section):
         0.0, ge=0, description="Weight of a smooth L1 loss between drafted features and final states; 0 is none."
     )
     joint: JointSection = JointSection()
-    start_from: str | None = Field(
-        None, description="Folder of earlier heads, whose weights are reused where they fit."
-    )
+    start_from: str | None = Field(None, description="Folder of earlier heads; weights of the same shape are reused.")
     lora_rank: int = Field(
         0,
         ge=0,
         description="Train only low-rank updates, of this rank, of the heads in start_from; 0 trains all weights.",
     )
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto follows the target.")
-    eval_every: int = Field(100, ge=1, description="Optimiser steps between validations.")
-    save_every: int = Field(200, ge=1, description="Optimiser steps between checkpoints.")
-    keep_checkpoints: int = Field(2, ge=1, description="How many of the newest checkpoints are kept.")
-    log_every: int = Field(10, ge=1, description="Optimiser steps between logged losses.")
-    tracker: Literal["none", "wandb", "trackio", "tensorboard"] = Field("none", description="accelerate tracker.")
-    project: str = Field("headstart", description="Project name for the tracker.")
+    eval_every: Annotated[int, Role.RUNTIME] = Field(100, ge=1, description="Optimiser steps between validations.")
+    save_every: Annotated[int, Role.RUNTIME] = Field(200, ge=1, description="Optimiser steps between checkpoints.")
+    keep_checkpoints: Annotated[int, Role.RUNTIME] = Field(
+        2, ge=1, description="How many of the newest checkpoints are kept."
+    )
+    log_every: Annotated[int, Role.RUNTIME] = Field(10, ge=1, description="Optimiser steps between logged losses.")
+    tracker: Annotated[Literal["none", "wandb", "trackio", "tensorboard"], Role.RUNTIME] = Field(
+        "none", description="accelerate tracker."
+    )
+    project: Annotated[str, Role.RUNTIME] = Field("headstart", description="Project name for the tracker.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of initialisation and batch order.")
 
     @field_validator("mixed_precision", mode="before")
@@ -413,17 +347,12 @@ class TrainSection(Section):
         """Whether training runs the target itself, not only its teacher."""
         return self.joint.rank > 0
 
-    def noted(self, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-        """Dump the settings for records, without `joint` if it is off."""
-        alone = () if self.joint.rank else ("joint",)
-        return self.model_dump(mode="json", exclude={*leave_out, *alone})
-
 
 class TuneSection(Section):
     """Measuring costs and choosing the tree."""
 
     widths: tuple[_Width, ...] = Field(
-        (1, 2, 4, 6, 8, 12, 16, 24, 32, 64), min_length=1, description="Tree widths whose verification is timed."
+        (1, 2, 4, 6, 8, 12, 16, 24, 32, 64), min_length=1, description="Tree widths to time verification at."
     )
     context: int = Field(256, ge=8, description="Tokens in the cache while timing.")
     max_nodes: int = Field(64, ge=1, le=1024, description="Widest tree, root included.")
@@ -445,10 +374,10 @@ class EvalSection(Section):
 class ExportSection(Section):
     """What the heads are for."""
 
-    formats: tuple[FormatName, ...] = Field(
+    formats: Annotated[tuple[FormatName, ...], Role.RUNTIME] = Field(
         (),
-        description="Engine formats that you will export to: head settings that one of them cannot hold are refused "
-        "before any work.",
+        description="Engine formats to export to later: head settings that do not fit a format are refused before any "
+        "work.",
     )
 
 

@@ -110,7 +110,7 @@ class AnswerFile:
 
 
 def write_answers(path: Path, answers: Iterable[Sequence[int]], most_bytes: int) -> None:
-    """Write as many leading answers as fit in `most_bytes`; write no file if there are none."""
+    """Write the leading answers that fit in `most_bytes`; write no file if there are none."""
     data, packer, kept = bytearray(_MARK), zlib.compressobj(9), 0
     for answer in answers:
         tokens = _tokens([answer])

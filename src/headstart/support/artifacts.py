@@ -80,7 +80,7 @@ def root_of(run_folder: Path) -> Path:
 
 
 @contextmanager
-def held(artifact: Artifact, console: Console | None = None, wait: bool = True) -> Iterator[Path]:
+def lock_artifact(artifact: Artifact, console: Console | None = None, wait: bool = True) -> Iterator[Path]:
     """Create and lock an artifact's folder; waiting is reported, with a hint for dead lock holders after a minute.
 
     Raises:
@@ -126,14 +126,14 @@ def read_note(folder: Path) -> dict[str, Any]:
 # -- references ------------------------------------------------------------------------------------------------------
 
 
-def refer(run_folder: Path, stage: str, artifact: Artifact, link: str | None = None) -> None:
-    """Record that a run uses an artifact, and point `link` in the run's folder to it; see `point` for errors."""
+def add_reference(run_folder: Path, stage: str, artifact: Artifact, link: str | None = None) -> None:
+    """Record that a run uses an artifact, and point `link` in the run's folder to it; see `set_symlink` for errors."""
     paths = references(run_folder)
     file_path = os.path.relpath(artifact.folder, run_folder.resolve())
     if paths.get(stage) != file_path:
         write_json(run_folder / REFERENCES, {**paths, stage: file_path})
     if link is not None:
-        point(run_folder / link, artifact.folder)
+        set_symlink(run_folder / link, artifact.folder)
 
 
 def forget(run_folder: Path, stage: str) -> None:
@@ -160,7 +160,7 @@ def referred(run_folder: Path, stage: str) -> Path | None:
     return None if folder is None else Path(os.path.normpath(run_folder.resolve() / folder))
 
 
-def point(link: Path, folder: Path) -> None:
+def set_symlink(link: Path, folder: Path) -> None:
     """Point a link to a folder atomically; a UserError if `link` exists and is no link."""
     wanted = os.path.relpath(folder, link.parent.resolve())
     if link.is_symlink() and os.readlink(link) == wanted:
@@ -170,7 +170,7 @@ def point(link: Path, folder: Path) -> None:
     write_atomic(link, lambda partial: partial.symlink_to(wanted, target_is_directory=True))
 
 
-def give(source: Path, path: Path) -> None:
+def link_into_run(source: Path, path: Path) -> None:
     """Copy an artifact's folder into a run as hard links; safe because files are replaced, never modified in place."""
 
     def fill(partial: Path) -> None:

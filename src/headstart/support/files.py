@@ -61,7 +61,7 @@ def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
                     file.chmod(_mode_here(path))
         replace(partial, path)
     except BaseException:
-        with suppress(OSError):  # the first error is the one to report
+        with suppress(OSError):  # report the first error
             remove(partial)
         raise
 

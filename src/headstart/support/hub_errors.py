@@ -21,7 +21,7 @@ from headstart.errors import UserError
 LOGIN = "Log in with `hf auth login`, or set HF_TOKEN; tokens are made at https://huggingface.co/settings/tokens."
 
 _SECONDS = 5.0
-"""Timeout after which the Hub counts as unreachable."""
+"""Timeout of the Hub."""
 
 
 def absent(repo_id: str, file: str, revision: str | None = None, token: str | bool | None = None) -> UserError | None:

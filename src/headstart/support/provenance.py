@@ -1,4 +1,4 @@
-"""Provenance of a run: what is needed to repeat its commands."""
+"""Provenance of a run, to repeat its commands."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _GROUP = 256
 _INSIDE = 1 - 1e-12
 """Upper limit of a uniform number: the sum itself would fall after the last token."""
 _AHEAD = 64
-"""Random numbers generated at a time."""
+"""Block size of the generated random numbers."""
 _CACHED, _TOGETHER = 1 << 18, 1 << 27
 """Probabilities computed at a time, on a CPU (cache size) and elsewhere."""
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from headstart.errors import UserError
-from headstart.support.artifacts import give, link_or_copy
+from headstart.support.artifacts import link_into_run, link_or_copy
 from headstart.support.files import PARTIAL, read_json, replace, write_json
 
 MANIFEST = "checkpoint.json"
@@ -193,7 +193,7 @@ def _other_processes(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> st
 
 def restore_best(path: Path, best: Path) -> None:
     """Replace the folder `best` by a checkpoint's best heads."""
-    give(path / BEST, best)
+    link_into_run(path / BEST, best)
 
 
 def _differing(name: str, kept: Any, wanted: Any) -> list[tuple[str, Any, Any]]:

@@ -28,11 +28,11 @@ from headstart.data.states.store import States
 from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.heads.io import save_heads
+from headstart.heads.settings import Role
 from headstart.model.frozen import FrozenModel
 from headstart.model.model import Target
 from headstart.model.teacher import TeacherModel
 from headstart.recipes.recipe import Recipe
-from headstart.recipes.sections import FREE_TO_CHANGE
 from headstart.replay.patch import FINAL
 from headstart.support.files import need_disk, read_jsonl, size, write_json, write_jsonl
 from headstart.support.terminal import format_seconds, progress_bar
@@ -175,10 +175,10 @@ class _Trainer:
 
     def _settings(self) -> dict[str, Any]:
         """Settings that must match to resume from a checkpoint."""
-        section = self.section.noted({*FREE_TO_CHANGE, "start_from"})
+        section = self.section.of_role(Role.CONTENT)
         return {
             "heads": self.heads.config.model_dump(mode="json"),
-            **{f"train.{key}": value for key, value in section.items()},
+            **{f"train.{key}": value for key, value in section.items() if key != "start_from"},
             "data fingerprint": self.store.fingerprint,
             checkpoint.PROCESSES: self.ranks,
         }

@@ -6,6 +6,7 @@ shorter one, which keeps its own heads.
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,15 +16,14 @@ from headstart.data.states.store import States
 from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
 from headstart.heads.io import WEIGHTS, heads_folder
+from headstart.heads.settings import Role
 from headstart.recipes.recipe import Recipe
-from headstart.recipes.sections import FREE_TO_CHANGE
-from headstart.support.artifacts import Artifact, artifact, give, relatives
+from headstart.support.artifacts import Artifact, artifact, link_into_run, relatives
 from headstart.support.files import file_hash, read_json
 from headstart.train import checkpoint
 
 RESULT = "result.json"
 """Written last; marks a finished training."""
-AMOUNT = ("steps", "minutes", "epochs")
 _VERSION = 2  # Muon changes matrices in turns
 _ACCUMULATION = "gradient_accumulation_steps"
 
@@ -32,16 +32,13 @@ def training(
     run_folder: Path, recipe: Recipe, config: HeadConfig, train_store: States, valid_store: States
 ) -> Artifact:
     """The artifact of a training; `config` is the heads' complete config, with the target's sizes."""
-    section = recipe.train.model_dump(mode="json")
-    settings = recipe.train.noted(FREE_TO_CHANGE | recipe.train.unset())
-    settings["start_from"] = weights_hash(recipe.train.start_from)
     identity = {
         "version": _VERSION,
         "heads": {**config.model_dump(mode="json"), "family": config.family},
-        "train": settings,
+        "train": {**recipe.train.of_role(Role.CONTENT), "start_from": weights_hash(recipe.train.start_from)},
         "data": train_store.fingerprint,
         "validation": valid_store.fingerprint,
-        "amount": {key: section[key] for key in AMOUNT},
+        "amount": recipe.train.of_role(Role.AMOUNT),
     }
     return artifact(run_folder, "heads", config.family, identity)
 
@@ -70,7 +67,7 @@ def go_on_from_shorter(of: Artifact, ranks: int, say: Callable[[str], None]) -> 
         return
     _, path, only_shorter = max(candidates, key=lambda candidate: candidate[0])
     shutil.copyfile(path.parent.parent / "metrics.jsonl", of.folder / "metrics.jsonl")
-    give(path, checkpoints / path.name)
+    link_into_run(path, checkpoints / path.name)
     what = "a shorter training" if only_shorter else "a training on another number of processes"
     say(f"Continuing from {what} of these heads ({path.parent.parent.name}).")
 
@@ -90,11 +87,8 @@ def _within(shorter: dict[str, Any], longer: dict[str, Any]) -> bool:
     False
     """
 
-    def size(amount: dict[str, Any], key: str) -> float:
-        value = amount.get(key)
-        return float("inf") if value is None else float(value)
-
-    return all(size(shorter, key) <= size(longer, key) for key in AMOUNT)
+    sizes = ((math.inf if value is None else value for value in (shorter.get(key), longer[key])) for key in longer)
+    return all(less <= more for less, more in sizes)
 
 
 def weights_hash(folder: str | None) -> str | None:

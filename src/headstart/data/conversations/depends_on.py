@@ -10,30 +10,23 @@ from typing import Any
 
 from headstart.data.prompts.chat import has_template
 from headstart.data.prompts.sources import Origin, find_origin
+from headstart.heads.settings import Role
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
 
-AMOUNTS = {
-    *("conversations", "heldout", "validation", "minutes", "batch_size"),
-    *("cache_gigabytes", "states", "states_dtype"),
-}
-"""Data settings that set the amount, not the content."""
-OF_SERVERS = {"server", "server_requests"}
-"""Server settings; the identity only records that a server wrote the text, as its numerics differ."""
-VERSION = 7
+VERSION = 8
 """Bumped when the same settings produce different conversations."""
-_OF_FILES, _OF_SELF = {"split", "regenerate", "revision"}, {"seed_prompts"}
-_OF_SOME = {"prefix_tokens", "chat_template_kwargs", "exclude", "writing_dtype"}
-"""Settings in the identity only where they apply."""
 
 
 def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the identity: target, chat template, prompt sources and sampling; `settings` is the JSON data section."""
-    prompts = settings["prompts"]
+    prompts, by_server = settings["prompts"], bool(settings.get("server"))
     self_prompted, mixed = prompts == "self", not isinstance(prompts, str)
-    partly = mixed and any(source["source"] == "self" for source in prompts)
-    unneeded = AMOUNTS | OF_SERVERS | _OF_SOME | (_OF_FILES if self_prompted else set() if partly else _OF_SELF)
-    unneeded |= {"split"} if mixed else set()
+    asks_itself = self_prompted or (mixed and any(source["source"] == "self" for source in prompts))
+    without_effect = {"split", "regenerate"} if self_prompted else {"split"} if mixed else set()
+    without_effect |= set() if asks_itself else {"seed_prompts"}
+    without_effect |= {"prefix_tokens"} if has_template(target.tokenizer) else set()
+    without_effect |= {"writing_dtype"} if by_server else set()
     origin = None if self_prompted or mixed else find_origin(prompts, settings.get("revision"))
     template = json.dumps(getattr(target.tokenizer, "chat_template", None), sort_keys=True)
     return {
@@ -44,26 +37,13 @@ def identity(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
         "vocabulary": target.vocabulary,
         "ends": sorted(target.end_tokens),
         "template": hashlib.sha256(template.encode()).hexdigest()[:16],
-        **{key: value for key, value in settings.items() if key not in unneeded},
-        **({"server": True} if settings.get("server") else {}),
+        **{name: settings[name] for name in DataSection.names(Role.CONTENT) - without_effect},
+        "server": by_server,  # whose numerics differ
         "prompts": _mixture(settings) if mixed else "self" if origin is None else origin.identity,
         "configuration": "" if origin is None or origin.content is None else _configuration(prompts),
         "revision": None if origin is None else origin.commit,
-        **_of_some(target, settings),
+        "exclude": sorted(str(find_origin(file).content) for file in settings["exclude"]),
     }
-
-
-def _of_some(target: Target, settings: Mapping[str, Any]) -> dict[str, Any]:
-    known: dict[str, Any] = {} if settings["prompts"] == "self" else {"tools": True}  # prompts with tools are taken
-    if not has_template(target.tokenizer):
-        known["prefix_tokens"] = settings["prefix_tokens"]
-    if values := settings.get("chat_template_kwargs"):
-        known["chat_template_kwargs"] = values
-    if settings.get("writing_dtype") == "int8" and not settings.get("server"):
-        known["writing_dtype"] = "int8"
-    if files := settings.get("exclude"):
-        known["exclude"] = sorted(str(find_origin(file).content) for file in files)
-    return known
 
 
 def _mixture(settings: Mapping[str, Any]) -> list[dict[str, Any]]:

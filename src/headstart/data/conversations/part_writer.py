@@ -17,6 +17,7 @@ from headstart.data.prompts.shapes import Prompt
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.servers import Servers
 from headstart.data.writing.writer import Writer
+from headstart.heads.settings import Role
 from headstart.model.model import Target
 from headstart.recipes.sections import DataSection
 
@@ -24,8 +25,6 @@ SPLITS = {"heldout": "heldout", "validation": "validation", "train": "conversati
 """Splits in writing order, each with the setting for its number of conversations."""
 PART = "part"
 """Kind of these jobs."""
-_OF_PLANNING = {"conversations", "heldout", "validation", "minutes", "cache_gigabytes"}
-"""Settings that change the number of parts, not their content."""
 
 
 class PartWriter:
@@ -64,9 +63,9 @@ class PartWriter:
             "kind": PART,
             # Requests to servers are limited within one process, so no other process helps.
             "target": "" if self.settings.server else self.target.whole_identity,
-            "settings": self.settings.model_dump(mode="json", exclude=_OF_PLANNING),
+            "settings": self.settings.of_role(Role.CONTENT, Role.RUNTIME),
             "prompts": [asdict(prompt) for prompt in given],
-            "states": None if self._capture is None else list(self._capture.aux_layers),
+            "states": None if self._capture is None else [list(self._capture.aux_layers), self.settings.states_dtype],
         }
 
     def write(self, what: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
@@ -122,5 +121,5 @@ def help_writing(
 ) -> dict[str, Any]:
     """Write a part planned by another process; `capture(layers, dtype)` creates the sink if the job keeps states."""
     settings = DataSection.model_validate(what["settings"])
-    states = capture(what["states"], settings.states_dtype) if what["states"] else None
+    states = capture(*what["states"]) if what["states"] else None
     return PartWriter(target, settings, states).write(what, check)

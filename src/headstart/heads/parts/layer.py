@@ -27,10 +27,10 @@ from headstart.errors import UserError
 from headstart.heads.base import HeadConfig
 from headstart.heads.exchange.published import LayerSizes
 from headstart.heads.int8_weights import Int8Weight, Linear, in_panels
+from headstart.heads.settings import FromTarget
 from headstart.kernels import draft_kernels
 from headstart.model.frozen import FrozenModel
 from headstart.model.lm_head import is_packed
-from headstart.recipes.sections import FromTarget
 
 _ROTARY: dict[str, set[str]] = {
     "default": {"rope_theta"},
