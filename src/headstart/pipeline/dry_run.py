@@ -12,6 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from headstart.data.conversations.jobs import Workers
 from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation
+from headstart.decode.loop import DecodeLoop
+from headstart.decode.options import DecodeOptions
 from headstart.heads.base import DraftHead, HeadBatch
 from headstart.model.model import Target
 from headstart.pipeline.workload import Lengths, Speeds
@@ -20,12 +22,12 @@ from headstart.train.batches import anchored, subsampled
 from headstart.train.losses import LOSSES
 from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
-from headstart.tree.tree import TreeBatch
 
 SECONDS = 30.0
 """Wall-clock limit of a dry run. Work in progress is completed, so each measurement starts small."""
 _TEXT = 16  # tokens of the smallest text
-_WRITTEN = 8  # tokens written in each row
+_READ = 64  # tokens of the first text to read
+_ROWS, _WRITTEN = 8, 8  # rows of the first batch to write, and tokens written in each
 
 
 def dry_run(
@@ -46,9 +48,9 @@ def dry_run(
     left = max(0.0, limit - (perf_counter() - start))
     seconds, measured = list[float](), list[str]()
     for what, run, size, most, share in (
-        ("decoding steps", work.decode, 1, 1024, 0.15),
-        ("tokens written", work.write, 1, recipe.data.batch_size, 0.2),
-        ("tokens read", work.read, _TEXT, 4 * work.longest, 0.15),
+        ("decoding steps", work.decode, 2, 256, 0.15),
+        ("tokens written", work.write, min(_ROWS, recipe.data.batch_size), recipe.data.batch_size, 0.2),
+        ("tokens read", work.read, min(_READ, work.longest), 4 * work.longest, 0.15),
         ("tokens learned", work.learn, 2 * work.shortest, recipe.train.batch_tokens, 0.35),
         ("updates of the heads", work.update, 1, 16, 0.15),
     ):
@@ -83,17 +85,15 @@ class _DryRun:
         self._teacher = Teacher(target, heads.draft_to_target_D, recipe.train.loss_tokens)
         self._saved: list[tuple[int, int]] = []
         (self._states,) = target.hidden_states([self._text(self.shortest)], layers)
-        self._cache = target.new_cache(1, 2 * _TEXT)
-        target.prefill(self._cache, [self._text(_TEXT)], layers)
+        self._loop = DecodeLoop(target)
         self._writer = InProcess(target.in_int8() if recipe.data.in_int8 else target)
-        self.decode(1)
+        self.decode(2)
+        self.write(1)
         self.learn(self.shortest)
+        self.update(1)
 
     def decode(self, steps: int) -> int:
-        root = TreeBatch.roots([1], self._target.device)
-        for _ in range(steps):
-            self._target.forward_tree(self._cache, root)
-            self._cache.commit([[]])
+        self._loop.generate([[1]], DecodeOptions(max_new_tokens=steps, ignore_end=True))
         return steps
 
     def write(self, rows: int) -> int:
