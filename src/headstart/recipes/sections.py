@@ -335,6 +335,11 @@ class TrainSection(Section):
     def _no(cls, value: Any) -> Any:
         return "no" if value is False else value  # YAML reads `no` as false
 
+    @field_validator("joint")
+    @classmethod
+    def _without_effect(cls, joint: JointSection) -> JointSection:
+        return joint if joint.rank else JointSection()  # not part of the identity of heads
+
     @field_validator("loss_tokens")
     @classmethod
     def _enough(cls, tokens: int) -> int:
