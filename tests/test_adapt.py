@@ -529,7 +529,7 @@ def test_a_full_disk_leaves_the_heads_in_service(place: Path, monkeypatch: pytes
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(place))
 
-    for where in ("data.states.shards.write_tensors", "heads.io.write_tensors", "adapt.service.give"):
+    for where in ("data.states.shards.write_tensors", "heads.io.write_tensors", "adapt.service.link_into_run"):
         with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
             patched.setattr(f"headstart.{where}", full)
             update.train()

@@ -412,6 +412,7 @@ class TestByTheConfigAlone:
         data = recipe.data
         answers = (data.conversations + data.validation + data.heldout) * answer_tokens(data.max_new_tokens)
         assert plan.seconds == {"conversations": pytest.approx(answers / 5000, rel=0.01)}
+        assert list(plan.memory) == ["train", "eval"], "nothing is written here"
 
     def test_what_is_not_here_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offline = UserError("The Hub cannot be reached.", "Check the network.")

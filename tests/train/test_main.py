@@ -100,7 +100,7 @@ def test_both_ways_to_type_it_leave_the_same_records(
         assert done.returncode == 0, done.stderr
         records.append(json.loads((run / "stages" / "train.json").read_text()))
     one, other = ({**record, "seconds": 0} for record in records)
-    assert one == other and one["whole"]
+    assert one == other and one["is_complete"]
 
 
 def test_a_launcher_of_one_process_trains_as_the_command_does(

@@ -288,7 +288,7 @@ def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
     assert_codes(resumed, 0, 0)
     assert "Continuing from step 3" in resumed[0].text and "Training on 2 processes" in resumed[0].text
     assert not resumed[1].text, "only the main process speaks"
-    assert json.loads((run / "stages" / "train.json").read_text())["whole"]
+    assert json.loads((run / "stages" / "train.json").read_text())["is_complete"]
     _, complete = workplace(tmp_path / "whole", steps=8)
     assert_codes(together(ranks.train, file, "--run-dir", complete), 0, 0)
     one, other = (load_heads(folder / "train" / "last").state_dict() for folder in (run, complete))

@@ -48,7 +48,7 @@ def dry_run(
     left = max(0.0, limit - (perf_counter() - start))
     seconds, measured = list[float](), list[str]()
     for what, run, size, most, share in (
-        ("decoding steps", work.decode, 2, 256, 0.15),
+        ("decoding steps", work.decode, 2, work.longest - 1, 0.15),
         ("tokens written", work.write, min(_ROWS, recipe.data.batch_size), recipe.data.batch_size, 0.2),
         ("tokens read", work.read, min(_READ, work.longest), 4 * work.longest, 0.15),
         ("tokens learned", work.learn, 2 * work.shortest, recipe.train.batch_tokens, 0.35),

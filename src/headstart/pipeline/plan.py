@@ -37,22 +37,16 @@ from headstart.support.terminal import format_seconds, tell
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates of a run: `seconds`, bytes on `disk` and bytes of `memory` by stage.
+    """Estimates of a run: `seconds` (where measured), bytes on `disk` and peak `memory` of a process by stage.
 
     Attributes:
-        left: stages still to do, with the reason (`headstart.pipeline.run.left_to_do`).
-        done: finished stages, with their summary.
-        seconds: measured for finished stages and loading, estimated for others; missing where nothing was measured.
-        free_bytes: free disk space; None if the target's weights are on another machine.
+        left: stages still to do, with the reason (`headstart.pipeline.run.left_to_do`); `done` ones have a summary.
+        free_bytes: free disk space, and `room`, the memory available to a training process; None without weights here.
         facts: (name, value) pairs to display.
-        left_bytes: bytes still to write.
-        peak_bytes: `left_bytes`, and the next checkpoint before an older one is deleted.
-        memory: peak of a process by stage, on its GPU or in RAM.
-        room: bytes available to a training process; None as `free_bytes`.
+        left_bytes: bytes still to write; `peak_bytes` includes a checkpoint before an older one is deleted.
         network: bytes each process sends per training step.
         steps: training steps; None when training is done.
-        problems: failures to expect.
-        notes: sentences on the origin of the numbers, and on options without effect.
+        problems: failures to expect; `notes` tell the origin of the numbers, and options without effect.
     """
 
     left: dict[str, str]
@@ -181,8 +175,7 @@ def _estimate(run: Run, work: Workload, plan: Plan) -> Plan:
         work = work.expected()
     else:
         splits = [conversations(run, split) for split in ("train", "validation")]
-        train, validation = (sum(len(item.tokens) for item in split) for split in splits)
-        work = replace(work, conversations=len(splits[0]), train_tokens=train, validation_tokens=validation)
+        work = work.with_tokens(*(sum(len(item.tokens) for item in split) for split in splits))
     speeds, left, processes = work.speeds, plan.left, work.processes
     timed = [name for name in left if speeds.measured or (name == "conversations" and speeds.written)]
     disk = {name: count for name, count in work.disk().items() if name in left}
@@ -241,7 +234,8 @@ def _facts(work: Workload, plan: Plan) -> list[tuple[str, str]]:
     ]
     if "conversations" in plan.left:
         turns = f"{lengths.turns:.1f} answers" if lengths.turns else "answers as given"
-        expected = f"about {work.conversations:.0f} (at most {data.conversations}), {work.tokens} tokens"
+        tokens = work.train_tokens + work.validation_tokens
+        expected = f"about {work.conversations:.0f} (at most {data.conversations}), {tokens} tokens"
         facts.append(("Conversations", expected))
         facts.append(("A conversation", f"about {lengths.tokens:.0f} tokens, {turns} ({lengths.source})"))
         if data.server:

@@ -118,15 +118,8 @@ def _of_prompt(prompt: Prompt, data: DataSection, tokenizer: Any, context: int) 
 
 @dataclass(frozen=True)
 class Speeds:
-    """Seconds per unit of work; all 0 where nothing was measured.
-
-    Attributes:
-        step: a forward of one token.
-        token: each further token of a forward.
-        written: a token of an answer, written in batches by all workers of this process or by the servers.
-        batch: a training step on `train.batch_tokens`, optimizer update included.
-        batch_bytes: bytes saved for the backward of such a batch.
-        measured: the measurements as text.
+    """Seconds of a decoding `step`, a `token` to read, a token `written` in batches by all workers or servers, and a
+    training step on a `batch`, which saves `batch_bytes` for its backward; 0 and no text `measured` if unknown.
     """
 
     step: float = 0.0
@@ -143,14 +136,12 @@ class Workload:
 
     Attributes:
         layers: layers with stored states.
-        processes: training processes, each on its own GPU or sharing one CPU.
-        at_once: speed-up of all processes over one.
+        processes: training processes, each on its own GPU or sharing one CPU, `at_once` times as fast as one.
         workers: batches a process writes concurrently.
-        held: bytes in use with the target loaded, on the GPU if there is one.
-        bare: bytes in use without the target; 0 on a GPU.
+        held: bytes in use with the target loaded, on the GPU if there is one; `bare` without it, 0 on a GPU.
         free: available bytes in addition to `held`; None if unknown.
-        conversations: training conversations to write.
-        train_tokens: their tokens, before the byte budget of their states cuts them.
+        conversations: training conversations to write, of `train_tokens` within the byte budget of the states.
+        wanted_states: bytes of all states without that budget.
     """
 
     recipe: Recipe
@@ -168,6 +159,7 @@ class Workload:
     conversations: float = 0.0
     train_tokens: int = 0
     validation_tokens: int = 0
+    wanted_states: int = 0
 
     def expected(self) -> Workload:
         """Limit the conversations to the prompts, data.minutes and the byte budget."""
@@ -177,9 +169,15 @@ class Workload:
             count = min(count, max(1.0, lengths.prompts - data.heldout - data.validation))
         if data.minutes is not None and (seconds := self._writing(count)) > 60 * data.minutes:
             count *= 60 * data.minutes / seconds
-        train, validation = int(count * lengths.tokens), int(data.validation * lengths.tokens)
-        filled = replace(self, train_tokens=train, validation_tokens=validation)
-        return replace(filled, conversations=count * filled.trained_tokens / max(1, train))
+        filled = self.with_tokens(int(count * lengths.tokens), int(data.validation * lengths.tokens))
+        return replace(filled, conversations=filled.train_tokens / max(1.0, lengths.tokens))
+
+    def with_tokens(self, train: int, validation: int) -> Workload:
+        """Limit the tokens of the splits to the byte budget of their states."""
+        wanted = 0 if self.recipe.data.online else (train + validation) * self.state_bytes
+        if wanted > (budget := int(1e9 * self.recipe.data.cache_gigabytes)):
+            train = max(0, budget // self.state_bytes - validation)
+        return replace(self, train_tokens=train, validation_tokens=validation, wanted_states=wanted)
 
     def _writing(self, count: float) -> float:
         """Return the seconds of writing `count` conversations."""
@@ -191,7 +189,7 @@ class Workload:
     def training(self) -> tuple[float, float]:
         """Return (optimiser steps, seconds), within train.minutes."""
         section, speeds = self.recipe.train, self.speeds
-        batches = (1.0 if section.packing else _PADDED) * self.trained_tokens / section.batch_tokens
+        batches = (1.0 if section.packing else _PADDED) * self.train_tokens / section.batch_tokens
         rounded = max(1, math.ceil(batches))
         group = self.processes * section.gradient_accumulation_steps
         most = section.epochs * max(1.0, rounded // group)
@@ -232,29 +230,14 @@ class Workload:
         return learning_numbers(self.heads, self.recipe.train.lora_rank)
 
     @property
-    def trained_tokens(self) -> int:
-        """Tokens of the training conversations that fit the byte budget of their states."""
-        if self.recipe.data.online:
-            return self.train_tokens
-        return max(0, self.states // self.state_bytes - self.validation_tokens)
-
-    @property
-    def tokens(self) -> int:
-        return self.trained_tokens + self.validation_tokens
-
-    @property
     def state_bytes(self) -> int:
         """Bytes of a token's states on disk."""
         target, states_dtype = self.target, self.recipe.data.states_dtype
         return estimate_bytes(1, len(self.layers), target.hidden_size, target.dtype, states_dtype)
 
     @property
-    def wanted_states(self) -> int:
-        """Bytes of states without a budget."""
-        return 0 if self.recipe.data.online else (self.train_tokens + self.validation_tokens) * self.state_bytes
-
-    @property
     def states(self) -> int:
+        """Bytes of the states within the budget."""
         return min(self.wanted_states, int(1e9 * self.recipe.data.cache_gigabytes))
 
     @property
@@ -286,7 +269,7 @@ class Workload:
         section = self.recipe.train
         saves = max(1, min(section.keep_checkpoints, math.ceil(self.training()[0] / section.save_every)))
         return {
-            "conversations": _CONVERSATION_BYTES * self.tokens,
+            "conversations": _CONVERSATION_BYTES * (self.train_tokens + self.validation_tokens),
             "states": 0 if self.recipe.data.online else self.states + self._teacher_bytes,
             "train": saves * self.checkpoint_bytes + (saves + 1) * 4 * self.weights,  # best heads beside each, and last
             "tune": 30_000,
@@ -328,8 +311,9 @@ class Workload:
         # time; the largest is the LM head.
         exact = 4 * target.vocab_size * target.hidden_size if item < 4 else 0
         tokens = data.max_prompt_tokens + recipe.eval.max_new_tokens + recipe.tune.max_nodes
+        writing = {} if data.server else {"conversations": self.held + self.workers * int(data.batch_size * row)}
         return {
-            "conversations": self.held + self.workers * int(data.batch_size * row),
+            **writing,
             "train": training + shapes * self.speeds.batch_bytes,
             "eval": self.held + self.weights * item + exact + 2 * tokens * cache,
         }

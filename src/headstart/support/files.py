@@ -175,7 +175,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
         raise
 
 
-def append_whole(file: int, data: bytes) -> None:
+def append_atomic(file: int, data: bytes) -> None:
     """Append bytes as the only writer; on an OSError the file is unchanged."""
     size, written = os.fstat(file).st_size, 0
     try:

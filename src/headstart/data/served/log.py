@@ -24,7 +24,7 @@ from typing import Any
 
 from headstart.data.prompts.chat import template_kwargs
 from headstart.errors import UserError
-from headstart.support.files import append_whole, read_json, remove, write_json
+from headstart.support.files import append_atomic, read_json, remove, write_json
 
 BOUNDS = "log.json"
 UPDATE, PLAN = "update", "plan.json"
@@ -136,7 +136,7 @@ class RequestLog:
             self._began = time.time()
             file = self.folder / f"served-{int(1e3 * self._began)}-{os.getpid()}.jsonl"
             self._segment = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        append_whole(self._segment, line)
+        append_atomic(self._segment, line)
 
     def _tell(self, text: str) -> None:
         if text not in self._told:
