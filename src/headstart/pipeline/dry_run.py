@@ -24,7 +24,7 @@ from headstart.train.optimizers import make_optimizers
 from headstart.train.summing import Teacher, weighted
 
 SECONDS = 30.0
-"""Wall-clock limit of a dry run. Work in progress is completed, so each measurement starts small."""
+"""Wall-clock target of a dry run. Work in progress is completed, so each measurement starts small."""
 _TEXT = 16  # tokens of the smallest text
 _READ = 64  # tokens of the first text to read
 _ROWS, _WRITTEN = 8, 8  # rows of the first batch to write, and tokens written in each
@@ -45,7 +45,7 @@ def dry_run(
     """
     start = perf_counter()
     work = _DryRun(target, heads, layers, recipe, lengths)
-    left = max(0.0, limit - (perf_counter() - start))
+    left = max(limit / 2, limit - (perf_counter() - start))  # a warm-up on a busy machine may take long
     seconds, measured = list[float](), list[str]()
     for what, run, size, most, share in (
         ("decoding steps", work.decode, 2, work.longest - 1, 0.15),
@@ -77,10 +77,8 @@ class _DryRun:
         self._target, self._heads, self._layers, self._recipe = target, heads, layers, recipe
         self.longest, self.shortest = min(256, target.max_length), max(_TEXT, heads.draft_steps + 5)
         length = min(int(lengths.tokens), recipe.train.batch_tokens, target.max_length)
-        self._length, self._answers = (
-            max(2 * self.shortest, length),
-            min(1.0, lengths.answer / max(1.0, lengths.tokens)),
-        )
+        self._length = max(2 * self.shortest, length)
+        self._answers = min(1.0, lengths.answer / max(1.0, lengths.tokens))
         self._optimizers = make_optimizers(heads, recipe.train)
         self._teacher = Teacher(target, heads.draft_to_target_D, recipe.train.loss_tokens)
         self._saved: list[tuple[int, int]] = []
