@@ -212,10 +212,7 @@ def test_a_file_is_left_out_by_reason_and_the_others_are_taken(
 
 @pytest.mark.parametrize(
     ("layers", "said"),
-    [
-        ((0, 1, 2), "layer 2 holds layer 1: off by one"),
-        ((1, 1, 3), "layer 2 holds layer 1: off by one"),
-    ],
+    [((0, 1, 2), "layer 2 holds layer 1: off by one"), ((1, 1, 3), "layer 2 holds layer 1: off by one")],
 )
 def test_states_of_other_layers_are_refused_before_anything_is_written(
     tiny_target: Target, tmp_path: Path, layers: tuple[int, ...], said: str

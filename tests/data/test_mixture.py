@@ -238,14 +238,8 @@ def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPa
     [
         ("data.prompts=[]", r"'data.prompts' is \[\].*list of {source, weight}"),
         ("data.prompts=3", "'data.prompts' is 3"),
-        (
-            "data.prompts=[{path: a.jsonl}]",
-            "Source 1 of data.prompts has an unknown key 'path'. A source has source",
-        ),
-        (
-            "data.prompts=[a.jsonl, {source: b, wieght: 2}]",
-            "Source 2 .* unknown key 'wieght'. A source has source",
-        ),
+        ("data.prompts=[{path: a.jsonl}]", "Source 1 of data.prompts has an unknown key 'path'. A source has source"),
+        ("data.prompts=[a.jsonl, {source: b, wieght: 2}]", "Source 2 .* unknown key 'wieght'. A source has source"),
         ("data.prompts=[{source: b, weight: 0}]", "Source 1 .* weight input should be greater than 0"),
         ("data.prompts=[{weight: 1}]", "Source 1 .* source field required"),
     ],

@@ -408,10 +408,7 @@ class TestDatasets:
         assert hub.asked == [
             {"name": "someone/chats", "config": "small", "split": "test", "streaming": False, "revision": NEW}
         ]
-        assert [(prompt.id, prompt.turns) for prompt in found.prompts] == [
-            ("test-1", ["row 0"]),
-            ("test-2", ["row 1"]),
-        ]
+        assert [(prompt.id, prompt.turns) for prompt in found.prompts] == [("test-1", ["row 0"]), ("test-2", ["row 1"])]
         load("someone/chats", "test", revision="v1")
         older = find_origin("someone/chats", "v1")
         assert older.commit == OLD == hub.asked[-1]["revision"]

@@ -40,12 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "eagle": {"family": "eagle", "draft_steps": 3},
     "eagle-plain": {"family": "eagle", "draft_steps": 3, "embedding_norm": False},
     "medusa": {"family": "medusa", "num_heads": 3, "num_layers": 2, "input_map": False},
-    "medusa-shared": {
-        "family": "medusa",
-        "num_heads": 2,
-        "input_map": False,
-        "shared_lm_head": True,
-    },
+    "medusa-shared": {"family": "medusa", "num_heads": 2, "input_map": False, "shared_lm_head": True},
 }
 
 

@@ -48,12 +48,7 @@ def measured() -> dict[str, Any]:
     same = Judgement(5, 34, None, [])
     return {
         "schema_version": 2,
-        "summary": {
-            **summarise(units, 0),
-            "divergences": same.to_json(),
-            "predicted_speedup": 1.6,
-            "drafter": "heads",
-        },
+        "summary": {**summarise(units, 0), "divergences": same.to_json(), "predicted_speedup": 1.6, "drafter": "heads"},
         "compare": compare_rows(units, dict.fromkeys(units[0].runs, same), 0, "heads"),
         "categories": categories(units, 0),
         "prompt_lengths": prompt_lengths(units, 0),
@@ -161,10 +156,7 @@ def test_the_heads_are_named(results: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_what_was_asked_and_typed(results: dict[str, Any], tmp_path: Path) -> None:
-    results["settings"] |= {
-        "questions_name": "mt-bench",
-        "command": "headstart eval heads --out 'a b'",
-    }
+    results["settings"] |= {"questions_name": "mt-bench", "command": "headstart eval heads --out 'a b'"}
     html, markdown = pages(results, tmp_path)
     assert "Measured by <code>headstart eval heads --out &#39;a b&#39;</code>" in html
     assert "| command | headstart eval heads --out 'a b' |" in markdown

@@ -15,13 +15,7 @@ from headstart.errors import UserError
 from headstart.heads.base import family, make_config
 from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
-from headstart.target.teacher import (
-    TeacherModel,
-    load_teacher,
-    save_teacher,
-    teacher_folder,
-    teacher_problem,
-)
+from headstart.target.teacher import TeacherModel, load_teacher, save_teacher, teacher_folder, teacher_problem
 from tests.tiny import KINDS, packed_model, tiny_model, tiny_tokenizer
 
 CPU = torch.device("cpu")
@@ -63,11 +57,7 @@ def test_heads_of_every_architecture_start_from_a_teacher_as_from_its_target(kin
         target.end_tokens,
         target.max_length,
     )
-    assert (teacher.identity(), teacher.settings, teacher.dtype) == (
-        target.identity(),
-        target.settings,
-        target.dtype,
-    )
+    assert (teacher.identity(), teacher.settings, teacher.dtype) == (target.identity(), target.settings, target.dtype)
 
 
 def test_short_dtypes_keep_their_bits(tmp_path: Path) -> None:

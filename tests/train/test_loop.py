@@ -122,11 +122,7 @@ def test_without_a_limit_gradients_are_taken_as_they_are(run: Train, tmp_path: P
 
 
 def test_states_of_another_model_are_refused(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    tmp_path: Path,
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: StateStore, tmp_path: Path
 ) -> None:
     other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer, "other")
     with pytest.raises(UserError, match="are those of another model than other"):

@@ -149,10 +149,7 @@ def test_weights_come_back_when_keeping_fails(earlier: Callable[[str], Path], ti
 
 
 def test_what_cannot_work_is_refused(
-    recipe: Callable[..., Recipe],
-    earlier: Callable[[str], Path],
-    tiny_target: Target,
-    train_store: StateStore,
+    recipe: Callable[..., Recipe], earlier: Callable[[str], Path], tiny_target: Target, train_store: StateStore
 ) -> None:
     folder = earlier("medusa")
     with pytest.raises(UserError, match=r"train\.start_from names none"):

@@ -169,10 +169,7 @@ def test_a_sharded_target_is_refused_where_it_would_have_to_be_whole(recipe: Cal
         check_training(parse_recipe(values))
     values["data"]["states"] = "online"
     check_training(parse_recipe(values))
-    for section, key, value in (
-        ("target", "adapter", "x"),
-        ("target", "quantization", "int8"),
-    ):
+    for section, key, value in (("target", "adapter", "x"), ("target", "quantization", "int8")):
         changed = {**values, section: {**values[section], key: value}}
         with pytest.raises(UserError, match=rf"does not go with {section}\.{key}"):
             check_training(parse_recipe(changed))

@@ -195,11 +195,7 @@ def test_earlier_heads_that_are_missing_or_of_another_target_are_refused(
 
 
 def test_a_run_that_starts_from_the_best_of_another_begins_at_its_tau(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    tmp_path: Path,
+    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: StateStore, tmp_path: Path
 ) -> None:
     first = train(recipe(loss="hard_ce"), tiny_target, train_store, valid_store, tmp_path / "first")
     written = StringIO()
