@@ -110,7 +110,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_race_decodes_both_ways": (".venv/bin/headstart race runs/quickstart --prompt",),
     },
     "tests/data/test_served.py": {
-        "test_a_decoder_logs_what_it_answers_and_nothing_else": ("from headstart import load",),
+        "test_decoder_logs_answers_without_text": ("from headstart import load",),
     },
     "tests/test_adapt.py": {
         "test_the_benchmark_of_a_shift": (".venv/bin/python benchmarks/adapting.py",),
@@ -239,7 +239,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_contract_of_families_is_kept": ("headstart run mtp target=zai-org/GLM-4.5-Air heads.init=native",),
     },
     "tests/data/test_suites.py": {
-        "test_a_copy_is_asked_turn_by_turn": ("headstart eval runs/quickstart --suite mt-bench",),
+        "test_local_copy_is_asked_turn_by_turn": ("headstart eval runs/quickstart --suite mt-bench",),
     },
     "tests/engines/test_into_checkpoint.py": {
         "test_the_command_says_what_serves_the_copy": ("headstart export runs/native --format checkpoint",),

@@ -53,7 +53,7 @@ def store(target: Target, tmp_path: Path, splits: Splits) -> tuple[StateStore, l
     return built, computed
 
 
-def test_states_of_writing_are_those_of_reading(tiny_target: Target, tmp_path: Path) -> None:
+def test_states_kept_while_writing_match_reading(tiny_target: Target, tmp_path: Path) -> None:
     splits = written(tiny_target, tmp_path, settings(tmp_path))
     built, computed = store(tiny_target, tmp_path, splits)
     assert len(built) == 14 and not computed
@@ -67,7 +67,7 @@ def test_states_of_writing_are_those_of_reading(tiny_target: Target, tmp_path: P
 
 
 def test_ended_answers_have_the_state_of_their_last_token(tmp_path: Path, tiny_target: Target) -> None:
-    """Some answers end by themselves, before the others and at different steps."""
+    """The answers stop at end tokens, at different steps."""
     ends = frozenset(range(0, tiny_target.vocab_size, 5))
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(vars(tiny_target), "end_tokens", ends)
@@ -81,24 +81,22 @@ def test_ended_answers_have_the_state_of_their_last_token(tmp_path: Path, tiny_t
         torch.testing.assert_close(built.get(index).states[FINAL], read[FINAL], atol=CLOSE, rtol=CLOSE)
 
 
-def test_the_words_are_the_same_with_and_without(tiny_target: Target, tmp_path: Path) -> None:
+def test_capturing_states_does_not_change_answers(tiny_target: Target, tmp_path: Path) -> None:
     section = settings(tmp_path)
     kept = written(tiny_target, tmp_path, section)
     plain = build_conversations(tiny_target, section, tmp_path / "plain")
     assert [item.tokens for item in kept.train] == [item.tokens for item in plain.train]
 
 
-def test_states_that_memory_does_not_hold_are_computed_later(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_over_memory_are_computed(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.data.writing.writer._STATES_SHARE", 0.0)
     splits = written(tiny_target, tmp_path, settings(tmp_path))
     assert not list((tmp_path / "shards").iterdir())
     assert len(store(tiny_target, tmp_path, splits)[1]) == 14
 
 
-def test_layers_that_were_not_kept_are_computed(tiny_target: Target, tmp_path: Path) -> None:
-    """Other heads on the same conversations."""
+def test_layers_not_kept_are_computed(tiny_target: Target, tmp_path: Path) -> None:
+    """Other heads read other layers of the same conversations."""
     splits = written(tiny_target, tmp_path, settings(tmp_path), (2, FINAL))
     built, computed = store(tiny_target, tmp_path, splits)
     assert len(computed) == 14 and set(built.aux_layers) == set(AUX_LAYERS)

@@ -104,13 +104,15 @@ def supervised_text(tokenizer: Any, tokens: list[int], supervised: list[bool]) -
         ),
     ],
 )
-def test_what_is_supervised(tokenizer: Any, messages: list[dict[str, str]], spans: list[str]) -> None:
+def test_supervises_answers_and_their_end_of_turn(
+    tokenizer: Any, messages: list[dict[str, str]], spans: list[str]
+) -> None:
     tokens, supervised = encode(messages, tokenizer)
     assert tokenizer.decode(tokens) == render(messages, tokenizer, answer=False)
     assert supervised_text(tokenizer, tokens, supervised) == spans
 
 
-def test_an_answer_that_the_template_rewrites_later_is_not_supervised() -> None:
+def test_rewritten_answer_is_not_supervised() -> None:
     tokenizer = tiny_tokenizer(DROPS_THINKING)
     tokens, supervised = encode(turns("a", "<think>hm</think>b", "c", "d"), tokenizer)
     assert supervised_text(tokenizer, tokens, supervised) == ["d<|im_end|>"]
@@ -128,7 +130,7 @@ def test_mask_by_hand() -> None:
 
 
 def test_supervised_tokens_are_the_answers() -> None:
-    """Whatever the texts, the supervised tokens decode to each answer and its end of turn, in order."""
+    """Random texts: the supervised tokens decode to each answer and its end of turn, in order."""
     tokenizer = tiny_tokenizer()
     rng = random.Random(0)
     for _ in range(200):
@@ -138,13 +140,13 @@ def test_supervised_tokens_are_the_answers() -> None:
         assert written == "".join(answer + "<|im_end|>" for answer in texts[1::2])
 
 
-def test_prompt_tokens_are_what_comes_before_the_answer() -> None:
+def test_prompt_tokens_end_where_the_answer_begins() -> None:
     tokenizer = tiny_tokenizer()
     tokens, supervised = encode(turns("Hi", "Hello."), tokenizer)
     assert prompt_tokens(turns("Hi"), tokenizer) == tokens[: supervised.index(True)]
 
 
-def test_offsets_without_leading_blanks_do_not_move_the_mask() -> None:
+def test_trimmed_offsets_do_not_move_the_mask() -> None:
     """Some byte-level tokenizers report a line break as an empty token after itself."""
     from tokenizers import processors
 
@@ -154,7 +156,7 @@ def test_offsets_without_leading_blanks_do_not_move_the_mask() -> None:
     assert encode(turns("Hi", "Hello.", "b", " c"), tokenizer) == plain
 
 
-def test_a_token_across_the_border_is_not_supervised() -> None:
+def test_token_across_the_border_is_not_supervised() -> None:
     """'ASSISTANT: ' + 'a cat' becomes ':', 'Ġa', ...; the target never writes 'Ġa' after this prompt."""
     tokenizer = tiny_tokenizer(PLAIN)
     tokens, supervised = encode(turns("a", "a cat"), tokenizer)
@@ -218,7 +220,7 @@ class TestFiles:
         write_conversations(tmp_path / "c.jsonl", given)
         assert read_conversations(tmp_path / "c.jsonl") == given
 
-    def test_a_token_takes_five_bytes(self, tmp_path: Path) -> None:
+    def test_reading_takes_five_bytes_per_token(self, tmp_path: Path) -> None:
         """A million conversations have half a billion tokens."""
         count, length = 40, 2000
         row = {"id": "a", "tokens": list(range(1000, 1000 + length)), "supervised": [[9, length]], "messages": []}

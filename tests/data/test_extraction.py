@@ -84,7 +84,7 @@ def stored(
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 10**9], ids=["a shard each", "one shard"])
-def test_a_store_of_imported_states_is_that_of_computed_ones(
+def test_imported_states_match_computed_ones(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shard_bytes: int
 ) -> None:
     given = conversations(tiny_target)
@@ -107,9 +107,7 @@ def test_a_store_of_imported_states_is_that_of_computed_ones(
     assert imported(tmp_path, tiny_target, given).known == 5, "a second import has nothing to do"
 
 
-def test_only_layers_that_are_missing_are_taken(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_missing_layers_are_taken(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = conversations(tiny_target, 2)
     build_store(tmp_path / "one", given, tiny_target, (1,), budget_bytes=10**9, shards=tmp_path / "shards")
     (before,) = (tmp_path / "shards").glob("shard-*")
@@ -124,7 +122,7 @@ def test_only_layers_that_are_missing_are_taken(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_final_norm_of_every_architecture(kind: str) -> None:
+def test_final_norm_of_every_architecture(kind: str) -> None:
     target = Target(tiny_model(kind), None)
     states = target.hidden_states([[5, 6, 7, 8]], [target.num_layers, FINAL])[0]
     normed = final_norm(target)(states[target.num_layers][None])[0]
@@ -132,7 +130,7 @@ def test_the_final_norm_of_every_architecture(kind: str) -> None:
     assert not torch.equal(states[target.num_layers], states[FINAL])
 
 
-def test_the_command_asks_for_the_layers_before_the_norm(tiny_target: Target, tmp_path: Path) -> None:
+def test_serve_command_names_the_layers_before_the_norm(tiny_target: Target, tmp_path: Path) -> None:
     words = shlex.split(serve_command("user/model", tiny_target, (FINAL, 0, 2), tmp_path))
     settings = {name: json.loads(words[words.index(name) + 1]) for name in words if name.endswith("-config")}
     wanted = settings["--speculative-config"]["draft_model_config"]["hf_config"]["eagle_aux_hidden_state_layer_ids"]
@@ -188,9 +186,7 @@ def other_ids(tensors: dict[str, torch.Tensor]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_a_file_is_left_out_by_reason_and_the_others_are_taken(
-    tiny_target: Target, tmp_path: Path, change: Any, said: str
-) -> None:
+def test_bad_file_is_left_out_with_its_reason(tiny_target: Target, tmp_path: Path, change: Any, said: str) -> None:
     given = conversations(tiny_target, 3)
     for number, item in enumerate(given):
         file = write(
@@ -214,7 +210,7 @@ def test_a_file_is_left_out_by_reason_and_the_others_are_taken(
     ("layers", "said"),
     [((0, 1, 2), "layer 2 holds layer 1: off by one"), ((1, 1, 3), "layer 2 holds layer 1: off by one")],
 )
-def test_states_of_other_layers_are_refused_before_anything_is_written(
+def test_wrong_layers_are_refused_at_once(
     tiny_target: Target, tmp_path: Path, layers: tuple[int, ...], said: str
 ) -> None:
     given = conversations(tiny_target)
@@ -234,7 +230,7 @@ def test_states_of_another_model_are_refused(tiny_target: Target, tmp_path: Path
         imported(tmp_path, tiny_target, given).take_folder(tmp_path / "files")
 
 
-def test_a_folder_without_files(tiny_target: Target, tmp_path: Path) -> None:
+def test_folder_without_files_is_refused(tiny_target: Target, tmp_path: Path) -> None:
     work = imported(tmp_path, tiny_target, conversations(tiny_target))
     with pytest.raises(UserError, match=r"nowhere holds no .safetensors files.*shared_storage_path"):
         work.take_folder(tmp_path / "nowhere")
@@ -328,7 +324,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 3])
-def test_servers_are_asked_for_every_conversation_once(
+def test_each_conversation_is_requested_once(
     tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, requests: int
 ) -> None:
     given = conversations(tiny_target)
@@ -342,7 +338,7 @@ def test_servers_are_asked_for_every_conversation_once(
     assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0
 
 
-def test_a_server_that_fails_is_asked_again(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
+def test_failing_server_is_retried(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
     given = conversations(tiny_target)
     fake = serve("drop", 503, "junk", 429, "lost")
     work = imported(tmp_path, tiny_target, given)
@@ -350,7 +346,9 @@ def test_a_server_that_fails_is_asked_again(tiny_target: Target, tmp_path: Path,
     assert work.taken == 5
 
 
-def test_what_came_before_a_failure_is_kept(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
+def test_conversations_before_a_failure_are_kept(
+    tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]
+) -> None:
     given = conversations(tiny_target)
     with pytest.raises(UserError, match="answered 404"):
         take_from_servers([serve(*[None] * 3, 404).url], imported(tmp_path, tiny_target, given), 1)
@@ -392,7 +390,7 @@ def test_states_that_are_not_finite_cost_their_conversation(
     ],
     ids=["500", "400", "none", "short", "unlocked", "cut", "other ids", "fewer layers"],
 )
-def test_what_a_server_does_wrong_is_said(
+def test_server_faults_are_named(
     tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake], faults: list[Any], said: str
 ) -> None:
     fake = serve(*faults)

@@ -54,9 +54,7 @@ def section(prompts: str, **over: object) -> DataSection:
     return DataSection.model_validate({"prompts": prompts, **values, **over})
 
 
-def test_only_training_answers_are_written_in_8_bits(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_training_answers_are_int8(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rounded, wrote = copy(tiny_target), list[tuple[bool, int]]()
     own = InProcess.continue_rows
 
@@ -75,7 +73,7 @@ def test_only_training_answers_are_written_in_8_bits(
         assert in_full == (13 if dtype == "auto" else 3)
 
 
-def test_answers_are_the_targets_own_greedy_tokens(tiny_target: Target, tmp_path: Path) -> None:
+def test_answers_are_the_targets_greedy_tokens(tiny_target: Target, tmp_path: Path) -> None:
     splits = build_conversations(tiny_target, section(prompt_file(tmp_path)), tmp_path / "data")
     assert len(splits.train) == 10
     for item in splits.train[:4]:
@@ -89,7 +87,7 @@ def test_answers_are_the_targets_own_greedy_tokens(tiny_target: Target, tmp_path
         assert tiny_target.tokenizer.decode(item.tokens[:first]) == rendered
 
 
-def test_a_share_of_the_training_answers_is_sampled_and_no_other(tiny_target: Target, tmp_path: Path) -> None:
+def test_sampled_fraction_applies_to_training_alone(tiny_target: Target, tmp_path: Path) -> None:
     settings = section(prompt_file(tmp_path), sampled_fraction=0.4)
     splits = build_conversations(tiny_target, settings, tmp_path / "data")
     assert [item.sampling["temperature"] for item in splits.validation] == [0.0] * 3
@@ -109,9 +107,7 @@ def test_splits_do_not_overlap(tiny_target: Target, tmp_path: Path) -> None:
     assert not any(any(item.supervised) for item in splits.heldout), "held-out prompts need no answer"
 
 
-def test_an_interrupted_run_continues_and_gives_the_same(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resumed_run_gives_the_same(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = prompt_file(tmp_path)
     whole = build_conversations(tiny_target, section(prompts), tmp_path / "whole")
     calls = 0
@@ -134,8 +130,8 @@ def test_an_interrupted_run_continues_and_gives_the_same(
     assert all(path.stat().st_mtime_ns == time for path, time in written.items()), "whole parts are not written again"
 
 
-def test_parts_are_only_ever_added(tiny_target: Target, tmp_path: Path) -> None:
-    """Also when one was moved away, and when the size of batches changes."""
+def test_existing_parts_are_never_rewritten(tiny_target: Target, tmp_path: Path) -> None:
+    """Also when a part was moved away, and when the batch size changes."""
     prompts = prompt_file(tmp_path, 60)
     parts = tmp_path / "data" / "parts"
     build_conversations(tiny_target, section(prompts), tmp_path / "data")
@@ -163,7 +159,9 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
     assert "spent" not in shown.getvalue(), "without a budget"
 
 
-def test_the_bar_ends_where_the_time_does(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_bar_ends_at_the_time_budget(
+    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     totals: list[float] = []
     real = Bar.update
 
@@ -183,7 +181,7 @@ def test_the_bar_ends_where_the_time_does(tiny_target: Target, tmp_path: Path, m
     assert totals[:7] == [27] * 7 and totals[7:23] == [4 + 3 + 16] * 16, "a sixteenth of the time for each"
 
 
-def test_prompts_that_run_out_are_told(tiny_target: Target, tmp_path: Path) -> None:
+def test_notice_when_prompts_run_out(tiny_target: Target, tmp_path: Path) -> None:
     def said(conversations: int) -> str:
         shown = io.StringIO()
         data = section(prompt_file(tmp_path), conversations=conversations)
@@ -197,7 +195,7 @@ def test_prompts_that_run_out_are_told(tiny_target: Target, tmp_path: Path) -> N
     assert "no more" not in said(16), "fewer are used than are there"
 
 
-def test_writing_that_ends_for_want_of_room_says_so(tiny_target: Target, tmp_path: Path) -> None:
+def test_notice_when_the_cache_is_full(tiny_target: Target, tmp_path: Path) -> None:
     data = section(prompt_file(tmp_path, 60), conversations=50)
     for _ in range(2):  # written, and found there
         shown = io.StringIO()
@@ -229,10 +227,8 @@ def test_every_user_turn_is_answered_with_exact_tokens(tiny_target: Target, tmp_
 
 @pytest.mark.usefixtures("says_fine")
 @pytest.mark.parametrize("rows", [1, 5])
-def test_prompts_that_begin_alike_stay_in_one_split_and_are_all_answered_there(
-    tiny_target: Target, tmp_path: Path, rows: int
-) -> None:
-    """Also where later parts are written after a restart."""
+def test_prompts_with_one_beginning_stay_in_one_split(tiny_target: Target, tmp_path: Path, rows: int) -> None:
+    """All of them are answered there, also by parts written after a restart."""
     path = tmp_path / "turns.jsonl"
     path.write_text("".join(json.dumps({"turns": [f"First {i % 18}", f"Second {i}"]}) + "\n" for i in range(72)))
     for conversations, folder in ((10, "data"), (60, "data"), (60, "at once")):
@@ -251,7 +247,7 @@ def test_prompts_that_begin_alike_stay_in_one_split_and_are_all_answered_there(
 
 
 @pytest.mark.usefixtures("says_fine")
-def test_documents_in_system_messages_are_beginnings_of_their_own(tiny_target: Target, tmp_path: Path) -> None:
+def test_documents_in_system_messages_count_as_beginnings(tiny_target: Target, tmp_path: Path) -> None:
     path = tmp_path / "documents.jsonl"
     rows = [
         {"messages": [{"role": "system", "content": f"Text {i}"}, {"role": "user", "content": "Summarise."}]}
@@ -266,10 +262,8 @@ def test_documents_in_system_messages_are_beginnings_of_their_own(tiny_target: T
 @pytest.mark.usefixtures("says_fine")
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("limit", [{"max_prompt_tokens": 40}, {"max_new_tokens": 900}, {}])
-def test_a_later_turn_without_room_ends_the_conversation(
-    tiny_target: Target, tmp_path: Path, limit: dict[str, int], given: bool
-) -> None:
-    """Where answers are given, too; nothing is kept of the text after the last answer, and the notice counts turns."""
+def test_turn_over_limit_ends_the_chat(tiny_target: Target, tmp_path: Path, limit: dict[str, int], given: bool) -> None:
+    """Also with given answers. No text is kept after the last answer, and the notice counts turns."""
     path, long = tmp_path / "turns.jsonl", "and " * (60 if limit else 700)
     texts = ["First {}", "One.", long, "Two.", "Third", "Three."]
     rows = [
@@ -293,7 +287,7 @@ def test_a_later_turn_without_room_ends_the_conversation(
     assert ("raise data.max_prompt_tokens" in told.getvalue()) is ("max_prompt_tokens" in limit)
 
 
-def test_answers_that_are_cut_are_counted_with_the_turns_after_them(tiny_target: Target, tmp_path: Path) -> None:
+def test_cut_answers_are_counted_with_their_later_turns(tiny_target: Target, tmp_path: Path) -> None:
     """A random target never ends its turn."""
     path, told = tmp_path / "turns.jsonl", io.StringIO()
     rows = [{"turns": [f"First {i}", "Second", "Third"][: 1 + 2 * (i % 2)]} for i in range(20)]
@@ -307,7 +301,7 @@ def test_answers_that_are_cut_are_counted_with_the_turns_after_them(tiny_target:
     ) in told.getvalue()
 
 
-def test_a_given_answer_that_the_context_does_not_hold_is_kept_to_there(tiny_target: Target, tmp_path: Path) -> None:
+def test_given_answer_is_cut_at_the_context(tiny_target: Target, tmp_path: Path) -> None:
     path, told = tmp_path / "chat.jsonl", io.StringIO()
     answers = ["and " * 700, "never read"]
     texts = ["Hi {}", answers[0], "And?", answers[1]]
@@ -324,7 +318,7 @@ def test_a_given_answer_that_the_context_does_not_hold_is_kept_to_there(tiny_tar
     assert f"11 ends of answers that {counted}, 11 later turns that {counted}" in told.getvalue()
 
 
-def test_texts_that_are_not_utf8_cost_their_row(tiny_target: Target, tmp_path: Path) -> None:
+def test_rows_with_invalid_utf8_are_left_out(tiny_target: Target, tmp_path: Path) -> None:
     path, told = tmp_path / "prompts.jsonl", io.StringIO()
     good = Path(prompt_file(tmp_path)).read_text()
     path.write_text(good + json.dumps({"prompt": "nice \ud83d"}) + "\n" + json.dumps({"prompt": "x", "id": "\udc00"}))
@@ -333,9 +327,7 @@ def test_texts_that_are_not_utf8_cost_their_row(tiny_target: Target, tmp_path: P
     assert len(splits.train) == 17 and "2 with text that is not UTF-8" in told.getvalue()
 
 
-def test_a_restart_parses_no_conversation_and_damaged_parts_are_named(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restart_parses_no_conversation(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, folder = section(prompt_file(tmp_path)), tmp_path / "data"
     before = everything(build_conversations(tiny_target, data, folder))
     parsed: list[int] = []
@@ -358,7 +350,7 @@ def test_a_restart_parses_no_conversation_and_damaged_parts_are_named(
         build_conversations(tiny_target, data, folder)
 
 
-def test_what_is_kept_apart_is_of_the_kinds_of_a_sorted_file(tiny_target: Target, tmp_path: Path) -> None:
+def test_every_split_of_a_sorted_file_has_all_kinds(tiny_target: Target, tmp_path: Path) -> None:
     path = tmp_path / "sorted.jsonl"
     rows = [{"turns": [f"{'ab'[i // 30]}: question {i}"], "category": "ab"[i // 30]} for i in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -369,9 +361,7 @@ def test_what_is_kept_apart_is_of_the_kinds_of_a_sorted_file(tiny_target: Target
 
 
 @pytest.mark.usefixtures("says_fine")
-def test_a_prompt_of_another_split_costs_no_further_batch(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_duplicate_costs_no_extra_batch(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
         return [("Why?" if i == 0 else f"Question {seed} {i}", "why") for i in range(count)]
 
@@ -395,9 +385,7 @@ def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:
     assert tiny_target.tokenizer.decode(said) == item.messages[1]["content"] + "<|im_end|>"
 
 
-def test_given_answers_that_the_template_rewrites_are_not_learned_and_counted(
-    tiny_target: Target, tmp_path: Path
-) -> None:
+def test_rewritten_given_answers_are_counted_and_not_learned(tiny_target: Target, tmp_path: Path) -> None:
     target = Target(tiny_target.model, tiny_tokenizer(DROPS_THINKING), "thinking")
     path = tmp_path / "chat.jsonl"
 
@@ -425,9 +413,7 @@ def test_given_answers_that_the_template_rewrites_are_not_learned_and_counted(
 
 
 @pytest.mark.usefixtures("says_fine")
-def test_a_turn_that_the_template_refuses_ends_its_conversation_and_no_other(
-    tiny_target: Target, tmp_path: Path
-) -> None:
+def test_turn_refused_by_the_template_ends_only_its_conversation(tiny_target: Target, tmp_path: Path) -> None:
     refuses = "{% for m in messages %}{% if 'bad' in m['content'] %}{{ raise_exception('bad') }}{% endif %}{% endfor %}"
     target = Target(tiny_target.model, tiny_tokenizer(refuses + CHATML), "picky")
     path = tmp_path / "turns.jsonl"
@@ -440,7 +426,7 @@ def test_a_turn_that_the_template_refuses_ends_its_conversation_and_no_other(
         assert len(item.messages) == (2 if int(item.id.split("-")[1]) % 2 == 0 else 4)
 
 
-def test_a_shared_system_message_does_not_make_prompts_equal(tiny_target: Target, tmp_path: Path) -> None:
+def test_shared_system_message_does_not_make_prompts_equal(tiny_target: Target, tmp_path: Path) -> None:
     path = tmp_path / "system.jsonl"
     rows = [
         {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"Hi {i}"}]}
@@ -452,7 +438,7 @@ def test_a_shared_system_message_does_not_make_prompts_equal(tiny_target: Target
     assert splits.train[0].messages[0] == {"role": "system", "content": "Be brief."}
 
 
-def test_too_few_prompts_is_an_error(tiny_target: Target, tmp_path: Path) -> None:
+def test_too_few_prompts_are_refused(tiny_target: Target, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No training conversation could be written"):
         build_conversations(tiny_target, section(prompt_file(tmp_path, 3)), tmp_path / "data")
     with pytest.raises(UserError, match=r"No usable prompt in .*: 3 read, 3 over 8 tokens"):
@@ -473,15 +459,15 @@ def test_self_prompts_start_with_their_seed_prompt(tiny_target: Target, monkeypa
     assert prompts != self_prompts.write_prompts(tiny_target, 12, "broad", seed=2)
 
 
-def test_requests_that_do_not_end_are_left_out(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unended_self_prompts_are_left_out(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(self_prompts, "acceptable", lambda text, special: True)
     monkeypatch.setattr(self_prompts, "_MAX_PROMPT_TOKENS", 3)
     monkeypatch.setitem(vars(tiny_target), "end_tokens", frozenset())
     assert self_prompts.write_prompts(tiny_target, 4, "broad", seed=1) == []
 
 
-def test_the_blank_after_a_seed_prompt_is_kept(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokenizers of the SentencePiece kind drop the blank before the first word of what they decode."""
+def test_blank_after_a_seed_prompt_is_kept(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SentencePiece tokenizers drop the blank before the first word they decode."""
     tokenizer = tiny_tokenizer()
     tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
     target = Target(tiny_target.model, tokenizer)
@@ -513,7 +499,7 @@ def test_quality_filter(text: str, good: bool) -> None:
     assert self_prompts.acceptable(text, ["<|im_end|>"]) is good
 
 
-def test_a_target_without_template_cannot_prompt_itself(tiny_target: Target) -> None:
+def test_target_without_template_cannot_prompt_itself(tiny_target: Target) -> None:
     class Bare:
         chat_template = None
 
@@ -525,7 +511,7 @@ def sample_rows(target: Target, rows: list[list[int]], **how: Any) -> list[list[
     return InProcess(target).continue_rows(rows, Continuation(**how))
 
 
-def test_rows_of_a_batch_do_not_depend_on_each_other(tiny_target: Target) -> None:
+def test_rows_of_a_batch_are_independent(tiny_target: Target) -> None:
     rows = [[5, 6, 7], [8] * 9, [9, 10]]
     common: dict[str, Any] = {"max_new_tokens": 10, "top_p": 1.0, "ends": frozenset[int](), "seed": 0}
     together = sample_rows(tiny_target, rows, temperatures=[0.0] * 3, **common)
@@ -536,7 +522,7 @@ def test_rows_of_a_batch_do_not_depend_on_each_other(tiny_target: Target) -> Non
 SAMPLED: dict[str, Any] = {"max_new_tokens": 10, "top_p": 0.95, "ends": frozenset({1}), "seed": 3}
 
 
-def test_what_a_sampled_row_says_does_not_depend_on_the_rows_beside_it(tiny_target: Target) -> None:
+def test_sampled_row_does_not_depend_on_other_rows(tiny_target: Target) -> None:
     rows = [[5, 6, 7], [8] * 9, [9, 10]]
     warm = sample_rows(tiny_target, rows, temperatures=[1.0] * 3, **SAMPLED)
     mixed = sample_rows(tiny_target, [*rows[:2], [4] * 30], temperatures=[1.0, 0.0, 1.0], **SAMPLED)
@@ -551,10 +537,10 @@ def test_what_a_sampled_row_says_does_not_depend_on_the_rows_beside_it(tiny_targ
     "error", [torch.cuda.OutOfMemoryError("x"), MemoryError(), RuntimeError("can't allocate memory")]
 )
 @pytest.mark.parametrize("late", [False, True])
-def test_a_batch_that_memory_does_not_hold_is_written_in_halves_and_says_the_same(
+def test_batch_over_memory_is_written_in_halves(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch, error: Exception, late: bool
 ) -> None:
-    """Memory ends when the cache is made, or in the middle of writing."""
+    """Memory runs out at the allocation of the cache, or while decoding. The answers stay the same."""
     rng = random.Random(0)
     rows = [[rng.randrange(3, 200) for _ in range(rng.randrange(2, 9))] for _ in range(11)]
     temperatures = [float(i % 2) for i in range(11)]
@@ -582,9 +568,7 @@ def test_a_batch_that_memory_does_not_hold_is_written_in_halves_and_says_the_sam
     assert tried.count(11) == 1, "what failed once is not tried again"
 
 
-def test_memory_that_does_not_hold_one_row_is_an_error_and_other_errors_stay_what_they_are(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_row_over_memory_is_a_user_error(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     failure: Exception = MemoryError()
 
     def fails(*_arguments: Any) -> None:
@@ -598,9 +582,7 @@ def test_memory_that_does_not_hold_one_row_is_an_error_and_other_errors_stay_wha
         sample_rows(tiny_target, [[5, 6]] * 4, temperatures=[0.0] * 4, **SAMPLED)
 
 
-def test_a_batch_larger_than_free_memory_is_not_even_tried(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batch_over_free_memory_is_split_up_front(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[5, 6, 7 + i] for i in range(8)]
     expected = sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED)
     tried: list[int] = []
@@ -623,8 +605,8 @@ def test_a_batch_larger_than_free_memory_is_not_even_tried(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "gpt2"])
-def test_what_rows_begin_with_alike_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Past the sliding window, too; read once, and every row continues as it does on its own."""
+def test_common_prefix_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also past the sliding window: every row continues as it does alone."""
     target = Target(tiny_model(kind, vocab_size=61))
     target.record()  # which reads a text of its own
     rng = torch.Generator().manual_seed(0)
@@ -667,7 +649,7 @@ def test_sampling_follows_the_temperature(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.5])
-def test_draws_follow_the_nucleus_at_any_heat(top_p: float) -> None:
+def test_draws_follow_the_nucleus(top_p: float) -> None:
     logits_V = torch.tensor([0.3, 2.0, -1.0, 1.2, 0.9])
     count = 20_000
     numbers = [(index + 0.5) / count for index in range(count)]

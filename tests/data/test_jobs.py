@@ -101,7 +101,7 @@ def board(tmp_path: Path) -> Board:
     return Board(tmp_path / "jobs")
 
 
-def test_a_job_belongs_to_one_until_it_is_done(board: Board) -> None:
+def test_job_has_one_owner_until_it_is_done(board: Board) -> None:
     board.post("a", {"number": 1})
     claim = board.claim("a")
     assert claim is not None and board.claim("a") is None and not board.is_free("a") and not board.withdraw("a")
@@ -118,7 +118,7 @@ def test_a_job_belongs_to_one_until_it_is_done(board: Board) -> None:
     assert not board.folder.exists()
 
 
-def test_the_job_of_a_killed_process_is_free(board: Board) -> None:
+def test_job_of_a_killed_process_is_free(board: Board) -> None:
     board.post("a", {"number": 1})
     code = (
         "import sys, pathlib, threading\nfrom headstart.support.lock import locked\n"
@@ -135,7 +135,7 @@ def test_the_job_of_a_killed_process_is_free(board: Board) -> None:
     claim.close()
 
 
-def test_what_is_left_behind_is_cleared_but_for_what_somebody_does(board: Board) -> None:
+def test_clear_keeps_claimed_jobs(board: Board) -> None:
     for name in ("done", "free", "held"):
         board.post(name, {})
     board.finish("done", {})
@@ -146,7 +146,7 @@ def test_what_is_left_behind_is_cleared_but_for_what_somebody_does(board: Board)
     claim.close()
 
 
-def test_what_cannot_be_done_here_is_looked_at_once(board: Board) -> None:
+def test_refused_job_is_examined_once(board: Board) -> None:
     board.post("0-other", {"number": 1})
     seen: list[dict[str, Any]] = []
 
@@ -161,8 +161,8 @@ def test_what_cannot_be_done_here_is_looked_at_once(board: Board) -> None:
     assert len(seen) == 1 and refused == {"0-other"} and board.is_free("0-other")
 
 
-def test_helpers_do_what_the_planner_has_no_time_for(board: Board) -> None:
-    """The planner's first job waits for three that somebody else does."""
+def test_helpers_do_jobs_of_a_busy_planner(board: Board) -> None:
+    """The planner's first job waits until a helper has done three others."""
     theirs, ours = list[int](), list[int]()
     three = threading.Semaphore(0)
 
@@ -183,7 +183,7 @@ def test_helpers_do_what_the_planner_has_no_time_for(board: Board) -> None:
     assert board.names() == []
 
 
-def test_what_a_helper_cannot_do_is_done_here(board: Board) -> None:
+def test_planner_does_jobs_that_fail_on_a_helper(board: Board) -> None:
     refused = threading.Event()
 
     def fails(what: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def test_jobs_of_another_target_are_left_alone(board: Board) -> None:
 
 
 def test_results_outlive_the_planner(board: Board) -> None:
-    """One planner dies while a helper has done a job of its plan; the next one does the others only."""
+    """A planner dies after a helper has done one job of its plan. The next planner does only the rest."""
     (job,) = [Numbers(3).next((), 1)]
     assert job is not None
     board.post(job.name, job.what)
@@ -225,8 +225,8 @@ def test_results_outlive_the_planner(board: Board) -> None:
     assert done == [1, 2]
 
 
-def test_what_the_time_is_up_for_is_withdrawn(board: Board) -> None:
-    """The job that is posted for whoever comes is not begun when its turn comes too late."""
+def test_jobs_past_the_deadline_are_withdrawn(board: Board) -> None:
+    """A job posted for helpers does not start when its turn comes after the deadline."""
     plan, done = Numbers(9), list[int]()
 
     def noted(what: dict[str, Any]) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def test_what_the_time_is_up_for_is_withdrawn(board: Board) -> None:
     assert done == [0, 1, 2] and board.names() == []
 
 
-def test_an_error_here_withdraws_what_nobody_has_begun(board: Board) -> None:
+def test_planner_error_withdraws_unclaimed_jobs(board: Board) -> None:
     def fails(what: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("no")
 
@@ -307,9 +307,7 @@ class Turns:
         return self._done.is_set()
 
 
-def test_parts_that_others_write_are_those_of_one(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_helpers_write_the_same_parts(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     some_unfit(monkeypatch)
     data, turns, owner = section(tmp_path), Turns(), tiny_target.whole_identity
     alone = written(tiny_target, tmp_path / "alone", data, None, tmp_path / "a")
@@ -338,9 +336,7 @@ def test_parts_that_others_write_are_those_of_one(
     assert {file.name for file in (tmp_path / "a").iterdir()} == {file.name for file in (tmp_path / "b").iterdir()}
 
 
-def test_states_that_others_compute_are_those_of_one(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_helpers_compute_the_same_states(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     items = build_conversations(tiny_target, section(tmp_path, conversations=20), tmp_path / "data").train
     alone = build_store(tmp_path / "alone", items, tiny_target, AUX_LAYERS, budget_bytes=PLENTY, work=SMALL)
     own, turns = tiny_target.hidden_states, Turns()
@@ -361,7 +357,7 @@ def test_states_that_others_compute_are_those_of_one(
 
 
 def test_shards_of_a_dead_planner_are_finished_first(tiny_target: Target, tmp_path: Path, board: Board) -> None:
-    """Else the shards of the next planner would hold some of their conversations again."""
+    """Otherwise the next planner's shards would hold some of these conversations twice."""
     items = build_conversations(tiny_target, section(tmp_path, conversations=20), tmp_path / "data").train
     posted: list[Job] = []
 

@@ -50,7 +50,7 @@ def texts(found: Prompts) -> list[str]:
     return [prompt.turns[0] for prompt in found.prompts]
 
 
-def test_each_source_gives_its_share_at_every_point(sources: list[dict[str, Any]]) -> None:
+def test_sources_keep_their_weights_at_every_point(sources: list[dict[str, Any]]) -> None:
     some = drawn(sources, 36)
     kinds = [text[0] for text in texts(some)]
     assert all(abs(kinds[:count].count("b") - count / 4) <= 1 for count in range(1, 37))
@@ -60,14 +60,14 @@ def test_each_source_gives_its_share_at_every_point(sources: list[dict[str, Any]
     assert of_kinds == {sources[0]["source"]: "a", sources[1]["source"]: "b"}, "without kinds of their own"
 
 
-def test_the_order_is_the_seeds_and_more_go_on_in_it(sources: list[dict[str, Any]]) -> None:
+def test_larger_limit_continues_the_seeds_order(sources: list[dict[str, Any]]) -> None:
     everything = texts(drawn(sources, None))
     for limit in (1, 7, 36, 60):
         assert texts(drawn(sources, limit)) == everything[:limit]
     assert everything != texts(drawn(sources, None, seed=1))
 
 
-def test_a_source_that_is_used_up_is_named_and_no_prompt_comes_twice(sources: list[dict[str, Any]]) -> None:
+def test_exhausted_source_is_named_and_no_prompt_repeats(sources: list[dict[str, Any]]) -> None:
     found = drawn(sources, 60)
     assert Counter(text[0] for text in texts(found)) == {"a": 50, "b": 10}
     ends = {letter: 1 + max(i for i, text in enumerate(texts(found)) if text[0] == letter) for letter in "ab"}
@@ -78,7 +78,7 @@ def test_a_source_that_is_used_up_is_named_and_no_prompt_comes_twice(sources: li
     assert everything.left_out.counts == {"repeated": 1}
 
 
-def test_three_sources() -> None:
+def test_three_sources_keep_their_weights() -> None:
     counts = Counter[int]()
     turns = in_turns([iter(range(1000)) for _ in range(3)], [0.5, 0.3, 0.2])
     for number, (source, _) in zip(range(1, 501), turns, strict=False):
@@ -86,13 +86,13 @@ def test_three_sources() -> None:
         assert all(abs(counts[one] - number * weight) < 2 for one, weight in enumerate([0.5, 0.3, 0.2]))
 
 
-def test_a_source_without_prompts_is_an_error(sources: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_source_without_prompts_is_refused(sources: list[dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text('{"body": "a"}\n')
     with pytest.raises(UserError, match=r"No usable prompt in .*empty\.jsonl: 1 read"):
         drawn([*sources, {"source": str(tmp_path / "empty.jsonl"), "weight": 1e-3}], None)
 
 
-def test_conversations_of_a_mixture(tiny_target: Target, sources: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_splits_keep_the_weights(tiny_target: Target, sources: list[dict[str, Any]], tmp_path: Path) -> None:
     sizes = {"conversations": 12, "heldout": 4, "validation": 4, "max_new_tokens": 8, "batch_size": 4}
     data = DataSection.model_validate({"prompts": sources, **sizes})
     splits = build_conversations(tiny_target, data, tmp_path / "data")
@@ -100,10 +100,8 @@ def test_conversations_of_a_mixture(tiny_target: Target, sources: list[dict[str,
     assert [sum(item.messages[0]["content"].startswith("b") for item in part) for part in parts] == [1, 1, 3]
 
 
-def test_the_target_writes_its_share_of_a_mixture(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In every part, and all that is missing once the files are used up; of what it writes no more than that."""
+def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every split, and everything missing once the files are exhausted, but no more than that."""
     asked = []
 
     def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
@@ -126,7 +124,7 @@ def test_the_target_writes_its_share_of_a_mixture(
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_shares_of_less_than_a_prompt_add_up_also_after_an_interruption(
+def test_fractions_of_a_prompt_add_up_across_a_restart(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch_size: int
 ) -> None:
     def write_prompts(_target: Target, count: int, _breadth: str, seed: int, **_rest: Any) -> Any:
@@ -143,9 +141,7 @@ def test_shares_of_less_than_a_prompt_add_up_also_after_an_interruption(
     assert everything(build_conversations(tiny_target, data, tmp_path / "data")) == everything(splits)
 
 
-def test_a_run_of_a_mixture_works_again_when_an_excluded_question_changes(
-    tiny_target_folder: Path, sources: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_edited_exclusion_rebuilds(tiny_target_folder: Path, sources: list[dict[str, Any]], tmp_path: Path) -> None:
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"turns": ["a 1"]}\n')
     sizes = {"conversations": 60, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 32}
@@ -175,7 +171,7 @@ def test_a_run_of_a_mixture_works_again_when_an_excluded_question_changes(
         check_inputs(load_recipe("quickstart", ["data.prompts=[none.jsonl]"]), stages)
 
 
-def test_the_identity_follows_shares_and_contents(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
+def test_identity_follows_weights_and_contents(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
     def of(*given: dict[str, Any]) -> dict[str, Any]:
         settings = DataSection.model_validate({"prompts": list(given)}).model_dump(mode="json")
         return identity(tiny_target, settings)
@@ -191,7 +187,7 @@ def test_the_identity_follows_shares_and_contents(tiny_target: Target, sources: 
     assert same != of(one, other)
 
 
-def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
+def test_identity_of_a_single_source_has_no_unset_options(tiny_target: Target, sources: list[dict[str, Any]]) -> None:
     for prompts in ("self", sources[0]["source"]):
         now = DataSection(prompts=prompts).model_dump(mode="json")
         before = {
@@ -206,7 +202,7 @@ def test_one_name_has_the_identity_it_always_had(tiny_target: Target, sources: l
         }
 
 
-def test_answers_in_8_bits_are_others_unless_a_server_writes_them(tiny_target: Target) -> None:
+def test_int8_changes_the_identity_unless_a_server_writes(tiny_target: Target) -> None:
     def known(**settings: Any) -> dict[str, Any]:
         return identity(tiny_target, DataSection.model_validate(settings).model_dump(mode="json"))
 
@@ -215,7 +211,7 @@ def test_answers_in_8_bits_are_others_unless_a_server_writes_them(tiny_target: T
     assert known(writing_dtype="int8", server=server) == known(server=server)
 
 
-def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
+def test_run_keeps_the_commits_it_began_with(monkeypatch: pytest.MonkeyPatch, tiny_target: Target) -> None:
     newest = "1" * 40
     monkeypatch.setattr(
         "headstart.data.conversations.depends_on.find_origin",
@@ -244,7 +240,7 @@ def test_a_run_keeps_the_commits_that_it_began_with(monkeypatch: pytest.MonkeyPa
         ("data.prompts=[{weight: 1}]", "Source 1 .* source field required"),
     ],
 )
-def test_mistakes_in_the_recipe_are_answered(override: str, said: str) -> None:
+def test_recipe_mistakes_are_refused(override: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
         load_recipe("quickstart", [override])
     with pytest.raises(UserError, match=r"data\.revision is 'main', and data.prompts names several sources"):

@@ -234,19 +234,19 @@ def test_rows_come_back_in_order(tiny_target: Target, serve: Callable[..., Fake]
 @pytest.mark.parametrize(
     "fault", ["drop", "cut", "junk", "empty", "abort", 408, 429, 500, 503, (429, "0"), (503, "soon")]
 )
-def test_what_may_pass_is_asked_again(tiny_target: Target, serve: Callable[..., Fake], fault: Any) -> None:
+def test_transient_faults_are_retried(tiny_target: Target, serve: Callable[..., Fake], fault: Any) -> None:
     fake = serve(counting, faults=[fault] * 5)
     assert asked(Servers([fake.url], tiny_target, 3), ROWS) == WANTED
     assert len(fake.bodies) == 12 + 5
 
 
-def test_a_server_is_left_alone_as_long_as_it_asks_for(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_retry_after_is_respected(tiny_target: Target, serve: Callable[..., Fake]) -> None:
     fake = serve(counting, faults=[(429, "0.4")])
     assert asked(Servers([fake.url], tiny_target, 1), ROWS[:2]) == WANTED[:2]
     assert fake.times[1] - fake.times[0] >= 0.4
 
 
-def test_waits_grow(tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_back_off(tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_WAIT", 0.02)
     monkeypatch.setattr(client, "LONGEST_WAIT", 0.16)
     fake = serve(counting, faults=[500] * 5)
@@ -255,10 +255,8 @@ def test_waits_grow(tiny_target: Target, serve: Callable[..., Fake], monkeypatch
     assert all(gap >= least / 2 for gap, least in zip(gaps, [0.02, 0.04, 0.08, 0.16, 0.16], strict=True))
 
 
-def test_a_server_that_can_do_one_thing_at_a_time_is_waited_for(
-    tiny_target: Target, serve: Callable[..., Fake]
-) -> None:
-    """However many of the requests it turns away, as long as it answers others."""
+def test_busy_server_is_waited_for(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    """However many requests it rejects, as long as it answers others."""
     open_ = threading.Semaphore(1)
     fake = serve(counting, pause=0.01)
     fake.fault = lambda: None if open_.acquire(blocking=False) else 429  # type: ignore[method-assign]
@@ -274,7 +272,7 @@ def test_a_server_that_can_do_one_thing_at_a_time_is_waited_for(
     assert len(fake.bodies) > 60, "most are turned away"
 
 
-def test_no_server_answers(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_unreachable_servers_are_an_error(tiny_target: Target, serve: Callable[..., Fake]) -> None:
     fake = serve(counting, faults=[503], always=True)
     with pytest.raises(UserError) as told:
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
@@ -286,7 +284,7 @@ def test_no_server_answers(tiny_target: Target, serve: Callable[..., Fake]) -> N
 
 
 @pytest.mark.parametrize("fault", ["drop", 500, "junk"])
-def test_a_server_that_keeps_failing_is_left_out(
+def test_failing_server_is_dropped(
     tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
     monkeypatch.setattr(client, "FIRST_WAIT", 600.0)
@@ -317,7 +315,7 @@ def test_servers_share_the_work(tiny_target: Target, serve: Callable[..., Fake])
         ([], "after 0 of 6 tokens"),
     ],
 )
-def test_what_the_target_cannot_have_written_is_refused(
+def test_impossible_answers_are_refused(
     tiny_target: Target, serve: Callable[..., Fake], kind: str, written: list[Any], said: str
 ) -> None:
     fake = serve(lambda _prompt, _most: written, kind=kind)
@@ -327,14 +325,12 @@ def test_what_the_target_cannot_have_written_is_refused(
     assert len(fake.bodies) == 1, "asking again would not help"
 
 
-def test_words_after_the_end_are_cut_off(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_tokens_after_the_end_are_cut(tiny_target: Target, serve: Callable[..., Fake]) -> None:
     fake = serve(lambda _prompt, _most: [5, 2, 6, 7, 8, 9])
     assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == [[5, 2]]
 
 
-def test_an_end_that_is_the_servers_alone_does_not_end_an_answer(
-    tiny_target: Target, serve: Callable[..., Fake]
-) -> None:
+def test_end_tokens_of_the_server_alone_are_ignored(tiny_target: Target, serve: Callable[..., Fake]) -> None:
     """llama-server ends at tokens of its own choice."""
     whole = [11, 0, 12, 0, 13, 2]
 
@@ -356,7 +352,7 @@ def test_an_end_that_is_the_servers_alone_does_not_end_an_answer(
         ("vllm", {"token_ids": None}, "returns no token ids"),
     ],
 )
-def test_a_server_that_does_as_it_likes_is_refused(
+def test_server_that_reads_other_tokens_is_refused(
     tiny_target: Target, serve: Callable[..., Fake], kind: str, extra: dict[str, Any], said: str
 ) -> None:
     fake = serve(counting, kind=kind, extra=extra)
@@ -364,7 +360,7 @@ def test_a_server_that_does_as_it_likes_is_refused(
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
 
 
-def test_the_prompt_that_a_server_shows_may_be_the_right_one(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_echoed_prompt_may_match(tiny_target: Target, serve: Callable[..., Fake]) -> None:
     fake = serve(counting, extra={"prompt_token_ids": ROWS[0]})
     assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == WANTED[:1]
 
@@ -382,7 +378,7 @@ def test_another_tokenizer_is_refused(tiny_target: Target, serve: Callable[..., 
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
-def test_the_window_is_the_least_that_servers_say(tiny_target: Target, serve: Callable[..., Fake], kind: str) -> None:
+def test_window_is_the_smallest_reported(tiny_target: Target, serve: Callable[..., Fake], kind: str) -> None:
     def window(*fakes: Fake) -> int:
         return Servers([*(fake.url for fake in fakes), NOWHERE], tiny_target, 4).window
 
@@ -391,7 +387,7 @@ def test_the_window_is_the_least_that_servers_say(tiny_target: Target, serve: Ca
     assert window(silent) == window(large) == tiny_target.max_length
 
 
-def test_a_refusal_costs_its_row(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_refused_row_comes_back_empty(tiny_target: Target, serve: Callable[..., Fake]) -> None:
     fake = serve(counting, faults=[None] * 5 + [400])
     how: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * 12, "ends": ENDS, "seed": 3}
     continuation = Continuation(**how)
@@ -400,9 +396,7 @@ def test_a_refusal_costs_its_row(tiny_target: Target, serve: Callable[..., Fake]
     assert list(continuation.refused) == [5] and f"{fake.url}/v1/completions answered 400" in continuation.refused[5]
 
 
-def test_a_server_that_takes_to_refusing_everything_ends_the_work(
-    tiny_target: Target, serve: Callable[..., Fake]
-) -> None:
+def test_refusing_everything_ends_the_work(tiny_target: Target, serve: Callable[..., Fake]) -> None:
     fake = serve(counting)
     servers = Servers([fake.url], tiny_target, 8)
     assert asked(servers, ROWS) == WANTED
@@ -414,13 +408,13 @@ def test_a_server_that_takes_to_refusing_everything_ends_the_work(
     assert 64 < len(fake.bodies) - 12 < 12 * 12
 
 
-def test_requests_are_as_many_as_the_servers_ask_for() -> None:
+def test_default_number_of_requests() -> None:
     assert client.Pool([NOWHERE], None, "").requests == client.REQUESTS
     assert client.Pool([NOWHERE] * 8, None, "").requests == 8 * client.REQUESTS
     assert client.Pool([NOWHERE] * 8, 3, "").requests == 3
 
 
-def test_an_address_that_stands_for_many_gpus_keeps_them_busy(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_one_address_may_serve_many_gpus(tiny_target: Target, serve: Callable[..., Fake]) -> None:
     def requests(number: int | None = None, **fake: Any) -> int:
         servers = Servers([serve(counting, **fake).url, NOWHERE], tiny_target, number)
         assert servers.batches(64) == 1 + -(-2 * servers.requests // 64)
@@ -461,7 +455,7 @@ serve(StandIn("vllm", answer), "127.0.0.1", int(sys.argv[2]))
 """A server in a process of its own, which is killed in the middle of an answer after so many; it refuses a prompt."""
 
 
-def test_of_two_processes_one_is_killed_and_a_prompt_is_refused_in_the_middle(tiny_target: Target) -> None:
+def test_survives_a_killed_server_and_a_refused_prompt(tiny_target: Target) -> None:
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
         ports = [one.getsockname()[1] for one in sockets]
@@ -489,8 +483,8 @@ def test_of_two_processes_one_is_killed_and_a_prompt_is_refused_in_the_middle(ti
             process.wait()
 
 
-def test_a_machine_that_is_gone_shows(serve: Callable[..., Fake]) -> None:
-    """While an answer is written nothing else would say so for half an hour."""
+def test_connections_use_keepalive(serve: Callable[..., Fake]) -> None:
+    """Otherwise a dead machine goes unnoticed for half an hour while an answer is written."""
     reply = client.Endpoint(serve(counting).url).send("GET", "/v1/models")
     connection = reply.extensions["network_stream"].get_extra_info("socket")
     assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -509,17 +503,19 @@ def test_threads_share_the_requests(tiny_target: Target, serve: Callable[..., Fa
 class TestKey:
     """That the environment has."""
 
-    def test_it_is_sent(self, tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_key_is_sent(
+        self, tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv(client.KEY, " sk-secret\n")
         fake = serve(counting, key="sk-secret")
         assert asked(Servers([fake.url], tiny_target, 2), ROWS) == WANTED
 
-    def test_without_it_a_message_says_how(self, tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    def test_missing_key_is_explained(self, tiny_target: Target, serve: Callable[..., Fake]) -> None:
         with pytest.raises(UserError, match=f"answered 401.*export {client.KEY}="):
             asked(Servers([serve(counting, key="sk-secret").url], tiny_target, 2), ROWS)
 
     @pytest.mark.parametrize("fault", [401, 500])
-    def test_no_message_has_it(
+    def test_messages_hide_the_key(
         self, tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, fault: int
     ) -> None:
         monkeypatch.setenv(client.KEY, "to")  # a word of the server's, which repeats it
@@ -528,9 +524,7 @@ class TestKey:
         assert "too much" not in str(told.value)
 
     @pytest.mark.parametrize("key", ["sk-\u00e9", "sk-\nsecret"])
-    def test_what_is_none_is_refused_unseen(
-        self, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, key: str
-    ) -> None:
+    def test_malformed_key_is_refused(self, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
         monkeypatch.setenv(client.KEY, key)
         with pytest.raises(UserError, match=f"{client.KEY} holds characters that no key has") as told:
             Servers([NOWHERE], tiny_target, 1)
@@ -538,14 +532,14 @@ class TestKey:
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
-def test_what_does_not_pass_is_not_asked_again(tiny_target: Target, serve: Callable[..., Fake], status: int) -> None:
+def test_permanent_errors_are_not_retried(tiny_target: Target, serve: Callable[..., Fake], status: int) -> None:
     fake = serve(counting, faults=[status], always=True)
     with pytest.raises(UserError, match=f"/v1/completions answered {status}: .*too much to do"):
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
     assert len(fake.bodies) == 1
 
 
-def test_each_row_is_drawn_with_a_seed_of_its_own(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_each_row_has_its_own_seed(tiny_target: Target, serve: Callable[..., Fake]) -> None:
     def seeds(kind: str, **more: Any) -> dict[int, int | None]:
         fake = serve(counting, kind=kind)
         asked(Servers([fake.url], tiny_target, 4), ROWS, temperatures=[1.0] * 11 + [0.0], **more)
@@ -559,13 +553,13 @@ def test_each_row_is_drawn_with_a_seed_of_its_own(tiny_target: Target, serve: Ca
     assert seeds("vllm", seed=4) != {**found, 18: None}
 
 
-def test_the_ends_are_the_targets(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_end_tokens_are_the_targets(tiny_target: Target, serve: Callable[..., Fake]) -> None:
     fake = serve(counting)
     asked(Servers([fake.url], tiny_target, 1), ROWS[1:2], ends=frozenset({60, 2}))
     assert fake.bodies[0]["stop_token_ids"] == [2, 60] and fake.bodies[0]["ignore_eos"] is True
 
 
-def test_work_that_nobody_wants_any_more_ends(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_stopped_work_sends_no_more_requests(tiny_target: Target, serve: Callable[..., Fake]) -> None:
     fake = serve(counting, pause=0.05)
 
     def stops() -> None:
@@ -606,7 +600,7 @@ class TestConversations:
         return DataSection.model_validate({"prompts": str(file), **values, **more})
 
     @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
-    def test_they_are_those_written_in_process(
+    def test_match_those_written_in_process(
         self,
         tiny_target: Target,
         serve: Callable[..., Fake],
@@ -624,7 +618,7 @@ class TestConversations:
         assert sum(len(fake.bodies) for fake in fakes) >= 8
         assert "answer tokens/s, 3 requests at a time" in notes[-1]
 
-    def test_an_interrupted_run_does_not_ask_again_for_what_is_there(
+    def test_restart_requests_only_missing_answers(
         self,
         tiny_target: Target,
         serve: Callable[..., Fake],
@@ -657,7 +651,7 @@ class TestConversations:
         assert everything(build_conversations(tiny_target, section, tmp_path / "cut")) == everything(splits)
         assert len(fake.bodies) == len(prompts), "all is there"
 
-    def test_they_end_where_the_context_of_the_server_does(
+    def test_end_at_the_servers_context(
         self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
     ) -> None:
         def section(**more: Any) -> DataSection:
@@ -681,10 +675,10 @@ class TestConversations:
         assert f"later turns that a context of {window} tokens does not hold" in told.getvalue()
         assert all(len(body["prompt"]) + body["max_tokens"] <= window for body in fake.bodies)
 
-    def test_one_that_a_server_refuses_is_left_out(
+    def test_refused_prompts_are_left_out(
         self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
     ) -> None:
-        """In the middle of a job: its first turn, and the second one of another."""
+        """In the middle of a job: the first turn of one conversation, and the second turn of another."""
         section = self.section(tmp_path, server=serve(brief).url)
         whole = build_conversations(tiny_target, section, tmp_path / "whole")
         short = next(item for item in whole.train if len(item.supervised_spans) == 1)
@@ -706,7 +700,7 @@ class TestConversations:
         assert "1 that a server refused (the first: " in told.getvalue() and "answered 400" in told.getvalue()
         assert "1 later turns that a server refused" in told.getvalue()
 
-    def test_requests_go_on_while_a_part_waits_for_its_last_answer(
+    def test_next_part_starts_during_a_slow_answer(
         self, tiny_target: Target, serve: Callable[..., Fake], truth: Answer, tmp_path: Path
     ) -> None:
         here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
@@ -725,10 +719,10 @@ class TestConversations:
         assert everything(there) == everything(here)
         assert in_time == [True], "the next part is asked for meanwhile"
 
-    def test_no_part_counts_again_what_is_kept(
+    def test_parts_do_not_recount_kept_answers(
         self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
     ) -> None:
-        """With a million conversations there are thousands of parts."""
+        """A million conversations have thousands of parts."""
 
         class Counted(list[Written]):
             looked_at = 0
@@ -748,7 +742,7 @@ class TestConversations:
             kept.extend(part.fresh)
         assert len(kept) == 6 and kept.looked_at <= 6
 
-    def test_the_target_is_not_loaded_meanwhile(
+    def test_target_is_not_loaded(
         self,
         tiny_target_folder: Path,
         serve: Callable[..., Fake],
@@ -771,17 +765,17 @@ class TestConversations:
         assert (tmp_path / "run" / "data" / "conversations" / "train.jsonl").read_text() == written
         assert len(list(tmp_path.glob("artifacts/conversations/*"))) == 1, "the same, with the target loaded"
 
-    def test_those_who_help_do_not_load_it_either(
+    def test_helpers_do_not_load_the_target(
         self, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """What servers write is nobody's to help with; there may be states to compute later."""
+        """Helpers cannot take over writing from servers; there may be states to compute later."""
         recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"server": NOWHERE})
         monkeypatch.setattr("headstart.target.loading.load_target", lambda *_, **__: pytest.fail("loaded"))
         monkeypatch.setattr("headstart.pipeline.together.referred", lambda _, stage: tmp_path / stage)
         Board(tmp_path / "conversations" / JOBS).post("00000-train-a", {"kind": PART, "target": ""})
         assert _Helper(Run(recipe, tmp_path / "run", Console(quiet=True))).help() == 0
 
-    def test_self_prompts_are_written_there_too(
+    def test_self_prompts_come_from_the_server(
         self, tiny_target: Target, serve: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("headstart.data.prompts.self_prompts.acceptable", lambda _text, _special: True)
@@ -793,9 +787,7 @@ class TestConversations:
         assert len(build_conversations(tiny_target, section, tmp_path / "data").train) == 6
         assert {body["temperature"] for body in fake.bodies} == {0.0, 1.0}
 
-    def test_they_are_others_than_those_written_in_process_and_the_same_wherever_the_server_is(
-        self, tiny_target: Target, tmp_path: Path
-    ) -> None:
+    def test_identity_names_a_server_without_its_address(self, tiny_target: Target, tmp_path: Path) -> None:
         def known(**more: Any) -> dict[str, Any]:
             return identity(tiny_target, self.section(tmp_path, **more).model_dump(mode="json"))
 
@@ -806,7 +798,7 @@ class TestConversations:
 
 
 class TestRecipe:
-    def test_addresses(self) -> None:
+    def test_server_addresses(self) -> None:
         def addresses(text: str) -> Any:
             return load_recipe("quickstart", [f"data.server={text}"]).data.server
 
@@ -816,6 +808,6 @@ class TestRecipe:
         assert addresses("null") is addresses("''") is None
 
     @pytest.mark.parametrize("text", ["localhost:8000", "ftp://a", "http://", "http://a,b"])
-    def test_what_is_no_address_is_refused(self, text: str) -> None:
+    def test_malformed_address_is_refused(self, text: str) -> None:
         with pytest.raises(UserError, match=r"'data\.server' has '.*http://localhost:8000"):
             load_recipe("quickstart", [f"data.server={text}"])

@@ -21,7 +21,7 @@ def shown(colours: bool, sampling: dict[str, object]) -> str:
     return out.getvalue()
 
 
-def test_legible_without_colour() -> None:
+def test_readable_without_colour() -> None:
     text = shown(False, {})
     assert "<|im_start|>user\n[red]Hi[/red]<|im_end|>\n<|im_start|>assistant\n⟦Hello.<|im_end|>⟧\n" in text
     assert "self-3  chat" in text

@@ -54,7 +54,7 @@ FILES = {
 }
 
 
-def test_a_copy_is_asked_turn_by_turn(
+def test_local_copy_is_asked_turn_by_turn(
     tiny_target: Target, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -62,7 +62,8 @@ def read_everywhere(target: Target, messages: list[dict[str, Any]], folder: Path
 @pytest.mark.parametrize("template", CALLS)
 @pytest.mark.parametrize("arguments", ['{"city": "Köln"}', {"city": "Köln"}])
 def test_messages_are_read_alike_everywhere(tiny_target: Target, tmp_path: Path, template: str, arguments: Any) -> None:
-    """Arguments of calls are text or objects, contents are null or lists of parts, and developers are the system."""
+    """Arguments of calls are text or objects, contents are null or lists of parts, and developer messages are system
+    messages."""
     target = with_template(tiny_target, TOOLS.replace("CALL", CALLS[template]))
     call = {"id": "1", "type": "function", "function": {"name": "rain", "arguments": arguments}}
     messages = [
@@ -79,7 +80,7 @@ def test_messages_are_read_alike_everywhere(tiny_target: Target, tmp_path: Path,
     assert arguments == messages[2]["tool_calls"][0]["function"]["arguments"], "the caller's own stay as they are"
 
 
-def test_text_that_is_not_utf8_is_named_or_counted(tiny_target: Target, tmp_path: Path) -> None:
+def test_invalid_utf8_is_named_or_counted(tiny_target: Target, tmp_path: Path) -> None:
     target = with_template(tiny_target, TOOLS.replace("CALL", CALLS["tojson"]))
     decoder, asked, half = Decoder(target), [{"role": "user", "content": "Hi"}], "\ud800"
     for messages, tools, name in (
@@ -143,7 +144,7 @@ def learned(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:
     return [tokenizer.decode(tokens[start:stop]) for start, stop in spans]
 
 
-def test_a_thinking_block_of_the_template_is_not_supervised() -> None:
+def test_template_thinking_block_is_not_supervised() -> None:
     tokenizer = tiny_tokenizer(THINKS)
     quiet = with_template_kwargs(tokenizer, {"enable_thinking": False})
     asked = turns("Hi", "Ho", "And?", "think")
@@ -155,7 +156,7 @@ def test_a_thinking_block_of_the_template_is_not_supervised() -> None:
     assert learned(tokenizer, calls)[1] == '\n<call>{"name": "rain"}<|im_end|>'
 
 
-def test_only_the_end_that_the_target_writes_is_supervised() -> None:
+def test_only_the_targets_end_token_is_supervised() -> None:
     tokenizer = tiny_tokenizer(CHANNELS, HARMONY)
     assert learned(tokenizer, turns("Hi", "Ho", "And?", "No")) == ["Ho", "No<|return|>"]
     assert learned(tiny_tokenizer(ENDS_TURNS, TURNS), turns("Hi", " Ho")) == ["Ho<end_of_turn>"]
@@ -193,7 +194,7 @@ THOUGHT = "<|channel|>analysis<|message|>Final? Say hi.<|end|><|start|>assistant
     ],
     ids=["after an analysis", "at once", "twice", "with a format", "cut before the answer", "without channels"],
 )
-def test_the_text_of_an_answer_is_that_of_its_channel(tiny_target: Target, written: str, text: str) -> None:
+def test_answer_text_is_the_final_channel(tiny_target: Target, written: str, text: str) -> None:
     decoder, forced = harmony(tiny_target, written)
     count = len(decoder.target.tokenizer.encode(written))
     options: dict[str, Any] = {"processors": [forced], "max_new_tokens": count, "drafter": "none"}
@@ -202,7 +203,7 @@ def test_the_text_of_an_answer_is_that_of_its_channel(tiny_target: Target, writt
     assert "".join(stream) == text and stream.answer is not None and stream.answer.text == text
 
 
-def test_stop_strings_are_looked_for_in_the_text(tiny_target: Target) -> None:
+def test_stop_strings_match_in_the_text(tiny_target: Target) -> None:
     decoder, forced = harmony(tiny_target, f"{THOUGHT}Say hi.<|return|>")
     options: dict[str, Any] = {"processors": [forced], "max_new_tokens": 200, "drafter": "none"}
     for stop, finish, text in (("final", "end", "Say hi."), ("hi", "stop", "Say hi"), ("<|end|>", "stop", "")):
@@ -211,7 +212,7 @@ def test_stop_strings_are_looked_for_in_the_text(tiny_target: Target) -> None:
     assert answer.text == "<|channel|>analysis<|message|>Final? Say hi.<|end|>"
 
 
-def test_turns_that_the_template_rewrites_are_counted(tiny_target: Target) -> None:
+def test_rewritten_turns_are_counted(tiny_target: Target) -> None:
     for template, special in ((CHANNELS, HARMONY), (THINKS, ())):
         target, left_out = with_template(tiny_target, template, special), LeftOut()
         with pytest.MonkeyPatch.context() as patched:
@@ -222,7 +223,7 @@ def test_turns_that_the_template_rewrites_are_counted(tiny_target: Target) -> No
         assert left_out.counts == {"later turns at which the chat template rewrites the answers before them": 1}
 
 
-def test_a_log_of_texts_ends_turns_as_the_template_does(tiny_target: Target, tmp_path: Path) -> None:
+def test_logged_text_ends_its_turn_as_the_template_does(tiny_target: Target, tmp_path: Path) -> None:
     target = with_template(tiny_target, ENDS_TURNS, TURNS)
     reply = {"choices": [{"finish_reason": "stop", "message": {"content": "It is dry."}}], "created": 7}
     (tmp_path / "log.jsonl").write_text(json.dumps({"request": {"messages": turns("Hi")}, "response": reply}))

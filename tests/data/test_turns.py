@@ -57,8 +57,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt_neox", "llama_long"])
-def test_the_next_turn_goes_on_from_what_was_read(kind: str, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a sliding window, too; targets whose rotary tables change with the text read all of it again."""
+def test_next_turn_continues_from_the_cache(kind: str, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a sliding window. Targets with length-dependent rotary tables read the text again."""
     tokenizer = tiny_tokenizer()
     target = Target(tiny_model(kind, vocab_size=len(tokenizer), max_length=1024), tokenizer)
     kept = answers(target)
@@ -70,7 +70,7 @@ def test_the_next_turn_goes_on_from_what_was_read(kind: str, read: list[int], mo
     assert (sum(read) > once + 100) is (kind != "llama_long")
 
 
-def test_only_what_is_new_is_read(tiny_target: Target, read: list[int]) -> None:
+def test_next_turn_reads_only_new_tokens(tiny_target: Target, read: list[int]) -> None:
     (item,) = [one for one in answers(tiny_target, count=9) if len(one.messages) == 6][:1] or [None]
     assert item is not None, "one of three turns"
     read.clear()
@@ -84,7 +84,7 @@ def test_only_what_is_new_is_read(tiny_target: Target, read: list[int]) -> None:
     assert sum(read) == asked + turns - 1, "each later turn reads the last token of the answer before it"
 
 
-def test_states_of_later_turns_are_whole(tiny_target: Target, tmp_path: Path) -> None:
+def test_states_of_later_turns_are_complete(tiny_target: Target, tmp_path: Path) -> None:
     written = answers(tiny_target, tmp_path)
     (shard,) = tmp_path.glob("shard-*")
     held = load_file(shard)
@@ -99,9 +99,7 @@ def test_states_of_later_turns_are_whole(tiny_target: Target, tmp_path: Path) ->
         start = stop
 
 
-def test_what_memory_does_not_hold_is_read_again(
-    tiny_target: Target, read: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_cache_is_read_again(tiny_target: Target, read: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     kept = answers(tiny_target)
     once = sum(read)
     read.clear()

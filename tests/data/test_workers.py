@@ -24,9 +24,7 @@ def _two_threads() -> None:
     torch.set_num_threads(2)
 
 
-def test_two_workers_write_what_one_writes(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_workers_write_the_same(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = DataSection(
         conversations=10,
         heldout=5,
@@ -58,7 +56,7 @@ def test_two_workers_write_what_one_writes(
     assert set(writers) == {"worker_0"}
 
 
-def test_jobs_share_the_threads_and_give_them_back() -> None:
+def test_jobs_share_and_return_the_threads() -> None:
     with Workers(CPU, 5) as workers:
         assert workers.count == 2
         waiting = [workers.begin(torch.get_num_threads) for _ in range(2)]
@@ -67,14 +65,14 @@ def test_jobs_share_the_threads_and_give_them_back() -> None:
 
 
 @pytest.mark.parametrize(("device", "jobs"), [("cpu", 1), ("cuda", 5)])
-def test_a_single_worker_has_all_threads(device: str, jobs: int) -> None:
+def test_single_worker_has_all_threads(device: str, jobs: int) -> None:
     with Workers(torch.device(device), jobs) as workers:
         assert workers.count == 1
         name = workers.begin(lambda: (threading.current_thread().name, torch.get_num_threads())).result()
     assert name == ("worker_0", 2)
 
 
-def test_leaving_stops_the_jobs_under_way() -> None:
+def test_exit_stops_running_jobs() -> None:
     ended: list[str] = []
     begun = threading.Semaphore(0)
 
