@@ -1,4 +1,4 @@
-"""Hidden states that are kept while conversations are written: those that reading the conversations gives."""
+"""Hidden states captured while answers are decoded equal the states of one forward over the text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from headstart.target.model import Target
 
 AUX_LAYERS = (0, 2, FINAL)
 CLOSE = 1e-4
-"""float32: the tokens of an answer are read one at a time here and all together there."""
+"""float32: tokens of an answer pass through the model one by one in decoding, all at once in the reference."""
 
 
 def settings(tmp_path: Path, **more: object) -> DataSection:
-    """Prompts of one and two turns, of many lengths, a part of them answered at temperature 1."""
+    """One and two turns of many lengths; half of the answers at temperature 1."""
     prompts = [
         {"turns": [f"{'Tell me more about it. ' * (i % 7)}What is {i}?", f"And {i + 1}?"][: 1 + i % 2], "id": str(i)}
         for i in range(20)
@@ -40,7 +40,7 @@ def written(target: Target, tmp_path: Path, section: DataSection, aux_layers: tu
 
 
 def store(target: Target, tmp_path: Path, splits: Splits) -> tuple[StateStore, list[int]]:
-    """The store of the training conversations, and the lengths of those whose states it had to compute."""
+    """Return the store of the training conversations, and the length of each text it had to compute."""
     computed: list[int] = []
     own = target.hidden_states
     with pytest.MonkeyPatch.context() as patched:
@@ -75,7 +75,7 @@ def test_ended_answers_have_the_state_of_their_last_token(tmp_path: Path, tiny_t
     built, computed = store(tiny_target, tmp_path, splits)
     assert not computed
     assert len({sum(item.supervised) for item in splits.train}) > 4
-    assert {len(item.messages) for item in splits.train} == {2, 4}, "some of two turns"
+    assert {len(item.messages) for item in splits.train} == {2, 4}, "some have two turns"
     for index, item in enumerate(splits.train):
         (read,) = tiny_target.hidden_states([item.tokens], [FINAL])
         torch.testing.assert_close(built.get(index).states[FINAL], read[FINAL], atol=CLOSE, rtol=CLOSE)

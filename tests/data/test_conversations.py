@@ -1,4 +1,4 @@
-"""The mask: exactly what the assistant wrote, for templates of many styles."""
+"""The supervision mask covers exactly the assistant's text, for many styles of chat template."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ class TestFiles:
         count, length = 40, 2000
         row = {"id": "a", "tokens": list(range(1000, 1000 + length)), "supervised": [[9, length]], "messages": []}
         (tmp_path / "c.jsonl").write_text((json.dumps(row) + "\n") * count)
-        read_conversations(tmp_path / "c.jsonl")  # whatever the first call keeps
+        read_conversations(tmp_path / "c.jsonl")  # warm up caches of the first call
         tracemalloc.start()
         kept = read_conversations(tmp_path / "c.jsonl")
         held, _ = tracemalloc.get_traced_memory()

@@ -1,4 +1,4 @@
-"""States that vLLM wrote become those of our store; files that are not what they should be are refused by reason."""
+"""Importing hidden states from vLLM: they match our own, and each bad file or server is refused with its reason."""
 
 from __future__ import annotations
 
@@ -47,8 +47,7 @@ def write(
     name: str = "",
     change: Change | None = None,
 ) -> Path:
-    """A file as vLLM 0.32 wrote it for one request: bfloat16 there, the target's dtype here, no metadata, and the
-    empty file of its lock beside it."""
+    """Write the file of one request as vLLM 0.32 does: no metadata, an empty lock file, here in the target's dtype."""
     folder.mkdir(parents=True, exist_ok=True)
     (states,) = target.hidden_states([tokens], layers)
     tensors = {
@@ -70,7 +69,7 @@ def imported(tmp_path: Path, target: Target, given: Sequence[Conversation], **op
 def stored(
     tmp_path: Path, target: Target, given: Sequence[Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[StateStore, int]:
-    """The store of what is in the shards, and how many conversations had to be computed for it."""
+    """Return the store over the shards, and the number of conversations it had to compute."""
     rows: list[int] = []
     stock = target.hidden_states
     with monkeypatch.context() as patched:
@@ -104,7 +103,7 @@ def test_imported_states_match_computed_ones(
         (expected,) = tiny_target.hidden_states([item.tokens], AUX_LAYERS)
         for layer in AUX_LAYERS:
             torch.testing.assert_close(sample.states[layer], expected[layer], rtol=1e-5, atol=1e-6)
-    assert imported(tmp_path, tiny_target, given).known == 5, "a second import has nothing to do"
+    assert imported(tmp_path, tiny_target, given).known == 5, "a second import finds everything"
 
 
 def test_only_missing_layers_are_taken(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +116,7 @@ def test_only_missing_layers_are_taken(tiny_target: Target, tmp_path: Path, monk
     work.take_folder(tmp_path / "files")
     assert work.taken == 2
     (added,) = set((tmp_path / "shards").glob("shard-*")) - {before}
-    assert added.stat().st_size < 2.5 * before.stat().st_size, "two layers beside the one"
+    assert added.stat().st_size < 2.5 * before.stat().st_size, "two layers, the first one had one"
     assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0
 
 
@@ -141,7 +140,7 @@ def test_serve_command_names_the_layers_before_the_norm(tiny_target: Target, tmp
     assert engine_layers((3, FINAL), tiny_target) == [3], "both come from the last layer"
 
 
-# -- files that are not what they should be ---------------------------------------------------------------------------
+# -- bad files ---------------------------------------------------------------------------------------------------------
 
 
 def half(tensors: dict[str, torch.Tensor]) -> None:
@@ -241,11 +240,11 @@ def test_folder_without_files_is_refused(tiny_target: Target, tmp_path: Path) ->
 
 @dataclass
 class Fake:
-    """A vLLM that writes hidden states, after a list of faults, one a request for completions.
+    """A vLLM server that writes hidden states. Each completion request consumes one fault until none is left.
 
-    Faults: a number is a status; `drop` closes the connection, `junk` is no JSON, `none` writes no states, `short` read
-    fewer tokens, `lost` and `unlocked` name a file that is not there, `cut` and a function write one that is not whole
-    or not as asked.
+    Faults: a number is an HTTP status; `drop` closes the connection, `junk` replies without JSON, `none` writes no
+    states, `short` echoes fewer tokens, `lost` and `unlocked` name a missing file, `cut` truncates the file, and a
+    function changes its tensors.
     """
 
     target: Target
@@ -272,8 +271,11 @@ class Fake:
         return {"choices": [choice], "kv_transfer_params": params}
 
 
+Serve = Callable[..., Fake]
+
+
 @pytest.fixture
-def serve(tiny_target: Target, tmp_path: Path) -> Iterator[Callable[..., Fake]]:
+def serve(tiny_target: Target, tmp_path: Path) -> Iterator[Serve]:
     running: list[ThreadingHTTPServer] = []
 
     def started(*faults: Any) -> Fake:
@@ -325,7 +327,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("requests", [1, 3])
 def test_each_conversation_is_requested_once(
-    tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, requests: int
+    tiny_target: Target, tmp_path: Path, serve: Serve, monkeypatch: pytest.MonkeyPatch, requests: int
 ) -> None:
     given = conversations(tiny_target)
     fakes = [serve(), serve()]
@@ -334,11 +336,11 @@ def test_each_conversation_is_requested_once(
     assert (work.taken, work.waiting) == (5, [])
     assert sorted(fakes[0].asked + fakes[1].asked) == sorted(list(item.tokens) for item in given)
     assert fakes[0].asked and fakes[1].asked
-    assert not list((tmp_path / "files").rglob("*.*")), "what was taken over is not kept twice"
+    assert not list((tmp_path / "files").rglob("*.*")), "imported files are deleted"
     assert stored(tmp_path, tiny_target, given, monkeypatch)[1] == 0
 
 
-def test_failing_server_is_retried(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
+def test_failing_server_is_retried(tiny_target: Target, tmp_path: Path, serve: Serve) -> None:
     given = conversations(tiny_target)
     fake = serve("drop", 503, "junk", 429, "lost")
     work = imported(tmp_path, tiny_target, given)
@@ -346,9 +348,7 @@ def test_failing_server_is_retried(tiny_target: Target, tmp_path: Path, serve: C
     assert work.taken == 5
 
 
-def test_conversations_before_a_failure_are_kept(
-    tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]
-) -> None:
+def test_conversations_before_a_failure_are_kept(tiny_target: Target, tmp_path: Path, serve: Serve) -> None:
     given = conversations(tiny_target)
     with pytest.raises(UserError, match="answered 404"):
         take_from_servers([serve(*[None] * 3, 404).url], imported(tmp_path, tiny_target, given), 1)
@@ -356,23 +356,18 @@ def test_conversations_before_a_failure_are_kept(
     assert (again.known, len(again.waiting)) == (3, 2)
 
 
-def test_a_refusal_costs_its_conversation(tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]) -> None:
-    """The longest is asked for first, and may be longer than the server's context."""
-    work = imported(tmp_path, tiny_target, conversations(tiny_target))
-    longest = work.waiting[0]
-    take_from_servers([serve(400).url], work, 1)
-    assert work.taken == 4 and work.waiting == [longest]
-    assert work.left_out == {"the server refuses its tokens": [longest.id]}
-
-
-def test_states_that_are_not_finite_cost_their_conversation(
-    tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake]
+@pytest.mark.parametrize(
+    ("fault", "reason"), [(400, "the server refuses its tokens"), (nan, "its states are not finite")]
+)
+def test_failed_conversation_is_skipped(
+    tiny_target: Target, tmp_path: Path, serve: Serve, fault: Any, reason: str
 ) -> None:
+    """The longest is requested first, and may exceed the server's context."""
     work = imported(tmp_path, tiny_target, conversations(tiny_target))
     longest = work.waiting[0]
-    take_from_servers([serve(nan).url], work, 1)
+    take_from_servers([serve(fault).url], work, 1)
     assert work.taken == 4 and work.waiting == [longest]
-    assert work.left_out == {"its states are not finite": [longest.id]}
+    assert work.left_out == {reason: [longest.id]}
     assert not list((tmp_path / "files").rglob("*.*"))
 
 
@@ -391,7 +386,7 @@ def test_states_that_are_not_finite_cost_their_conversation(
     ids=["500", "400", "none", "short", "unlocked", "cut", "other ids", "fewer layers"],
 )
 def test_server_faults_are_named(
-    tiny_target: Target, tmp_path: Path, serve: Callable[..., Fake], faults: list[Any], said: str
+    tiny_target: Target, tmp_path: Path, serve: Serve, faults: list[Any], said: str
 ) -> None:
     fake = serve(*faults)
     with pytest.raises(UserError, match=said):

@@ -1,4 +1,4 @@
-"""Work that several processes share: nothing lost, nothing done twice, whoever dies."""
+"""The job queue of cooperating processes: no job is lost or done twice, also when a process dies."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from tests.data.loading import everything
 
 CPU = torch.device("cpu")
 LONG = 60
-"""Seconds after which something has gone wrong."""
+"""A timeout in seconds that only a failing test reaches."""
 
 
 class Numbers:
-    """A plan of so many jobs.
+    """A plan of `count` jobs.
 
     Attributes:
-        time: whether those that nobody has begun are still to be done.
+        time: tells whether a job that has not begun may still begin.
     """
 
     def __init__(self, count: int) -> None:
@@ -67,7 +67,7 @@ def helping(
     do: Callable[[dict[str, Any]], dict[str, Any]],
     mine: Callable[[dict[str, Any]], bool] = lambda _: True,
 ) -> Iterator[None]:
-    """A helper in a thread of its own: locks are between open files, so it is like another process to them."""
+    """Run a helper in a thread. Locks belong to open files, so they treat it as another process."""
     stop = threading.Event()
     raised: list[BaseException] = []
 
@@ -256,7 +256,7 @@ SMALL = Work(batch_tokens=64, shard_bytes=20_000)
 
 
 def section(tmp_path: Path, **more: object) -> DataSection:
-    """Every fourth conversation comes to nothing, so that how many there are is known only once they are written."""
+    """Settings over 40 prompts. `some_unfit` drops every fourth, so the count is known only after writing."""
     rows = [{"turns": [f"{'so ' * (i % 5)}why {i}?", "And?"][: 1 + i % 2], "id": str(i)} for i in range(40)]
     write_jsonl(tmp_path / "prompts.jsonl", rows)
     values = {"conversations": 10, "heldout": 2, "validation": 3, "batch_size": 4, "max_new_tokens": 8}
@@ -266,7 +266,7 @@ def section(tmp_path: Path, **more: object) -> DataSection:
 
 
 def some_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of some prompts come to nothing once they are to be written."""
+    """Drop every fourth prompt at the time of writing."""
     answered = Answers.answered
 
     def fewer(self: Answers, prompts: Any, *arguments: Any) -> Any:
@@ -276,7 +276,7 @@ def some_unfit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts_of(folder: Path) -> dict[str, list[str]]:
-    """Each part without the line that says how long it took."""
+    """Read each part without its header, which holds the time taken."""
     return {file.name: file.read_text().splitlines()[1:] for file in (folder / "parts").glob("*.jsonl")}
 
 
@@ -287,7 +287,7 @@ def written(target: Target, folder: Path, data: DataSection, shared: Path | None
 
 
 class Turns:
-    """Lets the planner wait until a helper has done something."""
+    """A gate at which the planner waits until a helper has finished a job."""
 
     def __init__(self) -> None:
         self._helps = threading.local()

@@ -1,4 +1,4 @@
-"""Prompts of several sources by weight, and the commits that they are pinned to."""
+"""Prompts drawn from several sources by weight, and the commits the sources are pinned to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def write(path: Path, *texts: str) -> str:
 
 @pytest.fixture
 def sources(tmp_path: Path) -> list[dict[str, Any]]:
-    """Sixty prompts "a ..", and ten "b .." with a third of the weight, of which one is also in the first."""
+    """59 prompts "a ..", and ten "b .." at a third of the weight; "b 3" is in both files."""
     first = write(tmp_path / "p.jsonl", *(f"a {i}" for i in range(59)), "b 3")
     (tmp_path / "other").mkdir()
     second = write(tmp_path / "other" / "p.jsonl", *(f"b {i}" for i in range(10)))
@@ -57,7 +57,7 @@ def test_sources_keep_their_weights_at_every_point(sources: list[dict[str, Any]]
     assert len({prompt.id for prompt in some.prompts}) == 36, "both files are called p.jsonl"
     assert not some.used_up
     of_kinds = {prompt.category: prompt.turns[0][0] for prompt in some.prompts}
-    assert of_kinds == {sources[0]["source"]: "a", sources[1]["source"]: "b"}, "without kinds of their own"
+    assert of_kinds == {sources[0]["source"]: "a", sources[1]["source"]: "b"}, "the source is the default category"
 
 
 def test_larger_limit_continues_the_seeds_order(sources: list[dict[str, Any]]) -> None:
@@ -118,7 +118,7 @@ def test_target_writes_its_fraction(tiny_target: Target, tmp_path: Path, monkeyp
     parts = (splits.heldout, splits.validation, splits.train)
     assert [sum(item.category == "own" for item in part) for part in parts] == [1, 2, 14]
     assert [len(part) for part in parts] == [4, 8, 20]
-    assert asked == [2, 3, 3, 8, 8], "a few more than wanted beside given ones, whole batches without"
+    assert asked == [2, 3, 3, 8, 8], "with files left a few more than wanted, then complete batches"
     written = identity(tiny_target, data.model_dump(mode="json"))
     assert written != identity(tiny_target, data.model_copy(update={"seed_prompts": "none"}).model_dump(mode="json"))
 
@@ -163,7 +163,7 @@ def test_edited_exclusion_rebuilds(tiny_target_folder: Path, sources: list[dict[
         asked.append({item.messages[0]["content"] for item in conversations(run, "train")})
         questions.write_text('{"turns": ["a 2"]}\n')
     assert "a 1" not in asked[0] and "a 2" not in asked[1]
-    assert "a 2" in asked[0] or "a 1" in asked[1], "one of them may be held out"
+    assert "a 2" in asked[0] or "a 1" in asked[1], "either may be held out"
     questions.unlink()
     with pytest.raises(UserError, match=r"No file at .*questions\.jsonl"):
         check_inputs(recipe, stages)

@@ -1,4 +1,4 @@
-"""Prompts of every accepted shape, and errors that name file and line."""
+"""Reading prompts: accepted record shapes, filters and their counts, and errors that name file and line."""
 
 from __future__ import annotations
 
@@ -236,7 +236,7 @@ def test_tool_calls_in_sharegpt(tmp_path: Path) -> None:
 def test_the_remedy_fits_the_reason(rows: list[dict[str, Any]], remedy: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=remedy):
         load(write(tmp_path / "p.jsonl", *rows), "train", tiny_tokenizer(), max_prompt_tokens=40)
-    # A source with nothing but what another one has.
+    # Every prompt of the second source is in the first.
     both = (PromptSource(source=write(tmp_path / f"{name}.jsonl", {"prompt": "a"})) for name in "ab")
     with pytest.raises(UserError, match=r"1 repeated .*To use them: let them differ in system message, tools or turns"):
         load_prompts(DataSection(prompts=tuple(both)))
@@ -365,7 +365,7 @@ OLD, NEW = "1" * 40, "2" * 40
 
 
 class FakeHub:
-    """What `datasets` and `huggingface_hub` are asked, and a data set of 50 rows with two revisions."""
+    """A data set of 50 rows with two revisions, behind `datasets` and `huggingface_hub`; records the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -426,7 +426,7 @@ class TestDatasets:
 
         everything = drawn(None)
         assert len(everything) == 50 and everything[:10] != [f"row {i}" for i in range(10)]
-        assert any(int(text.split()[1]) > 40 for text in everything[:10]), "also of its end"
+        assert any(int(text.split()[1]) > 40 for text in everything[:10]), "also from the end"
         for limit in (1, 10, 30, 50):
             assert drawn(limit) == everything[:limit]
         assert drawn(None, seed=3) != everything

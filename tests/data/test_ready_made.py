@@ -1,4 +1,4 @@
-"""The requests that come with headstart: whole, different, readable, and no question that heads are measured on."""
+"""The packaged requests: distinct, readable, and without any question used for measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ready_made_requests_are_distinct_and_reveal_no_question() -> None:
     assert set(kinds) == set(SEED_PROMPTS)
     others = mean(count for kind, count in kinds.items() if kind not in SHARES)
     for kind, share in SHARES.items():
-        assert kinds[kind] / others == pytest.approx(share, rel=0.05), "mixed as those that a target writes"
+        assert kinds[kind] / others == pytest.approx(share, rel=0.05), "the mix of self-written prompts"
     excluded = Excluded([str(QUESTIONS)])
     assert not any(excluded.reason([text]) for text in asked)
 

@@ -1,4 +1,4 @@
-"""The log of what was served: what is kept, its bounds, and what is left out of logs that are not clean."""
+"""The request log: its contents and bounds, and reading logs of engines with unusable rows."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_log_is_bounded_in_bytes_and_days(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "time", lambda: 1e9 + 2.1 * 86400)
     prune(tmp_path)
     assert not segments(tmp_path)
-    log.add(ONE)  # the segment that was open is gone: another is begun
+    log.add(ONE)  # the open segment was deleted: a new one begins
     assert len(lines(tmp_path)) == 1
 
 
@@ -138,7 +138,7 @@ def test_full_disk_does_not_stop_answers(tmp_path: Path, monkeypatch: pytest.Mon
         log.add(ONE)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        log.add(ONE)  # is told once
+        log.add(ONE)  # warns once only
     monkeypatch.setattr("headstart.data.served.log.os.write", write)
     log.add(replace(ONE, time=2.0))
     assert log.lost == 2 and [row["time"] for row in lines(tmp_path)] == [1.0, 2.0], "no half line is left"
@@ -182,7 +182,7 @@ def test_stop_text_and_reasoning_come_from_token_ids(tiny_target: Target, tmp_pa
     served, counts = left_out_of([stopped, exchange({"token_ids": ids, "message": thought})], tmp_path, tiny_target)
     assert [item.answer for item in served] == [ids, ids] and not counts
     assert served[0].finish == "stop"
-    assert not left_out_of([exchange({"message": thought})], tmp_path, tiny_target)[0], "its reasoning may not be lost"
+    assert not left_out_of([exchange({"message": thought})], tmp_path, tiny_target)[0], "text alone loses reasoning"
 
 
 def test_truncated_text_loses_its_last_token(tiny_target: Target, tmp_path: Path) -> None:

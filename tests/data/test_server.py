@@ -1,4 +1,4 @@
-"""Conversations written by servers: the same words as in process, whatever the servers do meanwhile."""
+"""Conversations written by servers: the same answers as in process, through every fault of a server."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ Answer = Callable[[list[int], int], list[int]]
 
 @dataclass
 class Fake:
-    """A server that answers as vLLM or llama-server do, after a list of faults, one a request for completions.
+    """A server that answers like vLLM or llama-server. Each completion request consumes one fault until none is left.
 
-    Faults: `drop` closes the connection, `cut` ends in the middle of the reply, `junk` is no JSON, `empty` no
-    completion, `abort` gives up in the middle; a number is a status; a pair is a status and its Retry-After.
+    Faults: `drop` closes the connection, `cut` truncates the reply, `junk` is not JSON, `empty` has no completion,
+    `abort` stops early; a number is an HTTP status; a pair is a status and its Retry-After.
 
     Attributes:
-        answer: tokens that continue a prompt.
-        kind: of server.
-        window: that it says it has, and keeps to.
-        slots: requests that llama-server says it decodes at once.
-        key: without which it answers 401.
-        faults: left to make; with `always`, the first for ever.
-        extra: put into every completion.
-        tokenize: what the page of that name answers; None is no such page.
-        bodies: of the completions that were asked for.
-        most: requests that were under way at a time.
+        answer: gives the tokens after a prompt.
+        kind: "vllm" or "llama.cpp".
+        window: the context it reports and enforces.
+        slots: concurrent requests that llama-server reports.
+        key: required API key; requests without it get 401.
+        faults: remaining faults; with `always`, the first repeats.
+        extra: fields added to every completion.
+        tokenize: the /tokenize endpoint; None replies 404.
+        bodies: completion requests received.
+        most: largest number of concurrent requests.
     """
 
     answer: Answer
@@ -89,7 +89,7 @@ class Fake:
             return (self.faults[0] if self.always else self.faults.pop(0)) if self.faults else None
 
     def about(self, path: str) -> dict[str, Any] | None:
-        """What its pages say of it; None for those that it has not."""
+        """Return the body of a GET request, or None for an unknown path."""
         owner = {"vllm": "vllm", "llama.cpp": "llamacpp"}[self.kind]
         window = {"max_model_len": self.window} if self.kind == "vllm" else {}
         pages = {"/v1/models": {"data": [{"id": "fake", "owned_by": owner, **window}]}}
@@ -107,8 +107,11 @@ class Fake:
         return {**stopped, "tokens": self.answer(body["prompt"], body["n_predict"]), **self.extra}
 
 
+Serve = Callable[..., Fake]
+
+
 @pytest.fixture
-def serve() -> Iterator[Callable[..., Fake]]:
+def serve() -> Iterator[Serve]:
     running: list[ThreadingHTTPServer] = []
 
     def started(answer: Answer, **options: Any) -> Fake:
@@ -191,24 +194,28 @@ def serve() -> Iterator[Callable[..., Fake]]:
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_WAIT", 0.002)
     monkeypatch.setattr(client, "LONGEST_WAIT", 0.01)
 
 
 def counting(prompt: list[int], most: int) -> list[int]:
-    """What follows a prompt: it tells prompts apart, and ends before `most` for some."""
+    """Continue a prompt with tokens that depend on it; half of the prompts end before `most`."""
     written = [10 + (sum(prompt) + step) % 50 for step in range(most)]
     return written if sum(prompt) % 2 else [*written[: most // 2], 2]
 
 
+def continuation(rows: int, **more: Any) -> Continuation:
+    common: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * rows, "ends": ENDS, "seed": 3}
+    return Continuation(**{**common, **more})
+
+
 def asked(servers: Servers, rows: list[list[int]], **more: Any) -> list[list[int]]:
-    common: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * len(rows), "ends": ENDS, "seed": 3}
-    return servers.continue_rows(rows, Continuation(**{**common, **more}))
+    return servers.continue_rows(rows, continuation(len(rows), **more))
 
 
 def together(number: int) -> Answer:
-    """Answers when so many requests are under way, each time."""
+    """Answer only when `number` requests are under way at once."""
     meeting = threading.Barrier(number)
 
     def answer(prompt: list[int], most: int) -> list[int]:
@@ -218,35 +225,39 @@ def together(number: int) -> Answer:
     return answer
 
 
-ROWS = [[5, 6, 7 + number] for number in range(12)]
+def numbered(count: int) -> list[list[int]]:
+    return [[5, 6, 7 + number] for number in range(count)]
+
+
+ROWS = numbered(12)
 WANTED = [counting(row, 6) for row in ROWS]
-NOWHERE = "http://127.0.0.1:9"  # the port of the service that discards: nobody listens
+NOWHERE = "http://127.0.0.1:9"  # the discard service's port: nothing listens there
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
-def test_rows_come_back_in_order(tiny_target: Target, serve: Callable[..., Fake], kind: str, path: str) -> None:
+def test_rows_come_back_in_order(tiny_target: Target, serve: Serve, kind: str, path: str) -> None:
     fake = serve(together(4), kind=kind)
     assert asked(Servers([fake.url + path], tiny_target, 4), ROWS) == WANTED
-    assert len(fake.bodies) == 12 and fake.most == 4, "so many at a time and no more"
+    assert len(fake.bodies) == 12 and fake.most == 4, "never more than 4 requests at once"
 
 
 @pytest.mark.parametrize(
     "fault", ["drop", "cut", "junk", "empty", "abort", 408, 429, 500, 503, (429, "0"), (503, "soon")]
 )
-def test_transient_faults_are_retried(tiny_target: Target, serve: Callable[..., Fake], fault: Any) -> None:
+def test_transient_faults_are_retried(tiny_target: Target, serve: Serve, fault: Any) -> None:
     fake = serve(counting, faults=[fault] * 5)
     assert asked(Servers([fake.url], tiny_target, 3), ROWS) == WANTED
     assert len(fake.bodies) == 12 + 5
 
 
-def test_retry_after_is_respected(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_retry_after_is_respected(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting, faults=[(429, "0.4")])
     assert asked(Servers([fake.url], tiny_target, 1), ROWS[:2]) == WANTED[:2]
     assert fake.times[1] - fake.times[0] >= 0.4
 
 
-def test_retries_back_off(tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_back_off(tiny_target: Target, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "FIRST_WAIT", 0.02)
     monkeypatch.setattr(client, "LONGEST_WAIT", 0.16)
     fake = serve(counting, faults=[500] * 5)
@@ -255,7 +266,7 @@ def test_retries_back_off(tiny_target: Target, serve: Callable[..., Fake], monke
     assert all(gap >= least / 2 for gap, least in zip(gaps, [0.02, 0.04, 0.08, 0.16, 0.16], strict=True))
 
 
-def test_busy_server_is_waited_for(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_busy_server_is_waited_for(tiny_target: Target, serve: Serve) -> None:
     """However many requests it rejects, as long as it answers others."""
     open_ = threading.Semaphore(1)
     fake = serve(counting, pause=0.01)
@@ -267,12 +278,12 @@ def test_busy_server_is_waited_for(tiny_target: Target, serve: Callable[..., Fak
         return counting(prompt, most)
 
     fake.answer = answer
-    rows = [[5, 6, 7 + number] for number in range(30)]
+    rows = numbered(30)
     assert asked(Servers([fake.url], tiny_target, 12), rows) == [counting(row, 6) for row in rows]
-    assert len(fake.bodies) > 60, "most are turned away"
+    assert len(fake.bodies) > 60, "most are rejected"
 
 
-def test_unreachable_servers_are_an_error(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_unreachable_servers_are_an_error(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting, faults=[503], always=True)
     with pytest.raises(UserError) as told:
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
@@ -285,22 +296,22 @@ def test_unreachable_servers_are_an_error(tiny_target: Target, serve: Callable[.
 
 @pytest.mark.parametrize("fault", ["drop", 500, "junk"])
 def test_failing_server_is_dropped(
-    tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, fault: Any
+    tiny_target: Target, serve: Serve, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
     monkeypatch.setattr(client, "FIRST_WAIT", 600.0)
     monkeypatch.setattr(client, "LONGEST_WAIT", 600.0)
     good, bad = serve(counting), serve(counting, faults=[fault], always=True)
-    rows = [[5, 6, 7 + number] for number in range(60)]
+    rows = numbered(60)
     assert asked(Servers([bad.url, good.url, NOWHERE], tiny_target, 4), rows) == [counting(row, 6) for row in rows]
     assert len(good.bodies) == 60
-    assert 1 <= len(bad.bodies) <= 4, "by the requests sent at first, and not again"
+    assert 1 <= len(bad.bodies) <= 4, "the first requests alone"
 
 
-def test_servers_share_the_work(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_servers_share_the_work(tiny_target: Target, serve: Serve) -> None:
     answer = together(4)
     both = [serve(answer), serve(answer)]
     assert asked(Servers([one.url for one in both], tiny_target, 4), ROWS) == WANTED
-    assert [len(one.bodies) for one in both] == [6, 6], "the one with fewer requests under way is asked"
+    assert [len(one.bodies) for one in both] == [6, 6], "requests go to the less busy server"
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
@@ -316,21 +327,21 @@ def test_servers_share_the_work(tiny_target: Target, serve: Callable[..., Fake])
     ],
 )
 def test_impossible_answers_are_refused(
-    tiny_target: Target, serve: Callable[..., Fake], kind: str, written: list[Any], said: str
+    tiny_target: Target, serve: Serve, kind: str, written: list[Any], said: str
 ) -> None:
     fake = serve(lambda _prompt, _most: written, kind=kind)
     with pytest.raises(UserError, match=said) as told:
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
     assert fake.url in told.value.problem
-    assert len(fake.bodies) == 1, "asking again would not help"
+    assert len(fake.bodies) == 1, "no retry"
 
 
-def test_tokens_after_the_end_are_cut(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_tokens_after_the_end_are_cut(tiny_target: Target, serve: Serve) -> None:
     fake = serve(lambda _prompt, _most: [5, 2, 6, 7, 8, 9])
     assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == [[5, 2]]
 
 
-def test_end_tokens_of_the_server_alone_are_ignored(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_end_tokens_of_the_server_alone_are_ignored(tiny_target: Target, serve: Serve) -> None:
     """llama-server ends at tokens of its own choice."""
     whole = [11, 0, 12, 0, 13, 2]
 
@@ -353,20 +364,20 @@ def test_end_tokens_of_the_server_alone_are_ignored(tiny_target: Target, serve: 
     ],
 )
 def test_server_that_reads_other_tokens_is_refused(
-    tiny_target: Target, serve: Callable[..., Fake], kind: str, extra: dict[str, Any], said: str
+    tiny_target: Target, serve: Serve, kind: str, extra: dict[str, Any], said: str
 ) -> None:
     fake = serve(counting, kind=kind, extra=extra)
     with pytest.raises(UserError, match=f"{fake.url} {said}"):
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
 
 
-def test_echoed_prompt_may_match(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_echoed_prompt_may_match(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting, extra={"prompt_token_ids": ROWS[0]})
     assert asked(Servers([fake.url], tiny_target, 1), ROWS[:1]) == WANTED[:1]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
-def test_another_tokenizer_is_refused(tiny_target: Target, serve: Callable[..., Fake], kind: str) -> None:
+def test_another_tokenizer_is_refused(tiny_target: Target, serve: Serve, kind: str) -> None:
     def own(text: str) -> list[int]:
         return list(tiny_target.tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -378,7 +389,7 @@ def test_another_tokenizer_is_refused(tiny_target: Target, serve: Callable[..., 
 
 
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
-def test_window_is_the_smallest_reported(tiny_target: Target, serve: Callable[..., Fake], kind: str) -> None:
+def test_window_is_the_smallest_reported(tiny_target: Target, serve: Serve, kind: str) -> None:
     def window(*fakes: Fake) -> int:
         return Servers([*(fake.url for fake in fakes), NOWHERE], tiny_target, 4).window
 
@@ -387,16 +398,15 @@ def test_window_is_the_smallest_reported(tiny_target: Target, serve: Callable[..
     assert window(silent) == window(large) == tiny_target.max_length
 
 
-def test_refused_row_comes_back_empty(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_refused_row_comes_back_empty(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting, faults=[None] * 5 + [400])
-    how: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * 12, "ends": ENDS, "seed": 3}
-    continuation = Continuation(**how)
-    assert Servers([fake.url], tiny_target, 1).continue_rows(ROWS, continuation) == [*WANTED[:5], [], *WANTED[6:]]
-    assert len(fake.bodies) == 12, "it is not asked again"
-    assert list(continuation.refused) == [5] and f"{fake.url}/v1/completions answered 400" in continuation.refused[5]
+    how = continuation(12)
+    assert Servers([fake.url], tiny_target, 1).continue_rows(ROWS, how) == [*WANTED[:5], [], *WANTED[6:]]
+    assert len(fake.bodies) == 12, "no retry"
+    assert list(how.refused) == [5] and f"{fake.url}/v1/completions answered 400" in how.refused[5]
 
 
-def test_refusing_everything_ends_the_work(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_refusing_everything_ends_the_work(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting)
     servers = Servers([fake.url], tiny_target, 8)
     assert asked(servers, ROWS) == WANTED
@@ -404,7 +414,7 @@ def test_refusing_everything_ends_the_work(tiny_target: Target, serve: Callable[
     with pytest.raises(UserError, match="answered 400"):
         for _ in range(100):
             assert asked(servers, ROWS) == [[]] * 12
-    # Some batches all of whose rows are over the context, say, between others, are no reason.
+    # A few batches refused completely, say over the context, do not end the work.
     assert 64 < len(fake.bodies) - 12 < 12 * 12
 
 
@@ -414,7 +424,7 @@ def test_default_number_of_requests() -> None:
     assert client.Pool([NOWHERE] * 8, 3, "").requests == 3
 
 
-def test_one_address_may_serve_many_gpus(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_one_address_may_serve_many_gpus(tiny_target: Target, serve: Serve) -> None:
     def requests(number: int | None = None, **fake: Any) -> int:
         servers = Servers([serve(counting, **fake).url, NOWHERE], tiny_target, number)
         assert servers.batches(64) == 1 + -(-2 * servers.requests // 64)
@@ -425,12 +435,11 @@ def test_one_address_may_serve_many_gpus(tiny_target: Target, serve: Callable[..
     assert requests(5) == requests(5, kind="llama.cpp", slots=3) == 5
 
 
-def test_connections_raise_the_soft_limit_of_open_files(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_connections_raise_the_soft_limit_of_open_files(tiny_target: Target, serve: Serve) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
     try:
-        rows = [[5, 6, 7 + number] for number in range(20)]
-        assert len(asked(Servers([serve(counting).url], tiny_target, 400), rows)) == 20
+        assert len(asked(Servers([serve(counting).url], tiny_target, 400), numbered(20))) == 20
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 512)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -452,7 +461,7 @@ def answer(prompt, most, body):
     return (written if sum(prompt) % 2 else [*written[: most // 2], 2]), {}
 serve(StandIn("vllm", answer), "127.0.0.1", int(sys.argv[2]))
 """
-"""A server in a process of its own, which is killed in the middle of an answer after so many; it refuses a prompt."""
+"""A server process that kills itself in the middle of an answer after a number of them, and refuses one prompt."""
 
 
 def test_survives_a_killed_server_and_a_refused_prompt(tiny_target: Target) -> None:
@@ -471,11 +480,9 @@ def test_survives_a_killed_server_and_a_refused_prompt(tiny_target: Target) -> N
                     break
                 assert all(process.poll() is None for process in processes)
                 time.sleep(0.02)
-        how: dict[str, Any] = {"max_new_tokens": 6, "temperatures": [0.0] * 12, "ends": ENDS, "seed": 3}
-        continuation = Continuation(**how)
-        servers = Servers([f"http://127.0.0.1:{port}" for port in ports], tiny_target, 4)
-        assert servers.continue_rows(ROWS, continuation) == [*WANTED[:5], [], *WANTED[6:]]
-        assert list(continuation.refused) == [5] and "answered 400" in continuation.refused[5]
+        servers, how = Servers([f"http://127.0.0.1:{port}" for port in ports], tiny_target, 4), continuation(12)
+        assert servers.continue_rows(ROWS, how) == [*WANTED[:5], [], *WANTED[6:]]
+        assert list(how.refused) == [5] and "answered 400" in how.refused[5]
         assert processes[0].wait(60) == -9 and processes[1].poll() is None
     finally:
         for process in processes:
@@ -483,7 +490,7 @@ def test_survives_a_killed_server_and_a_refused_prompt(tiny_target: Target) -> N
             process.wait()
 
 
-def test_connections_use_keepalive(serve: Callable[..., Fake]) -> None:
+def test_connections_use_keepalive(serve: Serve) -> None:
     """Otherwise a dead machine goes unnoticed for half an hour while an answer is written."""
     reply = client.Endpoint(serve(counting).url).send("GET", "/v1/models")
     connection = reply.extensions["network_stream"].get_extra_info("socket")
@@ -492,7 +499,7 @@ def test_connections_use_keepalive(serve: Callable[..., Fake]) -> None:
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
 
 
-def test_threads_share_the_requests(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_threads_share_the_requests(tiny_target: Target, serve: Serve) -> None:
     fake = serve(together(4))
     servers = Servers([fake.url], tiny_target, 4)
     with ThreadPoolExecutor(5) as threads:
@@ -501,24 +508,22 @@ def test_threads_share_the_requests(tiny_target: Target, serve: Callable[..., Fa
 
 
 class TestKey:
-    """That the environment has."""
+    """The API key in the environment."""
 
-    def test_key_is_sent(
-        self, tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_key_is_sent(self, tiny_target: Target, serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(client.KEY, " sk-secret\n")
         fake = serve(counting, key="sk-secret")
         assert asked(Servers([fake.url], tiny_target, 2), ROWS) == WANTED
 
-    def test_missing_key_is_explained(self, tiny_target: Target, serve: Callable[..., Fake]) -> None:
+    def test_missing_key_is_explained(self, tiny_target: Target, serve: Serve) -> None:
         with pytest.raises(UserError, match=f"answered 401.*export {client.KEY}="):
             asked(Servers([serve(counting, key="sk-secret").url], tiny_target, 2), ROWS)
 
     @pytest.mark.parametrize("fault", [401, 500])
     def test_messages_hide_the_key(
-        self, tiny_target: Target, serve: Callable[..., Fake], monkeypatch: pytest.MonkeyPatch, fault: int
+        self, tiny_target: Target, serve: Serve, monkeypatch: pytest.MonkeyPatch, fault: int
     ) -> None:
-        monkeypatch.setenv(client.KEY, "to")  # a word of the server's, which repeats it
+        monkeypatch.setenv(client.KEY, "to")  # the server's reply contains it
         with pytest.raises(UserError, match=r"\*\*\*o much \*\*\* do") as told:
             asked(Servers([serve(counting, faults=[fault], always=True).url], tiny_target, 1), ROWS[:1])
         assert "too much" not in str(told.value)
@@ -532,14 +537,14 @@ class TestKey:
 
 
 @pytest.mark.parametrize("status", [400, 401, 404])
-def test_permanent_errors_are_not_retried(tiny_target: Target, serve: Callable[..., Fake], status: int) -> None:
+def test_permanent_errors_are_not_retried(tiny_target: Target, serve: Serve, status: int) -> None:
     fake = serve(counting, faults=[status], always=True)
     with pytest.raises(UserError, match=f"/v1/completions answered {status}: .*too much to do"):
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
     assert len(fake.bodies) == 1
 
 
-def test_each_row_has_its_own_seed(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_each_row_has_its_own_seed(tiny_target: Target, serve: Serve) -> None:
     def seeds(kind: str, **more: Any) -> dict[int, int | None]:
         fake = serve(counting, kind=kind)
         asked(Servers([fake.url], tiny_target, 4), ROWS, temperatures=[1.0] * 11 + [0.0], **more)
@@ -553,13 +558,13 @@ def test_each_row_has_its_own_seed(tiny_target: Target, serve: Callable[..., Fak
     assert seeds("vllm", seed=4) != {**found, 18: None}
 
 
-def test_end_tokens_are_the_targets(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_end_tokens_are_the_targets(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting)
     asked(Servers([fake.url], tiny_target, 1), ROWS[1:2], ends=frozenset({60, 2}))
     assert fake.bodies[0]["stop_token_ids"] == [2, 60] and fake.bodies[0]["ignore_eos"] is True
 
 
-def test_stopped_work_sends_no_more_requests(tiny_target: Target, serve: Callable[..., Fake]) -> None:
+def test_stopped_work_sends_no_more_requests(tiny_target: Target, serve: Serve) -> None:
     fake = serve(counting, pause=0.05)
 
     def stops() -> None:
@@ -573,7 +578,7 @@ def test_stopped_work_sends_no_more_requests(tiny_target: Target, serve: Callabl
 
 
 class TestConversations:
-    """Written by a server that has the tiny target."""
+    """Conversations written by a server with the tiny target."""
 
     @pytest.fixture
     def truth(self, tiny_target: Target) -> Answer:
@@ -588,7 +593,7 @@ class TestConversations:
 
     @pytest.fixture
     def brief(self, tiny_target: Target) -> Answer:
-        """Answers that end, so that there are second turns: those of the target never do."""
+        """Short answers with an end token, so that later turns follow; the random target never ends one."""
         end = min(tiny_target.end_tokens)
         return lambda prompt, _most: [*(40 + (sum(prompt) + step) % 50 for step in range(3)), end]
 
@@ -603,7 +608,7 @@ class TestConversations:
     def test_match_those_written_in_process(
         self,
         tiny_target: Target,
-        serve: Callable[..., Fake],
+        serve: Serve,
         truth: Answer,
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
@@ -619,12 +624,7 @@ class TestConversations:
         assert "answer tokens/s, 3 requests at a time" in notes[-1]
 
     def test_restart_requests_only_missing_answers(
-        self,
-        tiny_target: Target,
-        serve: Callable[..., Fake],
-        truth: Answer,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
+        self, tiny_target: Target, serve: Serve, truth: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(client, "TRIES", 2)
         whole, fake = serve(truth), serve(truth)
@@ -649,11 +649,9 @@ class TestConversations:
         }
         assert finished <= set(first) and not finished & set(again)
         assert everything(build_conversations(tiny_target, section, tmp_path / "cut")) == everything(splits)
-        assert len(fake.bodies) == len(prompts), "all is there"
+        assert len(fake.bodies) == len(prompts), "nothing is requested again"
 
-    def test_end_at_the_servers_context(
-        self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
-    ) -> None:
+    def test_end_at_the_servers_context(self, tiny_target: Target, serve: Serve, brief: Answer, tmp_path: Path) -> None:
         def section(**more: Any) -> DataSection:
             made = self.section(tmp_path, **more)
             rows = [{"turns": [f"Question {i}?", "And " * (20 * (i % 3)) + "then?"]} for i in range(14)]
@@ -676,7 +674,7 @@ class TestConversations:
         assert all(len(body["prompt"]) + body["max_tokens"] <= window for body in fake.bodies)
 
     def test_refused_prompts_are_left_out(
-        self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
+        self, tiny_target: Target, serve: Serve, brief: Answer, tmp_path: Path
     ) -> None:
         """In the middle of a job: the first turn of one conversation, and the second turn of another."""
         section = self.section(tmp_path, server=serve(brief).url)
@@ -694,14 +692,14 @@ class TestConversations:
         section = self.section(tmp_path, server=fake.url)
         splits = build_conversations(tiny_target, section, tmp_path / "there", Console(file=told, width=500))
         written = {item.id: item for item in splits.train}
-        assert short.id not in written and len(written) == 6, "another prompt is answered in its place"
+        assert short.id not in written and len(written) == 6, "another prompt replaces it"
         assert written[long.id].tokens == long.tokens[: long.supervised_spans[0][1]]
         assert [message["role"] for message in written[long.id].messages] == ["user", "assistant"]
         assert "1 that a server refused (the first: " in told.getvalue() and "answered 400" in told.getvalue()
         assert "1 later turns that a server refused" in told.getvalue()
 
     def test_next_part_starts_during_a_slow_answer(
-        self, tiny_target: Target, serve: Callable[..., Fake], truth: Answer, tmp_path: Path
+        self, tiny_target: Target, serve: Serve, truth: Answer, tmp_path: Path
     ) -> None:
         here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
         slow = list(here.train[0].tokens[: here.train[0].supervised_spans[0][0]])
@@ -717,10 +715,10 @@ class TestConversations:
         fake = serve(answer)
         there = build_conversations(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there")
         assert everything(there) == everything(here)
-        assert in_time == [True], "the next part is asked for meanwhile"
+        assert in_time == [True], "the next part is requested meanwhile"
 
     def test_parts_do_not_recount_kept_answers(
-        self, tiny_target: Target, serve: Callable[..., Fake], brief: Answer, tmp_path: Path
+        self, tiny_target: Target, serve: Serve, brief: Answer, tmp_path: Path
     ) -> None:
         """A million conversations have thousands of parts."""
 
@@ -743,12 +741,7 @@ class TestConversations:
         assert len(kept) == 6 and kept.looked_at <= 6
 
     def test_target_is_not_loaded(
-        self,
-        tiny_target_folder: Path,
-        serve: Callable[..., Fake],
-        truth: Answer,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
+        self, tiny_target_folder: Path, serve: Serve, truth: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def run(**data: Any) -> Run:
             changes = {"server": serve(truth).url, **data}
@@ -776,7 +769,7 @@ class TestConversations:
         assert _Helper(Run(recipe, tmp_path / "run", Console(quiet=True))).help() == 0
 
     def test_self_prompts_come_from_the_server(
-        self, tiny_target: Target, serve: Callable[..., Fake], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tiny_target: Target, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("headstart.data.prompts.self_prompts.acceptable", lambda _text, _special: True)
         monkeypatch.setattr(InProcess, "continue_rows", lambda *_: pytest.fail("in process"))
@@ -791,7 +784,7 @@ class TestConversations:
         def known(**more: Any) -> dict[str, Any]:
             return identity(tiny_target, self.section(tmp_path, **more).model_dump(mode="json"))
 
-        assert not {"server", "server_requests"} & known().keys(), "what was written before has no such words"
+        assert not {"server", "server_requests"} & known().keys(), "absent without a server"
         assert known(server_requests=3) == known()
         assert known(server="http://a:1") == known(server="http://b:2,http://c", server_requests=2)
         assert known(server="http://a:1") == {**known(), "server": True}

@@ -1,4 +1,4 @@
-"""A shown conversation tells supervised text apart, with and without colours."""
+"""Showing a conversation marks its supervised text, with and without colours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store holds what the target computes, survives kills, and keeps to its budget."""
+"""The store of hidden states: correct values, recovery from kills and damage, and the byte budget."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build(folder: Path, target: Target, taken: Sequence[Conversation], **options
 
 
 class Forwards:
-    """Counts a target's forwards, and may kill the process at one of them."""
+    """Counts forwards and rows of a target; raises KeyboardInterrupt at forward `kill_at`."""
 
     def __init__(self, target: Target, monkeypatch: pytest.MonkeyPatch, kill_at: int | None = None) -> None:
         self.count = 0
@@ -76,7 +76,7 @@ def test_stored_states_match_the_target(tiny_target: Target, tmp_path: Path) -> 
         assert sample.tokens_T.dtype == torch.int64
         assert sample.supervised_T.tolist() == list(conversation.supervised)
         (expected,) = tiny_target.hidden_states([conversation.tokens], AUX_LAYERS)
-        for layer in AUX_LAYERS:  # rows of a padded batch are summed in another order: float32 rounding apart
+        for layer in AUX_LAYERS:  # a padded batch sums in another order: float32 rounding
             torch.testing.assert_close(sample.states[layer], expected[layer], rtol=1e-4, atol=1e-5)
     totals = {total for _, total in seen}
     assert totals == {store.tokens}
@@ -162,7 +162,7 @@ class TestResume:
             with pytest.raises(OSError, match="No space left"):
                 build(tmp_path, tiny_target, given)
         files = [file.suffix for file in tmp_path.iterdir() if file.is_file()]
-        assert files == [".safetensors"], "the shard before it, and nothing half"
+        assert files == [".safetensors"], "the complete shard alone"
         forwards = Forwards(tiny_target, monkeypatch)
         assert len(build(tmp_path, tiny_target, given)) == len(given)
         assert 0 < forwards.rows < len(given)
@@ -222,14 +222,14 @@ def test_conversation_takes_few_reads(tiny_target: Target, tmp_path: Path, monke
     sizes = [4 * len(sample.tokens_T), *[state_TE.nbytes for state_TE in sample.states.values()]]
     assert len(sizes) == 3 and reads == sizes
     store.samples([3], [FINAL])
-    assert reads[3:] == [sizes[0], sizes[2]], "of no other layer"
+    assert reads[3:] == [sizes[0], sizes[2]], "no other layer is read"
     with ThreadPoolExecutor(4) as threads:
         for one, other in zip(threads.map(store.get, range(7)), map(StateStore(tmp_path).get, range(7)), strict=True):
             assert all(torch.equal(one.states[layer], other.states[layer]) for layer in AUX_LAYERS)
 
 
 class TestDamage:
-    """A flipped bit is noticed before anything learns from it, and costs one shard."""
+    """A flipped bit is detected before training uses it, and costs one shard."""
 
     @pytest.mark.parametrize("where", ["states", "tokens", "header"])
     def test_flipped_bit(
@@ -281,7 +281,7 @@ class TestDamage:
 
 
 def poison(target: Target, monkeypatch: pytest.MonkeyPatch, *poisoned: Sequence[int]) -> None:
-    """Have the target compute a NaN for these texts, as an overflow leaves it."""
+    """Have the target compute a NaN for these texts, as an overflow would."""
     stock = target.hidden_states
 
     def hidden_states(rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> Any:
@@ -300,7 +300,7 @@ def test_not_finite_conversations_are_left_out_by_name(
 ) -> None:
     taken = conversations(tiny_target)
     poison(tiny_target, monkeypatch, taken[2].tokens, taken[5].tokens)
-    for _ in range(2):  # the shards that are there say nothing of them
+    for _ in range(2):  # existing shards do not list them
         store = build(tmp_path, tiny_target, taken, states_dtype=states_dtype)
         assert (len(store), store.dropped, store.not_finite) == (5, 0, {2: "c2", 5: "c5"})
         assert "2 conversations are left out" in store.notice and "'c2', 'c5'" in store.notice
@@ -326,7 +326,7 @@ def test_captured_states_are_kept_only_if_finite(tiny_target: Target, tmp_path: 
 
 
 def flip(file: Path, where: str) -> None:
-    """One bit of a shard: of its states, its tokens or its lengths."""
+    """Flip one bit of a shard: in its states, tokens or header (lengths)."""
     content = bytearray(file.read_bytes())
     header = int.from_bytes(content[:8], "little")
     names = json.loads(content[8 : 8 + header])
@@ -344,7 +344,7 @@ def test_shard_size_grows_with_the_store() -> None:
 
 
 class TestCodes:
-    """One byte a number, with a scale for each token."""
+    """States stored in one byte a number, with a scale per token."""
 
     @pytest.mark.parametrize(("states_dtype", "lost"), [("int8", 0.02), ("fp8", 0.05)])
     def test_int8_and_fp8_only_round(self, tiny_target: Target, tmp_path: Path, states_dtype: str, lost: float) -> None:
@@ -353,7 +353,7 @@ class TestCodes:
         built = build(tmp_path / "codes", tiny_target, given, states_dtype=states_dtype)
         store = StateStore(tmp_path / "codes")
         assert store.bytes < 0.45 * plain.bytes, "float32 takes four bytes a number"
-        assert store.fingerprint == built.fingerprint != plain.fingerprint, "heads of one are not those of the other"
+        assert store.fingerprint == built.fingerprint != plain.fingerprint, "trainings on them differ"
         for i, item in enumerate(given):
             sample = store.get(i)
             assert sample.tokens_T.tolist() == list(item.tokens)
@@ -400,7 +400,7 @@ class TestCodes:
 
 
 class TestMore:
-    """Shards are only ever added: what one of them holds is not computed again."""
+    """Shards are only added: a conversation in an existing shard is not computed again."""
 
     def test_more_conversations(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target)
@@ -438,7 +438,7 @@ class TestMore:
         store = build(tmp_path / "two", tiny_target, given, aux_layers=(2, *AUX_LAYERS), shards=tmp_path / "shards")
         assert set(asked) == {(2,)}
         assert store.aux_layers == (2, *AUX_LAYERS)
-        assert store.fingerprint == first.fingerprint, "the same texts, whatever is kept of them"
+        assert store.fingerprint == first.fingerprint, "the same texts, whichever layers are stored"
         for i, conversation in enumerate(given):
             (expected,) = stock([conversation.tokens], store.aux_layers)
             for layer in store.aux_layers:

@@ -1,4 +1,4 @@
-"""Question sets by name: copies that somebody put there, and files. `tests/hub/test_hub.py` fetches them."""
+"""Question sets by name, from local copies and files. `tests/hub/test_hub.py` tests the downloads."""
 
 from __future__ import annotations
 

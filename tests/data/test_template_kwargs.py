@@ -1,4 +1,4 @@
-"""Variables for the chat template, and the reasoning and calls of tools that it may not render."""
+"""Variables for the chat template; reasoning and tool calls that a template may not render."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_run_binds_them_to_its_target(switched: Target, tmp_path: Path, monkeypa
     values = {"name": "a", "data": {"chat_template_kwargs": QUIET}, "heads": {"family": "medusa"}}
     target = Run(parse_recipe(values), tmp_path, Console(quiet=True)).target
     assert user_prefix(target.tokenizer).startswith("quiet")
-    assert not user_prefix(switched.tokenizer).startswith("quiet"), "nobody else's"
+    assert not user_prefix(switched.tokenizer).startswith("quiet"), "the shared tokenizer is unchanged"
     assert target.model is switched.model
 
 
@@ -98,7 +98,7 @@ def chats(count: int, **answer: Any) -> list[dict[str, Any]]:
 
 
 def given(target: Target, rows: list[dict[str, Any]], folder: Path, **over: Any) -> tuple[list[Conversation], str]:
-    """The conversations of these rows with the answers as given, and what is said about them."""
+    """Build the conversations of these rows with their given answers; return them and the console's text."""
     data = {"prompts": write(folder / "p.jsonl", rows), "regenerate": False, **SIZES, "conversations": 20, **over}
     console = Console(file=io.StringIO(), width=300)
     splits = build_conversations(target, DataSection.model_validate(data), folder / "data", console)
@@ -108,7 +108,7 @@ def given(target: Target, rows: list[dict[str, Any]], folder: Path, **over: Any)
 
 def test_reasoning_is_rendered_and_learned(tiny_target: Target, tmp_path: Path) -> None:
     target = Target(tiny_target.model, tiny_tokenizer(REASONS), "reasons")
-    # The answer's text stands in the reasoning as well.
+    # The reasoning contains the text of the answer.
     found, _ = given(target, chats(12, reasoning_content="Ho or hum?"), tmp_path)
     for item in found:
         learned = [token for token, mine in zip(item.tokens, item.supervised, strict=True) if mine]
@@ -140,13 +140,13 @@ TOOLS = (
     "{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""A call begins with a special token, as those of Llama and Mistral do."""
+"""A call begins with a special token, as in Llama and Mistral."""
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {"function": {"name": "weather", "arguments": {"city": "Bonn"}}}
 
 
 def agents(count: int) -> list[dict[str, Any]]:
-    """Conversations in which a tool is called, with its result and the answer after it."""
+    """Conversations with a tool call, its result and a final answer."""
     return [
         {
             "tools": [WEATHER],

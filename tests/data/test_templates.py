@@ -1,4 +1,4 @@
-"""Chat templates as they are in use: tool calls, thinking blocks, channels, and the token that ends a turn."""
+"""Published styles of chat templates: tool calls, thinking blocks, channels, and end-of-turn tokens."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def with_template(target: Target, template: str, special: tuple[str, ...] = ()) 
 
 
 def read_everywhere(target: Target, messages: list[dict[str, Any]], folder: Path) -> set[str]:
-    """The prompt that a data file, a decoder and a log of an engine make of the same messages."""
+    """Return the prompt texts that a data file, a decoder and an engine's log make of the same messages."""
     tokenizer = target.tokenizer
     prompt = parse_prompt({"messages": messages, "tools": [WEATHER]}, "1")
     folder.mkdir(exist_ok=True)
@@ -104,7 +104,7 @@ def test_invalid_utf8_is_named_or_counted(tiny_target: Target, tmp_path: Path) -
     assert len(served) == 1 and left_out.counts == {"with text that is not UTF-8": 5}
 
 
-# -- what the assistant wrote ------------------------------------------------------------------------------------------
+# -- supervised tokens -------------------------------------------------------------------------------------------------
 
 THINKS = (
     "{% set ns = namespace(asked=0) %}{% for m in messages %}{% if m['role'] == 'user' %}"
@@ -116,7 +116,7 @@ THINKS = (
     "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and not enable_thinking %}{{ '<think>\n\n</think>\n\n' }}{% endif %}{% endif %}"
 )
-"""As Qwen3's: a thinking block stands before answers to the last question, and an empty one before the last answer."""
+"""As in Qwen3: answers to the last question keep their thinking block, and the last answer gets an empty one."""
 HARMONY = ("<|pad|>", "<|start|>", "<|call|>", "<|message|>", "<|channel|>", "<|end|>", "<|format|>", "<|return|>")
 CHANNELS = (
     "{% for m in messages %}{{ '<|start|>' + m['role'] }}"
@@ -124,14 +124,14 @@ CHANNELS = (
     "{% if m['role'] == 'assistant' and loop.last %}{{ '<|return|>' }}{% else %}{{ '<|end|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
-"""As gpt-oss has: messages of an answer stand in channels, and its last token is another one once a turn follows."""
+"""As in gpt-oss: an answer has channels, and its last token differs once another turn follows."""
 TURNS = ("<pad>", "<start_of_turn>", "<end_of_turn>", "<eos>")
 ENDS_TURNS = (
     "{% for m in messages %}{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else 'user') + '\n' }}"
     "{{ m['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
-"""As Gemma's: the tokenizer's EOS ends no turn."""
+"""As in Gemma: turns do not end with the tokenizer's EOS."""
 
 
 def turns(*texts: str) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def test_template_thinking_block_is_not_supervised() -> None:
     quiet = with_template_kwargs(tokenizer, {"enable_thinking": False})
     asked = turns("Hi", "Ho", "And?", "think")
     assert learned(tokenizer, asked) == ["Ho<|im_end|>", "think<|im_end|>"]
-    assert learned(quiet, asked) == ["think<|im_end|>"], "what it reads before the first is rewritten later"
+    assert learned(quiet, asked) == ["think<|im_end|>"], "the prompt of the first answer is rewritten later"
     thought = [*asked[:3], {**asked[3], "reasoning_content": "Hm."}]
     assert learned(tokenizer, thought)[1] == "<think>\nHm.\n</think>\n\nthink<|im_end|>"
     calls = [*asked[:3], {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "rain"}}]}]
@@ -162,11 +162,11 @@ def test_only_the_targets_end_token_is_supervised() -> None:
     assert learned(tiny_tokenizer(ENDS_TURNS, TURNS), turns("Hi", " Ho")) == ["Ho<end_of_turn>"]
 
 
-# -- channels, and ends of turns ---------------------------------------------------------------------------------------
+# -- channels and end-of-turn tokens -----------------------------------------------------------------------------------
 
 
 def harmony(target: Target, written: str) -> tuple[Decoder, Any]:
-    """A decoder whose target writes this text, and the processor that makes it do so."""
+    """Return a decoder and a logits processor that forces the given text."""
     templated = with_template(target, CHANNELS, HARMONY)
     tokens = templated.tokenizer.encode(written)
 

@@ -1,4 +1,4 @@
-"""Conversations of several turns: what was read is kept for the next turn, and what is said stays the same."""
+"""Conversations of several turns: the KV cache is kept for the next turn, and answers stay the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def several_turns(count: int) -> list[Prompt]:
 
 def answers(target: Target, shards: Path | None = None, count: int = 9) -> list[Conversation]:
     with pytest.MonkeyPatch.context() as patched:
-        # A random model seldom writes the one token that ends a turn.
+        # More end tokens: a random model seldom writes the only one.
         patched.setitem(vars(target), "end_tokens", frozenset(range(0, target.vocab_size, 6)))
         settings = DataSection(prompts="x", max_new_tokens=20)
         capture = None if shards is None else Capture(shards, target, [1, FINAL])
@@ -42,7 +42,7 @@ def answers(target: Target, shards: Path | None = None, count: int = 9) -> list[
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many tokens each text has that is read, but for the tokens of answers."""
+    """Lengths of all prefilled texts."""
     lengths: list[int] = []
     prefill = Target.prefill
 
@@ -63,7 +63,7 @@ def test_next_turn_continues_from_the_cache(kind: str, read: list[int], monkeypa
     target = Target(tiny_model(kind, vocab_size=len(tokenizer), max_length=1024), tokenizer)
     kept = answers(target)
     once = sum(read)
-    assert len([item for item in kept if len(item.messages) > 2]) > 2, "some go on"
+    assert len([item for item in kept if len(item.messages) > 2]) > 2, "some have later turns"
     read.clear()
     monkeypatch.setattr(TurnCaches, "keep", lambda *_, **__: None)
     assert [item.tokens for item in answers(target)] == [item.tokens for item in kept]
@@ -81,7 +81,7 @@ def test_next_turn_reads_only_new_tokens(tiny_target: Target, read: list[int]) -
         (alone,) = Answers(tiny_target, settings).answered([prompt], 3, 0.0, LeftOut())
     asked = len(alone.supervised) - sum(alone.supervised)
     turns = len(alone.messages) // 2
-    assert sum(read) == asked + turns - 1, "each later turn reads the last token of the answer before it"
+    assert sum(read) == asked + turns - 1, "each later turn also reads the last answer token before it"
 
 
 def test_states_of_later_turns_are_complete(tiny_target: Target, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Jobs side by side: the same results, nothing left running, the threads as they were."""
+"""Concurrent jobs: equal results, nothing left running, the thread count restored."""
 
 from __future__ import annotations
 
@@ -25,18 +25,10 @@ def _two_threads() -> None:
 
 
 def test_two_workers_write_the_same(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    section = DataSection(
-        conversations=10,
-        heldout=5,
-        validation=5,
-        batch_size=4,
-        max_new_tokens=8,
-        seed_prompts="none",
-        seed=1,
-        sampled_fraction=0.5,
-    )
+    sizes: Any = {"conversations": 10, "heldout": 5, "validation": 5, "batch_size": 4, "max_new_tokens": 8}
+    section = DataSection(seed_prompts="none", seed=1, sampled_fraction=0.5, **sizes)
     monkeypatch.setattr("headstart.data.prompts.self_prompts.acceptable", lambda text, special: True)
-    # A random model seldom writes the one token that ends a turn.
+    # More end tokens: a random model seldom writes the only one.
     monkeypatch.setattr(tiny_target, "end_tokens", frozenset(range(0, tiny_target.vocab_size, 5)))
     writers: list[str] = []
     continue_rows = InProcess.continue_rows
@@ -87,7 +79,7 @@ def test_exit_stops_running_jobs() -> None:
 
     with pytest.raises(KeyboardInterrupt), Workers(CPU, 2) as workers:
         jobs = [workers.begin(lambda: endless(workers)) for _ in range(3)]
-        assert begun.acquire(timeout=60) and begun.acquire(timeout=60), "both work"
+        assert begun.acquire(timeout=60) and begun.acquire(timeout=60), "both are running"
         raise KeyboardInterrupt
     assert ended == ["stopped", "stopped"], "the third has not begun"
     with pytest.raises(Stopped):
