@@ -143,7 +143,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_loading_finds_the_adapter_beside_the_heads": ('headstart generate runs/mine --prompt "Why',),
     },
     "tests/train/test_joint.py": {
-        "test_every_family_learns_with_an_adapter": ("headstart run eagle3 train.joint.rank=32",),
+        "test_every_family_trains_with_an_adapter": ("headstart run eagle3 train.joint.rank=32",),
     },
     "tests/test_base_target.py": {
         "test_a_run_from_texts_to_the_report": ("headstart generate --raw",),
@@ -184,7 +184,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_command": ("headstart gc --states-gigabytes 200",),
     },
     "tests/train/test_low_rank.py": {
-        "test_every_family_learns_updates_of_this_rank_and_nothing_else": ("headstart run adapt train.start_from=",),
+        "test_every_family_learns_updates_of_this_rank_alone": ("headstart run adapt train.start_from=",),
     },
     "tests/test_recipe_docs.py": {
         "test_the_page_is_that_of_the_schema": ("headstart recipes docs > docs/recipes.md",),

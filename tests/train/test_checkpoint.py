@@ -38,14 +38,14 @@ def saved(tmp_path: Path, best: Path) -> Path:
     return tmp_path
 
 
-def test_the_two_newest_are_kept_and_the_newest_is_found(saved: Path) -> None:
+def test_two_newest_are_kept_and_the_newest_is_found(saved: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["step-00000020", "step-00000030"]
     found = checkpoint.find(saved, SETTINGS, pytest.fail)
     assert found == (saved / "step-00000030", TrainerState(step=30, epoch=1, elapsed=2.5))
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_as_many_are_kept_as_the_recipe_says(saved: Path, best: Path, keep: int) -> None:
+def test_recipe_sets_how_many_are_kept(saved: Path, best: Path, keep: int) -> None:
     for step in (40, 50):
         checkpoint.save(Accelerator(cpu=True), saved, TrainerState(step=step), SETTINGS, best, keep=keep)
     expected = ["step-00000030", "step-00000040", "step-00000050"][-keep:]
@@ -53,7 +53,7 @@ def test_as_many_are_kept_as_the_recipe_says(saved: Path, best: Path, keep: int)
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "manifest", "no manifest"])
-def test_one_that_is_cut_short_is_passed_over_with_a_warning(saved: Path, damage: str) -> None:
+def test_cut_short_checkpoint_is_skipped_with_a_warning(saved: Path, damage: str) -> None:
     path = saved / "step-00000030"
     largest = max((file for file in path.iterdir() if file.name != "checkpoint.json"), key=lambda f: f.stat().st_size)
     match damage:
@@ -71,13 +71,13 @@ def test_one_that_is_cut_short_is_passed_over_with_a_warning(saved: Path, damage
     assert len(warnings) == 1 and "step-00000030 is cut short" in warnings[0]
 
 
-def test_one_that_was_still_being_written_is_not_seen(saved: Path) -> None:
+def test_unfinished_checkpoint_is_not_seen(saved: Path) -> None:
     (saved / "step-00000030").rename(saved / "step-00000040.partial")
     found = checkpoint.find(saved, SETTINGS, pytest.fail)
     assert found is not None and found[1].step == 20
 
 
-def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(saved: Path, best: Path) -> None:
+def test_next_checkpoint_removes_an_unfinished_one(saved: Path, best: Path) -> None:
     (saved / "step-00000035.partial").mkdir()
     accelerator = Accelerator(cpu=True)
     checkpoint.save(accelerator, saved, TrainerState(step=40), SETTINGS, best, keep=2)
@@ -85,9 +85,7 @@ def test_what_a_kill_left_half_written_goes_with_the_next_checkpoint(saved: Path
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_the_best_heads_are_those_of_the_checkpoint(
-    tmp_path: Path, best: Path, monkeypatch: pytest.MonkeyPatch, links: bool
-) -> None:
+def test_best_heads_are_restored(tmp_path: Path, best: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError
 
@@ -106,7 +104,7 @@ def test_the_best_heads_are_those_of_the_checkpoint(
     assert [path.name for path in best.parent.iterdir()] == ["best"]
 
 
-def test_nothing_is_found_in_a_new_folder(tmp_path: Path) -> None:
+def test_new_folder_has_none(tmp_path: Path) -> None:
     assert checkpoint.find(tmp_path / "none", SETTINGS, pytest.fail) is None
 
 

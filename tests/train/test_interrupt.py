@@ -10,7 +10,7 @@ from headstart.train import machine
 from headstart.train.machine import Interrupt
 
 
-def test_a_second_request_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_request_stops_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [50.0]
     monkeypatch.setattr(machine, "monotonic", lambda: now[0])
     before = signal.getsignal(signal.SIGINT)

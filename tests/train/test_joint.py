@@ -58,9 +58,7 @@ def joint(recipe: Callable[..., Recipe], tiny_target: Target) -> Any:
     joint.release()
 
 
-def test_a_run_leaves_heads_and_an_adapter_and_the_target_as_it_was(
-    run: Train, tmp_path: Path, tiny_target: Target, tiny_target_folder: Path
-) -> None:
+def test_leaves_heads_and_an_adapter(run: Train, tmp_path: Path, tiny_target: Target, tiny_target_folder: Path) -> None:
     before, identity = in_numbers(tiny_target), tiny_target.identity()
     result = run(tmp_path, steps=12, eval_every=3, joint=JOINT)
     assert torch.equal(in_numbers(tiny_target), before) and tiny_target.identity() == identity
@@ -77,7 +75,7 @@ def test_a_run_leaves_heads_and_an_adapter_and_the_target_as_it_was(
     assert adapted.adapter is not None and adapted.adapter.note["tokens"] == drifts[-1]["tokens"]
 
 
-def test_the_heads_learn_alone_first_and_as_they_do_without_an_adapter(run: Train, tmp_path: Path) -> None:
+def test_heads_learn_alone_during_warmup(run: Train, tmp_path: Path) -> None:
     run(tmp_path / "alone")
     run(tmp_path / "joint", joint=JOINT)
     alone, joint = metrics(tmp_path / "alone"), metrics(tmp_path / "joint")
@@ -85,7 +83,7 @@ def test_the_heads_learn_alone_first_and_as_they_do_without_an_adapter(run: Trai
     assert joint[2]["loss"] != alone[2]["loss"]
 
 
-def test_the_batch_is_read_as_the_merged_model_reads_it(
+def test_adapted_states_match_the_merged_model(
     joint: Joint, batch: HeadBatch, tmp_path: Path, tiny_target_folder: Path, train_store: StateStore
 ) -> None:
     adapted = joint.read(batch)
@@ -98,7 +96,7 @@ def test_the_batch_is_read_as_the_merged_model_reads_it(
     assert not torch.allclose(adapted.states[FINAL], batch.states[FINAL], atol=1e-2), "the adapter matters"
 
 
-def test_self_distillation_is_the_divergence_from_the_target_without_the_adapter(
+def test_distillation_is_the_divergence_from_the_plain_target(
     joint: Joint, batch: HeadBatch, tiny_target: Target
 ) -> None:
     """Against the definition, with the adapter switched off instead of stored states."""
@@ -122,9 +120,7 @@ def test_self_distillation_is_the_divergence_from_the_target_without_the_adapter
     assert drift.to_json()["perplexity_after"] == pytest.approx(torch.tensor(nll / count).exp().item(), rel=1e-3)
 
 
-def test_an_adapter_that_changes_nothing_yet_costs_nothing(
-    recipe: Callable[..., Recipe], tiny_target: Target, batch: HeadBatch
-) -> None:
+def test_unchanged_adapter_costs_nothing(recipe: Callable[..., Recipe], tiny_target: Target, batch: HeadBatch) -> None:
     joint = Joint(tiny_target, recipe(joint=JOINT).train)
     joint.begin()
     try:
@@ -135,8 +131,8 @@ def test_an_adapter_that_changes_nothing_yet_costs_nothing(
         joint.release()
 
 
-def test_the_heads_loss_teaches_the_adapter_too(run: Train, tmp_path: Path) -> None:
-    """With nearly no weight of its own loss, both parts of the adapter still learn, and otherwise differ."""
+def test_heads_loss_trains_the_adapter(run: Train, tmp_path: Path) -> None:
+    """A larger weight of the heads' loss moves the adapted target further."""
     weak = run(tmp_path / "weak", joint={**JOINT, "heads_weight": 1e-6}, max_grad_norm=1e6)
     strong = run(tmp_path / "strong", joint={**JOINT, "heads_weight": 10}, max_grad_norm=1e6)
     kl = [metrics(folder.parent)[-1]["drift"]["kl"] for folder in (weak.last_folder, strong.last_folder)]
@@ -144,14 +140,12 @@ def test_the_heads_loss_teaches_the_adapter_too(run: Train, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_every_family_learns_with_an_adapter(name: str, run: Train, tmp_path: Path) -> None:
+def test_every_family_trains_with_an_adapter(name: str, run: Train, tmp_path: Path) -> None:
     run(tmp_path, heads={"family": name, **HEADS[name]}, steps=2, eval_every=2, joint={**JOINT, "warmup": 0})
     assert metrics(tmp_path)[-1]["drift"]["kl"] > 0
 
 
-def test_a_killed_run_goes_on_to_the_same_heads_and_adapter(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_run_resumes_to_the_same_adapter(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = run(tmp_path / "whole", joint=JOINT)
     original, left = trainer._Trainer._step, [10]
 
@@ -172,7 +166,7 @@ def test_a_killed_run_goes_on_to_the_same_heads_and_adapter(
         assert all(torch.equal(weight, adapter(other)[name]) for name, weight in adapter(one).items())
 
 
-def test_records_of_heads_alone_are_as_they_were(
+def test_identity_without_an_adapter_omits_it(
     recipe: Callable[..., Recipe], train_store: StateStore, tiny_target: Target, tmp_path: Path
 ) -> None:
     from headstart.heads.base import make_config
@@ -186,7 +180,7 @@ def test_records_of_heads_alone_are_as_they_were(
     assert of(recipe(joint=JOINT)).name != of(recipe()).name
 
 
-def test_what_cannot_work_is_refused(recipe: Callable[..., Recipe]) -> None:
+def test_conflicting_settings_are_refused(recipe: Callable[..., Recipe]) -> None:
     both = parse_recipe(
         {**recipe(joint=JOINT).model_dump(mode="json"), "target": {"spec": "tiny", "adapter": "some/adapter"}}
     )
@@ -200,7 +194,7 @@ def test_what_cannot_work_is_refused(recipe: Callable[..., Recipe]) -> None:
         assert key in refused.value.remedy
 
 
-def test_layers_of_other_kinds_are_adapted_too(recipe: Callable[..., Recipe]) -> None:
+def test_other_layer_types_are_adapted(recipe: Callable[..., Recipe]) -> None:
     target = Target(tiny_model("gpt2"))
     joint = Joint(target, recipe(joint=JOINT).train)
     joint.begin()

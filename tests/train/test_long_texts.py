@@ -65,9 +65,7 @@ def assert_same_step(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor,
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_in_parts_the_loss_and_its_gradients_are_the_same(
-    name: str, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunked_loss_and_gradients_are_the_same(name: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = shake(build(name, target))
     batch = long_batch(heads, 90, rows=2)
     complete = learn(target, heads, batch)
@@ -75,7 +73,7 @@ def test_in_parts_the_loss_and_its_gradients_are_the_same(
     assert_same_step(learn(target, heads, batch), complete)
 
 
-def test_in_parts_what_drafts_weigh_is_the_same(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_position_weights_are_the_same(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     heads = shake(build("eagle3", target))
     batch = long_batch(heads, 90)
     complete = learn(target, heads, batch, position_weight="dpace")
@@ -97,7 +95,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "eagle3-deep-normed", "dspark"])
-def test_no_table_of_all_positions_against_all_is_made(name: str, target: Target) -> None:
+def test_no_table_is_quadratic_in_the_length(name: str, target: Target) -> None:
     heads = build(name, target)
     length = 1600
     batch = long_batch(heads, length)
@@ -106,7 +104,7 @@ def test_no_table_of_all_positions_against_all_is_made(name: str, target: Target
     assert largest.numbers < length**2 // 2
 
 
-def test_no_table_of_all_logits_is_made(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_table_holds_all_logits(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     cut_up(monkeypatch)
     wide = Target(tiny_model("llama", vocab_size=2000))
     for name in ("medusa", "eagle3"):
@@ -138,7 +136,7 @@ def kept_bytes(target: Target, heads: DraftHead, batch: HeadBatch) -> int:
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "eagle3-deep-normed", "dspark"])
-def test_gradient_checkpointing_keeps_less_and_changes_no_bit(name: str, target: Target) -> None:
+def test_gradient_checkpointing_saves_memory_bit_exactly(name: str, target: Target) -> None:
     heads = shake(build(name, target))
     batch = long_batch(heads, 200)
     plain, kept = learn(target, heads, batch), kept_bytes(target, heads, batch)

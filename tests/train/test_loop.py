@@ -43,7 +43,7 @@ from tests.train.stores import Masked, Silent, Unsupervised
 from tests.train.test_golden import HEADS
 
 
-def test_a_run_leaves_heads_metrics_and_a_result(run: Train, tmp_path: Path, tiny_target: Target) -> None:
+def test_run_leaves_heads_metrics_and_a_result(run: Train, tmp_path: Path, tiny_target: Target) -> None:
     # Hard labels: a random target's soft ones are nearly flat, and the linear start is at their entropy already.
     result = run(tmp_path, steps=60, eval_every=20, save_every=20, loss="hard_ce")
     rows = metrics(tmp_path)
@@ -59,10 +59,8 @@ def test_a_run_leaves_heads_metrics_and_a_result(run: Train, tmp_path: Path, tin
     assert {p.dtype for p in heads.parameters()} == {torch.float32}
 
 
-def test_the_first_loss_is_the_sum_over_steps_per_first_step_prediction(
-    run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore
-) -> None:
-    """The loop's number against the definition, computed conversation by conversation without batches or chunks."""
+def test_first_loss_by_definition(run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore) -> None:
+    """The loop's first loss against the definition, one conversation at a time, without batches or chunks."""
     run(tmp_path, steps=1, eval_every=1, batch_tokens=100_000, lr=1e-9)
     heads = load_heads(tmp_path / "best", tiny_target)
     total, count = 0.0, 0
@@ -82,8 +80,8 @@ def test_the_first_loss_is_the_sum_over_steps_per_first_step_prediction(
 
 
 def test_accumulation_equals_larger_batches(run: Train, tmp_path: Path, train_store: StateStore) -> None:
-    """All conversations in one step, as one batch or as several: the same gradient up to the order of sums. Where it is
-    near zero Adam makes a share of the learning rate (3e-3) of that difference, hence the absolute tolerance."""
+    """All conversations in one step, as one batch or as several: the same gradient up to the order of sums. Adam turns
+    the difference of a near-zero gradient into a fraction of the learning rate (3e-3), hence the absolute tolerance."""
     complete = run(tmp_path / "whole", steps=3, epochs=3, batch_tokens=100_000)
     batches = len(trainer.epoch_batches(train_store.lengths, 128, seed=0, epoch=0))
     assert batches > 3
@@ -93,10 +91,8 @@ def test_accumulation_equals_larger_batches(run: Train, tmp_path: Path, train_st
         torch.testing.assert_close(one[name], other[name], rtol=1e-3, atol=2e-4)
 
 
-def test_each_batch_draws_other_tokens_for_its_loss(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In every step, and every batch of a step; the same ones when trained again."""
+def test_each_batch_draws_other_loss_tokens(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also every batch within a step; a second training draws the same ones."""
     drawn: list[list[int]] = []
     read = Teacher.read
 
@@ -114,7 +110,7 @@ def test_each_batch_draws_other_tokens_for_its_loss(
     assert len({tuple(tokens) for tokens in drawn}) == 6
 
 
-def test_without_a_limit_gradients_are_taken_as_they_are(run: Train, tmp_path: Path) -> None:
+def test_infinite_max_grad_norm_does_not_clip(run: Train, tmp_path: Path) -> None:
     for limit in (math.inf, 1e9, 1e-3):
         run(tmp_path / str(limit), steps=3, max_grad_norm=limit)
     assert_same(tmp_path / "inf" / "last", tmp_path / "1000000000.0" / "last")
@@ -129,12 +125,12 @@ def test_states_of_another_model_are_refused(
         train(recipe(), other, train_store, valid_store, tmp_path)
 
 
-def test_epochs_bound_a_run_and_its_schedule(run: Train, tmp_path: Path, train_store: StateStore) -> None:
+def test_epochs_bound_a_run(run: Train, tmp_path: Path, train_store: StateStore) -> None:
     per_epoch = len(trainer.epoch_batches(train_store.lengths, 128, seed=0, epoch=0))
     assert run(tmp_path, steps=None, epochs=2).steps == 2 * per_epoch
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_conversation(
+def test_not_finite_loss_names_its_text(
     run: Train, tmp_path: Path, train_store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, steps=4)
@@ -153,19 +149,17 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_conversation(
     assert all(tensor.isfinite().all() for tensor in load_file(newest / "model.safetensors").values())
 
 
-def test_a_gradient_that_is_not_finite_names_the_batch(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_not_finite_gradient_names_the_batch(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(trainer.LOSSES, "soft_ce", lambda logits, probs: logits.sum(-1) * math.inf)
     with pytest.raises(UserError, match=r"at step 1 .*of training conversations \d+"):
         run(tmp_path)
 
 
 @pytest.mark.parametrize("name", families())
-def test_a_batch_without_a_place_to_learn_from_gives_every_weight_a_gradient_of_zero(
+def test_empty_batch_gives_zero_gradients(
     name: str, recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore
 ) -> None:
-    """On several processes, those with something to learn wait for the gradients of the one that has nothing."""
+    """Ranks with predictions wait for the gradients of a rank without any."""
     made = recipe(heads={"family": name, **HEADS[name]})
     heads = build_heads(made, tiny_target, train_store)
     batch = read_batch(train_store, [0, 1], [1, 2, 3, FINAL]).on(torch.device("cpu"), torch.float32)
@@ -181,7 +175,7 @@ def test_a_batch_without_a_place_to_learn_from_gives_every_weight_a_gradient_of_
 
 
 @pytest.mark.parametrize("name", families())
-def test_a_conversation_without_a_place_to_learn_from_is_a_step_like_others(
+def test_conversations_without_answers_are_trained_through(
     name: str,
     recipe: Callable[..., Recipe],
     tiny_target: Target,
@@ -199,7 +193,7 @@ def test_a_conversation_without_a_place_to_learn_from_is_a_step_like_others(
 def test_steps_without_predictions_are_skipped_and_counted(
     recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: Any, tmp_path: Path
 ) -> None:
-    """Answers of one token predict nothing; with momentum and weight decay a step of theirs would move the weights."""
+    """An answer of one token predicts nothing; with momentum and weight decay its step would still move the weights."""
     silent: Any = Silent(train_store, set(range(24)) - {3})
     made = recipe(batch_tokens=64, steps=30, eval_every=10, log_every=1, save_every=10)
     result = train(made, tiny_target, silent, valid_store, tmp_path)
@@ -223,7 +217,7 @@ def test_steps_without_predictions_change_nothing(
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_a_validation_with_nothing_to_predict_is_refused(
+def test_validation_without_predictions_is_refused(
     recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path, count: int
 ) -> None:
     with pytest.raises(UserError, match=r"validation data have nothing to predict.*"):
@@ -231,7 +225,7 @@ def test_a_validation_with_nothing_to_predict_is_refused(
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_nothing_supervised_is_an_error(
+def test_nothing_supervised_is_refused(
     recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path
 ) -> None:
     silent: list[Any] = [Unsupervised(train_store), Unsupervised(valid_store)]
@@ -249,7 +243,7 @@ def test_nothing_supervised_is_an_error(
         ({"tracker": "trackio"}, "tracker trackio is not installed"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
+def test_impossible_settings_are_refused(
     run: Train, tmp_path: Path, settings: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -258,7 +252,7 @@ def test_settings_that_cannot_work_are_refused(
 
 
 @pytest.mark.parametrize(("size", "problem"), [(1, "cannot hold the 2 end-of-turn tokens"), (10**6, "larger than the")])
-def test_a_draft_vocabulary_of_an_impossible_size_is_refused(
+def test_impossible_draft_vocabulary_size_is_refused(
     recipe: Callable[..., Recipe],
     tiny_target: Target,
     train_store: StateStore,
@@ -276,10 +270,10 @@ def test_a_draft_vocabulary_of_an_impossible_size_is_refused(
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_loop_learns_from_the_loss_that_is_asked_for(
+def test_loop_trains_on_the_chosen_loss(
     name: str, recipe: Callable[..., Recipe], run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore
 ) -> None:
-    """The loop's number is the loss itself on all logits at once, and a step on its gradient makes it smaller."""
+    """The reported loss equals the loss on all logits at once, and a step on its gradient lowers it."""
     settings: dict[str, Any] = {"steps": 2, "eval_every": 1, "batch_tokens": 100_000, "loss": name, "epochs": 2}
     run(tmp_path, **settings, lr=1e-5, warmup=0.0)
     heads = build_heads(recipe(**settings), tiny_target, train_store)
@@ -302,7 +296,7 @@ def test_every_position_weight_trains(run: Train, tmp_path: Path) -> None:
     assert 0 < ends["exponential"] < ends["dpace"] < math.inf, "weights of up to 2"
 
 
-def test_heads_that_draft_features_learn_them(run: Train, tmp_path: Path) -> None:
+def test_feature_loss_is_added(run: Train, tmp_path: Path) -> None:
     eagle = {"family": "eagle", "draft_steps": 2}
     for weight in (0.0, 1.0):
         run(tmp_path / str(weight), steps=2, eval_every=1, heads=eagle, feature_weight=weight, lr=1e-9)
@@ -310,7 +304,7 @@ def test_heads_that_draft_features_learn_them(run: Train, tmp_path: Path) -> Non
     assert added > without > 0
 
 
-def test_a_feature_loss_for_heads_without_features_is_refused(run: Train, tmp_path: Path) -> None:
+def test_feature_loss_without_features_is_refused(run: Train, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="draft no features"):
         run(tmp_path, feature_weight=1.0)
 
@@ -332,9 +326,7 @@ def test_drafts_longer_than_every_answer_are_refused(
         train(made, tiny_target, store, valid_store, tmp_path / "short", None)
 
 
-def test_a_bfloat16_target_trains_in_mixed_precision_with_float32_weights(
-    run: Train, tmp_path: Path, tiny_target_folder: Path
-) -> None:
+def test_bfloat16_target_trains_float32_weights(run: Train, tmp_path: Path, tiny_target_folder: Path) -> None:
     target = load_target(str(tiny_target_folder), dtype="bfloat16", device="cpu")
     written = StringIO()
     console = Console(file=written, width=500)
@@ -344,7 +336,7 @@ def test_a_bfloat16_target_trains_in_mixed_precision_with_float32_weights(
 
 
 def test_validation_keeps_no_states(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU they would take the room of the training batches."""
+    """On a GPU they would take memory from the training batches."""
     read: list[weakref.ref[Any]] = []
     original = trainer.read_batch
 

@@ -52,7 +52,7 @@ def adapted(name: str, folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_every_family_learns_updates_of_this_rank_and_nothing_else(
+def test_every_family_learns_updates_of_this_rank_alone(
     name: str, earlier: Callable[[str], Path], run: Train, tmp_path: Path, tiny_target: Target
 ) -> None:
     folder = earlier(name)
@@ -71,10 +71,10 @@ def test_every_family_learns_updates_of_this_rank_and_nothing_else(
         assert (sizes[:, RANK:] < 1e-4 * sizes[:, :1]).all(), f"{key} moved by more than this rank"
 
 
-def test_gradients_are_those_of_the_sums(
+def test_gradients_follow_the_chain_rule(
     recipe: Callable[..., Recipe], earlier: Callable[[str], Path], tiny_target: Target, train_store: StateStore
 ) -> None:
-    """Against plain heads that hold the sums for weights, by the chain rule."""
+    """Against plain heads with the merged weights."""
     batch = read_batch(train_store, [0, 3, 5], [1, 2, 3, FINAL]).on(torch.device("cpu"), torch.float32)
 
     def loss(predictions: Any) -> torch.Tensor:
@@ -105,8 +105,8 @@ def test_gradients_are_those_of_the_sums(
                     torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-4 * wanted.abs().max().item())
 
 
-def test_it_goes_on_exactly(earlier: Callable[[str], Path], run: Train, tmp_path: Path) -> None:
-    """With matrices that learn apart, and whenever heads with their updates were judged in between."""
+def test_resumed_run_is_bit_exact(earlier: Callable[[str], Path], run: Train, tmp_path: Path) -> None:
+    """With Muon matrices that take turns, and with validations of the merged heads in between."""
     how = {"optimizer": "muon", "warmup": 0, "min_lr_ratio": 1, "lr": 0.01}
     given = adapted("eagle3", earlier("eagle3"), **how)
     for name, steps in (("cut", 4), ("cut", 8), ("whole", 8)):
@@ -114,7 +114,7 @@ def test_it_goes_on_exactly(earlier: Callable[[str], Path], run: Train, tmp_path
     assert_same(tmp_path / "cut" / "last", tmp_path / "whole" / "last")
 
 
-def test_what_is_judged_are_the_heads_that_are_kept(
+def test_validation_judges_the_merged_heads(
     earlier: Callable[[str], Path], run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = adapted("medusa", earlier("medusa"), lr=0.05)
@@ -135,7 +135,7 @@ def test_what_is_judged_are_the_heads_that_are_kept(
     assert ours["tau"] == theirs["tau"] and metrics(tmp_path / "low")[0]["tau"] != ours["tau"]
 
 
-def test_weights_come_back_when_keeping_fails(earlier: Callable[[str], Path], tiny_target: Target) -> None:
+def test_weights_are_restored_after_an_error(earlier: Callable[[str], Path], tiny_target: Target) -> None:
     heads: DraftHead = load_heads(earlier("hydra"), tiny_target)
     before = {key: tensor.clone() for key, tensor in heads.state_dict().items()}
     low = LowRank(Unrolled(heads), RANK)
@@ -148,7 +148,7 @@ def test_weights_come_back_when_keeping_fails(earlier: Callable[[str], Path], ti
     assert all(torch.equal(tensor, before[key]) for key, tensor in heads.state_dict().items())
 
 
-def test_what_cannot_work_is_refused(
+def test_impossible_settings_are_refused(
     recipe: Callable[..., Recipe], earlier: Callable[[str], Path], tiny_target: Target, train_store: StateStore
 ) -> None:
     folder = earlier("medusa")

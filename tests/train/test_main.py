@@ -31,7 +31,7 @@ def here(file: Path, folder: Path, *overrides: str) -> Path:
     return train(recipe, target, *stores, folder).last_folder
 
 
-def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
+def test_killed_process_resumes_bitwise(
     workplace: Callable[..., tuple[Path, Path]], forks: Forks, tmp_path: Path
 ) -> None:
     file, run = workplace(steps=12, save_every=5, eval_every=100)
@@ -58,9 +58,7 @@ def test_killed_by_the_system_it_goes_on_to_bitwise_the_same_weights(
         assert torch.equal(tensor, resumed[name]), name
 
 
-def test_two_processes_do_what_one_does_with_twice_the_accumulation(
-    workplace: Callable[..., tuple[Path, Path]], forks: Forks, tmp_path: Path
-) -> None:
+def test_two_processes_match_one(workplace: Callable[..., tuple[Path, Path]], forks: Forks, tmp_path: Path) -> None:
     file, run = workplace(steps=6, save_every=3, eval_every=3, lr=1e-3, position_weight="dpace")
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "headstart.train", file]
     done = forks.run(*words, "--run-dir", run, env={**clean_environment(), "ACCELERATE_USE_CPU": "true"})
@@ -80,7 +78,7 @@ def test_two_processes_do_what_one_does_with_twice_the_accumulation(
     assert first["predictions"] == second["predictions"] and first["tau"] == second["tau"]
 
 
-def test_a_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Path, Path]], forks: Forks) -> None:
+def test_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Path, Path]], forks: Forks) -> None:
     file, run = workplace(steps=1)
     with locked(run):
         done = forks.run("-m", "headstart.train", file, "--run-dir", run, env=clean_environment())
@@ -90,9 +88,7 @@ def test_a_folder_takes_one_training_at_a_time(workplace: Callable[..., tuple[Pa
     assert not (run / "train").exists()
 
 
-def test_both_ways_to_type_it_leave_the_same_records(
-    workplace: Callable[..., tuple[Path, Path]], forks: Forks, tmp_path: Path
-) -> None:
+def test_both_commands_record_alike(workplace: Callable[..., tuple[Path, Path]], forks: Forks, tmp_path: Path) -> None:
     records = []
     for name, words in (("module", ["-m", "headstart.train"]), ("command", ["-m", "headstart", "train"])):
         file, run = workplace(tmp_path / name, steps=1)
@@ -103,7 +99,7 @@ def test_both_ways_to_type_it_leave_the_same_records(
     assert one == other and one["whole"]
 
 
-def test_a_launcher_of_one_process_trains_as_the_command_does(
+def test_launcher_of_one_process_trains_like_the_command(
     workplace: Callable[..., tuple[Path, Path]], forks: Forks
 ) -> None:
     file, run = workplace(steps=1)

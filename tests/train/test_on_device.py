@@ -24,7 +24,7 @@ from tests.train.test_golden import GOLDEN, HEADS
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_training_of_every_family(
+def test_every_family_trains_on_a_device(
     name: str,
     recipe: Callable[..., Recipe],
     train_store: StateStore,
@@ -49,7 +49,7 @@ WAITS = {"medusa": 9, "hydra": 9, "eagle": 23, "eagle3": 23, "mtp": 23, "dflash"
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_waits_of_a_training_step(
+def test_device_waits_per_training_step(
     name: str,
     recipe: Callable[..., Recipe],
     train_store: StateStore,
@@ -57,7 +57,8 @@ def test_waits_of_a_training_step(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For the loss, the norm of the gradient, and how many positions learn at each draft step; no batch waits."""
+    """One for the loss, one for the gradient norm, and some for the number of positions per draft step; batches never
+    wait."""
     monkeypatch.setattr(Accelerator, "device", property(lambda _: CUDA))
     settings = recipe(heads={"family": name, **HEADS[name]}, steps=5, eval_every=100, save_every=100, lr=1e-3)
     counts: list[Counts] = []

@@ -41,7 +41,7 @@ def online(tiny_target: Target, states: Path) -> list[OnlineStates]:
     return [OnlineStates(states, one, tiny_target, [1, 2, 3, FINAL]) for one in made]
 
 
-def test_online_states_are_the_stored_ones(train_store: StateStore, online: list[OnlineStates]) -> None:
+def test_online_states_match_the_stored_ones(train_store: StateStore, online: list[OnlineStates]) -> None:
     computed = online[0]
     assert (len(computed), computed.lengths) == (len(train_store), train_store.lengths)
     assert (computed.hidden_size, computed.target_fingerprint) == (
@@ -60,7 +60,7 @@ def test_online_states_are_the_stored_ones(train_store: StateStore, online: list
     assert torch.equal(computed.get(3).tokens_T, train_store.get(3).tokens_T)
 
 
-def test_a_conversation_with_states_that_are_not_finite_is_named_and_teaches_nothing(
+def test_not_finite_states_are_named_and_teach_nothing(
     tiny_target: Target, online: list[OnlineStates], recipe: Callable[..., Recipe], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -73,7 +73,7 @@ def test_a_conversation_with_states_that_are_not_finite_is_named_and_teaches_not
 
 
 def test_conversations_are_not_kept(tiny_target: Target, states: Path) -> None:
-    """As Python's lists, a million of them would fill the memory of a rank."""
+    """As Python lists, a million of them would fill the memory of a rank."""
     alive: list[weakref.ref[Conversation]] = []
 
     def each() -> Iterator[Conversation]:
@@ -101,7 +101,7 @@ def test_every_family_trains_online_as_from_the_store(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Losses within what the golden runs allow: Adam's first steps make a whole step of a rounding error."""
+    """Losses within the tolerance of the golden runs: Adam's first steps turn a rounding error into a full step."""
     read: list[list[list[int]]] = [[], []]
     read_batch = trainer.read_batch
     settings = recipe(heads={"family": name, **HEADS[name]}, steps=4, eval_every=1, lr=1e-3, prefetch=0)
@@ -119,7 +119,7 @@ def test_every_family_trains_online_as_from_the_store(
     assert [row["predictions"] for row in computed] == [row["predictions"] for row in stored]
 
 
-def test_a_batch_is_one_forward(tiny_target: Target, online: list[OnlineStates]) -> None:
+def test_batch_takes_one_forward(tiny_target: Target, online: list[OnlineStates]) -> None:
     read: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         own = Target.hidden_states
@@ -133,7 +133,7 @@ def test_a_batch_is_one_forward(tiny_target: Target, online: list[OnlineStates])
     assert read == [3]
 
 
-def test_an_online_training_is_an_artifact_of_its_own(
+def test_online_training_is_its_own_artifact(
     recipe: Callable[..., Recipe],
     tiny_target: Target,
     train_store: StateStore,
@@ -148,7 +148,7 @@ def test_an_online_training_is_an_artifact_of_its_own(
     assert stored.name != computed.name == again.name
 
 
-def test_the_command_trains_online_and_stores_nothing(
+def test_command_trains_online_without_a_store(
     workplace: Callable[..., tuple[Path, Path]], forks: Forks, tiny_target: Target, tmp_path: Path
 ) -> None:
     file, run = workplace(steps=2)
@@ -163,7 +163,7 @@ def test_the_command_trains_online_and_stores_nothing(
     assert not list((online / "data" / "states").iterdir()) and "states" not in references(online)
 
 
-def test_a_sharded_target_is_refused_where_it_would_have_to_be_whole(recipe: Callable[..., Recipe]) -> None:
+def test_sharded_target_needs_online_states(recipe: Callable[..., Recipe]) -> None:
     values = recipe(shard_target=True).model_dump(mode="json")
     with pytest.raises(UserError, match=r"train\.shard_target does not go with data\.states=stored"):
         check_training(parse_recipe(values))

@@ -42,28 +42,28 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_each_process_of_a_launcher_takes_a_gpu_of_its_own(gpus: Gpus, device: str) -> None:
+def test_launched_processes_take_their_own_gpu(gpus: Gpus, device: str) -> None:
     gpus.launch(1, 2)
     assert processes.join_processes(device) == "cuda:1"
 
 
-def test_a_process_alone_takes_the_gpu_of_its_recipe(gpus: Gpus) -> None:
+def test_lone_process_takes_the_gpu_of_its_recipe(gpus: Gpus) -> None:
     assert processes.join_processes("cuda:1") is None
 
 
-def test_one_gpu_for_several_processes_is_refused(gpus: Gpus) -> None:
+def test_one_gpu_for_two_processes_is_refused(gpus: Gpus) -> None:
     gpus.launch(0, 2)
     with pytest.raises(UserError, match=r"target\.device=cuda:1 is one GPU, and 2 processes train") as refused:
         processes.join_processes("cuda:1")
     assert "target.device=auto" in refused.value.remedy and "CUDA_VISIBLE_DEVICES" in refused.value.remedy
 
 
-def test_a_cpu_among_gpus_trains_on_the_cpu(gpus: Gpus) -> None:
+def test_cpu_training_beside_gpus(gpus: Gpus) -> None:
     gpus.launch(1, 2)
     assert processes.join_processes("cpu") == "cpu"
 
 
-def test_a_target_elsewhere_than_its_training_is_refused(
+def test_target_on_another_device_is_refused(
     recipe: Callable[..., Recipe], tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def elsewhere(**_: Any) -> Any:

@@ -167,11 +167,8 @@ HOW = ("stored", "online", "joint")
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_heads_train_as_one_process_does_with_twice_the_accumulation(
-    trained: Callable[[str], Trained], states: Path, how: str
-) -> None:
-    """From the store, with the target's forward in each process on its own batches, and with an adapter of the target
-    that learns too."""
+def test_two_processes_match_one(trained: Callable[[str], Trained], states: Path, how: str) -> None:
+    """From the store, online with a forward in each process, and with an adapter of the target that learns too."""
     store = StateStore(states / "train")
     steps = epoch_steps(epoch_batches(store.lengths, 64, seed=0, epoch=0), COUNT, 1)[:3]
     learnt = [[predictions(read(ranks.silent(store), one)) > 0 for (one,) in (step[:1], step[1:])] for step in steps]
@@ -190,7 +187,7 @@ def test_heads_train_as_one_process_does_with_twice_the_accumulation(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_heads_go_on_with_one_process_where_two_were_killed(
+def test_one_process_continues_where_two_were_killed(
     trained: Callable[[str], Trained],
     states: Path,
     tiny_target_folder: Path,
@@ -215,7 +212,7 @@ def test_heads_go_on_with_one_process_where_two_were_killed(
 
 
 @pytest.mark.parametrize("how", ["stored", "online"])
-def test_packed_on_two_processes_heads_train_as_unpacked_on_one(
+def test_packed_on_two_processes_matches_unpacked_on_one(
     together: Ranks, states: Path, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     ended = together(ranks.train_families_packed, tiny_target_folder, states, tmp_path / "both", "1", how)
@@ -230,12 +227,12 @@ def test_packed_on_two_processes_heads_train_as_unpacked_on_one(
         assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
 
 
-def test_online_two_processes_train_as_from_the_store_also_with_a_part_of_the_target_each(
+def test_online_on_two_processes_matches_the_store(
     together: Ranks, workplace: Callable[..., tuple[Path, Path]]
 ) -> None:
-    """The states differ by sums in another order, and so do the weights that are solved for from them, where hardly
-    anything depends on these: what is compared is the way from there. Of a target in parts, a part of each sum is added
-    on each process."""
+    """Also with a sharded target. The states differ by the order of sums, and so do initial weights solved for from
+    them in directions that barely depend on the states: compare the movement from the start. A sharded target adds a
+    part of each sum on each process."""
     file, run = workplace(
         heads={"family": "eagle3", **HEADS["eagle3"]}, steps=3, batch_tokens=64, lr=0.1, min_lr_ratio=1, eval_every=2
     )
@@ -268,18 +265,14 @@ def test_online_two_processes_train_as_from_the_store_also_with_a_part_of_the_ta
         assert rows[how]["predictions"] == rows["whole"]["predictions"]
 
 
-def test_a_loss_that_is_not_finite_on_one_process_stops_both_with_one_message(
-    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
-) -> None:
+def test_not_finite_loss_on_one_stops_both(together: Ranks, workplace: Callable[..., tuple[Path, Path]]) -> None:
     file, run = workplace(steps=40, eval_every=100, save_every=100)
     ended = together(ranks.train_poisoned, file, "--run-dir", run)
     assert_codes(ended, 2, 2)
     assert_one_voice(ended, "not finite at step")
 
 
-def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
-    together: Ranks, workplace: Callable[..., tuple[Path, Path]], tmp_path: Path
-) -> None:
+def test_killed_process_ends_both(together: Ranks, workplace: Callable[..., tuple[Path, Path]], tmp_path: Path) -> None:
     file, run = workplace(steps=8, save_every=3, eval_every=4, lr=1e-3)
     ended = together(ranks.train_until_one_is_killed, file, "--run-dir", run)
     assert_codes(ended, 1, -9)
@@ -297,7 +290,7 @@ def test_killed_on_one_process_it_ends_on_both_and_goes_on_to_the_same_weights(
 
 
 @pytest.mark.parametrize("what", ["whole heads", "low-rank updates"])
-def test_two_processes_go_on_where_one_was_stopped(
+def test_two_processes_continue_where_one_was_stopped(
     together: Ranks,
     trained: Callable[[str], Trained],
     states: Path,
@@ -328,8 +321,8 @@ def test_two_processes_go_on_where_one_was_stopped(
     assert last_row(tmp_path / "whole")["tokens"] == last_row(tmp_path / "cut")["tokens"]
 
 
-def test_the_clock_of_the_main_process_ends_both(together: Ranks, workplace: Callable[..., tuple[Path, Path]]) -> None:
-    """Also where it does so while the last step is taken, and its checkpoint is written."""
+def test_main_process_clock_ends_both(together: Ranks, workplace: Callable[..., tuple[Path, Path]]) -> None:
+    """Also when time runs out during the last step, while its checkpoint is written."""
     file, run = workplace(steps=None, minutes=1, save_every=1, eval_every=100)
     assert_codes(together(ranks.train_by_two_clocks, file, "--run-dir", run), 0, 0)
     assert last_row(run / "train")["step"] == 4
@@ -338,9 +331,7 @@ def test_the_clock_of_the_main_process_ends_both(together: Ranks, workplace: Cal
     assert last_row(run / "train")["step"] == 4, "it is over, whatever one of them sees"
 
 
-def test_ctrl_c_keeps_the_step_and_ends_both(
-    together: Ranks, forks: Forks, workplace: Callable[..., tuple[Path, Path]]
-) -> None:
+def test_ctrl_c_keeps_the_step(together: Ranks, forks: Forks, workplace: Callable[..., tuple[Path, Path]]) -> None:
     file, run = workplace(steps=8, save_every=100, eval_every=100)
     ended = together(ranks.train_until_ctrl_c, file, "--run-dir", run)
     assert_codes(ended, 130, 130)
@@ -353,9 +344,7 @@ def test_ctrl_c_keeps_the_step_and_ends_both(
     assert "Continuing from step 4" in alone.stdout and last_row(run / "train")["step"] == 8
 
 
-def test_what_one_process_alone_refuses_is_said_once(
-    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
-) -> None:
+def test_refusal_of_one_process_is_printed_once(together: Ranks, workplace: Callable[..., tuple[Path, Path]]) -> None:
     file, run = workplace(steps=8)
     ended = together(ranks.train_with_one_refusing, file, "--run-dir", run)
     assert_codes(ended, 2, 2)
@@ -363,9 +352,7 @@ def test_what_one_process_alone_refuses_is_said_once(
     assert "Error" not in ended[0].text and "Traceback" not in ended[0].text + ended[1].text
 
 
-def test_refusals_are_one_sentence_from_one_process(
-    together: Ranks, workplace: Callable[..., tuple[Path, Path]]
-) -> None:
+def test_refusals_are_printed_once(together: Ranks, workplace: Callable[..., tuple[Path, Path]]) -> None:
     file, run = workplace(steps=2)
     recipe = load_recipe(str(file))
     target = load_target(recipe.target.spec, recipe.target.dtype, recipe.target.device)

@@ -51,7 +51,7 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
         {"position_weight": "subsampled", "step_weight": 0.6, "loss_tokens": 12},
     ],
 )
-def test_a_killed_run_goes_on_to_the_same_weights(
+def test_killed_run_resumes_to_the_same_weights(
     run: Train, tmp_path: Path, kill_after: Callable[[int], None], settings: dict[str, Any]
 ) -> None:
     complete = run(tmp_path / "whole", **settings)
@@ -94,7 +94,7 @@ def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callab
     assert all(torch.equal(one, other) for one, other in zip(seen, complete[8:], strict=True))
 
 
-def test_a_checkpoint_cut_short_falls_back_to_the_one_before(
+def test_cut_short_checkpoint_falls_back_to_the_one_before(
     run: Train, tmp_path: Path, kill_after: Callable[[int], None]
 ) -> None:
     complete = run(tmp_path / "whole")
@@ -112,17 +112,17 @@ def test_a_checkpoint_cut_short_falls_back_to_the_one_before(
     assert_same(complete.last_folder, resumed.last_folder)
 
 
-def test_a_finished_run_is_not_trained_again(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
+def test_finished_run_is_not_trained_again(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
     first = run(tmp_path)
     kill_after(0)
     again = run(tmp_path)
     assert again == first
 
 
-def test_a_finished_run_that_was_best_at_its_very_end_stays_the_same(
+def test_finished_run_with_its_best_at_the_end_stays(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checkpoint of the last step is written before that step is judged, and once more after it."""
+    """The checkpoint of the last step is written before its validation, and once more after it."""
     rising, result = itertools.count(1.5, 0.1), trainer.Tally.result
     monkeypatch.setattr(
         trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), chain=[next(rising) - 1])
@@ -134,10 +134,10 @@ def test_a_finished_run_that_was_best_at_its_very_end_stays_the_same(
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["best of later", "best gone"])
-def test_the_best_heads_are_never_of_a_lost_future(
+def test_best_heads_are_never_of_a_lost_future(
     run: Train, tmp_path: Path, kill_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
-    """Killed after a validation that no checkpoint knows of, and gone on with towards another end."""
+    """Killed after a validation that no checkpoint has, then resumed towards another end."""
     taus, result = iter([1.5, 1.4, 1.5, 1.9, 1.4]), trainer.Tally.result
     monkeypatch.setattr(
         trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), chain=[next(taus) - 1])
@@ -156,7 +156,7 @@ def test_the_best_heads_are_never_of_a_lost_future(
     assert_same(start, resumed.heads_folder)
 
 
-def test_ctrl_c_after_the_last_step_keeps_the_result_and_stops(
+def test_ctrl_c_after_the_last_step_keeps_the_result(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complete = run(tmp_path / "whole", eval_every=100)
@@ -174,7 +174,7 @@ def test_ctrl_c_after_the_last_step_keeps_the_result_and_stops(
     assert_same(complete.last_folder, tmp_path / "cut" / "last")
 
 
-def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_completes_the_step(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complete = run(tmp_path / "whole")
     original = trainer._Trainer._step
 
@@ -191,9 +191,7 @@ def test_ctrl_c_ends_the_step_and_keeps_it(run: Train, tmp_path: Path, monkeypat
     assert_same(complete.last_folder, run(tmp_path / "cut").last_folder)
 
 
-def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_budget_spans_sessions(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, take = [1000.0], trainer._Trainer._step
     monkeypatch.setattr(trainer, "monotonic", lambda: clock[0])
     rates: list[float] = []
@@ -215,7 +213,7 @@ def test_a_time_budget_ends_the_run_and_a_resume_does_not_restart_the_clock(
     assert len(rates) == 6 and metrics(tmp_path)[-1]["elapsed_seconds"] == 180
 
 
-def test_going_on_with_other_settings_is_refused(run: Train, tmp_path: Path) -> None:
+def test_resuming_with_other_settings_is_refused(run: Train, tmp_path: Path) -> None:
     run(tmp_path)
     with pytest.raises(UserError, match=r"train\.lr = 0\.003, and now it is 0\.001"):
         run(tmp_path, lr=1e-3)

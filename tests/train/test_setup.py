@@ -48,23 +48,21 @@ def test_packaged_recipes_pass_the_checks(name: str, earlier: tuple[Path, DraftH
         ({"start_from": "nowhere"}, "nowhere.*does not exist"),
     ],
 )
-def test_settings_of_training_are_checked_by_the_recipe_alone(
+def test_impossible_settings_are_refused_by_check(
     recipe: Callable[..., Recipe], settings: dict[str, Any], problem: str
 ) -> None:
     with pytest.raises(UserError, match=problem):
         check_training(recipe(**settings))
 
 
-def test_a_loss_is_over_all_tokens_or_some_number_of_them() -> None:
+def test_loss_tokens_are_all_or_at_least_ten() -> None:
     for tokens in (0, 10):
         assert TrainSection(loss_tokens=tokens).loss_tokens == tokens
     with pytest.raises(ValueError, match="10 tokens at least, or with 0 over all"):
         TrainSection(loss_tokens=9)
 
 
-def test_earlier_heads_that_cannot_be_read_are_refused_by_the_recipe_alone(
-    recipe: Callable[..., Recipe], earlier: tuple[Path, DraftHead]
-) -> None:
+def test_damaged_earlier_heads_are_refused(recipe: Callable[..., Recipe], earlier: tuple[Path, DraftHead]) -> None:
     check_training(recipe(start_from=str(earlier[0])))
     file = earlier[0] / "heads.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
@@ -73,7 +71,7 @@ def test_earlier_heads_that_cannot_be_read_are_refused_by_the_recipe_alone(
 
 
 @pytest.mark.parametrize("lacking", ["train", "validation"])
-def test_a_store_that_lacks_a_layer_is_refused_by_its_number(
+def test_store_without_a_layer_is_refused_by_its_number(
     recipe: Callable[..., Recipe],
     tiny_target: Target,
     train_store: StateStore,
@@ -120,7 +118,7 @@ def build(
     return go
 
 
-def test_the_same_heads_go_on_from_where_they_were(
+def test_same_heads_continue_unchanged(
     build: Callable[..., tuple[DraftHead, str]], earlier: tuple[Path, DraftHead]
 ) -> None:
     heads, said = build()
@@ -129,7 +127,7 @@ def test_the_same_heads_go_on_from_where_they_were(
     assert said == f"Started from {earlier[0]}: 4 of 4 tensors are those of earlier medusa heads."
 
 
-def test_what_does_not_fit_keeps_its_own_start(
+def test_tensors_that_do_not_fit_keep_their_start(
     build: Callable[..., tuple[DraftHead, str]],
     earlier: tuple[Path, DraftHead],
     recipe: Callable[..., Recipe],
@@ -145,7 +143,7 @@ def test_what_does_not_fit_keeps_its_own_start(
     assert not torch.equal(own["draft_to_target_D"], given["draft_to_target_D"])
 
 
-def test_tables_of_another_draft_vocabulary_are_matched_by_token(
+def test_draft_vocabularies_are_matched_by_token(
     build: Callable[..., tuple[DraftHead, str]], earlier: tuple[Path, DraftHead], tiny_target: Target
 ) -> None:
     heads, said = build(draft_vocab_size=60)
@@ -162,8 +160,8 @@ def test_tables_of_another_draft_vocabulary_are_matched_by_token(
         assert torch.equal(table_KDE[:, position], expected_KE), token
 
 
-def test_an_axis_of_another_size_is_not_taken_for_the_vocabulary() -> None:
-    """The tables differ in the vocabulary and in the number of heads: nothing says which head is which."""
+def test_only_the_vocabulary_axis_may_differ() -> None:
+    """Here the number of heads differs too, and nothing tells which head matches which."""
     sizes = {"hidden_size": 8, "vocab_size": 30}
     heads = MedusaHead(MedusaConfig(num_heads=3, draft_vocab_size=20, **sizes))
     other = MedusaHead(MedusaConfig(num_heads=2, draft_vocab_size=10, **sizes))
@@ -171,7 +169,7 @@ def test_an_axis_of_another_size_is_not_taken_for_the_vocabulary() -> None:
         take_over(heads, other)
 
 
-def test_heads_of_another_family_give_what_has_the_same_name_and_shape() -> None:
+def test_other_family_gives_tensors_of_equal_name_and_shape() -> None:
     class Other(MedusaHead):
         family = "other"
 
@@ -183,7 +181,7 @@ def test_heads_of_another_family_give_what_has_the_same_name_and_shape() -> None
     assert torch.equal(heads.lm_head_KDE, other.lm_head_KDE)
 
 
-def test_earlier_heads_that_are_missing_or_of_another_target_are_refused(
+def test_missing_or_foreign_earlier_heads_are_refused(
     recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match=r"nowhere.*does not exist"):
@@ -194,7 +192,7 @@ def test_earlier_heads_that_are_missing_or_of_another_target_are_refused(
         build_heads(recipe(start_from=str(tmp_path / "small")), tiny_target, train_store)
 
 
-def test_a_run_that_starts_from_the_best_of_another_begins_at_its_tau(
+def test_run_begins_at_the_tau_of_its_earlier_heads(
     recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: StateStore, tmp_path: Path
 ) -> None:
     first = train(recipe(loss="hard_ce"), tiny_target, train_store, valid_store, tmp_path / "first")

@@ -128,7 +128,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tracker", READERS)
-def test_the_report_joins_the_run_that_watched_the_training(
+def test_report_joins_the_run_of_its_training(
     run: Train, recipe: Callable[..., Recipe], tmp_path: Path, offline: None, at_home: None, tracker: str
 ) -> None:
     folder, report = tmp_path / "run" / "train", tmp_path / "report"
@@ -149,7 +149,7 @@ def test_the_report_joins_the_run_that_watched_the_training(
     assert config["report"] == "# What came of it"
 
 
-def test_a_tracker_that_does_not_take_the_report_is_said(
+def test_failing_tracker_is_reported(
     recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Refusing:
@@ -166,7 +166,7 @@ def test_a_tracker_that_does_not_take_the_report_is_said(
 
 
 @pytest.mark.parametrize("tracker", READERS)
-def test_what_is_logged_is_there(run: Train, tmp_path: Path, offline: None, at_home: None, tracker: str) -> None:
+def test_logged_values_are_complete(run: Train, tmp_path: Path, offline: None, at_home: None, tracker: str) -> None:
     folder = tmp_path / "run" / "train"
     before = dict(os.environ)
     run(folder, steps=3, log_every=1, eval_every=2, tracker=tracker, project="tries")
@@ -194,9 +194,7 @@ def test_what_is_logged_is_there(run: Train, tmp_path: Path, offline: None, at_h
     assert (config["heads.family"], config["train.lr"], config["train.max_grad_norm"]) == ("medusa", 3e-3, 1.0)
 
 
-def test_wandb_writes_where_its_user_says(
-    run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_dir_is_respected(run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine").mkdir()
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "mine"))
     run(tmp_path / "run", steps=1, log_every=1, tracker="wandb")
@@ -217,7 +215,7 @@ def runs_in_wandb(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def test_a_training_that_goes_on_stays_in_the_same_wandb_run(
+def test_resumed_training_keeps_its_wandb(
     run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, steps=2, log_every=1, tracker="wandb")
@@ -233,7 +231,7 @@ def test_a_training_that_goes_on_stays_in_the_same_wandb_run(
     assert runs_in_wandb(tmp_path)[-1] == ("mine", "my name"), "what the user says comes first"
 
 
-def test_wandb_that_is_disabled_leaves_nothing(
+def test_disabled_wandb_leaves_nothing(
     run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
@@ -241,7 +239,7 @@ def test_wandb_that_is_disabled_leaves_nothing(
     assert not list(tmp_path.rglob("*.wandb"))
 
 
-def test_tensorboard_hides_what_came_after_the_checkpoint(
+def test_tensorboard_hides_steps_after_a_checkpoint(
     run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(self: Any, *args: Any) -> None:
@@ -270,7 +268,7 @@ class Started:
         self.project, self.options = project, init_kwargs
 
 
-def test_trackio_knows_a_run_by_a_name_of_its_own(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_trackio_runs_have_unique_names(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     names = []
     for step, again in ((None, {}), (4, {"resume": "allow"}), (None, {})):
         accelerator = Started(tmp_path)
@@ -281,13 +279,13 @@ def test_trackio_knows_a_run_by_a_name_of_its_own(recipe: Callable[..., Recipe],
     assert names[0] == names[1] != names[2], "another one when a training begins anew"
 
 
-def test_without_a_tracker_none_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tracker_imports_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib, "import_module", lambda name: pytest.fail(f"imports {name}"))
     check_tracker("none")
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio", "tensorboard"])
-def test_a_tracker_that_is_not_installed_is_refused_before_any_work(
+def test_missing_tracker_is_refused(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tracker: str
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -296,7 +294,7 @@ def test_a_tracker_that_is_not_installed_is_refused_before_any_work(
     assert refused.value.remedy == f"Run: pip install {tracker}"
 
 
-def test_either_package_of_tensorboard_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_either_tensorboard_package_works(monkeypatch: pytest.MonkeyPatch) -> None:
     imported: list[str] = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "tensorboardX" else None)
     monkeypatch.setattr(importlib, "import_module", imported.append)
@@ -304,7 +302,7 @@ def test_either_package_of_tensorboard_will_do(monkeypatch: pytest.MonkeyPatch) 
     assert imported == ["tensorboardX"]
 
 
-def test_a_tracker_that_does_not_import_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(name: str) -> None:
         raise ImportError("no libprotobuf")
 
@@ -314,9 +312,7 @@ def test_a_tracker_that_does_not_import_is_refused_before_any_work(monkeypatch: 
     assert "wandb" not in refused.value.remedy
 
 
-def test_wandb_without_an_account_is_refused_before_any_work(
-    recipe: Callable[..., Recipe], offline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_without_login(recipe: Callable[..., Recipe], offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     check_training(recipe(tracker="wandb"))
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "online")
@@ -325,9 +321,7 @@ def test_wandb_without_an_account_is_refused_before_any_work(
     assert "wandb login" in refused.value.remedy and "WANDB_MODE=offline" in refused.value.remedy
 
 
-def test_a_tracker_that_does_not_start_leaves_earlier_training_as_it_is(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_start_keeps_the_training(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def files() -> dict[Path, tuple[int, int]]:
         return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))}
 
