@@ -1,4 +1,4 @@
-"""Which conversations go together, in what order, on which process."""
+"""Batching: grouping, order, ranks, padding, subsampling and anchors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_batches_cover_every_conversation_within_the_budget() -> None:
         assert sorted(index for batch in batches for index in batch) == list(range(300))
         padded = [len(batch) * max(LENGTHS[i] for i in batch) for batch in batches]
         assert max(padded) <= 2048
-        assert sum(LENGTHS) / sum(padded) > 0.9, "alike lengths go together: little padding"
+        assert sum(LENGTHS) / sum(padded) > 0.9, "similar lengths go together: little padding"
 
 
 def test_order_depends_on_seed_and_epoch_and_count_does_not() -> None:
@@ -31,7 +31,7 @@ def test_order_depends_on_seed_and_epoch_and_count_does_not() -> None:
     others = [epoch_batches(LENGTHS, 2048, seed, epoch) for seed, epoch in ((0, 1), (0, 2), (1, 0))]
     for other in others:
         assert other != first
-        assert {frozenset(batch) for batch in other} != {frozenset(batch) for batch in first}, "mixed anew"
+        assert {frozenset(batch) for batch in other} != {frozenset(batch) for batch in first}, "regrouped"
         assert len(other) == len(first)
 
 
@@ -62,7 +62,7 @@ def test_batch_is_right_padded_and_reads_only_the_aux_layers() -> None:
 
 def test_predictions_count_the_first_draft_step() -> None:
     supervised_BT = torch.tensor([[False, True, True, True, False], [True, True, False, True, False]])
-    # Row 0 predicts tokens 2 and 3; in row 1 nothing lies before token 0, and token 3 follows no supervised token.
+    # Row 0 predicts tokens 2 and 3. In row 1 token 0 has no predecessor, and token 3 follows no supervised token.
     assert predictions(HeadBatch(torch.zeros(2, 5).long(), supervised_BT, {})) == 2
 
 

@@ -1,4 +1,4 @@
-"""Whole checkpoints are found, cut-short ones are passed over."""
+"""Complete checkpoints are found and truncated ones skipped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SETTINGS = {"train.lr": 1e-3}
 
 @pytest.fixture
 def best(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that stands for the best heads."""
+    """A placeholder for the folder of the best heads."""
     folder = tmp_path_factory.mktemp("train") / "best"
     folder.mkdir()
     (folder / "heads.safetensors").write_text("the best")
@@ -29,7 +29,7 @@ def best(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def saved(tmp_path: Path, best: Path) -> Path:
-    """A folder with checkpoints of steps 10, 20 and 30, of which two are kept."""
+    """A folder after checkpoints at steps 10, 20 and 30 with keep=2."""
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(3, 3)
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -93,7 +93,7 @@ def test_best_heads_are_restored(tmp_path: Path, best: Path, monkeypatch: pytest
         monkeypatch.setattr(os, "link", refuse)
     checkpoint.save(Accelerator(cpu=True), tmp_path, TrainerState(step=10), SETTINGS, best, keep=2)
     folder, file = tmp_path / "step-00000010", best / "heads.safetensors"
-    assert (file.stat().st_nlink == 2) is links, "no second copy where the disk can do without"
+    assert (file.stat().st_nlink == 2) is links, "hard link, or else a copy"
     write_text(file, "of a lost future")
     (best / "more").touch()
     checkpoint.restore_best(folder, best)

@@ -1,4 +1,4 @@
-"""The first losses of a run of every family, as they were once found: a change that moves them should mean to."""
+"""The recorded first losses of every family: a change that moves them must be intended."""
 
 from __future__ import annotations
 

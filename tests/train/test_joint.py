@@ -1,9 +1,8 @@
-"""Medusa-2: an adapter of the target learns with the heads, and the heads are then for the adapted model."""
+"""Joint training (Medusa-2): an adapter of the target trains with the heads, which then fit the adapted model."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from headstart.train.checks import check_training
 from headstart.train.joint import Drift, Joint
 from headstart.train.training_artifact import training
 from tests.tiny import tiny_model
-from tests.train.conftest import Train
+from tests.train.conftest import MakeRecipe, Train
 from tests.train.results import Killed, assert_same, metrics
 from tests.train.test_golden import HEADS
 
@@ -47,8 +46,8 @@ def batch(train_store: StateStore) -> HeadBatch:
 
 
 @pytest.fixture
-def joint(recipe: Callable[..., Recipe], tiny_target: Target) -> Any:
-    """In the target, with weights that change it."""
+def joint(recipe: MakeRecipe, tiny_target: Target) -> Any:
+    """An adapter in the target with random weights that change its outputs."""
     joint = Joint(tiny_target, recipe(joint={**JOINT, "dropout": 0.0}).train)
     joint.begin()
     with torch.no_grad():
@@ -64,9 +63,9 @@ def test_leaves_heads_and_an_adapter(run: Train, tmp_path: Path, tiny_target: Ta
     assert torch.equal(in_numbers(tiny_target), before) and tiny_target.identity() == identity
     assert not any("lora" in name for name, _ in tiny_target.model.named_modules())
     drifts = [row["drift"] for row in metrics(tmp_path)]
-    assert [drift["tokens"] > 0 for drift in drifts] == [False, False, False, True, True], "after the warm-up alone"
+    assert [drift["tokens"] > 0 for drift in drifts] == [False, False, False, True, True], "after the warm-up"
     assert drifts[-1]["kl"] > drifts[0]["kl"] == 0
-    assert result.metrics["step"] > 6, "heads of the adapted target, whatever those before it reached"
+    assert result.metrics["step"] > 6, "the best heads come from after the warm-up"
     last = result.last_folder
     assert any(weight.any() for name, weight in adapter(last).items() if "lora_B" in name)
     assert json.loads((last / "adapter" / "headstart.json").read_text())["kl"] == drifts[-1]["kl"]
@@ -96,9 +95,7 @@ def test_adapted_states_match_the_merged_model(
     assert not torch.allclose(adapted.states[FINAL], batch.states[FINAL], atol=1e-2), "the adapter matters"
 
 
-def test_distillation_is_the_divergence_from_the_plain_target(
-    joint: Joint, batch: HeadBatch, tiny_target: Target
-) -> None:
+def test_distillation_is_the_kl_to_the_plain_target(joint: Joint, batch: HeadBatch, tiny_target: Target) -> None:
     """Against the definition, with the adapter switched off instead of stored states."""
     adapted = joint.read(batch)
     loss = joint.distillation(batch, adapted)
@@ -120,7 +117,7 @@ def test_distillation_is_the_divergence_from_the_plain_target(
     assert drift.to_json()["perplexity_after"] == pytest.approx(torch.tensor(nll / count).exp().item(), rel=1e-3)
 
 
-def test_unchanged_adapter_costs_nothing(recipe: Callable[..., Recipe], tiny_target: Target, batch: HeadBatch) -> None:
+def test_unchanged_adapter_costs_nothing(recipe: MakeRecipe, tiny_target: Target, batch: HeadBatch) -> None:
     joint = Joint(tiny_target, recipe(joint=JOINT).train)
     joint.begin()
     try:
@@ -166,9 +163,7 @@ def test_killed_run_resumes_to_the_same_adapter(run: Train, tmp_path: Path, monk
         assert all(torch.equal(weight, adapter(other)[name]) for name, weight in adapter(one).items())
 
 
-def test_identity_without_an_adapter_omits_it(
-    recipe: Callable[..., Recipe], train_store: StateStore, tiny_target: Target, tmp_path: Path
-) -> None:
+def test_no_joint_in_identity(recipe: MakeRecipe, train_store: StateStore, tiny_target: Target, tmp_path: Path) -> None:
     from headstart.heads.base import make_config
 
     def of(chosen: Recipe) -> Any:
@@ -180,7 +175,7 @@ def test_identity_without_an_adapter_omits_it(
     assert of(recipe(joint=JOINT)).name != of(recipe()).name
 
 
-def test_conflicting_settings_are_refused(recipe: Callable[..., Recipe]) -> None:
+def test_conflicting_settings_are_refused(recipe: MakeRecipe) -> None:
     both = parse_recipe(
         {**recipe(joint=JOINT).model_dump(mode="json"), "target": {"spec": "tiny", "adapter": "some/adapter"}}
     )
@@ -194,7 +189,7 @@ def test_conflicting_settings_are_refused(recipe: Callable[..., Recipe]) -> None
         assert key in refused.value.remedy
 
 
-def test_other_layer_types_are_adapted(recipe: Callable[..., Recipe]) -> None:
+def test_other_layer_types_are_adapted(recipe: MakeRecipe) -> None:
     target = Target(tiny_model("gpt2"))
     joint = Joint(target, recipe(joint=JOINT).train)
     joint.begin()

@@ -1,10 +1,9 @@
-"""Batches read ahead: the same ones in the same order, errors where they belong, and nothing left behind."""
+"""Prefetching batches: same batches, same order, errors at their step, no threads left behind."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -16,14 +15,13 @@ from torch import Tensor
 from headstart.data.states.shards import Work, build_store
 from headstart.errors import UserError
 from headstart.heads.base import HeadBatch
-from headstart.recipes.recipe import Recipe
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.train import trainer
 from headstart.train.batches import Order, ReadBatch, read_ahead, read_batch
 from headstart.train.checkpoint import TrainerState
 from tests.standin import CUDA, StandIn
-from tests.train.conftest import Train, conversations
+from tests.train.conftest import MakeRecipe, Train, conversations
 from tests.train.results import assert_same
 
 
@@ -84,11 +82,7 @@ def test_read_error_is_raised_at_its_step() -> None:
 
 @pytest.mark.parametrize("states_dtype", ["auto", "int8", "fp8"])
 def test_next_batch_is_on_the_device_before_its_step(
-    states_dtype: str,
-    tiny_target: Target,
-    recipe: Callable[..., Recipe],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    states_dtype: str, tiny_target: Target, recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One-byte states are copied as bytes and decoded on the device to the same numbers."""
     kept, layers = conversations(24, 0, tiny_target.vocab_size), (1, FINAL)

@@ -1,4 +1,4 @@
-"""What a training says: in a file with the time, once a minute without a terminal, and once when the loss diverges."""
+"""The training log: a time-stamped file, and one progress line a minute without a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d (.+)")
 
 
 def lines(folder: Path) -> list[str]:
-    """What the log file says, without the times."""
+    """Read the log file without its time stamps."""
     found = [LINE.fullmatch(line) for line in (folder / "log.txt").read_text(encoding="utf-8").splitlines()]
     assert all(found)
     return [line[1] for line in found if line]

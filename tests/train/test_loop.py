@@ -1,4 +1,4 @@
-"""The training loop on a tiny target: it learns from what it should, and refuses what cannot work."""
+"""The training loop on a tiny target: losses, gradients, empty steps and refusals."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ import json
 import math
 import shutil
 import weakref
-from collections.abc import Callable
 from functools import partial
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +24,6 @@ from headstart.errors import UserError
 from headstart.heads.base import families
 from headstart.heads.io import load_heads
 from headstart.heads.parts.residual import head_hidden
-from headstart.recipes.recipe import Recipe
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
@@ -34,17 +32,16 @@ from headstart.train.batches import predictions, read_batch
 from headstart.train.losses import LOSSES
 from headstart.train.starting_heads import build_heads
 from headstart.train.summing import Teacher, summed_plain, weighted
-from headstart.train.trainer import train
 from headstart.train.wrapped import Unrolled
 from tests.tiny import tiny_model
-from tests.train.conftest import Train
+from tests.train.conftest import MakeRecipe, Train
 from tests.train.results import Killed, assert_same, metrics, weights
 from tests.train.stores import Masked, Silent, Unsupervised
 from tests.train.test_golden import HEADS
 
 
 def test_run_leaves_heads_metrics_and_a_result(run: Train, tmp_path: Path, tiny_target: Target) -> None:
-    # Hard labels: a random target's soft ones are nearly flat, and the linear start is at their entropy already.
+    # Hard labels: soft labels of a random target are nearly flat, and the linear start already reaches their entropy.
     result = run(tmp_path, steps=60, eval_every=20, save_every=20, loss="hard_ce")
     rows = metrics(tmp_path)
     assert [row["step"] for row in rows] == [0, 20, 40, 60]
@@ -117,12 +114,10 @@ def test_infinite_max_grad_norm_does_not_clip(run: Train, tmp_path: Path) -> Non
     assert metrics(tmp_path / "inf")[-1]["loss"] != metrics(tmp_path / "0.001")[-1]["loss"]
 
 
-def test_states_of_another_model_are_refused(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: StateStore, tmp_path: Path
-) -> None:
+def test_states_of_another_model_are_refused(run: Train, tiny_target: Target, tmp_path: Path) -> None:
     other = Target(tiny_model("llama", 1, tiny_target.vocab_size, 1024), tiny_target.tokenizer, "other")
     with pytest.raises(UserError, match="are those of another model than other"):
-        train(recipe(), other, train_store, valid_store, tmp_path)
+        run(tmp_path, target=other)
 
 
 def test_epochs_bound_a_run(run: Train, tmp_path: Path, train_store: StateStore) -> None:
@@ -130,7 +125,7 @@ def test_epochs_bound_a_run(run: Train, tmp_path: Path, train_store: StateStore)
     assert run(tmp_path, steps=None, epochs=2).steps == 2 * per_epoch
 
 
-def test_not_finite_loss_names_its_text(
+def test_not_finite_loss_names_the_conversation(
     run: Train, tmp_path: Path, train_store: StateStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(tmp_path, steps=4)
@@ -156,9 +151,7 @@ def test_not_finite_gradient_names_the_batch(run: Train, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("name", families())
-def test_empty_batch_gives_zero_gradients(
-    name: str, recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore
-) -> None:
+def test_empty_batch_has_gradients(name: str, recipe: MakeRecipe, tiny_target: Target, train_store: StateStore) -> None:
     """Ranks with predictions wait for the gradients of a rank without any."""
     made = recipe(heads={"family": name, **HEADS[name]})
     heads = build_heads(made, tiny_target, train_store)
@@ -175,28 +168,17 @@ def test_empty_batch_gives_zero_gradients(
 
 
 @pytest.mark.parametrize("name", families())
-def test_conversations_without_answers_are_trained_through(
-    name: str,
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: Any,
-    tmp_path: Path,
-) -> None:
-    silent: Any = Silent(train_store, set(range(0, 24, 2)))
-    made = recipe(heads={"family": name, **HEADS[name]}, batch_tokens=64, steps=8, eval_every=8)
-    result = train(made, tiny_target, silent, valid_store, tmp_path)
+def test_unanswered_conversations_are_trained(name: str, run: Train, train_store: StateStore, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"heads": {"family": name, **HEADS[name]}, "batch_tokens": 64, "steps": 8}
+    result = run(tmp_path, train_on=Silent(train_store, set(range(0, 24, 2))), eval_every=8, **settings)
     assert result.steps == 8
     assert all(tensor.isfinite().all() for tensor in weights(result.last_folder).values())
 
 
-def test_steps_without_predictions_are_skipped_and_counted(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: Any, tmp_path: Path
-) -> None:
+def test_empty_steps_are_skipped_and_counted(run: Train, train_store: StateStore, tmp_path: Path) -> None:
     """An answer of one token predicts nothing; with momentum and weight decay its step would still move the weights."""
-    silent: Any = Silent(train_store, set(range(24)) - {3})
-    made = recipe(batch_tokens=64, steps=30, eval_every=10, log_every=1, save_every=10)
-    result = train(made, tiny_target, silent, valid_store, tmp_path)
+    silent = Silent(train_store, set(range(24)) - {3})
+    result = run(tmp_path, train_on=silent, batch_tokens=64, steps=30, eval_every=10, log_every=1, save_every=10)
     summary = json.loads((tmp_path / "result.json").read_text())
     per_epoch = summary["steps"] / summary["epochs"]
     learnt = summary["steps"] - summary["skipped_steps"]
@@ -205,11 +187,9 @@ def test_steps_without_predictions_are_skipped_and_counted(
     assert all(row["loss"] is None or row["loss"] > 0 for row in metrics(tmp_path))
 
 
-def test_steps_without_predictions_change_nothing(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: StateStore, valid_store: Any, tmp_path: Path
-) -> None:
-    made = recipe(batch_tokens=64, steps=40, eval_every=100, save_every=1, keep_checkpoints=100)
-    train(made, tiny_target, cast(Any, Silent(train_store, set(range(24)) - {3})), valid_store, tmp_path)
+def test_empty_steps_do_not_move_the_weights(run: Train, train_store: StateStore, tmp_path: Path) -> None:
+    silent = Silent(train_store, set(range(24)) - {3})
+    run(tmp_path, train_on=silent, batch_tokens=64, steps=40, eval_every=100, save_every=1, keep_checkpoints=100)
     saved = [load_file(path / "model.safetensors") for path in sorted((tmp_path / "checkpoints").iterdir())]
     moved = sum(any(not torch.equal(before[name], after[name]) for name in before) for before, after in pairwise(saved))
     skipped = json.loads((tmp_path / "result.json").read_text())["skipped_steps"]
@@ -217,22 +197,17 @@ def test_steps_without_predictions_change_nothing(
 
 
 @pytest.mark.parametrize("count", [0, 1])
-def test_validation_without_predictions_is_refused(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path, count: int
-) -> None:
+def test_empty_validation_is_refused(run: Train, valid_store: StateStore, tmp_path: Path, count: int) -> None:
     with pytest.raises(UserError, match=r"validation data have nothing to predict.*"):
-        train(recipe(), tiny_target, train_store, cast(Any, Masked(valid_store, count)), tmp_path)
+        run(tmp_path, validate_on=Masked(valid_store, count))
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_nothing_supervised_is_refused(
-    recipe: Callable[..., Recipe], tiny_target: Target, train_store: Any, valid_store: Any, tmp_path: Path
-) -> None:
-    silent: list[Any] = [Unsupervised(train_store), Unsupervised(valid_store)]
+def test_nothing_supervised_is_refused(run: Train, train_store: Any, valid_store: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Nothing is supervised in the training data"):
-        train(recipe(), tiny_target, silent[0], valid_store, tmp_path)
+        run(tmp_path, train_on=Unsupervised(train_store))
     with pytest.raises(UserError, match="Nothing is supervised in the validation data"):
-        train(recipe(), tiny_target, train_store, silent[1], tmp_path)
+        run(tmp_path, validate_on=Unsupervised(valid_store))
 
 
 @pytest.mark.parametrize(
@@ -252,26 +227,17 @@ def test_impossible_settings_are_refused(
 
 
 @pytest.mark.parametrize(("size", "problem"), [(1, "cannot hold the 2 end-of-turn tokens"), (10**6, "larger than the")])
-def test_impossible_draft_vocabulary_size_is_refused(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    size: int,
-    problem: str,
+def test_bad_draft_vocabulary_is_refused(
+    run: Train, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, problem: str
 ) -> None:
     monkeypatch.setitem(tiny_target.__dict__, "end_tokens", frozenset({0, 2}))
-    base = recipe()
-    heads = base.heads.model_copy(update={"draft_vocab_size": size})
     with pytest.raises(UserError, match=problem):
-        train(base.model_copy(update={"heads": heads}), tiny_target, train_store, valid_store, tmp_path)
+        run(tmp_path, heads={"draft_vocab_size": size})
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_loop_trains_on_the_chosen_loss(
-    name: str, recipe: Callable[..., Recipe], run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore
+    name: str, recipe: MakeRecipe, run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore
 ) -> None:
     """The reported loss equals the loss on all logits at once, and a step on its gradient lowers it."""
     settings: dict[str, Any] = {"steps": 2, "eval_every": 1, "batch_tokens": 100_000, "loss": name, "epochs": 2}
@@ -310,20 +276,11 @@ def test_feature_loss_without_features_is_refused(run: Train, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("steps", [2, 3])
-def test_drafts_longer_than_every_answer_are_refused(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    tmp_path: Path,
-    steps: int,
-) -> None:
-    made = recipe(heads={"num_heads": steps}, steps=1)
-    store: Any = Masked(train_store, steps + 1)
-    train(made, tiny_target, store, valid_store, tmp_path / "just", None)
-    store = Masked(train_store, steps)
+def test_drafts_beyond_every_answer(run: Train, train_store: StateStore, tmp_path: Path, steps: int) -> None:
+    settings: dict[str, Any] = {"heads": {"num_heads": steps}, "steps": 1}
+    run(tmp_path / "just", train_on=Masked(train_store, steps + 1), **settings)
     with pytest.raises(UserError, match=f"draft {steps} tokens ahead and no answer .* has the {steps + 1} tokens"):
-        train(made, tiny_target, store, valid_store, tmp_path / "short", None)
+        run(tmp_path / "short", train_on=Masked(train_store, steps), **settings)
 
 
 def test_bfloat16_target_trains_float32_weights(run: Train, tmp_path: Path, tiny_target_folder: Path) -> None:

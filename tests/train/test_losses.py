@@ -1,4 +1,4 @@
-"""Losses by hand, their gradients, and the pass over blocks of rows against the plain sum."""
+"""Losses by hand, their gradients, and the blockwise sum against the plain one."""
 
 from __future__ import annotations
 
@@ -91,24 +91,24 @@ def test_custom_gradients_match_autograd(name: str, distance: float, mixed: bool
     torch.testing.assert_close(loss_M, plain_M, atol=1e-5, rtol=1e-5)  # of logits up to 15 in float32
     ours, autograds = (torch.autograd.grad(each_M.sum(), logits_MD)[0] for each_M in (loss_M, plain_M))
     torch.testing.assert_close(ours[:5], autograds[:5], atol=1e-6, rtol=1e-5)
-    assert ours[5].abs().max() < 1e-6, "there is nothing to learn"
+    assert ours[5].abs().max() < 1e-6, "the draft equals the target"
 
 
-# -- the pass over blocks --------------------------------------------------------------------------------------------
+# -- the blockwise sum -----------------------------------------------------------------------------------------------
 
 ROWS, DRAFTS, WIDTH = 23, 12, 6
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of at most 5 rows, read 2 rows at a time: neither divides the rows."""
+    """Blocks of up to 5 rows, computed 2 rows per chunk: neither divides the number of rows."""
     monkeypatch.setattr(summing, "_BLOCK", {"cpu": 5 * DRAFTS})
     monkeypatch.setattr(summing, "_BLOCK_ROWS", 1)
     monkeypatch.setattr(summing, "_CHUNK", {"cpu": 2 * DRAFTS + 1})
 
 
 def _teacher_logits(rows: int, drafts: int = DRAFTS, size: int = 4) -> TeacherLogits:
-    """A teacher's view of flat positions 2 .. rows + 1."""
+    """Random teacher logits of flat positions 2 .. rows + 1."""
     return TeacherLogits(torch.randn(rows, drafts), torch.randn(rows, size), torch.arange(-2, rows).clamp_min(-1))
 
 
@@ -140,14 +140,14 @@ def test_blockwise_sum_equals_the_plain_sum(name: str, trained: bool, mixed: boo
         results.append([total.detach(), hidden_MH.grad, *([lm_head_DH.grad] if trained else [])])
     for fast, plain in zip(*results, strict=True):
         assert fast.dtype == plain.dtype == torch.float32
-        # float32: sums in another order. bfloat16: the gradient of the logits and the products are rounded to 2**-9 of
-        # their size, here before the factor 3 and there after it, so a few of those roundings lie between the two.
+        # float32: sums in another order. bfloat16: gradients of logits and products are rounded to 2**-9 of their size,
+        # once before the factor 3 and once after it, so the two differ by a few roundings.
         share = 1e-2 if mixed else 1e-6
         torch.testing.assert_close(fast, plain, rtol=share, atol=share * plain.abs().max().item())
 
 
 class _Largest(TorchDispatchMode):
-    """The most numbers in any tensor that an operation gives."""
+    """Records the size of the largest tensor that an operation returns."""
 
     numbers = 0
 
@@ -168,10 +168,10 @@ def test_full_logits_are_never_materialised(scheme: Any) -> None:
     teacher_logits = TeacherLogits(torch.randn(43, DRAFTS), torch.zeros(43, 1), torch.arange(43))
     with _Largest() as largest:
         weighted(steps, losses.soft_ce, teacher_logits, 0.8, scheme).backward()
-    assert largest.numbers <= 4 * 40 * 2 < 40 * DRAFTS, "what the LM head reads is the largest: no step's whole table"
+    assert largest.numbers <= 4 * 40 * 2 < 40 * DRAFTS, "hidden states of all steps are larger than any logits"
     with _Largest() as largest:
         summed_plain(losses.soft_ce, steps[0], teacher_logits, torch.ones(40))
-    assert largest.numbers == 40 * DRAFTS, "the plain way has one"
+    assert largest.numbers == 40 * DRAFTS, "the plain sum has a step's logits"
 
 
 def test_float16_gradients_do_not_overflow_before_scaling() -> None:
@@ -252,16 +252,12 @@ def test_confidence_learns_the_shared_mass(scheme: Any) -> None:
 
 
 def _steps(lengths: Sequence[int], lm_heads: Sequence[Tensor]) -> list[StepPrediction]:
-    """Step k drafts from origins 2 .. lengths[k] + 1, as the end of a text allows."""
-    return [
-        StepPrediction(
-            torch.randn(length, WIDTH, requires_grad=True),
-            lm_head_DH,
-            torch.arange(length) + 2 + step,
-            torch.arange(length) + 2,
-        )
-        for step, (length, lm_head_DH) in enumerate(zip(lengths, lm_heads, strict=True))
-    ]
+    """Step k drafts from origins 2 .. lengths[k] + 1, as at the end of a text."""
+    made = []
+    for step, (length, lm_head_DH) in enumerate(zip(lengths, lm_heads, strict=True)):
+        hidden_MH, origin_M = torch.randn(length, WIDTH, requires_grad=True), torch.arange(length) + 2
+        made.append(StepPrediction(hidden_MH, lm_head_DH, origin_M + step, origin_M))
+    return made
 
 
 def _logits(prediction: StepPrediction) -> Tensor:
@@ -271,7 +267,7 @@ def _logits(prediction: StepPrediction) -> Tensor:
 def _brute_force(
     steps: Sequence[StepPrediction], teacher_logits: TeacherLogits, scheme: str, step_weight: float
 ) -> float:
-    """One draft and one prediction at a time."""
+    """Sum draft by draft and prediction by prediction."""
     total = 0.0
     for origin in steps[0].origin_M.tolist():
         terms = []
@@ -385,11 +381,11 @@ def test_teacher_adds_the_lm_head_bias(tiny_target: Target, monkeypatch: pytest.
         )
 
 
-# -- over some tokens ------------------------------------------------------------------------------------------------
+# -- sampled loss tokens ---------------------------------------------------------------------------------------------
 
 
 def _taught(raised: bool, seed: int | None = None) -> Tensor:
-    """The gradient of what an LM head reads, over all of sixty tokens or thirty of them; few of these are said."""
+    """Return the gradient at the LM head's input for a loss over 60 tokens, or 30 drawn by a seed."""
     generator = torch.Generator().manual_seed(0)
     hidden_ME, lm_head_DE = torch.randn(24, 8, generator=generator), torch.randn(60, 8, generator=generator)
     other_ME = (0.5 * hidden_ME + 0.5 * torch.randn(24, 8, generator=generator)).requires_grad_()

@@ -1,4 +1,4 @@
-"""Accuracy, predicted tokens per round and the draft vocabulary on cases counted by hand."""
+"""Accuracy, tau and the draft vocabulary on cases counted by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEVICE = torch.device("cpu")
 
 
 def _says(tokens: list[int], size: int = 12) -> torch.Tensor:
-    """Logits whose best drafts are these, the next ids following by rank."""
+    """Logits that rank each given token first and the following ids after it."""
     logits = torch.zeros(len(tokens), size)
     for row, token in enumerate(tokens):
         for rank in range(size):
@@ -31,10 +31,8 @@ def _says(tokens: list[int], size: int = 12) -> torch.Tensor:
 
 
 def _step(logits_MD: torch.Tensor, source: list[int], origin: list[int]) -> StepPrediction:
-    """A step with these logits."""
-    return StepPrediction(
-        logits_MD, torch.eye(logits_MD.shape[1]), *(torch.tensor(flat).long() for flat in (source, origin))
-    )
+    flat = (torch.tensor(places).long() for places in (source, origin))
+    return StepPrediction(logits_MD, torch.eye(logits_MD.shape[1]), *flat)
 
 
 @pytest.mark.parametrize("block", [1, 3, 512])

@@ -1,10 +1,10 @@
-"""States computed in the training loop: the same batches, the same states, the same heads, and nothing on disk."""
+"""States computed in the training loop: batches, states and heads match the store, and nothing is stored."""
 
 from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from headstart.data.states.online import OnlineStates
 from headstart.data.states.store import StateStore
 from headstart.errors import UserError
 from headstart.heads.base import make_config
-from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
+from headstart.recipes.recipe import load_recipe, parse_recipe
 from headstart.support.artifacts import references
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
@@ -26,28 +26,28 @@ from headstart.train.trainer import train
 from headstart.train.training_artifact import training
 from tests.data.test_store import poison
 from tests.forks import Forks
-from tests.train.conftest import clean_environment, conversations
+from tests.train.conftest import MakeRecipe, Train, Workplace, clean_environment, conversations
 from tests.train.results import assert_same, metrics, weights
 from tests.train.test_golden import HEADS
 
 SUMS = {"rtol": 1e-5, "atol": 1e-5}
-"""float32 sums in another order: a conversation stands in a batch of another length, and matrix products of other
-shapes add in other orders, over a few layers of states of about size 1."""
+"""float32 rounding: batches of another length give matrix products of other shapes, which sum in another order."""
+
+
+Online = list[OnlineStates]
 
 
 @pytest.fixture
-def online(tiny_target: Target, states: Path) -> list[OnlineStates]:
+def online(tiny_target: Target, states: Path) -> Online:
     made = (conversations(24, 0, tiny_target.vocab_size), conversations(7, 1, tiny_target.vocab_size))
     return [OnlineStates(states, one, tiny_target, [1, 2, 3, FINAL]) for one in made]
 
 
-def test_online_states_match_the_stored_ones(train_store: StateStore, online: list[OnlineStates]) -> None:
+def test_online_states_match_the_stored_ones(train_store: StateStore, online: Online) -> None:
     computed = online[0]
     assert (len(computed), computed.lengths) == (len(train_store), train_store.lengths)
-    assert (computed.hidden_size, computed.target_fingerprint) == (
-        train_store.hidden_size,
-        train_store.target_fingerprint,
-    )
+    assert computed.hidden_size == train_store.hidden_size
+    assert computed.target_fingerprint == train_store.target_fingerprint
     assert torch.equal(computed.supervised_counts(400), train_store.supervised_counts(400))
     assert computed.fingerprint != train_store.fingerprint, "they differ by rounding"
     batch = [3, 0, 11, 7]
@@ -61,12 +61,11 @@ def test_online_states_match_the_stored_ones(train_store: StateStore, online: li
 
 
 def test_not_finite_states_are_named_and_teach_nothing(
-    tiny_target: Target, online: list[OnlineStates], recipe: Callable[..., Recipe], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tiny_target: Target, online: Online, run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     poison(tiny_target, monkeypatch, conversations(24, 0, tiny_target.vocab_size)[7].tokens)
     with pytest.warns(UserWarning, match="conversation 7 .* not finite") as caught:
-        result = train(recipe(epochs=2), tiny_target, online[0], online[1], tmp_path)
+        result = run(tmp_path, train_on=online[0], validate_on=online[1], epochs=2)
     assert sum("not finite" in str(warning.message) for warning in caught) == 1, "once"
     assert online[0].not_finite == [7]
     assert all(weight.isfinite().all() for weight in weights(result.last_folder).values())
@@ -92,40 +91,31 @@ def test_conversations_are_not_kept(tiny_target: Target, states: Path) -> None:
 
 @pytest.mark.parametrize("name", HEADS)
 def test_every_family_trains_online_as_from_the_store(
-    name: str,
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    online: list[OnlineStates],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, run: Train, online: Online, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses within the tolerance of the golden runs: Adam's first steps turn a rounding error into a full step."""
     read: list[list[list[int]]] = [[], []]
     read_batch = trainer.read_batch
-    settings = recipe(heads={"family": name, **HEADS[name]}, steps=4, eval_every=1, lr=1e-3, prefetch=0)
-    for taken, stores in zip(read, ((train_store, valid_store), online), strict=True):
+    settings: dict[str, Any] = {"heads": {"family": name, **HEADS[name]}, "steps": 4, "eval_every": 1, "lr": 1e-3}
+    computing = {"train_on": online[0], "validate_on": online[1]}
+    for taken, (name, stores) in zip(read, (("stored", {}), ("online", computing)), strict=True):
 
         def noted(store: Any, batch: list[int], *rest: Any, taken: list[list[int]] = taken) -> Any:
             taken.append(batch)
             return read_batch(store, batch, *rest)
 
         monkeypatch.setattr(trainer, "read_batch", noted)
-        train(settings, tiny_target, stores[0], stores[1], tmp_path / type(stores[0]).__name__)
+        run(tmp_path / name, prefetch=0, **stores, **settings)
     assert read[0] == read[1], "the same batches in the same order"
-    stored, computed = (metrics(tmp_path / who) for who in ("StateStore", "OnlineStates"))
+    stored, computed = (metrics(tmp_path / name) for name in ("stored", "online"))
     assert [row["loss"] for row in computed][1:] == pytest.approx([row["loss"] for row in stored][1:], rel=1e-3)
     assert [row["predictions"] for row in computed] == [row["predictions"] for row in stored]
 
 
-def test_batch_takes_one_forward(tiny_target: Target, online: list[OnlineStates]) -> None:
-    read: list[int] = []
+def test_batch_takes_one_forward(tiny_target: Target, online: Online) -> None:
+    read, own = list[int](), Target.hidden_states
     with pytest.MonkeyPatch.context() as patch:
-        own = Target.hidden_states
-        patch.setattr(
-            Target, "hidden_states", lambda self, rows, layers: read.append(len(rows)) or own(self, rows, layers)
-        )
+        patch.setattr(Target, "hidden_states", lambda self, rows, of: read.append(len(rows)) or own(self, rows, of))
         list(online[0].supervised())
         online[0].supervised_counts(tiny_target.vocab_size)
         assert not read, "masks cost no forward"
@@ -134,23 +124,16 @@ def test_batch_takes_one_forward(tiny_target: Target, online: list[OnlineStates]
 
 
 def test_online_training_is_its_own_artifact(
-    recipe: Callable[..., Recipe],
-    tiny_target: Target,
-    train_store: StateStore,
-    valid_store: StateStore,
-    online: list[OnlineStates],
-    tmp_path: Path,
+    recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, online: Online, tmp_path: Path
 ) -> None:
     config = make_config(recipe().heads, tiny_target)
-    stored = training(tmp_path / "run", recipe(), config, train_store, valid_store)
+    stored = training(tmp_path / "run", recipe(), config, train_store, train_store)
     computed = training(tmp_path / "run", recipe(), config, online[0], online[1])
     again = training(tmp_path / "run", recipe(), config, *online)
     assert stored.name != computed.name == again.name
 
 
-def test_command_trains_online_without_a_store(
-    workplace: Callable[..., tuple[Path, Path]], forks: Forks, tiny_target: Target, tmp_path: Path
-) -> None:
+def test_command_trains_online(workplace: Workplace, forks: Forks, tiny_target: Target, tmp_path: Path) -> None:
     file, run = workplace(steps=2)
     online = run.with_name("online")
     words = ["-m", "headstart.train", file, "--run-dir", online, "data.states=online"]
@@ -163,7 +146,7 @@ def test_command_trains_online_without_a_store(
     assert not list((online / "data" / "states").iterdir()) and "states" not in references(online)
 
 
-def test_sharded_target_needs_online_states(recipe: Callable[..., Recipe]) -> None:
+def test_sharded_target_needs_online_states(recipe: MakeRecipe) -> None:
     values = recipe(shard_target=True).model_dump(mode="json")
     with pytest.raises(UserError, match=r"train\.shard_target does not go with data\.states=stored"):
         check_training(parse_recipe(values))

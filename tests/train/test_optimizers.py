@@ -1,4 +1,4 @@
-"""Which weights learn by which optimiser, and that Muon is Muon."""
+"""The optimiser of each weight, and Muon against torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_updates_match_torch(shape: tuple[int, int], monkeypatch: pytest.MonkeyP
         theirs.grad = ours.grad.clone()
         mine.step()
         reference.step()
-        # One rounding of bfloat16 apart at most, should batched products be added up in another order.
+        # At most one bfloat16 rounding apart, in case batched products sum in another order.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-2 * 0.2 * 40**0.5 * 2**-8)
 
 

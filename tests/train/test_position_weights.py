@@ -7,7 +7,7 @@ import torch
 
 from headstart.train.losses import dpace, exponential
 
-# A text of which drafts start at 0, 1 and 5; the draft from 5 ends after one step, that from 1 after two.
+# Drafts start at 0, 1 and 5 of a text; the draft from 5 has one step, the draft from 1 has two.
 ORIGINS = [torch.tensor([0, 1, 5]), torch.tensor([0, 1]), torch.tensor([0])]
 
 

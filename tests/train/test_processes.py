@@ -1,9 +1,8 @@
-"""Which device each process of a training takes, and what accelerate may be asked for."""
+"""The device of each training process, and launcher settings that are refused."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,13 +11,13 @@ import pytest
 import torch
 
 from headstart.errors import UserError
-from headstart.recipes.recipe import Recipe
 from headstart.target.model import Target
 from headstart.train import processes
+from tests.train.conftest import MakeRecipe
 
 
 class Gpus:
-    """Two GPUs, as torch and accelerate see them."""
+    """Two fake GPUs for torch and accelerate."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
@@ -30,7 +29,7 @@ class Gpus:
         self._patch.setenv("WORLD_SIZE", str(ranks))
 
     def state(self, cpu: bool = False) -> Any:
-        """`cuda:<local rank>` under a launcher and `cuda`, which is the current GPU, without one."""
+        """Return `cuda:<local rank>` under a launcher, else `cuda`, the current GPU."""
         launched = os.environ.get("LOCAL_RANK")
         device = "cpu" if cpu else "cuda" if launched is None else f"cuda:{launched}"
         return SimpleNamespace(device=torch.device(device))
@@ -64,12 +63,9 @@ def test_cpu_training_beside_gpus(gpus: Gpus) -> None:
 
 
 def test_target_on_another_device_is_refused(
-    recipe: Callable[..., Recipe], tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recipe: MakeRecipe, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def elsewhere(**_: Any) -> Any:
-        return SimpleNamespace(device=torch.device("meta"))
-
-    monkeypatch.setattr(processes, "Accelerator", elsewhere)
+    monkeypatch.setattr(processes, "Accelerator", lambda **_: SimpleNamespace(device=torch.device("meta")))
     with pytest.raises(UserError, match="The target is on cpu, and this process trains on meta"):
         processes.make_accelerator(recipe(), tiny_target, tmp_path)
 

@@ -1,4 +1,4 @@
-"""A run that was killed, interrupted or given more to do goes on exactly where it stopped."""
+"""Exact resumption of a run that was killed, interrupted or extended."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ from headstart.train import trainer
 from tests.train.conftest import Train
 from tests.train.results import Killed, assert_same, metrics
 
+KillAfter = Callable[[int], None]
+
 
 @pytest.fixture
-def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Stop a run dead after so many optimiser steps, as a kill would: no handler, no clean-up of its own."""
+def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[KillAfter]:
+    """Raise `Killed` after a number of optimiser steps; like a kill, no handler or clean-up runs."""
     original = trainer._Trainer._step
 
     def arm(steps: int) -> None:
@@ -41,6 +43,12 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
     monkeypatch.undo()
 
 
+def set_taus(monkeypatch: pytest.MonkeyPatch, taus: Iterator[float]) -> None:
+    """Replace the taus of successive validations."""
+    own = trainer.Tally.result
+    monkeypatch.setattr(trainer.Tally, "result", lambda one: dataclasses.replace(own(one), chain=[next(taus) - 1]))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -52,14 +60,14 @@ def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None
     ],
 )
 def test_killed_run_resumes_to_the_same_weights(
-    run: Train, tmp_path: Path, kill_after: Callable[[int], None], settings: dict[str, Any]
+    run: Train, tmp_path: Path, kill_after: KillAfter, settings: dict[str, Any]
 ) -> None:
     complete = run(tmp_path / "whole", **settings)
     for steps in (5, 6):  # once between checkpoints, once after the next one
         kill_after(steps)
         with pytest.raises(Killed):
             run(tmp_path / "cut", **settings)
-        torch.manual_seed(99)  # whatever happens to the random state in between
+        torch.manual_seed(99)  # disturb the random state in between
     kill_after(10**9)
     resumed = run(tmp_path / "cut", **settings)
     assert resumed.steps == complete.steps
@@ -70,7 +78,7 @@ def test_killed_run_resumes_to_the_same_weights(
     assert kept == expected
 
 
-def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
+def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: KillAfter) -> None:
     """Families with dropout draw from it in every step."""
     seen: list[torch.Tensor] = []
     original = trainer.learning_rate_now
@@ -94,9 +102,7 @@ def test_random_state_is_restored(run: Train, tmp_path: Path, kill_after: Callab
     assert all(torch.equal(one, other) for one, other in zip(seen, complete[8:], strict=True))
 
 
-def test_cut_short_checkpoint_falls_back_to_the_one_before(
-    run: Train, tmp_path: Path, kill_after: Callable[[int], None]
-) -> None:
+def test_cut_short_checkpoint_falls_back(run: Train, tmp_path: Path, kill_after: KillAfter) -> None:
     complete = run(tmp_path / "whole")
     kill_after(9)
     with pytest.raises(Killed):
@@ -112,21 +118,16 @@ def test_cut_short_checkpoint_falls_back_to_the_one_before(
     assert_same(complete.last_folder, resumed.last_folder)
 
 
-def test_finished_run_is_not_trained_again(run: Train, tmp_path: Path, kill_after: Callable[[int], None]) -> None:
+def test_finished_run_is_not_trained_again(run: Train, tmp_path: Path, kill_after: KillAfter) -> None:
     first = run(tmp_path)
     kill_after(0)
     again = run(tmp_path)
     assert again == first
 
 
-def test_finished_run_with_its_best_at_the_end_stays(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_that_ends_at_its_best_stays(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The checkpoint of the last step is written before its validation, and once more after it."""
-    rising, result = itertools.count(1.5, 0.1), trainer.Tally.result
-    monkeypatch.setattr(
-        trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), chain=[next(rising) - 1])
-    )
+    set_taus(monkeypatch, itertools.count(1.5, 0.1))
     settings: dict[str, Any] = {"steps": 8, "save_every": 4, "eval_every": 6}
     first = run(tmp_path, **settings)
     assert first.metrics["step"] == 8
@@ -135,13 +136,10 @@ def test_finished_run_with_its_best_at_the_end_stays(
 
 @pytest.mark.parametrize("gone", [False, True], ids=["best of later", "best gone"])
 def test_best_heads_are_never_of_a_lost_future(
-    run: Train, tmp_path: Path, kill_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, gone: bool
+    run: Train, tmp_path: Path, kill_after: KillAfter, monkeypatch: pytest.MonkeyPatch, gone: bool
 ) -> None:
     """Killed after a validation that no checkpoint has, then resumed towards another end."""
-    taus, result = iter([1.5, 1.4, 1.5, 1.9, 1.4]), trainer.Tally.result
-    monkeypatch.setattr(
-        trainer.Tally, "result", lambda tally: dataclasses.replace(result(tally), chain=[next(taus) - 1])
-    )
+    set_taus(monkeypatch, iter([1.5, 1.4, 1.5, 1.9, 1.4]))
     start = run(tmp_path / "start", steps=1).heads_folder
     kill_after(6)
     with pytest.raises(Killed):
@@ -156,9 +154,7 @@ def test_best_heads_are_never_of_a_lost_future(
     assert_same(start, resumed.heads_folder)
 
 
-def test_ctrl_c_after_the_last_step_keeps_the_result(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_after_the_last_step(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complete = run(tmp_path / "whole", eval_every=100)
     original = trainer._Trainer._validate
 

@@ -1,4 +1,4 @@
-"""Training from the teacher that lies beside the states, without the target."""
+"""Training from the teacher saved with the states, without the target."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_teacher_and_target_train_the_same_heads(name: str, run: Train, taught: 
 
 
 class Place:
-    """A run whose data was written here, with a target that may then go away."""
+    """A run after its data was built, with a copy of the target that a test may delete."""
 
     def __init__(self, folder: Path, target_folder: Path, heads: dict[str, Any] | None = None) -> None:
         self.target_folder, self.run = folder / "target", folder / "runs" / "run"
@@ -74,7 +74,7 @@ class Place:
         return parse_recipe({**values, **{name: {**values[name], **change} for name, change in sections.items()}})
 
     def train(self, **sections: dict[str, Any]) -> str:
-        """What `headstart train` says."""
+        """Run `headstart train` and return its console text."""
         console = Console(file=StringIO(), width=500)
         train_together(Run(self.recipe(**sections), self.run, console))
         return console.file.getvalue()  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ def test_heads_of_a_70b_shape_reach_an_engine_without_its_weights(tmp_path: Path
     assert "is complete" in said
     assert "measures how many pay" in (served / "README.md").read_text()
     assert "a chain of 3 drafts, untuned" in (place.run / "heads" / "README.md").read_text()
-    assert "headstart export" in refused("tune", place.run), "what can be done without the target"
+    assert "headstart export" in refused("tune", place.run), "export works without the target"
 
     works("export", place.run, "--format", "speculators", "--out", again, "--target", there)
     one, other = (load_file(folder / "model.safetensors") for folder in (served, again))
@@ -169,6 +169,6 @@ def test_heads_of_a_70b_shape_reach_an_engine_without_its_weights(tmp_path: Path
     assert NOT_LOADED in place.train(heads={"draft_vocab_size": 48})
     works("export", place.run, "--format", "speculators", "--out", tmp_path / "newest")
     newest = load_file(tmp_path / "newest" / "model.safetensors")
-    assert (len(one["d2t"]), len(newest["d2t"])) == (64, 48), "heads of the newest training"
+    assert (len(one["d2t"]), len(newest["d2t"])) == (64, 48), "exports the newest training"
     decoder = headstart.load(place.run, target=there, dtype="float32")
     assert len(decoder.generate("who are you", max_new_tokens=4).tokens) == 4

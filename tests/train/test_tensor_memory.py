@@ -1,4 +1,4 @@
-"""Memory of tensors that waits for the next ones: used again, never twice at once, and let go of."""
+"""The tensor memory cache: freed memory is reused, never shared, and bounded."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_freed_memory_is_reused_for_the_same_size() -> None:
             again = torch.empty(numbers)
             assert again.data_ptr() == place
             other = torch.empty(numbers)
-            assert other.data_ptr() != place, "that one is taken"
+            assert other.data_ptr() != place, "still in use"
 
 
 def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,10 +38,10 @@ def test_kept_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         sizes = 10_000, 20_000, 30_000  # blocks of 10,240, 20,480 and 30,720
         tensors = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         for kept in (30_720, 20_480, 30_720):
-            del tensors[-1]  # there is no room for the second beside the first
+            del tensors[-1]  # the second does not fit beside the first
             assert keeper.keep(50_000) == kept
         large = torch.empty(60_000, dtype=torch.uint8)
-        del large  # nor for this one at all
+        del large  # larger than the bound
         assert keeper.keep(50_000) == 0
     assert keeper.keep(0) == 0
 

@@ -1,4 +1,4 @@
-"""Trackers: what is logged is there, files lie under the run, and one that cannot start changes nothing."""
+"""Trackers: complete logs in the run's folder, resumption, and failures that leave a training untouched."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ from torch.utils import tensorboard
 from wandb.proto.wandb_internal_pb2 import Record
 
 from headstart.errors import UserError
-from headstart.recipes.recipe import Recipe
 from headstart.train import trainer
 from headstart.train.checks import check_training
 from headstart.train.tracking import check_tracker, link_report, start_tracker
-from tests.train.conftest import Train
+from tests.train.conftest import MakeRecipe, Train
 from tests.train.results import Killed
 
 Logged = dict[str, list[tuple[int, float]]]
@@ -43,13 +42,13 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         monkeypatch.setenv(name, str(tmp_path / "home"))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.chdir(tmp_path)
-    wandb.teardown()  # it remembers the settings of whoever used it before
+    wandb.teardown()  # drop settings of earlier tests
     yield
     wandb.teardown()
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    """Records of a LevelDB log, which is what wandb writes: blocks of 32 KiB, pieces with a header of 7 bytes."""
+    """Parse wandb's file, a LevelDB log: blocks of 32 KiB, chunks with a header of 7 bytes."""
     block, header, index, parts = 32768, 7, 7, b""  # the file's own header takes the first 7
     while index + header <= len(data):
         if block - index % block < header:
@@ -58,14 +57,14 @@ def _records(data: bytes) -> Iterator[bytes]:
         length, kind = struct.unpack_from("<HB", data, index + 4)
         parts += data[index + header : index + header + length]
         index += header + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # full, or the last chunk
             yield parts
             parts = b""
 
 
 def in_wandb(folder: Path) -> tuple[Logged, dict[str, Any]]:
-    """What the last offline session holds: values and configuration."""
-    wandb.teardown()  # its process ends when everything is in the file
+    """Read values and configuration of the last offline session."""
+    wandb.teardown()  # flushes the file
     *_, file = sorted(folder.glob("wandb/offline-run-*/*.wandb"))  # the folder's name begins with the time
     logged: Logged = {}
     config: dict[str, Any] = {}
@@ -116,12 +115,12 @@ READERS: dict[str, Callable[[Path], tuple[Logged, dict[str, Any]]]] = {
     "tensorboard": in_tensorboard,
     **({"trackio": in_trackio} if importlib.util.find_spec("trackio") else {}),
 }
-"""What each tracker has kept; trackio is no dependency of headstart."""
+"""Readers of logged values and configuration; trackio is optional."""
 
 
 @pytest.fixture
 def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """trackio keeps its runs in one folder for all programs, which it finds when it is imported."""
+    """Redirect trackio's global folder of runs, which it resolves on import."""
     if "trackio" in READERS:
         for name in ("trackio.utils", "trackio.sqlite_storage"):
             monkeypatch.setattr(importlib.import_module(name), "TRACKIO_DIR", tmp_path / "home")
@@ -129,7 +128,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tracker", READERS)
 def test_report_joins_the_run_of_its_training(
-    run: Train, recipe: Callable[..., Recipe], tmp_path: Path, offline: None, at_home: None, tracker: str
+    run: Train, recipe: MakeRecipe, tmp_path: Path, offline: None, at_home: None, tracker: str
 ) -> None:
     folder, report = tmp_path / "run" / "train", tmp_path / "report"
     run(folder, steps=1, log_every=1, tracker=tracker, project="tries")
@@ -149,9 +148,7 @@ def test_report_joins_the_run_of_its_training(
     assert config["report"] == "# What came of it"
 
 
-def test_failing_tracker_is_reported(
-    recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_tracker_is_reported(recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Refusing:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             raise OSError("no room for events")
@@ -160,7 +157,7 @@ def test_failing_tracker_is_reported(
     monkeypatch.setattr(tensorboard, "SummaryWriter", Refusing)
     said: list[str] = []
     link_report(recipe(tracker="tensorboard").train, tmp_path, "tiny", tmp_path, {}, said.append)
-    link_report(recipe(tracker="wandb").train, tmp_path, "tiny", tmp_path, {}, said.append)  # it has watched nothing
+    link_report(recipe(tracker="wandb").train, tmp_path, "tiny", tmp_path, {}, said.append)  # it has no run
     link_report(recipe().train, tmp_path, "tiny", tmp_path, {}, said.append)
     assert said == ["The tracker tensorboard did not take the report: no room for events"]
 
@@ -203,7 +200,7 @@ def test_wandb_dir_is_respected(run: Train, tmp_path: Path, offline: None, monke
 
 
 def runs_in_wandb(folder: Path) -> list[tuple[str, str]]:
-    """(id, name) of the run of every offline session."""
+    """Return (id, name) of the run of every offline session."""
     found = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda file: file.stat().st_mtime_ns):
         for data in _records(file.read_bytes()):
@@ -215,9 +212,7 @@ def runs_in_wandb(folder: Path) -> list[tuple[str, str]]:
     return found
 
 
-def test_resumed_training_keeps_its_wandb(
-    run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resuming_keeps_the_wandb(run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path, steps=2, log_every=1, tracker="wandb")
     run(tmp_path, steps=3, log_every=1, tracker="wandb")
     first, second = runs_in_wandb(tmp_path)
@@ -226,22 +221,18 @@ def test_resumed_training_keeps_its_wandb(
     assert [step for step, _ in in_wandb(tmp_path)[0]["loss"]] == [3]
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     monkeypatch.setenv("WANDB_NAME", "my name")
-    wandb.teardown()  # as in another process: it reads its variables once
+    wandb.teardown()  # as in another process: variables are read once
     run(tmp_path, steps=4, log_every=1, tracker="wandb")
-    assert runs_in_wandb(tmp_path)[-1] == ("mine", "my name"), "what the user says comes first"
+    assert runs_in_wandb(tmp_path)[-1] == ("mine", "my name"), "the user's variables win"
 
 
-def test_disabled_wandb_leaves_nothing(
-    run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disabled_wandb_is_silent(run: Train, tmp_path: Path, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert run(tmp_path / "run", steps=1, log_every=1, tracker="wandb").steps == 1
     assert not list(tmp_path.rglob("*.wandb"))
 
 
-def test_tensorboard_hides_steps_after_a_checkpoint(
-    run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_drops_lost_steps(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(self: Any, *args: Any) -> None:
         raise Killed
 
@@ -257,7 +248,7 @@ def test_tensorboard_hides_steps_after_a_checkpoint(
 
 
 class Started:
-    """An accelerator that notes with what trackers are started."""
+    """A fake accelerator that records the arguments of `init_trackers`."""
 
     is_main_process = True
 
@@ -268,7 +259,7 @@ class Started:
         self.project, self.options = project, init_kwargs
 
 
-def test_trackio_runs_have_unique_names(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
+def test_trackio_runs_have_unique_names(recipe: MakeRecipe, tmp_path: Path) -> None:
     names = []
     for step, again in ((None, {}), (4, {"resume": "allow"}), (None, {})):
         accelerator = Started(tmp_path)
@@ -285,9 +276,7 @@ def test_no_tracker_imports_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio", "tensorboard"])
-def test_missing_tracker_is_refused(
-    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, tracker: str
-) -> None:
+def test_missing_tracker_is_refused(recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, tracker: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=f"tracker {tracker} is not installed") as refused:
         check_training(recipe(tracker=tracker))
@@ -312,7 +301,7 @@ def test_tracker_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPatch
     assert "wandb" not in refused.value.remedy
 
 
-def test_wandb_without_login(recipe: Callable[..., Recipe], offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_without_login(recipe: MakeRecipe, offline: None, monkeypatch: pytest.MonkeyPatch) -> None:
     check_training(recipe(tracker="wandb"))
     wandb.teardown()
     monkeypatch.setenv("WANDB_MODE", "online")
