@@ -58,13 +58,8 @@ def together(forks: Forks) -> Ranks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        everyone = {
-            **clean_environment(),
-            "ACCELERATE_USE_CPU": "true",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        everyone |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(COUNT))
+        everyone = {**clean_environment(), **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(COUNT))}
+        everyone |= {"ACCELERATE_USE_CPU": "true", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         code = f"import sys; from tests.train import ranks; ranks.{do.__name__}(*sys.argv[1:])"
         begun = [
             forks.start("-c", code, *arguments, env={**everyone, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))})
@@ -187,12 +182,7 @@ def test_two_processes_match_one(trained: MakeTrained, states: Path, how: str) -
 
 @pytest.mark.parametrize("how", HOW)
 def test_one_process_continues_where_two_were_killed(
-    trained: MakeTrained,
-    states: Path,
-    tiny_target_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    how: str,
+    trained: MakeTrained, states: Path, tiny_target_folder: Path, tmp_path: Path, how: str
 ) -> None:
     made = trained(how)
     for name in ranks.families_of(how):
