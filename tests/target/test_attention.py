@@ -1,4 +1,4 @@
-"""Attention beside what transformers and torch compute: sinks, which no tiny model has, and how much it reads."""
+"""Attention against transformers and torch: sinks, which no tiny model has, and the keys it reads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.tiny import tiny_model
 
 
 @pytest.mark.parametrize("new", [5, 11])
-def test_a_sink_is_one_more_key_without_a_value(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four query heads share two key heads; each has a sink of its own, and its score joins the softmax alone."""
+def test_sink_is_an_extra_key_without_a_value(new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four query heads share two key heads. Each has its own sink, which only joins the softmax."""
     monkeypatch.setattr("headstart.target.attention.PIECE", 4)
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, new, 8), torch.randn(2, 2, 11, 8), torch.randn(2, 2, 11, 8)
@@ -28,13 +28,11 @@ def test_a_sink_is_one_more_key_without_a_value(new: int, monkeypatch: pytest.Mo
     found = causal_attention(query, key, value, Scores(scaling=0.5, sink=sinks))
     torch.testing.assert_close(found, shares[..., :-1] @ values)
     without = F.scaled_dot_product_attention(query, keys, values, allowed, scale=0.5)
-    assert not torch.allclose(found, without, atol=0.1), "the sinks take their share"
+    assert not torch.allclose(found, without, atol=0.1), "sinks change the result"
 
 
 @pytest.mark.parametrize(("kind", "slots"), [("mistral", {11}), ("gemma3", {11, 44}), ("llama", {44})])
-def test_sliding_layers_read_no_further_back_than_their_window(
-    kind: str, slots: set[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sliding_layers_read_only_their_window(kind: str, slots: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree of 4 nodes after 40 tokens; a window of 8 reaches from the root to 7 of them."""
 
     def attend(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
