@@ -139,7 +139,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_medusa_2_from_prompts_to_a_report": ("headstart run medusa2",),
     },
     "tests/hub/test_adapter.py": {
-        "test_engines_are_given_the_merged_model": ("headstart export HEADS --format vllm --target merged",),
+        "test_engines_need_the_merged_model": ("headstart export HEADS --format vllm --target merged",),
         "test_loading_finds_the_adapter_beside_the_heads": ('headstart generate runs/mine --prompt "Why',),
     },
     "tests/train/test_joint.py": {
@@ -224,11 +224,11 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "tests/eval/test_diff.py": {
-        "test_the_exit_code_says_whether_it_fell": (
+        "test_exit_code_reports_a_regression": (
             "headstart report diff BASE OTHER",
             "headstart report diff runs/before runs/after",
         ),
-        "test_the_page_has_all_reports": ("headstart report diff before after another",),
+        "test_page_shows_all_reports": ("headstart report diff before after another",),
     },
     "tests/test_leaderboard.py": {
         "test_an_entry_has_all_that_repeats_it_and_what_breaks_a_rule_is_named": (
@@ -242,13 +242,13 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_local_copy_is_asked_turn_by_turn": ("headstart eval runs/quickstart --suite mt-bench",),
     },
     "tests/engines/test_into_checkpoint.py": {
-        "test_the_command_says_what_serves_the_copy": ("headstart export runs/native --format checkpoint",),
+        "test_command_prints_how_to_serve_the_copy": ("headstart export runs/native --format checkpoint",),
     },
     "tests/hub/test_hub.py": {
         "test_pushed_heads_come_back_and_decode": ("headstart push HEADS user/name",),
     },
     "tests/engines/test_sharing.py": {
-        "test_two_formats_in_one_repository": ("headstart push served user/name",),
+        "test_two_formats_one_repository": ("headstart push served user/name",),
     },
 }
 TESTED = {

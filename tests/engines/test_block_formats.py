@@ -71,7 +71,7 @@ def drafted(block: readers.Block, target: Target) -> Tensor:
 
 @pytest.mark.parametrize(("layout", "form"), HELD)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_was_published_comes_back(
+def test_published_heads_round_trip(
     layout: Layout, form: str, dtype: str, target: Target, facts: TargetFacts, tmp_path: Path
 ) -> None:
     published = random(layout, target)
@@ -91,7 +91,7 @@ def test_what_was_published_comes_back(
 
 
 @pytest.mark.parametrize("layout", KINDS)
-def test_the_files_of_all_formats_draft_the_same(
+def test_all_formats_draft_the_same(
     layout: Layout, target: Target, facts: TargetFacts, tmp_path: Path
 ) -> None:
     published = random(layout, target)
@@ -105,7 +105,7 @@ def test_the_files_of_all_formats_draft_the_same(
         assert (one - first).abs().max() < 1e-5 * first.abs().max(), form
 
 
-def test_names_and_keys_are_those_of_the_engines(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+def test_names_and_keys_match_the_engines(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     folder = written(random(Layout.DFLASH, target), "vllm", facts, tmp_path / "dflash")
     config = json.loads((folder / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"] and config["model_type"] == "qwen3"
@@ -144,7 +144,7 @@ def test_names_and_keys_are_those_of_the_engines(target: Target, facts: TargetFa
     assert values["dflash.sample_from_anchor"] is True and values["tokenizer.ggml.mask_token_id"] == 7
 
 
-def test_the_commands_ask_for_the_whole_block(target: Target, facts: TargetFacts) -> None:
+def test_commands_request_the_whole_block(target: Target, facts: TargetFacts) -> None:
     dflash, dspark = random(Layout.DFLASH, target), random(Layout.DSPARK, target)
     engines = ("vllm", "sglang", "llama.cpp", "speculators")
     commands = serve_commands(engines, "served", dflash, facts, {})
@@ -158,7 +158,7 @@ def test_the_commands_ask_for_the_whole_block(target: Target, facts: TargetFacts
     assert drafts_to_try(replace(dspark, layout=Layout.EAGLE3), [1, 2, 3, 5]) == [1, 2, 3]
 
 
-def test_what_a_format_cannot_hold_is_refused(target: Target, facts: TargetFacts) -> None:
+def test_unsupported_heads_are_refused(target: Target, facts: TargetFacts) -> None:
     dflash, dspark = random(Layout.DFLASH, target), random(Layout.DSPARK, target)
     with pytest.raises(UserError, match="no sglang that serves dspark"):
         check_heads("sglang", dspark, facts)
@@ -180,7 +180,7 @@ def test_what_a_format_cannot_hold_is_refused(target: Target, facts: TargetFacts
     assert "on GPUs alone" in remarks and "draft their own places" in remarks
 
 
-def test_unequal_k_norms_are_pointed_out(target: Target, facts: TargetFacts) -> None:
+def test_unequal_k_norms_are_reported(target: Target, facts: TargetFacts) -> None:
     published = random(Layout.DFLASH, target)
     for form in ("vllm", "speculators"):
         assert any("with the k_norm of the first" in said for said in check_heads(form, published, facts))
@@ -192,7 +192,7 @@ def test_unequal_k_norms_are_pointed_out(target: Target, facts: TargetFacts) -> 
         assert check_heads("vllm", one, facts) == []
 
 
-def test_a_check_says_what_an_engine_does_not_do_everywhere(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+def test_check_reports_limits_of_an_engine(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     folder = written(random(Layout.DSPARK, target), "vllm", facts, tmp_path / "out")
     said = " ".join(works("export", "--check", folder).stdout.split())
     assert "is complete" in said and "on GPUs alone" in said and "heads.num_layers=1" in said
@@ -301,7 +301,7 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+def test_planted_fault_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     layout, form, plant, engine, said = FAULTS[name]
     folder = written(random(layout, target), form, facts, tmp_path / "out")
     config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -353,7 +353,7 @@ GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], s
 
 
 @pytest.mark.parametrize("name", GGUF_FAULTS)
-def test_a_fault_in_a_gguf_file_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+def test_gguf_fault_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     plant, said = GGUF_FAULTS[name]
     heads = random(Layout.DSPARK, target, sliding_window=6, full_layers=(0,))
     folder = written(heads, "gguf", facts, tmp_path / "whole")
@@ -363,8 +363,8 @@ def test_a_fault_in_a_gguf_file_is_refused(name: str, target: Target, facts: Tar
     assert any(said in one.problem for one in found), found
 
 
-def test_a_target_s_own_mask_token_gives_way(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
-    """The tokenizer's fields are the target's but for the mask token, of which there must be one."""
+def test_mask_token_of_the_target_is_replaced(target: Target, facts: TargetFacts, tmp_path: Path) -> None:
+    """All other fields of the tokenizer are the target's; there must be exactly one mask token."""
     first = written(random(Layout.DFLASH, target), "gguf", facts, tmp_path / "first")
     again = random(Layout.DFLASH, target, mask_token_id=11)
     folder = written(again, "gguf", replace(facts, gguf=first / "heads.gguf"), tmp_path / "again")

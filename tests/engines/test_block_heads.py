@@ -80,7 +80,7 @@ def test_readers_draft_with_our_logits(case: str, form: str, made: Made, target:
 
 
 @pytest.mark.parametrize(("case", "form"), HELD)
-def test_what_was_exported_comes_back_bit_for_bit(
+def test_export_round_trips_bit_exactly(
     case: str, form: str, made: Made, target: Target, tmp_path: Path
 ) -> None:
     heads, folder = made(case)
@@ -111,8 +111,8 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], None]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_a_reader_must_get_right_shows(name: str, made: Made, target: Target, tmp_path: Path) -> None:
-    """Faults that an engine loads without a word change the logits, so that the comparisons above see them."""
+def test_silent_faults_change_the_logits(name: str, made: Made, target: Target, tmp_path: Path) -> None:
+    """Faults that an engine loads without an error must be visible to the comparisons above."""
     heads, folder = made("dflash-deep")
     export_for(folder, tmp_path / "out", "vllm", dtype="float32")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
@@ -125,8 +125,8 @@ def test_what_a_reader_must_get_right_shows(name: str, made: Made, target: Targe
 
 
 @pytest.mark.parametrize("case", ["dflash-reduced", "dspark-reduced"])
-def test_a_reduced_vocabulary_is_left_out(case: str, made: Made, target: Target, tmp_path: Path) -> None:
-    """Engines draft through the target's LM head, from all tokens; here the heads keep to theirs."""
+def test_reduced_vocabulary_is_left_out(case: str, made: Made, target: Target, tmp_path: Path) -> None:
+    """Engines draft from all tokens through the target's LM head; our heads keep their vocabulary."""
     heads, folder = made(case)
     done = export_for(folder, tmp_path / "out", "vllm", dtype="float32")
     missing = target.vocab_size - len(heads.draft_to_target_D)
@@ -161,7 +161,7 @@ def problem(folder: Path, target: Target) -> str:
     return caught.value.problem
 
 
-def test_embeddings_and_lm_head_of_the_target_may_lie_beside(theirs: Path, target: Target, tmp_path: Path) -> None:
+def test_embeddings_and_lm_head_of_the_target_may_be_included(theirs: Path, target: Target, tmp_path: Path) -> None:
     tensors = {f"model.{name}": one for name, one in load_file(theirs / "model.safetensors").items()}
     beside = {"model.embed_tokens.weight": target.embedding_weight, "lm_head.weight": target.lm_head_weight}
     save_file({**tensors, **{name: one.detach().clone() for name, one in beside.items()}}, theirs / "model.safetensors")
@@ -175,7 +175,7 @@ def test_embeddings_and_lm_head_of_the_target_may_lie_beside(theirs: Path, targe
 
 
 @pytest.mark.parametrize(("case", "form"), sorted(NOT_HELD))
-def test_what_an_engine_would_see_otherwise_is_refused(case: str, form: str, made: Made, tmp_path: Path) -> None:
+def test_misread_attention_is_refused(case: str, form: str, made: Made, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="see later ones"):
         export_for(made(case)[1], tmp_path / "out", form)
 
@@ -197,7 +197,7 @@ SIGHTS = {
 
 
 @pytest.mark.parametrize("name", SIGHTS)
-def test_windows_and_causality_are_read_wherever_they_are_written(name: str, theirs: Path, target: Target) -> None:
+def test_windows_and_causality_are_read_from_every_place(name: str, theirs: Path, target: Target) -> None:
     settings, wanted = SIGHTS[name]
     nested = json.loads((theirs / "config.json").read_text())["dflash_config"]
     change(theirs, **{**settings, "dflash_config": {**nested, **settings.get("dflash_config", {})}})
@@ -205,7 +205,7 @@ def test_windows_and_causality_are_read_wherever_they_are_written(name: str, the
     assert (read.sliding_window, read.causal) == wanted and read.full_layers == ()
 
 
-def test_variants_that_headstart_does_not_have_are_refused(theirs: Path, target: Target) -> None:
+def test_unsupported_variants_are_refused(theirs: Path, target: Target) -> None:
     config = json.loads((theirs / "config.json").read_text())
     nested = config["dflash_config"]
     for settings, said in (
@@ -262,7 +262,7 @@ def test_taps_at_the_last_layer_are_refused(theirs: Path, target: Target) -> Non
     assert "from 1 to the last but one" in problem(theirs, target)
 
 
-def test_what_is_read_is_checked_against_the_target(theirs: Path, tiny_target: Target, target: Target) -> None:
+def test_heads_are_checked_against_the_target(theirs: Path, tiny_target: Target, target: Target) -> None:
     assert read_checked(theirs, target).aux_layers == (2, 4, 7)
     assert facts_of_target(tiny_target).num_layers < 7
     assert "layers" in problem(theirs, tiny_target)

@@ -104,7 +104,7 @@ def exported(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_refused_and_breaks_the_logits(
+def test_fault_is_refused_and_visible(
     name: str, exported: Path, made: Made, target: Target, tmp_path: Path
 ) -> None:
     plant, engine, said, drafts_otherwise = FAULTS[name]
@@ -121,7 +121,7 @@ def test_a_planted_fault_is_refused_and_breaks_the_logits(
         assert not same, "the fault changes what is drafted"
 
 
-def test_a_layer_that_norms_queries_and_keys_is_one_of_qwen3(made: Made, tmp_path: Path) -> None:
+def test_query_and_key_norms_need_a_qwen3_layer(made: Made, tmp_path: Path) -> None:
     export_for(made("eagle3-qk-norm")[1], tmp_path / "out", "speculators", dtype="float32")
     file = tmp_path / "out" / "config.json"
     config = json.loads(file.read_text())
@@ -187,7 +187,7 @@ GGUF_FAULTS: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], None], s
 
 
 @pytest.mark.parametrize("name", GGUF_FAULTS)
-def test_a_fault_in_a_gguf_file_is_refused(name: str, made: Made, target: Target, tmp_path: Path) -> None:
+def test_gguf_fault_is_refused(name: str, made: Made, target: Target, tmp_path: Path) -> None:
     plant, said, drafts_otherwise = GGUF_FAULTS[name]
     heads, folder = made("eagle3-reduced")
     export_for(folder, tmp_path / "whole", "gguf", dtype="float32")
@@ -199,8 +199,8 @@ def test_a_fault_in_a_gguf_file_is_refused(name: str, made: Made, target: Target
         assert off(ours_KV, theirs_KV) > 1e-3, "the fault changes what is drafted"
 
 
-def test_heads_beside_show_what_a_file_alone_cannot(made: Made, tmp_path: Path) -> None:
-    """Files that do not say what they were written from: a missing permutation is seen next to the heads."""
+def test_comparison_with_the_heads_finds_more(made: Made, tmp_path: Path) -> None:
+    """Without headstart's note in the file, only the heads reveal a missing permutation."""
     folder = made("eagle3-reduced")[1]
     export_for(folder, tmp_path / "whole", "gguf", dtype="float32")
     (tmp_path / "plain").mkdir()
@@ -213,13 +213,13 @@ def test_heads_beside_show_what_a_file_alone_cannot(made: Made, tmp_path: Path) 
     assert [problem.split(" holds other numbers")[0].split(".")[-2] for problem in problems] == ["q_proj", "k_proj"]
 
 
-def test_other_heads_are_not_these(made: Made, tmp_path: Path) -> None:
+def test_other_heads_are_told_apart(made: Made, tmp_path: Path) -> None:
     export_for(made("eagle3")[1], tmp_path / "out", "vllm")
     assert any("d2t" in one.problem for one in check_export(tmp_path / "out", against=made("eagle3-reduced")[1]))
 
 
-def test_a_number_of_attention_heads_that_configs_cannot_have(made: Made, target: Target, tmp_path: Path) -> None:
-    """Heads of our own may have it; a start that is solved for chooses a number that they can."""
+def test_indivisible_number_of_attention_heads(made: Made, target: Target, tmp_path: Path) -> None:
+    """Our own format may have it; a solved start chooses a divisor of the width."""
     heads = made("eagle3-six-heads")[1]
     with pytest.raises(UserError, match="64 is no multiple of the 6 attention heads"):
         export_for(heads, tmp_path / "out", "vllm")

@@ -85,7 +85,7 @@ def test_readers_draft_with_our_logits(case: str, form: str, made: Made, target:
     assert check_export(tmp_path / "out", against=folder) == []
 
 
-def test_help_and_recipes_know_every_name() -> None:
+def test_names_of_formats_and_engines_are_complete() -> None:
     assert names.FORMATS.split(", ") == list(FORMATS)
     assert names.KNOWN_ENGINES.split(", ") == list(KNOWN_ENGINES)
     assert names.ENGINES.split(", ") == list(ENGINES)
@@ -94,8 +94,8 @@ def test_help_and_recipes_know_every_name() -> None:
         assert engine.name in FORMATS[engine.format].engines
 
 
-def test_an_engine_is_one_reader(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it gets wrong, what is to be said and how it is started come from there; `also` says what it reads."""
+def test_engine_is_defined_by_its_traits(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its faults, remarks and command; `also` of a format lists further readers."""
     new = EngineTraits(
         "new",
         {Layout.EAGLE3: (EAGLE3,)},
@@ -117,7 +117,7 @@ def test_an_engine_is_one_reader(made: Made, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_every_dtype_is_whole(form: str, made: Made, tmp_path: Path) -> None:
+def test_every_dtype_is_complete(form: str, made: Made, tmp_path: Path) -> None:
     _, folder = made("eagle3-reduced")
     for dtype in FORMATS[form].dtypes:
         export_for(folder, tmp_path / dtype, form, dtype=dtype)

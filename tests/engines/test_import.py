@@ -31,7 +31,7 @@ Made = Callable[[str], tuple[DraftHead, Path]]
 
 
 @pytest.mark.parametrize(("case", "form"), HELD)
-def test_what_was_exported_comes_back_bit_for_bit(
+def test_export_round_trips_bit_exactly(
     case: str, form: str, made: Made, target: Target, tmp_path: Path
 ) -> None:
     heads, folder = made(case)
@@ -55,10 +55,10 @@ def test_imported_heads_decode(made: Made, target: Target, tmp_path: Path) -> No
     assert answer.tokens == decoder.generate("hello", max_new_tokens=12, drafter="none").tokens
 
 
-def test_what_others_have_published_is_audited_and_decodes_without_being_imported(
+def test_published_heads_are_audited_and_decode_without_an_import(
     made: Made, target: Target, tmp_path: Path
 ) -> None:
-    """In one command, without a run, and beside nothing but its target."""
+    """In one command, without a run, with only the target beside them."""
     there = tmp_path / "there"
     export_for(made("eagle3-reduced")[1], there, "vllm", dtype="float32")
     config = json.loads((there / "config.json").read_text())
@@ -230,7 +230,7 @@ def test_pickled_weights_are_refused(theirs: Path, target: Target) -> None:
     assert "pickled file, which can run any program" in problem(theirs, target)
 
 
-def test_a_folder_of_something_else_is_not_replaced(theirs: Path, target: Target, tmp_path: Path) -> None:
+def test_foreign_folder_is_not_replaced(theirs: Path, target: Target, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "thesis.txt").write_text("years")
     with pytest.raises(UserError, match=r"holds other files, which would be lost: thesis\.txt"):
@@ -238,13 +238,13 @@ def test_a_folder_of_something_else_is_not_replaced(theirs: Path, target: Target
     assert (tmp_path / "work" / "thesis.txt").read_text() == "years"
 
 
-def test_an_index_that_points_elsewhere_is_refused(theirs: Path, target: Target) -> None:
+def test_index_with_outside_paths_is_refused(theirs: Path, target: Target) -> None:
     for name in ("../secret.safetensors", "/etc/passwd", "sub/model.safetensors", "model.bin"):
         (theirs / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"fc.weight": name}}))
         assert "not a safetensors file beside it" in problem(theirs, target)
 
 
-def test_sizes_that_the_file_cannot_hold_are_refused(theirs: Path, target: Target) -> None:
+def test_impossible_tensor_sizes_are_refused(theirs: Path, target: Target) -> None:
     whole, huge = (theirs / "model.safetensors").read_bytes(), 1 << 40
     (theirs / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     assert "cut short or damaged" in problem(theirs, target)
@@ -261,7 +261,7 @@ def test_sizes_that_the_file_cannot_hold_are_refused(theirs: Path, target: Targe
     assert "cut short or damaged" in problem(theirs, target)
 
 
-def test_settings_that_ask_for_huge_layers_are_refused(theirs: Path, target: Target) -> None:
+def test_huge_layers_are_refused(theirs: Path, target: Target) -> None:
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size", "num_hidden_layers"):
         before = (theirs / "config.json").read_text()
         for value in (1 << 40, -1, "64", True, None):
@@ -272,7 +272,7 @@ def test_settings_that_ask_for_huge_layers_are_refused(theirs: Path, target: Tar
     assert "and its config asks for" in problem(theirs, target)
 
 
-def test_what_a_checkpoint_leaves_to_its_target_is_checked_with_it(
+def test_target_completes_the_check(
     target: Target, tiny_target_folder: Path, tmp_path: Path
 ) -> None:
     folder = foreign("safeailab", target, tmp_path / "theirs")
@@ -308,7 +308,7 @@ def test_layers_that_compute_otherwise_are_refused(theirs: Path, target: Target)
     assert "rope_is_neox_style = False" in problem(theirs, target)
 
 
-def test_a_speculators_config_that_leaves_the_residual_open_is_refused(target: Target, tmp_path: Path) -> None:
+def test_speculators_config_without_the_residual_is_refused(target: Target, tmp_path: Path) -> None:
     folder = foreign("speculators", target, tmp_path / "theirs")
     config = json.loads((folder / "config.json").read_text())
     del config["norm_before_residual"]
@@ -316,7 +316,7 @@ def test_a_speculators_config_that_leaves_the_residual_open_is_refused(target: T
     assert "does not say norm_before_residual" in problem(folder, target)
 
 
-def test_a_map_of_ids_is_told_from_one_of_offsets(theirs: Path, target: Target, tmp_path: Path) -> None:
+def test_maps_of_ids_and_of_offsets_are_told_apart(theirs: Path, target: Target, tmp_path: Path) -> None:
     tensors = load_file(theirs / "model.safetensors")
     ids = tensors["d2t"] + torch.arange(50)
     for without_t2d in (False, True):
@@ -327,7 +327,7 @@ def test_a_map_of_ids_is_told_from_one_of_offsets(theirs: Path, target: Target, 
             assert torch.equal(heads.draft_to_target_D, ids)
 
 
-def test_a_draft_vocabulary_in_another_order_drafts_the_same(theirs: Path, target: Target, tmp_path: Path) -> None:
+def test_order_of_the_draft_vocabulary_is_irrelevant(theirs: Path, target: Target, tmp_path: Path) -> None:
     heads = import_heads(theirs, target, tmp_path / "ours")
     tensors, order = load_file(theirs / "model.safetensors"), torch.arange(49, -1, -1)
     ids = (tensors["d2t"] + torch.arange(50))[order]
@@ -355,7 +355,7 @@ PLACES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PLACES)
-def test_rotary_positions_are_read_wherever_they_stand(name: str, theirs: Path, target: Target) -> None:
+def test_rotary_settings_are_read_from_every_place(name: str, theirs: Path, target: Target) -> None:
     said, means = PLACES[name]
     change(theirs, **{"rope_theta": None, **said})
     assert import_heads(theirs, target, theirs.parent / "ours").config.rope_parameters == {
@@ -364,7 +364,7 @@ def test_rotary_positions_are_read_wherever_they_stand(name: str, theirs: Path, 
     assert "rope_theta" not in " ".join(finding.problem for finding in check_export(theirs, ["sglang"]))
 
 
-def test_a_rotary_base_is_never_guessed(theirs: Path, target: Target) -> None:
+def test_rotary_base_is_never_guessed(theirs: Path, target: Target) -> None:
     for said, problem_is in (
         ({"rope_theta": None}, "says no rope_theta"),
         ({"rope_theta": None, "rope_parameters": {"sliding_attention": {"rope_theta": 9.0}}}, "says no rope_theta"),
@@ -387,7 +387,7 @@ def test_the_name_of_another_drafter_is_refused_with_any_tensors(theirs: Path, t
 
 
 @pytest.mark.parametrize("scaling", [{}, {"rope_type": "yarn", "factor": 2.0}], ids=["plain", "yarn"])
-def test_a_shorter_context_is_told_and_goes_on_to_the_end(
+def test_shorter_context_is_raised(
     scaling: dict[str, Any], theirs: Path, target: Target, tmp_path: Path
 ) -> None:
     context = target.max_length
@@ -412,7 +412,7 @@ def test_a_shorter_context_is_told_and_goes_on_to_the_end(
     assert check_export(tmp_path / "again", ["vllm"], target=target) == []
 
 
-def test_settings_that_headstart_does_not_have_are_named(theirs: Path, target: Target, tmp_path: Path) -> None:
+def test_unsupported_settings_are_named(theirs: Path, target: Target, tmp_path: Path) -> None:
     eagle = json.loads((theirs / "config.json").read_text())["eagle_config"]
     for settings, said in (
         ({"model_type": "gemma3_text"}, "layers are those of gemma3_text"),

@@ -116,7 +116,7 @@ def tokens_per_round(target: Target, drafter: Any) -> float:
 
 
 @pytest.mark.parametrize("kind", ONE_MODULE)
-def test_a_trained_module_goes_back_to_where_it_came_from(kind: str, tmp_path: Path) -> None:
+def test_trained_module_returns_to_its_checkpoint(kind: str, tmp_path: Path) -> None:
     source, out = tmp_path / "target", tmp_path / "out"
     target = published(kind, source)
     heads = contract.build("native", target)
@@ -154,7 +154,7 @@ def test_a_trained_module_goes_back_to_where_it_came_from(kind: str, tmp_path: P
     )
 
 
-def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_copy_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = published("mimo", tmp_path / "target")
     heads = kept(contract.shake(contract.build("native", target)), target, tmp_path / "heads")
     hashes = {file: file_hash(file) for file in (tmp_path / "target").glob("*.*") if file.is_file()}
@@ -169,7 +169,7 @@ def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     assert hashes == {file: file_hash(file) for file in hashes}
 
 
-def test_what_cannot_go_back_is_refused(tmp_path: Path) -> None:
+def test_unfit_heads_are_refused(tmp_path: Path) -> None:
     target = published("mimo", tmp_path / "target")
     heads = kept(contract.shake(contract.build("native", target)), target, tmp_path / "heads")
     with pytest.raises(UserError, match=r"holds other files.*config\.json"):
@@ -199,7 +199,7 @@ def test_what_cannot_go_back_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ONE_MODULE)
-def test_a_check_finds_what_is_wrong_with_a_copy(kind: str, tmp_path: Path) -> None:
+def test_check_finds_faults_of_a_copy(kind: str, tmp_path: Path) -> None:
     target = published(kind, tmp_path / "target")
     heads = kept(contract.shake(contract.build("native", target)), target, tmp_path / "heads")
     out = export_checkpoint(heads, tmp_path / "out").folder
@@ -227,8 +227,8 @@ def test_a_check_finds_what_is_wrong_with_a_copy(kind: str, tmp_path: Path) -> N
     assert "cut short" in check_checkpoint(out)[0].problem
 
 
-def test_the_command_says_what_serves_the_copy(tmp_path: Path) -> None:
-    """From a recipe to the copy: a run trains the module of its target, and it drafts in trees here."""
+def test_command_prints_how_to_serve_the_copy(tmp_path: Path) -> None:
+    """From a recipe to the copy: a run trains the target's module, and the copy drafts here too."""
     tokenizer, folder, runs, served = tiny_tokenizer(), tmp_path / "target", tmp_path / "runs", tmp_path / "served"
     ship("deepseek", folder, louder, vocabulary=len(tokenizer))
     tokenizer.save_pretrained(folder)

@@ -21,10 +21,10 @@ from tests.test_cli import refused, works
 Made = Callable[[str], tuple[DraftHead, Path]]
 
 
-def test_two_formats_in_one_repository(
+def test_two_formats_one_repository(
     hub: FakeHub, client: Client, made: Made, target: Target, tmp_path: Path
 ) -> None:
-    """The files of each format are what it writes alone; fetched again they are whole, and become the same heads."""
+    """The files of each format equal its export alone; fetched again they are complete and import as the same heads."""
     heads, both = made("eagle3-reduced")[1], tmp_path / "both"
     works("export", heads, "--format", "speculators", "--format", "gguf", "--dtype", "float32", "--out", both)
     for name in ("speculators", "gguf"):
@@ -60,7 +60,7 @@ def test_two_formats_in_one_repository(
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_a_folder_that_is_not_whole_is_not_pushed(made: Made, tmp_path: Path) -> None:
+def test_incomplete_folder_is_not_pushed(made: Made, tmp_path: Path) -> None:
     export_for(made("eagle3")[1], tmp_path / "served", "vllm")
     push(tmp_path / "served", "user/served", dry_run=True)
     weights = tmp_path / "served" / "model.safetensors"
@@ -69,7 +69,7 @@ def test_a_folder_that_is_not_whole_is_not_pushed(made: Made, tmp_path: Path) ->
         push(tmp_path / "served", "user/served", dry_run=True)
 
 
-def test_formats_that_are_in_each_others_way_are_refused(made: Made, tmp_path: Path) -> None:
+def test_clashing_formats_are_refused(made: Made, tmp_path: Path) -> None:
     heads, out = made("eagle3")[1], tmp_path / "served"
     both = ("export", heads, "--out", out, "--format", "vllm", "--format")
     assert "config.json" in refused(*both, "speculators") and "config.json" in refused(*both, "headstart")

@@ -51,14 +51,14 @@ def test_loading_finds_the_adapter_beside_the_heads(made: Any) -> None:
     assert tokens == decoder.generate(prompt, max_new_tokens=12, draft="off").tokens
 
 
-def test_heads_written_again_keep_it(made: Any, tmp_path: Path) -> None:
+def test_heads_keep_it_when_written_again(made: Any, tmp_path: Path) -> None:
     decoder = headstart.load(made.heads, dtype="float32", device="cpu")
     export(tmp_path / "again", decoder.target)
     assert heads_target(tmp_path / "again").adapter_spec(tmp_path / "again") == str(tmp_path / "again" / "adapter")
     check_folder(tmp_path / "again")
 
 
-def test_other_targets_are_refused_with_what_to_load(
+def test_other_targets_are_refused_with_a_remedy(
     made: Any, load: Callable[..., Target], tiny_target_folder: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(UserError, match="it lacks the adapter") as caught:
@@ -70,7 +70,7 @@ def test_other_targets_are_refused_with_what_to_load(
     headstart.load(made.heads, target=load(), any_target=True)
 
 
-def test_heads_of_the_target_as_it_is_are_refused_on_the_adapted_one(
+def test_heads_of_the_plain_target_are_refused(
     made: Any, load: Callable[..., Target], tmp_path: Path
 ) -> None:
     export(tmp_path / "heads", load())
@@ -78,14 +78,14 @@ def test_heads_of_the_target_as_it_is_are_refused_on_the_adapted_one(
         headstart.load(tmp_path / "heads", target=made.target)
 
 
-def test_a_folder_that_has_lost_its_adapter_is_not_whole(made: Any, tmp_path: Path) -> None:
+def test_folder_without_its_adapter_is_incomplete(made: Any, tmp_path: Path) -> None:
     shutil.copytree(made.heads, tmp_path / "heads")
     (tmp_path / "heads" / "adapter" / "adapter_model.safetensors").unlink()
     with pytest.raises(UserError, match=r"has no adapter/adapter_model\.safetensors"):
         check_folder(tmp_path / "heads")
 
 
-def test_a_push_takes_it_along_without_local_paths(made: Any, tiny_target_folder: Path) -> None:
+def test_push_includes_it_without_local_paths(made: Any, tiny_target_folder: Path) -> None:
     files = dict(push(made.heads, "user/heads", dry_run=True).files)
     assert {"adapter/adapter_config.json", "adapter/adapter_model.safetensors"} <= set(files)
     contents = _contents(made.heads, FILES)
@@ -93,7 +93,7 @@ def test_a_push_takes_it_along_without_local_paths(made: Any, tiny_target_folder
     assert json.loads(contents["adapter/adapter_config.json"])["r"] == 4
 
 
-def test_engines_are_given_the_merged_model(made: Any, tmp_path: Path) -> None:
+def test_engines_need_the_merged_model(made: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="engines serve whole models") as caught:
         facts_of_heads(made.heads)
     assert "target.save('merged')" in caught.value.remedy

@@ -58,7 +58,7 @@ def test_one_prompt_has_no_interval(tmp_path: Path, tiny_target: Target) -> None
     assert "| speed-up over the plain loop | 1.07x |" in (tmp_path / "h" / "README.md").read_text()
 
 
-def test_the_default_drafter_is_on_the_card(tmp_path: Path, tiny_target: Target) -> None:
+def test_default_drafter_is_on_the_card(tmp_path: Path, tiny_target: Target) -> None:
     default = {
         "name": "heads+ngram",
         "tokens_per_second": 80.25,
@@ -71,7 +71,7 @@ def test_the_default_drafter_is_on_the_card(tmp_path: Path, tiny_target: Target)
     assert "| speed-up of heads + n-gram over the plain loop | 1.60x (95 % interval 1.50 to 1.70) |" in card
 
 
-def test_without_measurements_it_says_so(tmp_path: Path, tiny_target: Target) -> None:
+def test_card_without_measurements_says_so(tmp_path: Path, tiny_target: Target) -> None:
     export(tmp_path / "h", tiny_target)
     card = (tmp_path / "h" / "README.md").read_text()
     assert "Nothing has been measured yet" in card
@@ -112,10 +112,10 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
         (None, None),
     ],
 )
-def test_a_card_names_no_package_that_may_be_anyones(
+def test_card_names_a_pinned_installation_or_none(
     tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, recorded: Any, requirement: str | None
 ) -> None:
-    """It says where this installation is from, pinned, or that headstart has to be installed."""
+    """A package of that name could be anyone's."""
     text = None if recorded is None else json.dumps(recorded)
     installed = SimpleNamespace(read_text=lambda name: text if name == "direct_url.json" else None)
     monkeypatch.setattr("headstart.support.provenance.metadata.distribution", lambda _: installed)
@@ -126,8 +126,8 @@ def test_a_card_names_no_package_that_may_be_anyones(
     assert ("has to be installed" in files[0] + files[1]) == (requirement is None)
 
 
-def test_transformers_says_that_headstart_is_missing_and_names_no_package(tmp_path: Path, tiny_target: Target) -> None:
-    """As transformers loads the file: it looks for what the file imports, and suggests to install it by that name."""
+def test_transformers_reports_missing_headstart_without_a_package(tmp_path: Path, tiny_target: Target) -> None:
+    """transformers checks the imports of this file and suggests to install them by name."""
     export_heads(tmp_path / "h", make_heads(tiny_target), tiny_target, TUNING, {})
     file = tmp_path / "h" / "custom_generate" / "generate.py"
     assert get_imports(file) == []
@@ -137,7 +137,7 @@ def test_transformers_says_that_headstart_is_missing_and_names_no_package(tmp_pa
     assert "README.md beside them says where it is from" in done.stderr and "pip" not in done.stderr
 
 
-def test_the_packaged_target_is_named_for_what_it_is(tmp_path: Path, tiny_target: Target) -> None:
+def test_packaged_target_is_described(tmp_path: Path, tiny_target: Target) -> None:
     packaged = Target(tiny_target.model, tiny_target.tokenizer, "smollm2-135m")
     export_heads(tmp_path / "h", make_heads(packaged), packaged, TUNING, {})
     card = (tmp_path / "h" / "README.md").read_text()

@@ -191,7 +191,7 @@ CHANGES = [
 @pytest.mark.parametrize(
     ("name", "change", "field"), CHANGES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_what_is_not_as_it_should_be_is_refused_by_file_and_field(
+def test_bad_value_is_refused_by_file_and_field(
     exported: Path, tmp_path: Path, tiny_target: Target, name: str, change: Change, field: str
 ) -> None:
     folder = Path(shutil.copytree(exported, tmp_path / "heads"))
@@ -218,7 +218,7 @@ def test_what_is_not_as_it_should_be_is_refused_by_file_and_field(
 @pytest.mark.parametrize(
     "content", [b"\xff\xfe{", b"[" * 100_000, b"1" * 10_000, b"null"], ids=["bytes", "deep", "number", "null"]
 )
-def test_no_json_leaves_a_traceback(
+def test_malformed_json_is_named(
     exported: Path, tmp_path: Path, tiny_target: Target, name: str, content: bytes
 ) -> None:
     folder = Path(shutil.copytree(exported, tmp_path / "heads"))
@@ -228,6 +228,6 @@ def test_no_json_leaves_a_traceback(
             read(folder)
 
 
-def test_the_folder_itself_is_sound(exported: Path, tiny_target: Target) -> None:
+def test_intact_folder_passes(exported: Path, tiny_target: Target) -> None:
     check_folder(exported)
     assert read_heads(exported, tiny_target)[2]["calibration"] == CALIBRATION

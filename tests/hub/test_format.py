@@ -69,7 +69,7 @@ def test_training_heads_round_trip(tmp_path: Path, tiny_target: Target) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-def test_training_starts_from_exported_heads_and_from_runs_too(tmp_path: Path, tiny_target: Target) -> None:
+def test_training_starts_from_exported_heads_and_from_runs(tmp_path: Path, tiny_target: Target) -> None:
     (tmp_path / "recipe.yaml").write_text("name: mine\nheads: {}\n")
     with pytest.raises(UserError, match="has no heads yet") as caught:
         load_heads(tmp_path)
@@ -81,14 +81,14 @@ def test_training_starts_from_exported_heads_and_from_runs_too(tmp_path: Path, t
         assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in heads.state_dict().items())
 
 
-def test_a_failing_export_leaves_the_folder_as_it_was(folder: Path, tiny_target: Target) -> None:
+def test_failed_export_leaves_the_folder_unchanged(folder: Path, tiny_target: Target) -> None:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(KeyError, match="results"):  # the card is written last
         export_heads(folder, make_heads(tiny_target), tiny_target, TUNING, {"measurements": [{"name": "nothing"}]})
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_the_weights_name_their_version(folder: Path, tmp_path: Path, tiny_target: Target) -> None:
+def test_weights_carry_their_version(folder: Path, tmp_path: Path, tiny_target: Target) -> None:
     heads = read_heads(folder, tiny_target)[0]
     assert len(heads.version) == 12 and heads.version == version_of(folder)
     export_heads(tmp_path / "again", heads, tiny_target, TUNING, {})
@@ -107,7 +107,7 @@ def test_another_target_is_refused_by_both_names(folder: Path, tiny_target: Targ
 
 
 @pytest.mark.parametrize("rounding", ["bfloat16", "float16", "8 bits", "4 bits"])
-def test_every_rounding_of_the_target_is_the_target(folder: Path, tiny_target: Target, rounding: str) -> None:
+def test_every_rounding_of_the_target_is_accepted(folder: Path, tiny_target: Target, rounding: str) -> None:
     def rounded(seed: int) -> Target:
         model = tiny_model("llama", seed=seed, vocab_size=tiny_target.vocab_size, max_length=1024)
         if rounding.endswith("bits"):
@@ -206,26 +206,26 @@ def test_weights_of_another_config_are_refused(folder: Path, tiny_target: Target
     ("paths", "message"),
     [([[0, 0, 0]], "3 deep and the heads draft 2"), ([[50]], "51 drafts"), ([[-1]], "no rank paths"), (7, "no rank")],
 )
-def test_a_tree_that_does_not_fit_is_refused(folder: Path, tiny_target: Target, paths: Any, message: str) -> None:
+def test_unfit_tree_is_refused(folder: Path, tiny_target: Target, paths: Any, message: str) -> None:
     (folder / "tree.json").write_text(json.dumps({"paths": paths}))
     with pytest.raises(UserError, match=message):
         read_heads(folder, tiny_target)
 
 
-def test_a_tree_deeper_than_the_heads_is_not_exported(tmp_path: Path, tiny_target: Target) -> None:
+def test_deeper_tree_is_not_exported(tmp_path: Path, tiny_target: Target) -> None:
     with pytest.raises(UserError, match="3 deep"):
         export_heads(tmp_path / "x", make_heads(tiny_target), tiny_target, {**TUNING, "paths": ((0, 0, 0),)}, {})
     assert not (tmp_path / "x").exists()
 
 
-def test_no_folder_and_a_foreign_folder_are_refused(tmp_path: Path, tiny_target_folder: Path) -> None:
+def test_missing_and_foreign_folders_are_refused(tmp_path: Path, tiny_target_folder: Path) -> None:
     with pytest.raises(UserError, match="No folder"):
         heads_target(tmp_path / "none")
     with pytest.raises(UserError, match="holds no heads in headstart's own format"):
         heads_target(tiny_target_folder)
 
 
-def test_a_local_target_is_found_from_anywhere(
+def test_local_target_is_found_from_anywhere(
     tmp_path: Path, tiny_target_folder: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tiny_target_folder.parent)

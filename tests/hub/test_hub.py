@@ -58,10 +58,10 @@ def test_pushed_heads_come_back_and_decode(
     assert answer == {"tokens": plain.tokens, "nodes": 4}
 
 
-def test_only_what_headstart_wrote_is_uploaded_and_no_local_path(
+def test_only_own_files_without_local_paths_are_uploaded(
     hub: FakeHub, client: Client, tmp_path: Path, tiny_target: Target, tiny_target_folder: Path
 ) -> None:
-    """Heads of a target in a folder here, trained on prompts in a file here, with other things beside them."""
+    """Heads of a target in a local folder, trained on a local file, with other files beside them."""
     folder, prompts = tmp_path / "heads", tmp_path / "secret-project" / "prompts.jsonl"
     here = Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder))
     export_heads(folder, make_heads(here), here, TUNING, {"training": {"prompts": str(prompts), "steps": "4 of 4"}})
@@ -121,7 +121,7 @@ def test_revisions(hub: FakeHub, client: Client, folder: Path, tmp_path: Path, t
     assert "no revision 'v9'" in client.refusal("fetch", repo_id="user/versions", revision="v9")
 
 
-def test_conversations_are_a_dataset(hub: FakeHub, client: Client, tmp_path: Path, tiny_target_folder: Path) -> None:
+def test_conversations_become_a_dataset(hub: FakeHub, client: Client, tmp_path: Path, tiny_target_folder: Path) -> None:
     run = tmp_path / "run"
     (run / "data" / "conversations").mkdir(parents=True)
     assert "has no conversations" in client.refusal("push_conversations", run=str(run), repo_id="user/texts")
@@ -154,7 +154,7 @@ def test_private(hub: FakeHub, client: Client, folder: Path) -> None:
     assert len(hub.repos["user/open"].commits) == commits, "nothing was uploaded"
 
 
-def test_a_whole_model_is_not_downloaded(hub: FakeHub, client: Client) -> None:
+def test_whole_model_is_not_downloaded(hub: FakeHub, client: Client) -> None:
     hub.repos["user/model"] = Repo()
     hub.repos["user/model"].commit({"config.json": b"{}", "model.safetensors": b"0" * 1000})
     assert client.call("fetch", repo_id="user/model")["files"] == ["config.json"]
@@ -206,8 +206,8 @@ def test_no_network(hub: FakeHub, client: Client, folder: Path) -> None:
         assert client.call("fetch", repo_id="user/kept") == kept, "what was fetched once is there without a network"
 
 
-def test_a_target_without_a_network(hub: FakeHub, client: Client, tiny_target_folder: Path) -> None:
-    """One error at once, where the client of the Hub would try for most of a minute and write a line for each."""
+def test_target_without_a_network(hub: FakeHub, client: Client, tiny_target_folder: Path) -> None:
+    """One error at once, where the Hub client would retry for most of a minute."""
     model = {path.name: path.read_bytes() for path in tiny_target_folder.iterdir()}
     hub.repos["user/target"] = Repo()
     hub.repos["user/target"].commit(model)
@@ -221,7 +221,7 @@ def test_a_target_without_a_network(hub: FakeHub, client: Client, tiny_target_fo
     assert "no such repository" in client.refusal("target", spec="user/gone")
 
 
-def test_question_sets_are_read_as_they_lie_there(hub: FakeHub, client: Client) -> None:
+def test_question_sets_are_read_as_published(hub: FakeHub, client: Client) -> None:
     (part,) = SUITES["gsm8k"].parts
     with hub.down():
         line = client.refusal("suite", name="gsm8k")
