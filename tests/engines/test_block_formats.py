@@ -1,4 +1,4 @@
-"""Block drafters in every format that holds them: what was published is in the files, and comes back from them."""
+"""Block drafters in every format that holds them: contents of the files, round trips and planted faults."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DSPARK = {"markov_rank": 8, "confidence": True}
 
 
 def random(layout: Layout, target: Target, **settings: Any) -> Published:
-    """Heads of random numbers in a published arrangement."""
+    """Random heads in a published layout."""
     given = {"block_size": 4, "mask_token_id": 7, "num_layers": 2, "aux_layers": (2, 4, 7), "layer": SIZES, **settings}
     if layout is Layout.DSPARK:
         given = {**DSPARK, **given}
@@ -63,7 +63,7 @@ def block_of(form: str, folder: Path) -> readers.Block:
 
 @torch.no_grad()
 def drafted(block: readers.Block, target: Target) -> Tensor:
-    """Logits after a chain, with the confidences beside."""
+    """Return the logits after a chain, with confidences as a last column."""
     hidden = [one[0] for one in target.model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states]
     logits_KV, sure_K = readers.drafted(block, hidden, target.embedding_weight, target.lm_head_weight, CHAIN)
     return logits_KV if sure_K is None else torch.cat([logits_KV, sure_K[:, None]], dim=1)
@@ -85,20 +85,16 @@ def test_published_heads_round_trip(
     if form != "gguf":
         assert digest(back) == digest(held)
     for name, tensor in held.tensors.items():
-        # GGUF files keep norms in float32
+        # GGUF files keep norms in float32.
         given = published.tensors[name] if form == "gguf" and tensor.dim() == 1 else tensor
         assert torch.equal(back.tensors[name].float(), given.float()), name
 
 
 @pytest.mark.parametrize("layout", KINDS)
-def test_all_formats_draft_the_same(
-    layout: Layout, target: Target, facts: TargetFacts, tmp_path: Path
-) -> None:
+def test_all_formats_draft_the_same(layout: Layout, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     published = random(layout, target)
-    found = {
-        form: drafted(block_of(form, written(published, form, facts, tmp_path / form)), target)
-        for form in KINDS[layout]
-    }
+    folders = {form: written(published, form, facts, tmp_path / form) for form in KINDS[layout]}
+    found = {form: drafted(block_of(form, folder), target) for form, folder in folders.items()}
     first = found["vllm"]
     assert first.shape[0] == len(CHAIN) and first.isfinite().all()
     for form, one in found.items():
@@ -184,10 +180,8 @@ def test_unequal_k_norms_are_reported(target: Target, facts: TargetFacts) -> Non
     published = random(Layout.DFLASH, target)
     for form in ("vllm", "speculators"):
         assert any("with the k_norm of the first" in said for said in check_heads(form, published, facts))
-    same = {
-        **published.tensors,
-        "layers.1.self_attn.k_norm.weight": published.tensors["layers.0.self_attn.k_norm.weight"],
-    }
+    first, second = (f"layers.{number}.self_attn.k_norm.weight" for number in range(2))
+    same = {**published.tensors, second: published.tensors[first]}
     for one in (published.with_tensors(same), random(Layout.DFLASH, target, num_layers=1)):
         assert check_heads("vllm", one, facts) == []
 
@@ -229,7 +223,7 @@ def rotary(config: Config, _: Tensors) -> None:
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
 KINDS_OF_TWO = ["sliding_attention", "full_attention"]
 FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str]] = {
-    # the heads, their format, what is changed, the engine, what is said
+    # layout, format, change, engine, message
     "ids as EAGLE counts them": (Layout.DFLASH, "vllm", nested(target_layer_ids=[2, 4, 7]), "vllm", "headstart wrote"),
     "ids past the last layer": (
         Layout.DFLASH, "vllm", nested(target_layer_ids=[2, 4, 8]), "vllm", "8 is the deepest",

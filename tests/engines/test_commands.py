@@ -1,4 +1,4 @@
-"""`headstart export` and `headstart import` on the command line, and what they refuse."""
+"""`headstart export` and `headstart import` on the command line, and their refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,16 +15,13 @@ from safetensors.torch import load_file, save_file
 import headstart
 from headstart.data.prompts.chat import with_template_kwargs
 from headstart.errors import UserError
-from headstart.heads.base import DraftHead
 from headstart.hub.engines.export import export_for
 from headstart.hub.engines.importing import untuned
 from headstart.hub.format import export_heads
 from headstart.target.model import Target
-from tests.engines.conftest import CASES, heads_for
+from tests.engines.conftest import CASES, Made, edited, heads_for
 from tests.test_cli import call, refused, works
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
-
-Made = Callable[[str], tuple[DraftHead, Path]]
 
 
 def test_printed_commands_match_the_engines(made: Made, target: Target, tmp_path: Path) -> None:
@@ -60,9 +56,7 @@ def test_printed_commands_render_prompts_as_in_training(target: Target, tmp_path
     assert "takes them as `chat_template_kwargs` of each request" in (tmp_path / "served" / "README.md").read_text()
 
 
-def test_cpu_options_of_vllm_are_printed(
-    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cpu_options_of_vllm_are_printed(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     needed = "On a CPU vLLM also needs --dtype bfloat16 --no-enable-prefix-caching."
     for gpu in (False, True):
         monkeypatch.setattr("torch.cuda.is_available", lambda gpu=gpu: gpu)
@@ -70,26 +64,26 @@ def test_cpu_options_of_vllm_are_printed(
         assert (needed in " ".join(said.split())) is not gpu
 
 
-def test_heads_of_a_run_are_exported_and_checked(made: Made, tmp_path: Path) -> None:
-    run = tmp_path / "run"
+def run_with(heads: Path, run: Path) -> Path:
     run.mkdir()
     (run / "recipe.yaml").write_text("name: mine\nheads: {}\n")
-    (run / "heads").symlink_to(made("eagle3")[1])
+    (run / "heads").symlink_to(heads)
+    return run
+
+
+def test_heads_of_a_run_are_exported_and_checked(made: Made, tmp_path: Path) -> None:
+    run = run_with(made("eagle3")[1], tmp_path / "run")
     works("export", run, "--format", "speculators", "--out", tmp_path / "out")
     said = works("export", "--check", tmp_path / "out", "--engine", "speculators,vllm", "--against", run).stdout
     assert "is complete; speculators and vllm read every tensor" in " ".join(said.split())
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
-    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    with edited(tmp_path / "out") as config:
+        config["eagle_aux_hidden_state_layer_ids"] = [2, 4, 6]
     result = call("export", "--check", tmp_path / "out")
     assert result.exit_code == 1 and "layer ids, rotary base, norms" in " ".join(result.stdout.split())
 
 
 def test_own_format_is_named_instead_of_checked(made: Made, target: Target, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "recipe.yaml").write_text("name: mine\nheads: {}\n")
-    (run / "heads").symlink_to(made("eagle3")[1])
+    run = run_with(made("eagle3")[1], tmp_path / "run")
     for folder in (made("eagle3")[1], run):
         said = refused("export", "--check", folder)
         assert "in headstart's own format, which no engine reads" in said and "--format vllm" in said
@@ -108,9 +102,8 @@ def test_not_finite_weights_are_found(made: Made, target: Target, tmp_path: Path
     served = tmp_path / "served"
     works("export", made("eagle3")[1], "--format", "vllm", "--out", served)
     spoil(served / "model.safetensors")
-    config = json.loads((served / "config.json").read_text())
-    del config["headstart"]
-    (served / "config.json").write_text(json.dumps(config))
+    with edited(served) as config:
+        del config["headstart"]
     result = call("export", "--check", served)
     assert result.exit_code == 1 and "holds numbers that are not finite" in " ".join(result.stdout.split())
     said = refused("import", served, "--target", target.spec, "--out", tmp_path / "back")
@@ -204,7 +197,7 @@ def test_bad_input_is_refused(made: Made, target: Target, tmp_path: Path, monkey
     result = call("export", "--check", tmp_path / "vllm", "--engine", "llama.cpp,vllm")
     said = " ".join(result.stdout.split())
     assert result.exit_code == 1 and "llama.cpp: It does not read the format vllm" in said and "--format gguf" in said
-    assert "is complete; vllm reads every tensor." in said, "the others are checked all the same"
+    assert "is complete; vllm reads every tensor." in said, "other engines are still checked"
     weights = tmp_path / "vllm" / "model.safetensors"
     assert f"{weights} is a file, not a folder" in refused("export", "--check", weights)
     assert f"{weights} is a file, not a folder" in refused("export", weights, "--out", tmp_path / "x")

@@ -1,4 +1,4 @@
-"""Trained modules in a copy of the target's checkpoint: only their bytes change, and they draft from there."""
+"""Trained modules written into a copy of the target's checkpoint: only their bytes change, and the copy drafts."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def case(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.no_grad()
 def louder(model: Any) -> None:
-    """An LM head that tells tokens apart: heads do not train it."""
+    """Scale the LM head, which heads do not train, to separate tokens."""
     model.lm_head.weight.mul_(50)
 
 
 def published(kind: str, folder: Path) -> Target:
-    """A target as published: bfloat16 in three shards with an index, and other files beside them."""
+    """Write a target as published: bfloat16 in three shards with an index, and other files."""
     ship(kind, folder, louder)
     tensors = {
         name: tensor if "correction_bias" in name else tensor.to(torch.bfloat16)
@@ -71,7 +71,7 @@ def published(kind: str, folder: Path) -> Target:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     (folder / "tokenizer.model").write_text("words")
     (folder / ".cache").mkdir()
-    (folder / ".cache" / "lock").write_text("somebody else's")
+    (folder / ".cache" / "lock").write_text("foreign")
     return reload(folder)
 
 
@@ -81,7 +81,7 @@ def kept(heads: DraftHead, target: Target, folder: Path) -> Path:
 
 
 def bytes_of(folder: Path) -> dict[str, tuple[str, Tensor]]:
-    """Dtype and bytes of every tensor of a checkpoint."""
+    """Read the dtype and bytes of every tensor of a checkpoint."""
     stored: dict[str, tuple[str, Tensor]] = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "pt") as held:
@@ -93,7 +93,7 @@ def bytes_of(folder: Path) -> dict[str, tuple[str, Tensor]]:
 
 
 def train(heads: DraftHead, target: Target) -> tuple[float, float]:
-    """First and last loss of a short training on the target's own answers."""
+    """Train briefly on the target's own answers; return the first and last loss."""
     rows = DecodeLoop(target).generate(PROMPTS, OPTIONS)
     texts = [prompt + row.tokens for prompt, row in zip(PROMPTS, rows, strict=True)]
     batch = contract.batch_of(target, heads, texts, prompt=3)
@@ -127,7 +127,7 @@ def test_trained_module_returns_to_its_checkpoint(kind: str, tmp_path: Path) -> 
     for file in source.iterdir():
         if file.is_file():
             assert file_hash(tmp_path / "same" / file.name) == file_hash(file), "bit for bit"
-            assert file.stat().st_mode == modes[file], "a link to a file is not the copy's to change"
+            assert file.stat().st_mode == modes[file], "linked files keep their mode"
     assert not (tmp_path / "same" / ".cache").exists()
 
     before = tokens_per_round(target, HeadDrafter(heads, TreeShape.chain(3)))
@@ -209,9 +209,8 @@ def test_check_finds_faults_of_a_copy(kind: str, tmp_path: Path) -> None:
     assert [one.engine for one in check_checkpoint(out, ["sglang", "llama.cpp"])] == ["llama.cpp"]
 
     index = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
-    name = next(
-        name for name in build_heads(read_config(heads)["heads"], heads / HEADS).in_checkpoint() if "norm" in name
-    )
+    names = build_heads(read_config(heads)["heads"], heads / HEADS).in_checkpoint()
+    name = next(name for name in names if "norm" in name)
     file = out / index[name]
     whole, tensors = file.read_bytes(), load_file(file)
     for said, change in (

@@ -1,4 +1,4 @@
-"""Serving engines started, asked and measured: with a server that answers as they do."""
+"""Measuring drafts in serving engines, with a stand-in server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from headstart.data.conversations.records import Conversation, write_conversatio
 from headstart.decode.options import EngineOptions
 from headstart.errors import UserError
 from headstart.eval.report import write_report
-from headstart.heads.base import DraftHead
 from headstart.hub.engine_tuning import (
     FILE,
     Asked,
@@ -36,11 +34,11 @@ from headstart.servers.engines import ENGINES
 from headstart.servers.process import EngineAnswer, Server, read_counters
 from headstart.support.files import read_json
 from headstart.target.model import Target
+from tests.engines.conftest import Made
 from tests.eval.test_report import measured as measured_report
 from tests.test_benchmarks import script
 from tests.test_cli import refused, works
 
-Made = Callable[[str], tuple[DraftHead, Path]]
 FAKE = Path(__file__).with_name("fake_engine.py")
 
 
@@ -51,15 +49,14 @@ def command(kind: str, fault: str = "none") -> str:
 @pytest.fixture
 def texts(tmp_path: Path) -> Path:
     file = tmp_path / "validation.jsonl"
-    write_conversations(
-        file, [Conversation(str(n), [5, 6, 7, 8 + n], [False, False, True, True], []) for n in range(3)]
-    )
+    made = [Conversation(str(n), [5, 6, 7, 8 + n], [False, False, True, True], []) for n in range(3)]
+    write_conversations(file, made)
     return file
 
 
 @pytest.fixture
 def heads(made: Made, tmp_path: Path) -> Path:
-    """A folder of one's own: tuning writes into it."""
+    """A private folder, because tuning writes into it."""
     folder = tmp_path / "heads"
     works("export", made("eagle3-reduced")[1], "--out", folder)
     calibration = read_json(folder / "calibration.json")
@@ -71,7 +68,7 @@ def heads(made: Made, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, texts: Path, tmp_path: Path) -> None:
-    write_report(measured_report(), tmp_path / "report")  # as of the run that the heads are of
+    write_report(measured_report(), tmp_path / "report")  # the report of the heads' run
     said = works(
         *("tune", heads, "--conversations", texts, "--engine", name, "--engine-command", command(name)),
         *("--engine-target", "target.gguf", "--engine-drafts", "3,1", "--engine-tokens", 9),
@@ -89,7 +86,7 @@ def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, text
     assert card.count("## In serving engines") == 1 and f"| {name} " in card
     shown = f"{name} {measured.version}, 3 drafts"
     assert shown in (tmp_path / "report" / "report.html").read_text()
-    # Measured again, it is said once; exports use the number and their card has the figures.
+    # Exports use the number of drafts, and their card has the figures.
     write_engine_tuning(heads, paying(measured, 1))
     done = works("export", heads, "--format", ENGINES[name].format, "--out", tmp_path / "served")
     served = " ".join(done.stdout.split())
@@ -101,7 +98,7 @@ def test_each_number_of_drafts_is_measured_and_kept(name: str, heads: Path, text
 
 
 def paying(measured: EngineTuning, drafts: int) -> EngineTuning:
-    """As if so many drafts had been found to pay."""
+    """Pretend that only this number of drafts pays."""
     rows = tuple(replace(row, expected=1.5 if row.drafts == drafts else 0.5) for row in measured.rows)
     return replace(measured, rows=rows)
 
@@ -129,7 +126,7 @@ def test_vllm_gets_a_number_of_drafts_per_load(heads: Path, texts: Path, tmp_pat
     assert "with 4 requests at a time" in " ".join(said.split())
     measured = read_engine_tunings(heads)["vllm"]
     assert [(row.drafts, row.requests) for row in measured.rows] == [(d, r) for d in (1, 3) for r in (1, 2, 4, 8)]
-    assert measured.same_texts == (2 * (3 + 4 + 4 + 8),) * 2, "three prompts; the first are asked again"
+    assert measured.same_texts == (2 * (3 + 4 + 4 + 8),) * 2, "three prompts, repeated to fill the requests"
     assert all(row.accepted == row.by_position[0] == 1 for row in measured.rows)
     pays = {1: 3, 2: 1, 4: 0, 8: 0}
     rows = [replace(row, expected=1.5 if row.drafts == pays[row.requests] else 0.5) for row in measured.rows]
@@ -207,9 +204,7 @@ def test_failing_engine_is_explained(heads: Path, texts: Path, tmp_path: Path) -
     assert {path.name for path in heads.iterdir()} == before
 
 
-def test_failure_leaves_only_its_log(
-    heads: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failure_leaves_only_its_log(heads: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = tmp_path / "tmp"
     place.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(place))
@@ -274,7 +269,7 @@ def test_ended_command_stops_its_engines(tmp_path: Path) -> None:
 
 
 def _ends(group: int) -> bool:
-    """Whether no process of a group is left, which were told to end just now."""
+    """Wait up to 5 s for all processes of a group to end."""
     for _ in range(100):
         if not [stat for stat in Path("/proc").glob("[0-9]*/stat") if _in_group(stat, group)]:
             return True
@@ -347,7 +342,7 @@ def test_drafts_beyond_the_end_do_not_lengthen_rounds(tmp_path: Path) -> None:
     row = compared.row
     assert row.accepted == 1 and compared.same == 1
     seconds = 4 / row.tokens_per_second
-    assert row.round_ms <= 1e3 * seconds / 2, "two rounds, not one"
+    assert row.round_ms <= 1e3 * seconds / 2, "two rounds"
 
 
 def test_counters_are_summed_over_engines() -> None:
