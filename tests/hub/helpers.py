@@ -1,4 +1,4 @@
-"""Exported folders for the tests of this room."""
+"""Exported folders and figures for the Hub tests."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RESULTS: dict[str, Any] = {
 
 
 def make_heads(target: Target, **settings: Any) -> DraftHead:
-    """Two heads of a known family with random blocks on the target's LM head."""
+    """Two Medusa heads with random blocks on the target's LM head."""
     config = make_config({"family": "medusa", "num_heads": 2, **settings}, target)
     heads = family(config.family)(config)
     if config.draft_vocab_size:

@@ -1,4 +1,4 @@
-"""Heads for a target with an adapter: they bring it along, and are refused on any other target."""
+"""Heads for a target with an adapter: the folder includes it, and any other target is refused."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from headstart.target.model import Target
 from tests.hub.helpers import export
 from tests.tiny import save_tiny_adapter
 
+Load = Callable[..., Target]
+
 
 @pytest.fixture(scope="module")
-def load(tiny_target_folder: Path) -> Callable[..., Target]:
+def load(tiny_target_folder: Path) -> Load:
     return lambda adapter=None: load_target(str(tiny_target_folder), "float32", "cpu", adapter=adapter and str(adapter))
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path, load: Callable[..., Target]) -> Any:
-    """Heads, the adapted target and where the adapter lay."""
+def made(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path, load: Load) -> Any:
+    """Heads, the adapted target and the moved adapter."""
     path = tmp_path_factory.mktemp("adapted")
     adapter = save_tiny_adapter(path / "lora", tiny_target_folder)
     target = load(adapter)
     export(path / "heads", target)
-    adapter.rename(path / "moved")  # what the heads need of it lies with them
+    adapter.rename(path / "moved")  # the heads' folder holds a copy
     return SimpleNamespace(heads=path / "heads", adapter=path / "moved", target=target)
 
 
@@ -58,9 +60,7 @@ def test_heads_keep_it_when_written_again(made: Any, tmp_path: Path) -> None:
     check_folder(tmp_path / "again")
 
 
-def test_other_targets_are_refused_with_a_remedy(
-    made: Any, load: Callable[..., Target], tiny_target_folder: Path, tmp_path: Path
-) -> None:
+def test_other_targets_are_refused_by_name(made: Any, load: Load, tiny_target_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it lacks the adapter") as caught:
         headstart.load(made.heads, target=load())
     assert f"adapter={str(made.heads / 'adapter')!r}" in caught.value.remedy
@@ -70,9 +70,7 @@ def test_other_targets_are_refused_with_a_remedy(
     headstart.load(made.heads, target=load(), any_target=True)
 
 
-def test_heads_of_the_plain_target_are_refused(
-    made: Any, load: Callable[..., Target], tmp_path: Path
-) -> None:
+def test_heads_of_the_plain_target_are_refused(made: Any, load: Load, tmp_path: Path) -> None:
     export(tmp_path / "heads", load())
     with pytest.raises(UserError, match="it has the adapter"):
         headstart.load(tmp_path / "heads", target=made.target)

@@ -1,4 +1,4 @@
-"""Everything that a folder of heads holds is checked before anything computes with it."""
+"""All contents of a folder of heads are checked before use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import math
 import shutil
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ Change = Callable[[Any], Any]
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
-    """Heads with a layer and a draft vocabulary of their own, a calibration and a few answers."""
+    """Export EAGLE-3 heads with a draft vocabulary, a calibration and measurements of an engine."""
     settings = {"family": "eagle3", "draft_steps": 2, "aux_layers": [1, 2, 3], "draft_vocab_size": 50}
     config = make_config(settings, tiny_target)
     heads = family(config.family)(config)
@@ -45,25 +47,21 @@ def exported(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> P
 
 
 def put(*keys: Any) -> Change:
-    """A change of JSON: the last argument in place of the value that the others lead to."""
+    """Set the JSON value at a path; the last argument is the new value."""
     *path, last, value = keys
 
     def change(values: Any) -> Any:
-        place = values
-        for key in path:
-            place = place[key]
-        place[last] = value
+        reduce(getitem, path, values)[last] = value
         return values
 
     return change
 
 
-def drop(*path: Any) -> Change:
+def drop(*keys: Any) -> Change:
+    *path, last = keys
+
     def change(values: Any) -> Any:
-        place = values
-        for key in path[:-1]:
-            place = place[key]
-        del place[path[-1]]
+        del reduce(getitem, path, values)[last]
         return values
 
     return change

@@ -1,4 +1,4 @@
-"""The exported folder: what comes back is what was written, and what is not whole is refused."""
+"""The exported folder: round trips, identity of the target, and refusal of incomplete folders."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_round_trip(tmp_path: Path, tiny_target: Target, settings: dict[str, Any
     heads = export(tmp_path / "heads", tiny_target, **settings)
     again, shape, calibration = read_heads(tmp_path / "heads", tiny_target)
     assert again.config == heads.config
-    stored = {**again.state_dict(), **dict(again.named_buffers())}  # the borrowed LM head is a buffer that is not saved
+    stored = {**again.state_dict(), **dict(again.named_buffers())}  # the borrowed LM head is a non-persistent buffer
     for name, tensor in {**heads.state_dict(), **dict(heads.named_buffers())}.items():
         assert torch.equal(tensor, stored[name]), name
     assert not any(parameter.requires_grad for parameter in again.parameters())
@@ -92,12 +92,12 @@ def test_weights_carry_their_version(folder: Path, tmp_path: Path, tiny_target: 
     heads = read_heads(folder, tiny_target)[0]
     assert len(heads.version) == 12 and heads.version == version_of(folder)
     export_heads(tmp_path / "again", heads, tiny_target, TUNING, {})
-    assert version_of(tmp_path / "again") == heads.version, "of the weights alone"
+    assert version_of(tmp_path / "again") == heads.version, "it depends on the weights alone"
     next(heads.parameters()).view(-1)[0] += 1
     export_heads(tmp_path / "other", heads, tiny_target, TUNING, {})
     assert version_of(tmp_path / "other") != heads.version
     save_file(load_file(folder / WEIGHTS), folder / WEIGHTS)
-    assert read_heads(folder, tiny_target)[0].version == "", "of weights that something else wrote"
+    assert read_heads(folder, tiny_target)[0].version == "", "foreign weights have none"
 
 
 def test_another_target_is_refused_by_both_names(folder: Path, tiny_target: Target) -> None:
@@ -131,7 +131,7 @@ def test_other_norms_or_tokens_make_another_model(folder: Path, tiny_target: Tar
         read_heads(folder, Target(model, tiny_tokenizer(special=("<a>", "<b>", "<c>")), "renamed"))
     for name, parameter in model.named_parameters():
         if "norm" in name or "embed" in name:
-            parameter.data *= 1.1  # a tuned model: its packed layers alone would not tell
+            parameter.data *= 1.1  # a fine-tuned model with equal packed layers
     with pytest.raises(UserError, match="it has other weights"):
         read_heads(folder, Target(packed_model(model, 4), tiny_tokenizer(), "tuned"))
 
@@ -154,30 +154,16 @@ def test_raw_heads_of_another_size_are_refused(tmp_path: Path, tiny_target: Targ
 
 
 @pytest.mark.parametrize("name", ["config.json", "heads.safetensors", "tree.json", "calibration.json"])
-def test_a_missing_file_is_named(folder: Path, tiny_target: Target, name: str) -> None:
+@pytest.mark.parametrize("keep", [None, 0.0, 0.5], ids=["missing", "empty", "half"])
+def test_missing_or_truncated_file_is_named(folder: Path, tiny_target: Target, name: str, keep: float | None) -> None:
+    content = (folder / name).read_bytes()
     (folder / name).unlink()
+    if keep is not None:
+        (folder / name).write_bytes(content[: int(len(content) * keep)])
     for read in (check_folder, lambda where: read_heads(where, tiny_target)):
         with pytest.raises(UserError, match=name) as caught:
             read(folder)
         assert caught.value.remedy
-
-
-@pytest.mark.parametrize("name", ["config.json", "heads.safetensors", "tree.json", "calibration.json"])
-@pytest.mark.parametrize("keep", [0.0, 0.5])
-def test_a_file_cut_short_is_refused(folder: Path, tiny_target: Target, name: str, keep: float) -> None:
-    whole = (folder / name).read_bytes()
-    (folder / name).write_bytes(whole[: int(len(whole) * keep)])
-    for read in (check_folder, lambda where: read_heads(where, tiny_target)):
-        with pytest.raises(UserError, match=name) as caught:
-            read(folder)
-        assert caught.value.remedy
-
-
-def test_an_unknown_setting_is_named_with_the_nearest(folder: Path, tiny_target: Target) -> None:
-    edit(folder / "config.json", lambda config: config["heads"].update(num_layerz=1))
-    with pytest.raises(UserError, match="setting 'num_layerz'") as caught:
-        read_heads(folder, tiny_target)
-    assert "Did you mean 'num_layers'" in caught.value.remedy and "upgrade" in caught.value.remedy
 
 
 def test_a_newer_format_is_refused(folder: Path, tiny_target: Target) -> None:
@@ -186,10 +172,11 @@ def test_a_newer_format_is_refused(folder: Path, tiny_target: Target) -> None:
         read_heads(folder, tiny_target)
 
 
-def test_an_unknown_setting_or_family_is_refused(folder: Path, tiny_target: Target) -> None:
-    edit(folder / "config.json", lambda values: values["heads"].update(num_layer=1))
-    with pytest.raises(UserError, match=r"num_layer.*Did you mean 'num_layers'"):
+def test_unknown_setting_or_family_is_named_with_the_nearest(folder: Path, tiny_target: Target) -> None:
+    edit(folder / "config.json", lambda values: values["heads"].update(num_layerz=1))
+    with pytest.raises(UserError, match="setting 'num_layerz'") as caught:
         read_heads(folder, tiny_target)
+    assert "Did you mean 'num_layers'" in caught.value.remedy and "upgrade" in caught.value.remedy
     edit(folder / "config.json", lambda values: values["heads"].update(family="medussa"))
     with pytest.raises(UserError, match="Did you mean 'medusa'"):
         read_heads(folder, tiny_target)

@@ -1,4 +1,4 @@
-"""Variables of the chat template that heads were trained with: they come with the heads, and calls may change them."""
+"""Chat template variables used in training: stored with the heads, and overridable in each call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ASKED = [{"role": "user", "content": "Hi"}]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Heads that were trained without thinking, beside their target."""
+    """Heads trained with enable_thinking=false, next to their target."""
     where = tmp_path_factory.mktemp("quiet")
     tokenizer = tiny_tokenizer(WITH_TOOLS)
     model = tiny_model("llama", vocab_size=len(tokenizer), max_length=1024)
@@ -44,7 +44,7 @@ def decoder(folder: Path) -> Decoder:
 
 
 def read(decoder: Decoder, **options: Any) -> str:
-    """The prompt as the target reads it."""
+    """Return the rendered prompt."""
     return str(decoder.target.tokenizer.decode(decoder.tokens(ASKED, **options)))
 
 
