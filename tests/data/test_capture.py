@@ -14,6 +14,7 @@ from headstart.recipes.sections import DataSection
 from headstart.support.files import write_jsonl
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
+from tests.spies import spy
 
 AUX_LAYERS = (0, 2, FINAL)
 CLOSE = 1e-4
@@ -42,11 +43,8 @@ def written(target: Target, tmp_path: Path, section: DataSection, aux_layers: tu
 def store(target: Target, tmp_path: Path, splits: Splits) -> tuple[StateStore, list[int]]:
     """Return the store of the training conversations, and the length of each text it had to compute."""
     computed: list[int] = []
-    own = target.hidden_states
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            target, "hidden_states", lambda rows, layers: computed.extend(map(len, rows)) or own(rows, layers)
-        )
+        spy(patched, target, "hidden_states", lambda rows, _: computed.extend(map(len, rows)))
         built = build_store(
             tmp_path / "store", splits.train, target, AUX_LAYERS, budget_bytes=10**9, shards=tmp_path / "shards"
         )

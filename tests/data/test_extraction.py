@@ -25,6 +25,7 @@ from headstart.errors import UserError
 from headstart.servers import client
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
+from tests.spies import spy
 from tests.tiny import KINDS, tiny_model
 
 AUX_LAYERS = (2, 1, FINAL)
@@ -70,16 +71,12 @@ def stored(
     tmp_path: Path, target: Target, given: Sequence[Conversation], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[StateStore, int]:
     """Return the store over the shards, and the number of conversations it had to compute."""
-    rows: list[int] = []
-    stock = target.hidden_states
     with monkeypatch.context() as patched:
-        patched.setattr(
-            target, "hidden_states", lambda some, layers: rows.extend(map(len, some)) or stock(some, layers)
-        )
+        rows = spy(patched, target, "hidden_states", lambda some, _: len(some))
         built = build_store(
             tmp_path / "store", given, target, AUX_LAYERS, budget_bytes=10**9, shards=tmp_path / "shards"
         )
-    return built, len(rows)
+    return built, sum(rows)
 
 
 @pytest.mark.parametrize("shard_bytes", [1, 10**9], ids=["a shard each", "one shard"])

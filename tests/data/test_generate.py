@@ -34,6 +34,7 @@ from headstart.support.terminal import Bar
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target, TargetOutput
 from tests.data.loading import everything
+from tests.spies import spy
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
 DROPS_THINKING = (
@@ -74,14 +75,8 @@ def told(target: Target, data: DataSection, tmp_path: Path, name: str = "data", 
 
 
 def test_only_training_answers_are_int8(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rounded, wrote = copy(tiny_target), list[tuple[bool, int]]()
-    own = InProcess.continue_rows
-
-    def noted(self: InProcess, rows: Any, continuation: Continuation) -> Any:
-        wrote.append((self._target is rounded, len(rows)))
-        return own(self, rows, continuation)
-
-    monkeypatch.setattr(InProcess, "continue_rows", noted)
+    rounded = copy(tiny_target)
+    wrote = spy(monkeypatch, InProcess, "continue_rows", lambda one, rows, _: (one._target is rounded, len(rows)))
     monkeypatch.setattr(Target, "in_int8", lambda _: rounded)
     for dtype in ("auto", "int8"):
         wrote.clear()
@@ -178,14 +173,7 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
 def test_progress_bar_ends_at_the_time_budget(
     tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    totals: list[float] = []
-    real = Bar.update
-
-    def update(bar: Bar, done: float, total: float, note: str) -> None:
-        totals.append(total)
-        real(bar, done, total, note=note)
-
-    monkeypatch.setattr(Bar, "update", update)
+    totals = spy(monkeypatch, Bar, "update", lambda _bar, _done, total: total)
     prompts = prompt_file(tmp_path, 60)
     build_conversations(tiny_target, section(prompts, conversations=20), tmp_path / "all")
     assert set(totals) == {4 + 3 + 20}
@@ -265,9 +253,7 @@ def test_documents_in_system_messages_count_as_beginnings(tiny_target: Target, t
 @pytest.mark.usefixtures("says_fine")
 @pytest.mark.parametrize("regenerate", [False, True])
 @pytest.mark.parametrize("limit", [{"max_prompt_tokens": 40}, {"max_new_tokens": 900}, {}])
-def test_turn_over_limit_ends_it(
-    tiny_target: Target, tmp_path: Path, limit: dict[str, int], regenerate: bool
-) -> None:
+def test_turn_over_limit_ends_it(tiny_target: Target, tmp_path: Path, limit: dict[str, int], regenerate: bool) -> None:
     """Also with given answers. No text is kept after the last answer, and the notice counts turns."""
     long = "and " * (60 if limit else 700)
     path = given(
@@ -319,15 +305,8 @@ def test_rows_with_invalid_utf8_are_left_out(tiny_target: Target, tmp_path: Path
 def test_restart_parses_no_conversation(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, folder = section(prompt_file(tmp_path)), tmp_path / "data"
     before = everything(build_conversations(tiny_target, data, folder))
-    parsed: list[int] = []
-    loads = json.loads
-
-    def noted(text: Any, *how: Any, **more: Any) -> Any:
-        parsed.append(text.count("tokens" if isinstance(text, str) else b"tokens"))
-        return loads(text, *how, **more)
-
     with monkeypatch.context() as patch:
-        patch.setattr(json, "loads", noted)
+        parsed = spy(patch, json, "loads", lambda text: text.count("tokens" if isinstance(text, str) else b"tokens"))
         splits = build_conversations(tiny_target, data, folder)
     assert sum(parsed) == 0 and everything(splits) == before
     part = sorted((folder / "parts").glob("*-train.jsonl"))[0]
@@ -553,14 +532,7 @@ def test_one_row_over_memory_is_a_user_error(tiny_target: Target, monkeypatch: p
 def test_batch_over_free_memory_is_split_up_front(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [[5, 6, 7 + i] for i in range(8)]
     expected = sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED)
-    tried: list[int] = []
-    new_cache = Target.new_cache
-
-    def noted(self: Target, rows: int, capacity: int) -> TreeCache:
-        tried.append(rows * capacity)
-        return new_cache(self, rows, capacity)
-
-    monkeypatch.setattr(Target, "new_cache", noted)
+    tried = spy(monkeypatch, Target, "new_cache", lambda _target, rows, capacity: rows * capacity)
     free = 100 * tiny_target.kv_bytes_per_token
     monkeypatch.setattr("headstart.data.writing.in_process.free_bytes", lambda _device: free)
     assert sample_rows(tiny_target, rows, temperatures=[0.0] * 8, **SAMPLED) == expected
@@ -580,14 +552,7 @@ def test_common_prefix_is_read_once(kind: str, monkeypatch: pytest.MonkeyPatch) 
     rng = torch.Generator().manual_seed(0)
     words = torch.randint(3, 61, (40,), generator=rng).tolist()
     rows = [words[:12] + words[20:23], words[:12] + words[30:], words[:13], words[:12] + words[33:]]
-    read: list[list[int]] = []
-    prefill = Target.prefill
-
-    def noted(self: Target, cache: TreeCache, rows: list[list[int]], aux_layers: tuple[int, ...] = ()) -> TargetOutput:
-        read.append(list(map(len, rows)))
-        return prefill(self, cache, rows, aux_layers)
-
-    monkeypatch.setattr(Target, "prefill", noted)
+    read = spy(monkeypatch, Target, "prefill", lambda _target, _cache, rows, *_: list(map(len, rows)))
     common: dict[str, Any] = {"max_new_tokens": 9, "top_p": 1.0, "ends": frozenset({1}), "seed": 0}
     together = sample_rows(target, rows, temperatures=[0.0] * 4, **common)
     assert read == [[12], [1, 3, 7, 10]], "shortest first"

@@ -22,6 +22,7 @@ from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
+from tests.spies import spy
 from tests.tiny import tiny_model
 
 AUX_LAYERS = (1, FINAL)
@@ -427,20 +428,13 @@ class TestMore:
     def test_additional_layer(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target)
         first = build(tmp_path / "one", tiny_target, given, shards=tmp_path / "shards")
-        asked: list[tuple[int, ...]] = []
-        stock = tiny_target.hidden_states
-
-        def hidden_states(rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> object:
-            asked.append(tuple(aux_layers))
-            return stock(rows, aux_layers)
-
-        monkeypatch.setattr(tiny_target, "hidden_states", hidden_states)
+        asked = spy(monkeypatch, tiny_target, "hidden_states", lambda _rows, layers: tuple(layers))
         store = build(tmp_path / "two", tiny_target, given, aux_layers=(2, *AUX_LAYERS), shards=tmp_path / "shards")
         assert set(asked) == {(2,)}
         assert store.aux_layers == (2, *AUX_LAYERS)
         assert store.fingerprint == first.fingerprint, "the same texts, whichever layers are stored"
         for i, conversation in enumerate(given):
-            (expected,) = stock([conversation.tokens], store.aux_layers)
+            (expected,) = tiny_target.hidden_states([conversation.tokens], store.aux_layers)
             for layer in store.aux_layers:
                 torch.testing.assert_close(store.get(i).states[layer], expected[layer], rtol=1e-4, atol=1e-5)
 

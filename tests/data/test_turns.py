@@ -20,6 +20,7 @@ from headstart.recipes.sections import DataSection
 from headstart.target.cache import TreeCache
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target, TargetOutput
+from tests.spies import spy
 from tests.tiny import tiny_model, tiny_tokenizer
 
 CLOSE = 1e-4
@@ -44,15 +45,7 @@ def answers(target: Target, shards: Path | None = None, count: int = 9) -> list[
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of all prefilled texts."""
     lengths: list[int] = []
-    prefill = Target.prefill
-
-    def noted(
-        self: Target, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()
-    ) -> TargetOutput:
-        lengths.extend(map(len, rows))
-        return prefill(self, cache, rows, aux_layers)
-
-    monkeypatch.setattr(Target, "prefill", noted)
+    spy(monkeypatch, Target, "prefill", lambda _target, _cache, rows, *_: lengths.extend(map(len, rows)))
     return lengths
 
 

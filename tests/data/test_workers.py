@@ -15,6 +15,7 @@ from headstart.data.writing.in_process import InProcess
 from headstart.recipes.sections import DataSection
 from headstart.target.model import Target
 from tests.data.loading import everything
+from tests.spies import spy
 
 CPU = torch.device("cpu")
 
@@ -30,14 +31,7 @@ def test_two_workers_write_the_same(tiny_target: Target, tmp_path: Path, monkeyp
     monkeypatch.setattr("headstart.data.prompts.self_prompts.acceptable", lambda text, special: True)
     # More end tokens: a random model seldom writes the only one.
     monkeypatch.setattr(tiny_target, "end_tokens", frozenset(range(0, tiny_target.vocab_size, 5)))
-    writers: list[str] = []
-    continue_rows = InProcess.continue_rows
-
-    def noted(*arguments: Any) -> list[list[int]]:
-        writers.append(threading.current_thread().name)
-        return continue_rows(*arguments)
-
-    monkeypatch.setattr(InProcess, "continue_rows", noted)
+    writers = spy(monkeypatch, InProcess, "continue_rows", lambda *_: threading.current_thread().name)
     both = build_conversations(tiny_target, section, tmp_path / "two")
     assert len(both.train) == 10
     assert {"worker_0", "worker_1"} <= set(writers)

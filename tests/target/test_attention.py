@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,6 +9,7 @@ import torch.nn.functional as F
 from headstart.target.attention import Scores, causal_attention
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
+from tests.spies import spy
 from tests.tiny import tiny_model
 
 
@@ -34,23 +33,16 @@ def test_sink_is_an_extra_key_without_a_value(new: int, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(("kind", "slots"), [("mistral", {11}), ("gemma3", {11, 44}), ("llama", {44})])
 def test_sliding_layers_read_only_their_window(kind: str, slots: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree of 4 nodes after 40 tokens; a window of 8 reaches from the root to 7 of them."""
-
-    def attend(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        read.add(key.shape[2])
-        return original(query, key, *args, **kwargs)
-
     monkeypatch.setattr("headstart.target.cpu_attention.serves", lambda *_: False)
     target = Target(tiny_model(kind))
     texts = [[(7 * index + row) % 90 + 1 for index in range(40)] for row in range(2)]
     trees = [Tree([10, 11, 12, 13], [-1, 0, 0, 2]), Tree([20, 21, 22, 23], [-1, 0, 1, 2])]
     cache = target.new_cache(2, 64)
     target.prefill(cache, texts)
-    read: set[int] = set()
-    original = F.scaled_dot_product_attention
     with monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", attend)
+        read = spy(patch, F, "scaled_dot_product_attention", lambda _query, key, *_: key.shape[2])
         logits_BNV = target.forward_tree(cache, TreeBatch.of(trees)).logits_BTV
-    assert read == slots
+    assert set(read) == slots
     for text, tree, path, logits_NV in zip(texts, trees, ([0, 2, 3], [0, 1, 2, 3]), logits_BNV, strict=True):
         tokens = [*text, *(tree.tokens[node] for node in path)]
         with target.stock() as model, torch.inference_mode():

@@ -28,6 +28,7 @@ from headstart.target.tape import NotRecordable, record
 from headstart.tree.tree import Tree, TreeBatch
 from tests.heads.test_frozen_lm_head import TARGETS as SCALED
 from tests.heads.test_frozen_lm_head import tiny as scaled
+from tests.spies import spy
 from tests.target.test_chains import hybrid
 from tests.tiny import KINDS, LONG, packed_model, tiny_model, tiny_tokenizer
 
@@ -287,15 +288,7 @@ def test_reports_and_costs_name_the_kind_of_forward() -> None:
 @pytest.fixture
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Log each recording: whether it runs in inference mode."""
-    begun: list[bool] = []
-    record = Captured.__init__
-
-    def counted(self: Captured, *args: Any) -> None:
-        begun.append(torch.is_inference_mode_enabled())
-        record(self, *args)
-
-    monkeypatch.setattr(Captured, "__init__", counted)
-    return begun
+    return spy(monkeypatch, Captured, "__init__", lambda *_: torch.is_inference_mode_enabled())
 
 
 def test_reading_states_records_nothing(recordings: list[bool]) -> None:

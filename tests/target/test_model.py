@@ -18,6 +18,7 @@ from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target, pick_device, pick_dtype
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
+from tests.spies import spy
 from tests.tiny import KINDS, PackedLinear, tiny_model, tiny_tokenizer
 
 TEXTS = [[5, 9, 2, 7, 7, 1, 30], [4, 4, 8]]
@@ -88,13 +89,7 @@ def test_prefill_pieces_skip_finished_rows(kind: str, before: int, monkeypatch: 
         read[:] = [tokens]
         return [out.logits_BTV, after, *states]
 
-    def counted(self: Target, forward: Any, cache: Any, tokens_BT: torch.Tensor, positions_BT: torch.Tensor) -> Any:
-        read.append(tokens_BT.numel())
-        return run(self, forward, cache, tokens_BT, positions_BT)
-
-    read: list[int] = []
-    run = Target._run
-    monkeypatch.setattr(Target, "_run", counted)
+    read = spy(monkeypatch, Target, "_run", lambda _target, _forward, _cache, tokens_BT, *_: tokens_BT.numel())
     monkeypatch.setattr("headstart.target.model._MAX_PADDING", 100)
     whole = prefill()
     assert read == [7 * 20]

@@ -21,6 +21,7 @@ from headstart.target.model import Target
 from headstart.target.prepacked import MAX_ROWS, PackedCopy, copy_of, in_panels, multiplied
 from headstart.target.products import Matrix, can_prepack
 from headstart.tree.tree import Tree, TreeBatch
+from tests.spies import spy
 from tests.tiny import tiny_model
 
 pytestmark = pytest.mark.skipif(
@@ -55,8 +56,7 @@ def test_logits_match(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
 
 
 def test_stock_forwards_do_not_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[int] = []
-    monkeypatch.setattr(module, "product", _counted(module.product, seen))
+    seen = spy(monkeypatch, module, "product", lambda rows, *_: rows.shape)
     target = Target(tiny_model("llama"))
     seen.clear()
     target.model(torch.tensor([[1, 2, 3]]))
@@ -311,11 +311,3 @@ def test_costs_record_prepacking() -> None:
     here = Conditions.of(Target(tiny_model("llama")))
     assert here.prepacked and Conditions.from_json(here.to_json()) == here
     assert here.beside(replace(here, prepacked=False)) == "prepacked=True"
-
-
-def _counted(own: Callable[..., Tensor], seen: list[int]) -> Callable[..., Tensor]:
-    def product(rows: Tensor, *more: Any) -> Tensor:
-        seen.append(rows.shape[:-1].numel())
-        return own(rows, *more)
-
-    return product

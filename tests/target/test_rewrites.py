@@ -17,6 +17,7 @@ from headstart.target.model import Target
 from headstart.target.prepacked import can_pack
 from headstart.target.tape import record
 from headstart.tree.tree import TreeBatch
+from tests.spies import spy
 from tests.standin import CUDA, StandIn
 from tests.target.test_captured import TEXTS, captured_by, check_replay, rounds, through_modules
 from tests.tiny import tiny_model
@@ -42,14 +43,7 @@ def test_norms_and_rotations_become_short_calls(kind: str, norms: int, monkeypat
     called: list[str] = []
     monkeypatch.setattr(rewrites, "call_c", lambda graph: None)
     for name in ("inverse_rms", "rotated"):
-        function = getattr(rewrites, name)
-
-        def counted(*args: Any, name: str = name, function: Any = function, **kwargs: Any) -> Tensor:
-            called.append(name)
-            result: Tensor = function(*args, **kwargs)
-            return result
-
-        monkeypatch.setattr(rewrites, name, counted)
+        spy(monkeypatch, rewrites, name, lambda *_, name=name: called.append(name))
     target = Target(tiny_model(kind))
     check_replay(target, 1, 4)
     cache = target.new_cache(1, 20)
@@ -97,16 +91,14 @@ def test_operators_between_products_run_in_c(kind: str, calls: tuple[int, ...], 
 
 def called_by(target: Target) -> list[tuple[Any, Any]]:
     """Record a target and return the functions and arguments of its tape, before its steps are joined."""
-    called: list[list[tuple[Any, Any]]] = []
-    made = tape.Tape.compile
 
-    def kept(self: tape.Tape) -> Any:
-        called.append([(node.target, node.args) for node in self.graph.nodes if node.op == "call_function"])
-        return made(self)
+    def calls(made: tape.Tape) -> list[tuple[Any, Any]]:
+        return [(node.target, node.args) for node in made.graph.nodes if node.op == "call_function"]
 
-    with mock.patch.object(tape.Tape, "compile", kept):
+    with pytest.MonkeyPatch.context() as patch:
+        called = spy(patch, tape.Tape, "compile", calls)
         target.record()
-    return called[0]
+    return list(called[0])
 
 
 @needs_compiler

@@ -17,6 +17,7 @@ from headstart.target import prepacked
 from headstart.target.model import Target
 from headstart.target.steps import Steps
 from headstart.tree.tree import Tree, TreeBatch
+from tests.spies import spy
 from tests.target.test_captured import TEXTS, captured_by, rounds, through_modules
 from tests.tiny import tiny_model
 
@@ -28,15 +29,8 @@ pytestmark = pytest.mark.skipif(
 @contextmanager
 def taken_steps() -> Iterator[list[int]]:
     """Log the number of steps of each joined call."""
-    taken: list[int] = []
-    called = Steps.__call__
-
-    def counted(self: Steps, *given: Tensor) -> list[Tensor]:
-        taken.append(len(self))
-        return called(self, *given)
-
-    with mock.patch.object(Steps, "__call__", counted):
-        yield taken
+    with pytest.MonkeyPatch.context() as patch:
+        yield spy(patch, Steps, "__call__", lambda steps, *_: len(steps))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

@@ -32,6 +32,7 @@ from headstart.train.summing import (
     summed_plain,
     weighted,
 )
+from tests.spies import spy
 
 P_TARGET = [0.7, 0.2, 0.1]
 Q_DRAFT = [0.5, 0.4, 0.1]
@@ -445,14 +446,7 @@ def test_long_batches_pick_loss_tokens_by_stride(tiny_target: Target, monkeypatc
     table of the loss itself."""
     ids_D, batch = torch.arange(4, tiny_target.vocab_size), _batch(tiny_target, 40)
     monkeypatch.setattr(summing, "_ENOUGH", 10)
-    rows: list[int] = []
-    likely = likely_tokens
-
-    def noted(logits_SD: Tensor, *more: Any) -> LossTokens:
-        rows.append(len(logits_SD))
-        return likely(logits_SD, *more)
-
-    monkeypatch.setattr(summing, "likely_tokens", noted)
+    rows = spy(monkeypatch, summing, "likely_tokens", lambda logits_SD, *_: len(logits_SD))
     whole = Teacher(tiny_target, ids_D, 20).read(batch)
     monkeypatch.setattr(summing, "_TABLE", {"cpu": 40 * 20})
     shorter = Teacher(tiny_target, ids_D, 20).read(batch)

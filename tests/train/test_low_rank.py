@@ -20,6 +20,7 @@ from headstart.train.batches import read_batch
 from headstart.train.checks import check_training
 from headstart.train.starting_heads import build_heads
 from headstart.train.wrapped import LowRank, Unrolled, learning_numbers, matrices
+from tests.spies import spy
 from tests.train.conftest import MakeRecipe, Train
 from tests.train.results import assert_same, metrics, weights
 from tests.train.test_golden import HEADS
@@ -117,14 +118,10 @@ def test_validation_judges_the_merged_heads(
 ) -> None:
     given = adapted("medusa", earlier("medusa"), lr=0.05)
     run(tmp_path / "low", **given, steps=6, eval_every=6)
-    taken: list[dict[str, torch.Tensor]] = []
-    judge = trainer._Trainer._judge
-
-    def noted(self: Any, *args: Any) -> None:
-        taken.append({key: tensor.clone() for key, tensor in self.heads.state_dict().items()})
-        judge(self, *args)
-
-    monkeypatch.setattr(trainer._Trainer, "_judge", noted)
+    taken = spy(
+        monkeypatch, trainer._Trainer, "_judge",
+        lambda one, *_: {key: tensor.clone() for key, tensor in one.heads.state_dict().items()},
+    )  # fmt: skip
     last = str(tmp_path / "low" / "last")
     run(tmp_path / "full", heads=given["heads"], start_from=last, steps=1, eval_every=1, lr=1e-9)
     kept = weights(tmp_path / "low" / "last")

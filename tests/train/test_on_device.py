@@ -13,7 +13,8 @@ from accelerate import Accelerator
 from headstart.support.files import read_jsonl
 from headstart.target.model import Target
 from headstart.train import trainer
-from tests.standin import CUDA, Counts, StandIn
+from tests.spies import spy
+from tests.standin import CUDA, StandIn
 from tests.tiny import tiny_model, tiny_tokenizer
 from tests.train.conftest import Train
 from tests.train.test_golden import GOLDEN, HEADS
@@ -44,14 +45,7 @@ def test_device_waits_per_training_step(name: str, run: Train, tmp_path: Path, m
     """One for the loss, one for the gradient norm, and some for the number of positions per draft step; batches never
     wait."""
     monkeypatch.setattr(Accelerator, "device", property(lambda _: CUDA))
-    counts: list[Counts] = []
-    take = trainer._Trainer._step
-
-    def noted(self: Any, *args: Any) -> float:
-        counts.append(device.counts)
-        return take(self, *args)
-
-    monkeypatch.setattr(trainer._Trainer, "_step", noted)
+    counts = spy(monkeypatch, trainer._Trainer, "_step", lambda *_: device.counts)
     settings: dict[str, Any] = {"steps": 5, "eval_every": 100, "save_every": 100, "lr": 1e-3}
     with StandIn() as device:
         run(tmp_path, target=on_device(), heads={"family": name, **HEADS[name]}, **settings)

@@ -26,6 +26,7 @@ from headstart.train.trainer import train
 from headstart.train.training_artifact import training
 from tests.data.test_store import poison
 from tests.forks import Forks
+from tests.spies import spy
 from tests.train.conftest import MakeRecipe, Train, Workplace, clean_environment, conversations
 from tests.train.results import assert_same, metrics, weights
 from tests.train.test_golden import HEADS
@@ -94,28 +95,21 @@ def test_every_family_trains_online_as_from_the_store(
     name: str, run: Train, online: Online, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Losses within the tolerance of the golden runs: Adam's first steps turn a rounding error into a full step."""
-    read: list[list[list[int]]] = [[], []]
-    read_batch = trainer.read_batch
     settings: dict[str, Any] = {"heads": {"family": name, **HEADS[name]}, "steps": 4, "eval_every": 1, "lr": 1e-3}
     computing = {"train_on": online[0], "validate_on": online[1]}
-    for taken, (name, stores) in zip(read, (("stored", {}), ("online", computing)), strict=True):
-
-        def noted(store: Any, batch: list[int], *rest: Any, taken: list[list[int]] = taken) -> Any:
-            taken.append(batch)
-            return read_batch(store, batch, *rest)
-
-        monkeypatch.setattr(trainer, "read_batch", noted)
-        run(tmp_path / name, prefetch=0, **stores, **settings)
-    assert read[0] == read[1], "the same batches in the same order"
+    read = spy(monkeypatch, trainer, "read_batch", lambda _store, batch, *_: batch)
+    run(tmp_path / "stored", prefetch=0, **settings)
+    stored_batches, read[:] = list(read), []
+    run(tmp_path / "online", prefetch=0, **computing, **settings)
+    assert read == stored_batches, "the same batches in the same order"
     stored, computed = (metrics(tmp_path / name) for name in ("stored", "online"))
     assert [row["loss"] for row in computed][1:] == pytest.approx([row["loss"] for row in stored][1:], rel=1e-3)
     assert [row["predictions"] for row in computed] == [row["predictions"] for row in stored]
 
 
 def test_batch_takes_one_forward(tiny_target: Target, online: Online) -> None:
-    read, own = list[int](), Target.hidden_states
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Target, "hidden_states", lambda self, rows, of: read.append(len(rows)) or own(self, rows, of))
+        read = spy(patch, Target, "hidden_states", lambda _target, rows, _layers: len(rows))
         list(online[0].supervised())
         online[0].supervised_counts(tiny_target.vocab_size)
         assert not read, "masks cost no forward"
