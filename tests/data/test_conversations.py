@@ -59,54 +59,37 @@ def supervised_text(tokenizer: Any, tokens: list[int], supervised: list[bool]) -
     return [tokenizer.decode(tokens[start:stop]) for start, stop in conversation.supervised_spans]
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "messages", "spans"),
-    [
-        pytest.param(tiny_tokenizer(), turns("Hi", "Hello."), ["Hello.<|im_end|>"], id="chatml"),
-        pytest.param(
-            tiny_tokenizer(),
-            turns("Hi", "Hello.", "And é?", "日本 ☃\n\n", system="Be brief."),
-            ["Hello.<|im_end|>", "日本 ☃\n\n<|im_end|>"],
-            id="chatml with a system message, two turns",
-        ),
-        pytest.param(tiny_tokenizer(), turns("Hi", "\n Hello"), ["\n Hello<|im_end|>"], id="answer starts with blanks"),
-        pytest.param(tiny_tokenizer(), turns("Hi", ""), ["<|im_end|>"], id="an empty answer is its end of turn"),
-        pytest.param(
-            tiny_tokenizer(),
-            turns("Say user", "user", "user", "im_end"),
-            ["user<|im_end|>", "im_end<|im_end|>"],
-            id="answer that repeats markup",
-        ),
-        pytest.param(inst_tokenizer(), turns("Hi", "Hello."), [" Hello. </s>"], id="[INST]"),
-        pytest.param(
-            inst_tokenizer(), turns("a", " b ", "c", "d", system="s"), [" b </s>", " d </s>"], id="[INST], two turns"
-        ),
-        pytest.param(
-            tiny_tokenizer(DEFAULT_SYSTEM + CHATML),
-            turns("a", "b", "c", "d"),
-            ["b<|im_end|>", "d<|im_end|>"],
-            id="default system prompt",
-        ),
-        pytest.param(
-            tiny_tokenizer(DROPS_THINKING),
-            turns("a", "plain", "c", "<think>hm</think>d"),
-            ["plain<|im_end|>", "<think>hm</think>d<|im_end|>"],
-            id="thinking in the last turn only",
-        ),
-        pytest.param(
-            tiny_tokenizer(EMPTY_THINKING_LAST),
-            turns("a", "b", "c", "d"),
-            ["b<|im_end|>", "d<|im_end|>"],
-            id="the template writes an empty thinking block",
-        ),
-        pytest.param(
-            tiny_tokenizer(PLAIN), turns("a", "Hello.", "b", "Bye."), ["Hello.", "Bye."], id="no end-of-turn token"
-        ),
-    ],
-)
-def test_supervises_answers_and_their_end_of_turn(
-    tokenizer: Any, messages: list[dict[str, str]], spans: list[str]
-) -> None:
+CHAT = tiny_tokenizer()
+SUPERVISED: dict[str, tuple[Any, list[dict[str, str]], list[str]]] = {
+    "chatml": (CHAT, turns("Hi", "Hello."), ["Hello.<|im_end|>"]),
+    "chatml with a system message, two turns": (
+        CHAT, turns("Hi", "Hello.", "And é?", "日本 ☃\n\n", system="Be brief."),
+        ["Hello.<|im_end|>", "日本 ☃\n\n<|im_end|>"],
+    ),
+    "answer starts with blanks": (CHAT, turns("Hi", "\n Hello"), ["\n Hello<|im_end|>"]),
+    "an empty answer is its end of turn": (CHAT, turns("Hi", ""), ["<|im_end|>"]),
+    "answer that repeats markup": (
+        CHAT, turns("Say user", "user", "user", "im_end"), ["user<|im_end|>", "im_end<|im_end|>"],
+    ),
+    "[INST]": (inst_tokenizer(), turns("Hi", "Hello."), [" Hello. </s>"]),
+    "[INST], two turns": (inst_tokenizer(), turns("a", " b ", "c", "d", system="s"), [" b </s>", " d </s>"]),
+    "default system prompt": (
+        tiny_tokenizer(DEFAULT_SYSTEM + CHATML), turns("a", "b", "c", "d"), ["b<|im_end|>", "d<|im_end|>"],
+    ),
+    "thinking in the last turn only": (
+        tiny_tokenizer(DROPS_THINKING), turns("a", "plain", "c", "<think>hm</think>d"),
+        ["plain<|im_end|>", "<think>hm</think>d<|im_end|>"],
+    ),
+    "the template writes an empty thinking block": (
+        tiny_tokenizer(EMPTY_THINKING_LAST), turns("a", "b", "c", "d"), ["b<|im_end|>", "d<|im_end|>"],
+    ),
+    "no end-of-turn token": (tiny_tokenizer(PLAIN), turns("a", "Hello.", "b", "Bye."), ["Hello.", "Bye."]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SUPERVISED)
+def test_supervises_answers_and_their_end_of_turn(case: str) -> None:
+    tokenizer, messages, spans = SUPERVISED[case]
     tokens, supervised = encode(messages, tokenizer)
     assert tokenizer.decode(tokens) == render(messages, tokenizer, answer=False)
     assert supervised_text(tokenizer, tokens, supervised) == spans

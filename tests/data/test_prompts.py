@@ -39,78 +39,59 @@ def write(path: Path, *rows: Any) -> str:
     return str(path)
 
 
+def chat(*messages: dict[str, Any]) -> dict[str, Any]:
+    return {"messages": list(messages)}
+
+
+def sharegpt(*turns: tuple[str, str]) -> dict[str, Any]:
+    return {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
+
+
+def calls(**function: Any) -> dict[str, Any]:
+    return {**assistant(""), "tool_calls": [{"function": function}]}
+
+
+RESULT = {"role": "tool", "content": "2", "tool_call_id": "1"}
+WRITTEN_CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}, "id": None}
+ANSWER = {"role": "assistant", "content": None}
+PARTS = [{"type": "text", "text": "a"}, {"text": " b"}, " c"]
+
+
 @pytest.mark.parametrize(
     ("row", "messages"),
     [
         ({"turns": ["a", "b"]}, [user("a"), user("b")]),
-        ({"messages": [user("a"), assistant("b")]}, [user("a"), assistant("b")]),
-        (
-            {"messages": [{"role": "developer", "content": "s"}, user("a")]},
-            [{"role": "system", "content": "s"}, user("a")],
-        ),
-        (
-            {
-                "conversations": [
-                    {"from": "gpt", "value": "hi"},
-                    {"from": "human", "value": "a"},
-                    {"from": "gpt", "value": "b"},
-                ]
-            },
-            [user("a"), assistant("b")],
-        ),
+        (chat(user("a"), assistant("b")), [user("a"), assistant("b")]),
+        (chat({"role": "developer", "content": "s"}, user("a")), [SYSTEM, user("a")]),
+        (sharegpt(("gpt", "hi"), ("human", "a"), ("gpt", "b")), [user("a"), assistant("b")]),
         ({"conversations": [user("a")]}, [user("a")]),
         ({"instruction": "a", "input": "", "output": "b"}, [user("a"), assistant("b")]),
         ({"instruction": "a", "input": "x"}, [user("a\n\nx")]),
         ({"prompt": "a"}, [user("a")]),
         ({"prompt": [user("a")]}, [user("a")]),
+        (chat({"role": "user", "content": PARTS}), [user("a b c")]),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"text": " b"}, " c"]}]},
-            [user("a b c")],
+            chat(user("a"), {**ANSWER, "tool_calls": [{"name": "f"}]}, user("b")),
+            [user("a"), calls(name="f"), user("b")],
         ),
         (
-            {"messages": [user("a"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}, user("b")]},
-            [user("a"), {**assistant(""), "tool_calls": [{"function": {"name": "f"}}]}, user("b")],
-        ),
-        (
-            {
-                "messages": [
-                    user("a"),
-                    {
-                        "role": "assistant",
-                        "tool_calls": [{"function": {"name": "f", "arguments": '{"x": 1}'}, "id": None}],
-                    },
-                    {"role": "tool", "content": "2", "tool_call_id": "1"},
-                    {**assistant("b"), "tool_calls": None},
-                ]
-            },
-            [
+            chat(
                 user("a"),
-                {**assistant(""), "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]},
-                {"role": "tool", "content": "2", "tool_call_id": "1"},
-                assistant("b"),
-            ],
+                {"role": "assistant", "tool_calls": [WRITTEN_CALL]},
+                RESULT,
+                {**assistant("b"), "tool_calls": None},
+            ),
+            [user("a"), calls(name="f", arguments={"x": 1}), RESULT, assistant("b")],
         ),
-        (
-            {"messages": [user("a"), {"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
-            [user("a"), {**assistant(""), "tool_calls": [{"function": {"name": "f"}}]}],
-        ),
-        ({"messages": [SYSTEM, user("a"), assistant("b")]}, [SYSTEM, user("a"), assistant("b")]),
-        (
-            {
-                "conversations": [
-                    {"from": "system", "value": "s"},
-                    {"from": "Human", "value": "a"},
-                    {"from": "ChatGPT", "value": "b"},
-                ]
-            },
-            [SYSTEM, user("a"), assistant("b")],
-        ),
+        (chat(user("a"), {**ANSWER, "function_call": {"name": "f"}}), [user("a"), calls(name="f")]),
+        (chat(SYSTEM, user("a"), assistant("b")), [SYSTEM, user("a"), assistant("b")]),
+        (sharegpt(("system", "s"), ("Human", "a"), ("ChatGPT", "b")), [SYSTEM, user("a"), assistant("b")]),
         ({"conversation": [{"from": "user", "value": "a"}], "system": "s"}, [SYSTEM, user("a")]),
         ({"instruction": "a", "input": "x", "output": "b", "system": "s"}, [SYSTEM, user("a\n\nx"), assistant("b")]),
         ({"instruction": "a", "input": None, "output": None, "system": " "}, [user("a")]),
         ({"messages": None, "prompt": "a"}, [user("a")]),
         (
-            {"messages": [user("a"), {**assistant("b"), "reasoning_content": "r", "tool_calls": []}]},
+            chat(user("a"), {**assistant("b"), "reasoning_content": "r", "tool_calls": []}),
             [user("a"), {**assistant("b"), "reasoning_content": "r"}],
         ),
     ],
@@ -160,7 +141,7 @@ def test_malformed_tools_column_is_ignored(tools: Any, tmp_path: Path) -> None:
 UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user("a"), {"role": "tool", "content": "b"}]}, "1 with a message of the role 'tool'"),
     (
-        {"messages": [user("a"), {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}]},
+        chat(user("a"), {"role": "assistant", "function_call": {"name": "f", "arguments": "{"}}),
         "1 with a call of a tool whose arguments are no JSON",
     ),
     ({"messages": [user("a"), {"role": "assistant", "tool_calls": "f"}]}, "1 with calls of tools that are no list"),
@@ -170,10 +151,7 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
     ({"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "1 with image content"),
     ({"messages": [{"role": ["user"], "content": "a"}]}, "1 with a message of the role ['user']"),
     ({"conversations": [{"from": "observation", "value": "a"}]}, "1 with a message of the role 'tool'"),
-    (
-        {"messages": [user("a"), {"role": "assistant", "content": {"text": "b"}}]},
-        "1 with a dict where text is expected",
-    ),
+    (chat(user("a"), {"role": "assistant", "content": {"text": "b"}}), "1 with a dict where text is expected"),
     ({"prompt": None}, "1 with a message without text"),
     ({"text": "a"}, f"1 {PLAIN}"),
     ({"text": " "}, "1 without text"),
@@ -184,7 +162,7 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
         ({"messages": [user("a"), assistant("b")], **row}, "1 with text that is not UTF-8")
         for row in (
             {"messages": [user("nice \ud83d")]},
-            {"messages": [{"role": "system", "content": "\ud83d"}, user("a")]},
+            chat({**SYSTEM, "content": "\ud83d"}, user("a")),
             {"messages": [user("a"), assistant("\udc00")]},
             {"tools": [{"name": "f", "description": "\ud83d"}]},
             {"id": "\ud83d"},
@@ -197,11 +175,11 @@ UNUSABLE: list[tuple[dict[str, Any], str]] = [
 
 
 ANSWERER = [user("a"), {"role": "claude-9", "content": "b"}, user("c"), {"role": "claude-9", "content": "d"}]
-RESULT = [user("a"), assistant("f()"), {"role": "ipython", "content": "1"}, assistant("b"), user("c")]
+WITH_RESULT = [user("a"), assistant("f()"), {"role": "ipython", "content": "1"}, assistant("b"), user("c")]
 
 
 def test_answer_roles_are_checked_only_when_answers_are_kept(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", {"messages": ANSWERER}, {"messages": RESULT}, {"prompt": "fine"})
+    path = write(tmp_path / "p.jsonl", {"messages": ANSWERER}, {"messages": WITH_RESULT}, {"prompt": "fine"})
     asked = load(path, "train").prompts
     assert [[message["content"] for message in prompt.asked] for prompt in asked] == [["a", "c"], ["a"], ["fine"]]
     kept = load(path, "train", regenerate=False)
@@ -215,10 +193,8 @@ def test_answer_roles_are_checked_only_when_answers_are_kept(tmp_path: Path) -> 
 def test_tool_calls_in_sharegpt(tmp_path: Path) -> None:
     call = {"name": "f", "arguments": {"x": 1}}
     turns = [("human", "a"), ("function_call", json.dumps(call)), ("observation", "2"), ("gpt", "b")]
-    row = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
-    (prompt,) = load(write(tmp_path / "p.jsonl", row), "train", regenerate=False).prompts
-    calling = {**assistant(""), "tool_calls": [{"function": call}]}
-    assert prompt.messages == [user("a"), calling, {"role": "tool", "content": "2"}, assistant("b")]
+    (prompt,) = load(write(tmp_path / "p.jsonl", sharegpt(*turns)), "train", regenerate=False).prompts
+    assert prompt.messages == [user("a"), calls(**call), {"role": "tool", "content": "2"}, assistant("b")]
 
 
 @pytest.mark.parametrize(

@@ -102,10 +102,12 @@ def test_supervised_counts(tiny_target: Target, tmp_path: Path) -> None:
     assert counts_V[tiny_target.tokenizer.eos_token_id] == len(given)
 
 
-def test_size_matches_the_estimate(tiny_target: Target, tmp_path: Path) -> None:
-    store = build(tmp_path, tiny_target, conversations(tiny_target))
-    expected = estimate_bytes(store.tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype)
-    assert expected <= store.bytes <= expected + 600 * len(list(tmp_path.glob("shard-*")))
+@pytest.mark.parametrize(("states_dtype", "header"), [("auto", 600), ("fp8", 1200)])
+def test_size_matches_the_estimate(tiny_target: Target, tmp_path: Path, states_dtype: str, header: int) -> None:
+    store = build(tmp_path, tiny_target, conversations(tiny_target), states_dtype=states_dtype)
+    sizes = store.tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype
+    expected = estimate_bytes(*sizes, states_dtype)
+    assert expected <= store.bytes <= expected + header * len(list(tmp_path.glob("shard-*")))
 
 
 class TestResume:
@@ -364,22 +366,12 @@ class TestCodes:
                 shares_T = (sample.states[layer] - exact_TE).norm(dim=-1) / exact_TE.norm(dim=-1)
                 assert 0 < shares_T.max() < lost
 
-    def test_size_matches_the_estimate(self, tiny_target: Target, tmp_path: Path) -> None:
-        store = build(tmp_path, tiny_target, conversations(tiny_target), states_dtype="fp8")
-        expected = estimate_bytes(store.tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype, "fp8")
-        assert expected <= store.bytes <= expected + 1200 * len(list(tmp_path.glob("shard-*")))
-
     def test_budget_holds_more(self, tiny_target: Target, tmp_path: Path) -> None:
         given = conversations(tiny_target)
-        budget = estimate_bytes(
-            sum(len(item.tokens) for item in given[:3]), len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype
-        )
-        plain = build(tmp_path / "plain", tiny_target, given, budget_bytes=budget)
-        assert (
-            len(plain)
-            == 3
-            < len(build(tmp_path / "codes", tiny_target, given, budget_bytes=budget, states_dtype="int8"))
-        )
+        tokens = sum(len(item.tokens) for item in given[:3])
+        budget = estimate_bytes(tokens, len(AUX_LAYERS), tiny_target.hidden_size, tiny_target.dtype)
+        assert len(build(tmp_path / "plain", tiny_target, given, budget_bytes=budget)) == 3
+        assert len(build(tmp_path / "codes", tiny_target, given, budget_bytes=budget, states_dtype="int8")) > 3
 
     def test_coexist_with_plain(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         given = conversations(tiny_target, 3)

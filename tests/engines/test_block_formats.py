@@ -22,6 +22,7 @@ from headstart.hub.engines.known_engines import drafts_to_try, serve_commands
 from headstart.hub.target_facts import TargetFacts
 from headstart.target.model import Target
 from tests.engines import block_readers as readers
+from tests.engines.conftest import edited
 from tests.engines.test_faults import rewrite
 from tests.test_cli import works
 
@@ -222,75 +223,68 @@ def rotary(config: Config, _: Tensors) -> None:
 
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
 KINDS_OF_TWO = ["sliding_attention", "full_attention"]
+DFLASH, SPARK = Layout.DFLASH, Layout.DSPARK
 FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str]] = {
     # layout, format, change, engine, message
-    "ids as EAGLE counts them": (Layout.DFLASH, "vllm", nested(target_layer_ids=[2, 4, 7]), "vllm", "headstart wrote"),
-    "ids past the last layer": (
-        Layout.DFLASH, "vllm", nested(target_layer_ids=[2, 4, 8]), "vllm", "8 is the deepest",
-    ),
-    "ids that fall": (Layout.DFLASH, "vllm", nested(target_layer_ids=[3, 1, 6]), "vllm", "do not rise"),
-    "ids twice": (
-        Layout.DFLASH, "vllm", top(eagle_aux_hidden_state_layer_ids=[1, 3, 6]), "vllm", "The layer ids disagree",
-    ),
-    "no ids": (Layout.DFLASH, "vllm", no("target_layer_ids"), "vllm", "target_layer_ids is None"),
-    "words for ids": (Layout.DFLASH, "vllm", nested(target_layer_ids="all"), "sglang", "target_layer_ids is 'all'"),
-    "no mask": (Layout.DFLASH, "vllm", no("mask_token_id"), "sglang", "mask_token_id is None"),
-    "mask outside": (Layout.DFLASH, "vllm", nested(mask_token_id=5000), "vllm", "mask_token_id is 5000"),
-    "another mask": (Layout.DFLASH, "vllm", nested(mask_token_id=8), "vllm", "headstart wrote"),
-    "no block size": (Layout.DFLASH, "vllm", no("block_size"), "sglang", "block_size is None"),
-    "d2t": (Layout.DFLASH, "vllm", lambda _, t: t.update(d2t=torch.zeros(40).long()), "vllm", "There is a d2t"),
-    "t2d": (Layout.DFLASH, "vllm", lambda _, t: t.update(t2d=torch.ones(9)), "vllm", "converter stops at it"),
+    "ids as EAGLE counts them": (DFLASH, "vllm", nested(target_layer_ids=[2, 4, 7]), "vllm", "headstart wrote"),
+    "ids past the last layer": (DFLASH, "vllm", nested(target_layer_ids=[2, 4, 8]), "vllm", "8 is the deepest"),
+    "ids that fall": (DFLASH, "vllm", nested(target_layer_ids=[3, 1, 6]), "vllm", "do not rise"),
+    "ids twice": (DFLASH, "vllm", top(eagle_aux_hidden_state_layer_ids=[1, 3, 6]), "vllm", "The layer ids disagree"),
+    "no ids": (DFLASH, "vllm", no("target_layer_ids"), "vllm", "target_layer_ids is None"),
+    "words for ids": (DFLASH, "vllm", nested(target_layer_ids="all"), "sglang", "target_layer_ids is 'all'"),
+    "no mask": (DFLASH, "vllm", no("mask_token_id"), "sglang", "mask_token_id is None"),
+    "mask outside": (DFLASH, "vllm", nested(mask_token_id=5000), "vllm", "mask_token_id is 5000"),
+    "another mask": (DFLASH, "vllm", nested(mask_token_id=8), "vllm", "headstart wrote"),
+    "no block size": (DFLASH, "vllm", no("block_size"), "sglang", "block_size is None"),
+    "d2t": (DFLASH, "vllm", lambda _, t: t.update(d2t=torch.zeros(40).long()), "vllm", "There is a d2t"),
+    "t2d": (DFLASH, "vllm", lambda _, t: t.update(t2d=torch.ones(9)), "vllm", "converter stops at it"),
     "a window that is dropped": (
-        Layout.DFLASH, "vllm", top(layer_types=["sliding_attention"] * 2, sliding_window=9), "vllm",
+        DFLASH, "vllm", top(layer_types=["sliding_attention"] * 2, sliding_window=9), "vllm",
         "unless use_sliding_window is true",
     ),
-    "another window": (Layout.DFLASH, "vllm", top(**SLIDING), "vllm", "headstart wrote"),
-    "causal for vLLM": (Layout.DFLASH, "vllm", nested(causal=True), "sglang", "which should be true here"),
-    "sliding for vLLM": (
-        Layout.DFLASH, "vllm", nested(use_swa=True, swa_window_size=9), "sglang", "in layer_types alone",
-    ),
+    "another window": (DFLASH, "vllm", top(**SLIDING), "vllm", "headstart wrote"),
+    "causal for vLLM": (DFLASH, "vllm", nested(causal=True), "sglang", "which should be true here"),
+    "sliding for vLLM": (DFLASH, "vllm", nested(use_swa=True, swa_window_size=9), "sglang", "in layer_types alone"),
     "causal full layers": (
-        Layout.DFLASH, "vllm", top(**{**SLIDING, "layer_types": KINDS_OF_TWO, "is_causal": True}), "vllm",
+        DFLASH, "vllm", top(**{**SLIDING, "layer_types": KINDS_OF_TWO, "is_causal": True}), "vllm",
         "beside sliding layers",
     ),
     "causal by the way": (
-        Layout.DFLASH, "speculators", top(sliding_window_non_causal=False), "vllm", "takes that for all layers",
+        DFLASH, "speculators", top(sliding_window_non_causal=False), "vllm", "takes that for all layers",
     ),
     "causal full layers by the way": (
-        Layout.DFLASH, "speculators",
+        DFLASH, "speculators",
         top(**{**SLIDING, "layer_types": KINDS_OF_TWO}, sliding_window_non_causal=False), "vllm",
         "takes that for all layers",
     ),
     "later slots left open": (
-        Layout.DFLASH, "speculators",
+        DFLASH, "speculators",
         lambda c, t: (top(**SLIDING)(c, t), c.pop("sliding_window_non_causal"), None)[-1], "vllm",
         "does not say sliding_window_non_causal",
     ),
     "later slots of DSpark": (
-        Layout.DSPARK, "speculators", top(**SLIDING, sliding_window_non_causal=True), "vllm",
+        SPARK, "speculators", top(**SLIDING, sliding_window_non_causal=True), "vllm",
         "unless is_causal is false",
     ),
     "more drafts than the block": (
-        Layout.DFLASH, "speculators",
+        DFLASH, "speculators",
         lambda c, _: c["speculators_config"]["proposal_methods"][0].update(speculative_tokens=4), "vllm",
         "proposes 4 draft tokens, and a block of 4 has 3",
     ),
-    "slots one off": (Layout.DFLASH, "speculators", top(sample_from_anchor=True), "vllm", "off by one"),
-    "slots left open": (
-        Layout.DSPARK, "speculators", no("sample_from_anchor"), "vllm", "does not say sample_from_anchor",
-    ),
-    "slots of DFlash": (Layout.DSPARK, "vllm", top(sample_from_anchor=False), "vllm", "draft their own place"),
-    "DSpark in SGLang": (Layout.DSPARK, "vllm", top(), "sglang", "no sglang that serves dspark"),
-    "no k_norm": (Layout.DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
-    "no Markov head": (Layout.DSPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
-    "another rank": (Layout.DSPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),
-    "no rotary base": (Layout.DFLASH, "vllm", no("rope_theta", "rope_parameters"), "vllm", "says no rope_theta"),
-    "another rotary base": (Layout.DFLASH, "vllm", rotary, "vllm", "headstart wrote"),
-    "architecture": (Layout.DFLASH, "vllm", top(architectures=["Qwen3Model"]), "vllm", "DFlashDraftModel"),
-    "type": (Layout.DFLASH, "vllm", top(model_type="llama"), "vllm", "are Qwen3's"),
-    "activation": (Layout.DFLASH, "vllm", top(hidden_act="gelu"), "vllm", "silu alone"),
-    "no epsilon": (Layout.DFLASH, "vllm", top(rms_norm_eps=None), "vllm", "rms_norm_eps is None"),
-    "one number": (Layout.DSPARK, "vllm", lambda _, t: t["fc.weight"].view(-1)[:1].add_(9), "vllm", "headstart wrote"),
+    "slots one off": (DFLASH, "speculators", top(sample_from_anchor=True), "vllm", "off by one"),
+    "slots left open": (SPARK, "speculators", no("sample_from_anchor"), "vllm", "does not say sample_from_anchor"),
+    "slots of DFlash": (SPARK, "vllm", top(sample_from_anchor=False), "vllm", "draft their own place"),
+    "DSpark in SGLang": (SPARK, "vllm", top(), "sglang", "no sglang that serves dspark"),
+    "no k_norm": (DFLASH, "vllm", no("layers.1.self_attn.k_norm.weight"), "vllm", "leaves it random"),
+    "no Markov head": (SPARK, "vllm", no("markov_head.markov_w2.weight"), "vllm", "w2.weight is missing"),
+    "another rank": (SPARK, "vllm", top(markov_rank=4), "vllm", "its config asks for"),
+    "no rotary base": (DFLASH, "vllm", no("rope_theta", "rope_parameters"), "vllm", "says no rope_theta"),
+    "another rotary base": (DFLASH, "vllm", rotary, "vllm", "headstart wrote"),
+    "architecture": (DFLASH, "vllm", top(architectures=["Qwen3Model"]), "vllm", "DFlashDraftModel"),
+    "type": (DFLASH, "vllm", top(model_type="llama"), "vllm", "are Qwen3's"),
+    "activation": (DFLASH, "vllm", top(hidden_act="gelu"), "vllm", "silu alone"),
+    "no epsilon": (DFLASH, "vllm", top(rms_norm_eps=None), "vllm", "rms_norm_eps is None"),
+    "one number": (SPARK, "vllm", lambda _, t: t["fc.weight"].view(-1)[:1].add_(9), "vllm", "headstart wrote"),
 }  # fmt: skip
 
 
@@ -298,9 +292,9 @@ FAULTS: dict[str, tuple[Layout, str, Callable[[Config, Tensors], None], str, str
 def test_planted_fault_is_refused(name: str, target: Target, facts: TargetFacts, tmp_path: Path) -> None:
     layout, form, plant, engine, said = FAULTS[name]
     folder = written(random(layout, target), form, facts, tmp_path / "out")
-    config, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
-    plant(config, tensors)
-    (folder / "config.json").write_text(json.dumps(config))
+    tensors = load_file(folder / "model.safetensors")
+    with edited(folder) as config:
+        plant(config, tensors)
     save_file(tensors, folder / "model.safetensors")
     found = check_export(folder, [engine])
     assert any(said in one.problem for one in found), found
