@@ -20,6 +20,11 @@ def load(source: str, split: str = "train", tokenizer: Any = None, **how: Any) -
     return load_prompts(data, tokenizer, **how)
 
 
+def turns(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
+    start = [] if system is None else [{"role": "system", "content": system}]
+    return [*start, *({"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts))]
+
+
 def everything(splits: Splits) -> list[list[Conversation]]:
     return [splits.train, splits.validation, splits.heldout]
 

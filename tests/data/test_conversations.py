@@ -14,6 +14,7 @@ from headstart.data.conversations.masks import encode
 from headstart.data.conversations.records import Conversation, read_conversations, write_conversations
 from headstart.data.prompts.chat import prompt_tokens, render
 from headstart.errors import UserError
+from tests.data.loading import turns
 from tests.tiny import CHATML, tiny_tokenizer
 
 INST = (
@@ -46,12 +47,6 @@ PLAIN = (
 
 def inst_tokenizer() -> Any:
     return tiny_tokenizer(INST, special=("<unk>", "<s>", "</s>"))
-
-
-def turns(*texts: str, system: str | None = None) -> list[dict[str, str]]:
-    roles = ("user", "assistant")
-    start = [] if system is None else [{"role": "system", "content": system}]
-    return [*start, *({"role": roles[i % 2], "content": text} for i, text in enumerate(texts))]
 
 
 def supervised_text(tokenizer: Any, tokens: list[int], supervised: list[bool]) -> list[str]:

@@ -33,7 +33,7 @@ from headstart.support.files import write_jsonl
 from headstart.support.terminal import Bar
 from headstart.target.cache import TreeCache
 from headstart.target.model import Target, TargetOutput
-from tests.data.loading import everything
+from tests.data.loading import everything, turns
 from tests.spies import spy
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
@@ -53,14 +53,6 @@ def given(folder: Path, rows: Sequence[dict[str, Any]]) -> str:
 def prompt_file(folder: Path, count: int = 24) -> str:
     rows = [{"turns": [f"Question number {i}: why {'so ' * (i % 5)}?"], "category": f"c{i % 3}"} for i in range(count)]
     return given(folder, rows)
-
-
-def chat(*texts: str) -> list[dict[str, str]]:
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-
-
-def system(text: str) -> dict[str, str]:
-    return {"role": "system", "content": text}
 
 
 def section(prompts: str, **over: object) -> DataSection:
@@ -244,7 +236,7 @@ def test_prompts_with_one_beginning_stay_in_one_split(tiny_target: Target, tmp_p
 
 @pytest.mark.usefixtures("says_fine")
 def test_documents_in_system_messages_count_as_beginnings(tiny_target: Target, tmp_path: Path) -> None:
-    rows = [{"messages": [system(f"Text {i}"), *chat("Summarise.")]} for i in range(17)]
+    rows = [{"messages": turns("Summarise.", system=f"Text {i}")} for i in range(17)]
     splits = build_conversations(tiny_target, section(given(tmp_path, rows)), tmp_path / "data")
     asked = [item.messages[0]["content"] for part in (splits.heldout, splits.validation, splits.train) for item in part]
     assert sorted(asked) == sorted(row["messages"][0]["content"] for row in rows)
@@ -257,7 +249,7 @@ def test_turn_over_limit_ends_it(tiny_target: Target, tmp_path: Path, limit: dic
     """Also with given answers. No text is kept after the last answer, and the notice counts turns."""
     long = "and " * (60 if limit else 700)
     path = given(
-        tmp_path, [{"messages": chat(f"First {i}", "One.", long, "Two.", "Third", "Three.")} for i in range(17)]
+        tmp_path, [{"messages": turns(f"First {i}", "One.", long, "Two.", "Third", "Three.")} for i in range(17)]
     )
     data = section(path, **{"max_prompt_tokens": 4000, **limit}, regenerate=regenerate)
     splits, notice = told(tiny_target, data, tmp_path)
@@ -286,7 +278,7 @@ def test_cut_answers_are_counted_with_their_later_turns(tiny_target: Target, tmp
 
 
 def test_given_answer_is_cut_at_the_context(tiny_target: Target, tmp_path: Path) -> None:
-    path = given(tmp_path, [{"messages": chat(f"Hi {i}", "and " * 700, "And?", "never read")} for i in range(11)])
+    path = given(tmp_path, [{"messages": turns(f"Hi {i}", "and " * 700, "And?", "never read")} for i in range(11)])
     splits, notice = told(tiny_target, section(path, heldout=0, validation=1, regenerate=False), tmp_path)
     window = tiny_target.max_length
     assert all(len(item.tokens) == window == item.supervised_spans[-1][1] for item in splits.train)
@@ -339,7 +331,7 @@ def test_duplicate_costs_no_extra_batch(tiny_target: Target, tmp_path: Path, mon
 
 
 def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:
-    path = given(tmp_path, [{"messages": chat(f"Hi {i}", f"Hello {i}!")} for i in range(20)])
+    path = given(tmp_path, [{"messages": turns(f"Hi {i}", f"Hello {i}!")} for i in range(20)])
     splits = build_conversations(tiny_target, section(path, regenerate=False), tmp_path / "data")
     item = splits.train[0]
     said = [token for token, mine in zip(item.tokens, item.supervised, strict=True) if mine]
@@ -349,7 +341,7 @@ def test_given_answers_can_be_kept(tiny_target: Target, tmp_path: Path) -> None:
 def test_rewritten_given_answers_are_counted_and_not_learned(tiny_target: Target, tmp_path: Path) -> None:
     target = Target(tiny_target.model, tiny_tokenizer(DROPS_THINKING), "thinking")
     answers = ["No" if i % 3 else "<think>so</think>Yes" for i in range(27)]
-    rows = [{"messages": chat(f"Hi {i}", answer, "And?", "Bye.")} for i, answer in enumerate(answers)]
+    rows = [{"messages": turns(f"Hi {i}", answer, "And?", "Bye.")} for i, answer in enumerate(answers)]
     sizes = {"conversations": 26, "heldout": 0, "validation": 1, "batch_size": 27, "regenerate": False}
     data = section(given(tmp_path, rows), **sizes)
     splits, notice = told(target, data, tmp_path)
@@ -379,10 +371,10 @@ def test_turn_refused_by_the_template_ends_only_its_conversation(tiny_target: Ta
 
 
 def test_shared_system_message_does_not_make_prompts_equal(tiny_target: Target, tmp_path: Path) -> None:
-    rows = [{"messages": [system("Be brief."), *chat(f"Hi {i}")]} for i in range(17)]
+    rows = [{"messages": turns(f"Hi {i}", system="Be brief.")} for i in range(17)]
     splits = build_conversations(tiny_target, section(given(tmp_path, rows)), tmp_path / "data")
     assert len(splits.train) == 10
-    assert splits.train[0].messages[0] == system("Be brief.")
+    assert splits.train[0].messages[0] == {"role": "system", "content": "Be brief."}
 
 
 def test_too_few_prompts_are_refused(tiny_target: Target, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from headstart.errors import UserError
 from headstart.pipeline.data_stages import conversations
 from headstart.pipeline.run import Run, execute, left_to_do
 from headstart.pipeline.stages import check_inputs, stages_until
-from headstart.recipes.recipe import load_recipe, parse_recipe
+from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
 from headstart.recipes.sections import DataSection, PromptSource
 from headstart.target.model import Target
 from tests.data.loading import everything
@@ -39,6 +39,11 @@ def sources(tmp_path: Path) -> list[dict[str, Any]]:
     (tmp_path / "other").mkdir()
     second = write(tmp_path / "other" / "p.jsonl", *(f"b {i}" for i in range(10)))
     return [{"source": first, "weight": 3}, {"source": second}]
+
+
+def recipe_of(target: Path, data: dict[str, Any]) -> Recipe:
+    spec = {"spec": str(target), "dtype": "float32", "device": "cpu"}
+    return parse_recipe({"name": "mixed", "target": spec, "data": data, "heads": {"family": "medusa"}})
 
 
 def drawn(sources: list[dict[str, Any]], limit: int | None, seed: int = 0) -> Prompts:
@@ -145,14 +150,7 @@ def test_edited_exclusion_rebuilds(tiny_target_folder: Path, sources: list[dict[
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"turns": ["a 1"]}\n')
     sizes = {"conversations": 60, "heldout": 2, "validation": 2, "max_new_tokens": 8, "batch_size": 32}
-    recipe = parse_recipe(
-        {
-            "name": "mixed",
-            "target": {"spec": str(tiny_target_folder), "dtype": "float32", "device": "cpu"},
-            "data": {"prompts": sources, "exclude": [str(questions)], **sizes},
-            "heads": {"family": "medusa"},
-        }
-    )
+    recipe = recipe_of(tiny_target_folder, {"prompts": sources, "exclude": [str(questions)], **sizes})
     stages = stages_until("conversations")
     asked = []
     for _ in range(2):
@@ -255,14 +253,7 @@ def test_held_out_prompts_keep_their_system_message(tiny_target_folder: Path, tm
     rows = [{"messages": [{**system, "content": f"Text {i}"}, user]} for i in range(6)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     sizes = {"conversations": 3, "heldout": 2, "validation": 1, "max_new_tokens": 8}
-    recipe = parse_recipe(
-        {
-            "name": "documents",
-            "target": {"spec": str(tiny_target_folder), "dtype": "float32", "device": "cpu"},
-            "data": {"prompts": str(file), **sizes},
-            "heads": {"family": "medusa"},
-        }
-    )
+    recipe = recipe_of(tiny_target_folder, {"prompts": str(file), **sizes})
     run = Run(recipe, tmp_path / "run", Console(quiet=True))
     execute(run, stages_until("conversations"))
     asked = [question.messages(1) for question in read_questions(run.folder / "data" / "heldout.jsonl")]

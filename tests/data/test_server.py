@@ -577,25 +577,24 @@ def test_stopped_work_sends_no_more_requests(tiny_target: Target, serve: Serve) 
     assert len(fake.bodies) < 12
 
 
+ONE_AT_A_TIME = threading.Lock()
+
+
+def greedy(target: Target) -> Answer:
+    def answer(prompt: list[int], most: int) -> list[int]:
+        with ONE_AT_A_TIME:
+            return InProcess(target).continue_rows([prompt], Continuation(most, [0.0], target.end_tokens, 0))[0]
+
+    return answer
+
+
+def brief(target: Target) -> Answer:
+    """Short answers with an end token, so that later turns follow; the random target never ends one."""
+    return lambda prompt, _most: [*(40 + (sum(prompt) + step) % 50 for step in range(3)), min(target.end_tokens)]
+
+
 class TestConversations:
     """Conversations written by a server with the tiny target."""
-
-    @pytest.fixture
-    def truth(self, tiny_target: Target) -> Answer:
-        lock = threading.Lock()
-
-        def greedy(prompt: list[int], most: int) -> list[int]:
-            with lock:
-                how = Continuation(most, [0.0], tiny_target.end_tokens, 0)
-                return InProcess(tiny_target).continue_rows([prompt], how)[0]
-
-        return greedy
-
-    @pytest.fixture
-    def brief(self, tiny_target: Target) -> Answer:
-        """Short answers with an end token, so that later turns follow; the random target never ends one."""
-        end = min(tiny_target.end_tokens)
-        return lambda prompt, _most: [*(40 + (sum(prompt) + step) % 50 for step in range(3)), end]
 
     def section(self, folder: Path, **more: Any) -> DataSection:
         file = folder / "prompts.jsonl"
@@ -606,28 +605,22 @@ class TestConversations:
 
     @pytest.mark.parametrize("kind", ["vllm", "llama.cpp"])
     def test_match_those_written_in_process(
-        self,
-        tiny_target: Target,
-        serve: Serve,
-        truth: Answer,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        kind: str,
+        self, tiny_target: Target, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
     ) -> None:
         notes: list[str] = []
         monkeypatch.setattr(Bar, "update", lambda _self, _done, _total, note: notes.append(note))
         here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
-        fakes = [serve(truth, kind=kind, faults=["drop", 503, "cut"]), serve(truth, kind=kind)]
+        fakes = [serve(greedy(tiny_target), kind=kind, faults=faults) for faults in (["drop", 503, "cut"], [])]
         section = self.section(tmp_path, server=",".join(fake.url for fake in fakes), server_requests=3)
         assert everything(build_conversations(tiny_target, section, tmp_path / "there")) == everything(here)
         assert sum(len(fake.bodies) for fake in fakes) >= 8
         assert "answer tokens/s, 3 requests at a time" in notes[-1]
 
-    def test_restart_requests_only_missing_answers(
-        self, tiny_target: Target, serve: Serve, truth: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_restart_requests_missing_answers(
+        self, tiny_target: Target, serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(client, "TRIES", 2)
-        whole, fake = serve(truth), serve(truth)
+        whole, fake = serve(greedy(tiny_target)), serve(greedy(tiny_target))
         section = self.section(tmp_path, server=whole.url, server_requests=1)
         splits = build_conversations(tiny_target, section, tmp_path / "whole")
         fake.faults = [None] * 6 + [500] * 2  # the server dies in a later part, and comes back
@@ -651,16 +644,16 @@ class TestConversations:
         assert everything(build_conversations(tiny_target, section, tmp_path / "cut")) == everything(splits)
         assert len(fake.bodies) == len(prompts), "nothing is requested again"
 
-    def test_end_at_the_servers_context(self, tiny_target: Target, serve: Serve, brief: Answer, tmp_path: Path) -> None:
+    def test_end_at_the_servers_context(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
         def section(**more: Any) -> DataSection:
             made = self.section(tmp_path, **more)
             rows = [{"turns": [f"Question {i}?", "And " * (20 * (i % 3)) + "then?"]} for i in range(14)]
             Path(str(made.prompts)).write_text("".join(json.dumps(row) + "\n" for row in rows))
             return made
 
-        whole = build_conversations(tiny_target, section(server=serve(brief).url), tmp_path / "whole")
+        whole = build_conversations(tiny_target, section(server=serve(brief(tiny_target)).url), tmp_path / "whole")
         window = min(len(item.tokens) for item in whole.train) + 20
-        fake, told = serve(brief, window=window), StringIO()
+        fake, told = serve(brief(tiny_target), window=window), StringIO()
         splits = build_conversations(
             tiny_target, section(server=fake.url), tmp_path / "there", Console(file=told, width=500)
         )
@@ -673,16 +666,14 @@ class TestConversations:
         assert f"later turns that a context of {window} tokens does not hold" in told.getvalue()
         assert all(len(body["prompt"]) + body["max_tokens"] <= window for body in fake.bodies)
 
-    def test_refused_prompts_are_left_out(
-        self, tiny_target: Target, serve: Serve, brief: Answer, tmp_path: Path
-    ) -> None:
+    def test_refused_prompts_are_left_out(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
         """In the middle of a job: the first turn of one conversation, and the second turn of another."""
-        section = self.section(tmp_path, server=serve(brief).url)
+        section = self.section(tmp_path, server=serve(brief(tiny_target)).url)
         whole = build_conversations(tiny_target, section, tmp_path / "whole")
         short = next(item for item in whole.train if len(item.supervised_spans) == 1)
         long = next(item for item in whole.train if len(item.supervised_spans) == 2)
         refused = [list(item.tokens[: item.supervised_spans[-1][0]]) for item in (short, long)]
-        fake, told = serve(brief), StringIO()
+        fake, told = serve(brief(tiny_target)), StringIO()
         asked_for = fake.completion
 
         def completion(body: dict[str, Any]) -> dict[str, Any]:
@@ -698,9 +689,7 @@ class TestConversations:
         assert "1 that a server refused (the first: " in told.getvalue() and "answered 400" in told.getvalue()
         assert "1 later turns that a server refused" in told.getvalue()
 
-    def test_next_part_starts_during_a_slow_answer(
-        self, tiny_target: Target, serve: Serve, truth: Answer, tmp_path: Path
-    ) -> None:
+    def test_next_part_starts_during_a_slow_answer(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
         here = build_conversations(tiny_target, self.section(tmp_path), tmp_path / "here")
         slow = list(here.train[0].tokens[: here.train[0].supervised_spans[0][0]])
         others, in_time = threading.Event(), list[bool]()
@@ -710,16 +699,14 @@ class TestConversations:
                 others.set()
             if prompt == slow:
                 in_time.append(others.wait(20))
-            return truth(prompt, most)
+            return greedy(tiny_target)(prompt, most)
 
         fake = serve(answer)
         there = build_conversations(tiny_target, self.section(tmp_path, server=fake.url), tmp_path / "there")
         assert everything(there) == everything(here)
         assert in_time == [True], "the next part is requested meanwhile"
 
-    def test_parts_do_not_recount_kept_answers(
-        self, tiny_target: Target, serve: Serve, brief: Answer, tmp_path: Path
-    ) -> None:
+    def test_kept_answers_are_counted_once(self, tiny_target: Target, serve: Serve, tmp_path: Path) -> None:
         """A million conversations have thousands of parts."""
 
         class Counted(list[Written]):
@@ -733,7 +720,7 @@ class TestConversations:
                 self.looked_at += len(super().__getitem__(at)) if isinstance(at, slice) else 1
                 return super().__getitem__(at)
 
-        section, kept = self.section(tmp_path, server=serve(brief).url, batch_size=1), Counted()
+        section, kept = self.section(tmp_path, server=serve(brief(tiny_target)).url, batch_size=1), Counted()
         build_conversations(tiny_target, section, tmp_path / "data")
         parts = _Writing(PartWriter(tiny_target, section), tmp_path / "data" / "parts", Board(tmp_path / "jobs"))
         for part, _ in parts.parts("train", kept, 6, math.inf):
@@ -741,14 +728,14 @@ class TestConversations:
         assert len(kept) == 6 and kept.looked_at <= 6
 
     def test_target_is_not_loaded(
-        self, tiny_target_folder: Path, serve: Serve, truth: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tiny_target: Target, tiny_target_folder: Path, serve: Serve, tmp_path: Path
     ) -> None:
         def run(**data: Any) -> Run:
-            changes = {"server": serve(truth).url, **data}
+            changes = {"server": serve(greedy(tiny_target)).url, **data}
             recipe = tiny_recipe(tmp_path, tiny_target_folder, data=changes)
             return Run(recipe, tmp_path / "run", Console(file=StringIO()))
 
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr("headstart.target.loading.load_target", lambda *_, **__: pytest.fail("loaded"))
             execute(run(states="online"), stages_until("states"))
         written = (tmp_path / "run" / "data" / "conversations" / "train.jsonl").read_text()

@@ -20,6 +20,7 @@ from headstart.decoder import Decoder
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection
 from headstart.target.model import Target
+from tests.data.loading import turns
 from tests.tiny import tiny_tokenizer
 
 TOOLS = (
@@ -132,10 +133,6 @@ ENDS_TURNS = (
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 """As in Gemma: turns do not end with the tokenizer's EOS."""
-
-
-def turns(*texts: str) -> list[dict[str, Any]]:
-    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
 
 
 def learned(tokenizer: Any, messages: list[dict[str, Any]]) -> list[str]:

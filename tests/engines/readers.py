@@ -152,13 +152,9 @@ def eagle3_gguf(file: Path, hidden: list[Tensor], embed_VE: Tensor, tokens: list
         numbers = one.data if whole else dequantize(one.data, one.tensor_type)
         tensors[one.name] = torch.from_numpy(numbers.copy()).reshape(shape)
     eps = keys["attention.layer_norm_rms_epsilon"]
-    sizes = {
-        "head_dim": keys["attention.key_length"],
-        "num_attention_heads": keys["attention.head_count"],
-        "num_key_value_heads": keys["attention.head_count_kv"],
-        "rope_theta": keys["rope.freq_base"],
-        "rms_norm_eps": eps,
-    }
+    heads = {"head_dim": "key_length", "num_attention_heads": "head_count", "num_key_value_heads": "head_count_kv"}
+    sizes = {name: keys[f"attention.{key}"] for name, key in heads.items()}
+    sizes |= {"rope_theta": keys["rope.freq_base"], "rms_norm_eps": eps}
     names = {"q": "attn_q", "k": "attn_k", "v": "attn_v", "o": "attn_output", "mlp_norm": "ffn_norm"}
     names |= {"gate": "ffn_gate", "up": "ffn_up", "down": "ffn_down"}
     part = {short: tensors[f"blk.0.{name}.weight"] for short, name in names.items()}

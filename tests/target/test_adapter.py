@@ -104,8 +104,8 @@ def test_adapted_states_differ(adapted: Target, base: Target) -> None:
 
 
 def test_adapter_of_another_model_is_refused(tmp_path: Path, adapter: Path) -> None:
-    tiny_model("gpt_neox", vocab_size=len(tiny_tokenizer())).save_pretrained(tmp_path / "neox")
-    tiny_tokenizer().save_pretrained(tmp_path / "neox")
+    for part in (tiny_model("gpt_neox", vocab_size=len(tiny_tokenizer())), tiny_tokenizer()):
+        part.save_pretrained(tmp_path / "neox")
     with pytest.raises(UserError, match="does not fit the target"):
         load(tmp_path / "neox", adapter)
 

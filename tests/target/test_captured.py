@@ -142,12 +142,21 @@ def test_long_texts_run_through_the_modules() -> None:
     torch.testing.assert_close(read[0, 0], target.model(torch.tensor([text])).logits[0, -1], atol=1e-4, rtol=1e-4)
 
 
-def test_replaced_weights_are_recorded_again() -> None:
-    """A replaced parameter; `test_prepacked` changes weights in place."""
-    target = Target(tiny_model("llama"))
-    target.record()
+def other_weights(target: Target) -> None:
     layer = target.model.model.layers[1].mlp.down_proj
     layer.weight = nn.Parameter(2 * layer.weight.detach(), requires_grad=False)
+
+
+def other_embeddings(target: Target) -> None:
+    target.model.set_input_embeddings(nn.Embedding.from_pretrained(-target.embedding_weight.detach()))
+
+
+@pytest.mark.parametrize("replace", [other_weights, other_embeddings])
+def test_replaced_modules_are_recorded_again(replace: Callable[[Target], None]) -> None:
+    """A replaced parameter or module; `test_prepacked` changes weights in place."""
+    target = Target(tiny_model("llama"))
+    target.record()
+    replace(target)
     check_replay(target, 1, 4)
     assert target.eager is None
 
@@ -163,21 +172,6 @@ def test_replaced_sinks_are_recorded_again() -> None:
     attention.sinks = nn.Parameter(attention.sinks.detach() + 3, requires_grad=False)
     check_replay(target, 1, 4)
     assert target.eager is None
-
-
-def test_replaced_modules_are_recorded_again() -> None:
-    target = Target(tiny_model("llama"))
-    target.record()
-    embeddings = nn.Embedding.from_pretrained(-target.embedding_weight.detach())
-    target.model.set_input_embeddings(embeddings)
-    check_replay(target, 1, 4)
-    assert target.eager is None
-
-
-@pytest.mark.parametrize("kind", LONG)
-def test_length_dependent_rotary_frequencies_are_not_recorded(kind: str) -> None:
-    target = Target(tiny_model(kind))
-    assert target.eager is not None and "rotary" in target.eager
 
 
 ROTARY = "its rotary frequencies depend on the length of the text"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,15 @@ from headstart.pipeline.stages import stages_until
 from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
+from headstart.train import trainer
 from headstart.train.trainer import TrainResult, train
 from tests.test_pipeline import quiet, tiny_recipe
+from tests.train.results import Killed
 
 MakeRecipe = Callable[..., Recipe]
 Train = Callable[..., TrainResult]
 Workplace = Callable[..., tuple[Path, Path]]
+KillAfter = Callable[[int], None]
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +107,26 @@ def run(recipe: MakeRecipe, tiny_target: Target, train_store: StateStore, valid_
         return train(recipe(**settings), target, *stores, folder, console)
 
     return go
+
+
+@pytest.fixture
+def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[KillAfter]:
+    """Raise `Killed` after a number of optimiser steps; like a kill, no handler or clean-up runs."""
+    original = trainer._Trainer._step
+
+    def arm(steps: int) -> None:
+        left = [steps]
+
+        def step(self: Any, *args: Any) -> float:
+            if left[0] == 0:
+                raise Killed
+            left[0] -= 1
+            return original(self, *args)
+
+        monkeypatch.setattr(trainer._Trainer, "_step", step)
+
+    yield arm
+    monkeypatch.undo()
 
 
 @pytest.fixture(scope="session")

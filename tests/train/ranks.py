@@ -83,23 +83,18 @@ def take_plain_steps() -> None:
 
 
 def train_families_packed(
-    target_folder: str,
-    states: str,
-    folder: str,
-    gradient_accumulation_steps: int | str = 1,
-    how: str = "stored",
-    packing: bool = True,
+    target_folder: str, states: str, folder: str, accumulation: int | str = 1, how: str = "stored", packing: bool = True
 ) -> None:
     """Run `train_families` for one family of each kind on the batches of packing, packed or padded."""
     trainer.epoch_batches = batches.epoch_batches = batches.packed_batches
-    train_families(target_folder, states, folder, gradient_accumulation_steps, how, KINDS, packing=packing)
+    train_families(target_folder, states, folder, accumulation, how, KINDS, packing=packing)
 
 
 def train_families(
     target_folder: str,
     states: str,
     folder: str,
-    gradient_accumulation_steps: int | str = 1,
+    accumulation: int | str = 1,
     how: str = "stored",
     names: Sequence[str] = (),
     **settings: Any,
@@ -125,32 +120,22 @@ def train_families(
 
     trainer._Trainer.train = keep
     for name in names or families_of(how):
-        trainer.train(
-            recipe_of(name, gradient_accumulation_steps=int(gradient_accumulation_steps), **joint_of(how), **settings),
-            target,
-            silent(store),
-            valid,
-            Path(folder) / name,
-        )
+        recipe = recipe_of(name, gradient_accumulation_steps=int(accumulation), **joint_of(how), **settings)
+        trainer.train(recipe, target, silent(store), valid, Path(folder) / name)
     leave_processes()
 
 
 def train_some_steps(
-    target_folder: str,
-    states: str,
-    folder: str,
-    gradient_accumulation_steps: int | str = 1,
-    start_from: str = "",
-    stop: int | str | None = None,
+    target_folder: str, states: str, folder: str, accumulation: int | str, start_from: str, stop: int | str = ""
 ) -> None:
     """Train or resume Medusa heads, or low-rank updates of earlier ones, to step 8; Ctrl-C comes after `stop` steps."""
     join_processes("cpu")
     target = load_target(target_folder, "float32", "cpu")
     store, valid = both_states(Path(states), target, "stored")
     take_plain_steps()
-    if stop is not None:
+    if stop:
         at(int(stop) - 1, lambda rank: signal.raise_signal(signal.SIGINT))
-    settings: dict[str, Any] = {"gradient_accumulation_steps": int(gradient_accumulation_steps)}
+    settings: dict[str, Any] = {"gradient_accumulation_steps": int(accumulation)}
     if start_from:
         settings.update(start_from=start_from, lora_rank=2)
     recipe = recipe_of("medusa", steps=8, lr=0.1, **settings)

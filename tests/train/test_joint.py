@@ -18,13 +18,12 @@ from headstart.recipes.recipe import Recipe, parse_recipe
 from headstart.target.fitting import FINAL
 from headstart.target.loading import load_target
 from headstart.target.model import Target
-from headstart.train import trainer
 from headstart.train.batches import read_batch
 from headstart.train.checks import check_training
 from headstart.train.joint import Drift, Joint
 from headstart.train.training_artifact import training
 from tests.tiny import tiny_model
-from tests.train.conftest import MakeRecipe, Train
+from tests.train.conftest import KillAfter, MakeRecipe, Train
 from tests.train.results import Killed, assert_same, metrics
 from tests.train.test_golden import HEADS
 
@@ -142,20 +141,12 @@ def test_every_family_trains_with_an_adapter(name: str, run: Train, tmp_path: Pa
     assert metrics(tmp_path)[-1]["drift"]["kl"] > 0
 
 
-def test_killed_run_resumes_to_the_same_adapter(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_run_resumes_to_the_same_adapter(run: Train, tmp_path: Path, kill_after: KillAfter) -> None:
     whole = run(tmp_path / "whole", joint=JOINT)
-    original, left = trainer._Trainer._step, [10]
-
-    def step(self: Any, *args: Any) -> float:
-        left[0] -= 1
-        if left[0] < 0:
-            raise Killed
-        return original(self, *args)
-
-    monkeypatch.setattr(trainer._Trainer, "_step", step)
+    kill_after(10)
     with pytest.raises(Killed):
         run(tmp_path / "killed", joint=JOINT)
-    monkeypatch.undo()
+    kill_after(10**9)
     again = run(tmp_path / "killed", joint=JOINT)
     for one, other in ((whole.last_folder, again.last_folder), (whole.heads_folder, again.heads_folder)):
         assert_same(one, other)

@@ -40,10 +40,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return Gpus(monkeypatch)
 
 
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_launched_processes_take_their_own_gpu(gpus: Gpus, device: str) -> None:
+@pytest.mark.parametrize(("device", "taken"), [("auto", "cuda:1"), ("cuda", "cuda:1"), ("cpu", "cpu")])
+def test_launched_processes_take_their_own_gpu_or_the_cpu(gpus: Gpus, device: str, taken: str) -> None:
     gpus.launch(1, 2)
-    assert processes.join_processes(device) == "cuda:1"
+    assert processes.join_processes(device) == taken
 
 
 def test_lone_process_takes_the_gpu_of_its_recipe(gpus: Gpus) -> None:
@@ -55,11 +55,6 @@ def test_one_gpu_for_two_processes_is_refused(gpus: Gpus) -> None:
     with pytest.raises(UserError, match=r"target\.device=cuda:1 is one GPU, and 2 processes train") as refused:
         processes.join_processes("cuda:1")
     assert "target.device=auto" in refused.value.remedy and "CUDA_VISIBLE_DEVICES" in refused.value.remedy
-
-
-def test_cpu_training_beside_gpus(gpus: Gpus) -> None:
-    gpus.launch(1, 2)
-    assert processes.join_processes("cpu") == "cpu"
 
 
 def test_target_on_another_device_is_refused(

@@ -113,7 +113,7 @@ def train_alone(
     target_folder: Path,
     states: Path,
     folder: Path,
-    gradient_accumulation_steps: int,
+    accumulation: int,
     how: str = "stored",
     do: Callable[..., None] = ranks.train_families,
     **settings: Any,
@@ -124,7 +124,7 @@ def train_alone(
     with pytest.MonkeyPatch.context() as patch:
         for where, name in replaced:  # `do` replaces them for good; the patch restores them
             patch.setattr(where, name, getattr(where, name))
-        do(str(target_folder), str(states), str(folder), gradient_accumulation_steps, how, **settings)
+        do(str(target_folder), str(states), str(folder), accumulation, how, **settings)
 
 
 @dataclass
@@ -341,17 +341,17 @@ def test_refusals_are_printed_once(together: Ranks, workplace: Workplace) -> Non
     begun = training(run, recipe, make_config(recipe.heads, target), *stores).folder
     here(file, begun)
     (begun / "result.json").unlink()  # as if it had been interrupted
-    ended = together(ranks.train, file, "--run-dir", run)
-    assert_codes(ended, 2, 2)
-    assert_one_voice(
-        ended, "was trained with number of processes = 1, and now it is 2.", "begin anew in another folder of runs"
-    )
-    ended = together(ranks.train, file, "--run-dir", run, "train.loss=foo")
-    assert_codes(ended, 2, 2)
-    assert_one_voice(ended, "Recipe key 'train.loss' is 'foo'")
-    ended = together(ranks.train, file, "--run-dir", run, "data.conversations=30")
-    assert_codes(ended, 2, 2)
-    assert_one_voice(ended, "(conversations: data.conversations changed from 24 to 30)", "headstart data build")
+    for overrides, parts in (
+        ([], ["was trained with number of processes = 1, and now it is 2.", "begin anew in another folder of runs"]),
+        (["train.loss=foo"], ["Recipe key 'train.loss' is 'foo'"]),
+        (
+            ["data.conversations=30"],
+            ["(conversations: data.conversations changed from 24 to 30)", "headstart data build"],
+        ),
+    ):
+        ended = together(ranks.train, file, "--run-dir", run, *overrides)
+        assert_codes(ended, 2, 2)
+        assert_one_voice(ended, *parts)
     with locked(run):
         ended = together(ranks.train, file, "--run-dir", run)
     assert_codes(ended, 2, 2)

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,30 +17,8 @@ from rich.console import Console
 
 from headstart.errors import UserError
 from headstart.train import trainer
-from tests.train.conftest import Train
+from tests.train.conftest import KillAfter, Train
 from tests.train.results import Killed, assert_same, metrics
-
-KillAfter = Callable[[int], None]
-
-
-@pytest.fixture
-def kill_after(monkeypatch: pytest.MonkeyPatch) -> Iterator[KillAfter]:
-    """Raise `Killed` after a number of optimiser steps; like a kill, no handler or clean-up runs."""
-    original = trainer._Trainer._step
-
-    def arm(steps: int) -> None:
-        left = [steps]
-
-        def step(self: Any, *args: Any) -> float:
-            if left[0] == 0:
-                raise Killed
-            left[0] -= 1
-            return original(self, *args)
-
-        monkeypatch.setattr(trainer._Trainer, "_step", step)
-
-    yield arm
-    monkeypatch.undo()
 
 
 def set_taus(monkeypatch: pytest.MonkeyPatch, taus: Iterator[float]) -> None:

@@ -148,11 +148,12 @@ def test_report_joins_the_run_of_its_training(
     assert config["report"] == "# What came of it"
 
 
-def test_failing_tracker_is_reported(recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Refusing:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            raise OSError("no room for events")
+class Refusing:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        raise OSError("no room for events")
 
+
+def test_failing_tracker_is_reported(recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "report.md").write_text("x")
     monkeypatch.setattr(tensorboard, "SummaryWriter", Refusing)
     said: list[str] = []
@@ -313,10 +314,6 @@ def test_wandb_without_login(recipe: MakeRecipe, offline: None, monkeypatch: pyt
 def test_failing_start_keeps_the_training(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def files() -> dict[Path, tuple[int, int]]:
         return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(tmp_path.rglob("*"))}
-
-    class Refusing:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            raise OSError("no room for events")
 
     run(tmp_path, steps=10, eval_every=3)
     earlier = files()
