@@ -18,3 +18,12 @@ def spy(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., An
 
     patch.setattr(owner, name, call)
     return noted
+
+
+def raising(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+    """Return a function that raises this error for any arguments."""
+
+    def call(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return call

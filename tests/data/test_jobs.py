@@ -27,6 +27,7 @@ from headstart.support.files import write_jsonl
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.data.loading import everything
+from tests.spies import raising
 
 CPU = torch.device("cpu")
 LONG = 60
@@ -240,11 +241,8 @@ def test_jobs_past_the_deadline_are_withdrawn(board: Board) -> None:
 
 
 def test_planner_error_withdraws_unclaimed_jobs(board: Board) -> None:
-    def fails(what: dict[str, Any]) -> dict[str, Any]:
-        raise ValueError("no")
-
     with pytest.raises(ValueError, match="no"):
-        squares(Numbers(9), board, fails)
+        squares(Numbers(9), board, raising(ValueError("no")))
     assert [name for name in board.names() if not name.startswith("000")] == []
 
 

@@ -20,6 +20,7 @@ from headstart.data.prompts.sources import Origin, find_origin
 from headstart.errors import UserError
 from headstart.recipes.sections import DataSection, PromptSource
 from tests.data.loading import load
+from tests.spies import raising
 from tests.tiny import CHATML, tiny_tokenizer
 
 
@@ -481,10 +482,9 @@ class TestDatasets:
             load("wiki", "train")
 
     def test_load_error_is_reported(self, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-        def load_dataset(*_args: Any, **_options: Any) -> None:
-            raise FileNotFoundError("Dataset 'no/such' doesn't exist.\nmore")
-
-        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+        monkeypatch.setattr(
+            datasets, "load_dataset", raising(FileNotFoundError("Dataset 'no/such' doesn't exist.\nmore"))
+        )
         with pytest.raises(UserError, match=r"'no/such'.*FileNotFoundError: Dataset 'no/such' doesn't exist\. Give"):
             load("no/such", "train")
 

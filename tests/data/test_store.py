@@ -22,7 +22,7 @@ from headstart.data.states.store import StateStore, estimate_bytes
 from headstart.errors import UserError
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
-from tests.spies import spy
+from tests.spies import raising, spy
 from tests.tiny import tiny_model
 
 AUX_LAYERS = (1, FINAL)
@@ -267,10 +267,9 @@ class TestDamage:
         store = build(tmp_path, tiny_target, conversations(tiny_target))
         store = StateStore(tmp_path)
 
-        def fails(*_: Any, **__: Any) -> None:
-            raise RuntimeError("unable to mmap 4096 bytes: Cannot allocate memory (12)")
-
-        monkeypatch.setattr(StateStore, "_part", fails)
+        monkeypatch.setattr(
+            StateStore, "_part", raising(RuntimeError("unable to mmap 4096 bytes: Cannot allocate memory (12)"))
+        )
         with pytest.raises(RuntimeError, match="Cannot allocate memory"):
             store.get(0)
         assert store.files[0].exists()

@@ -20,6 +20,7 @@ from headstart.hub.engines.importing import untuned
 from headstart.hub.format import export_heads
 from headstart.target.model import Target
 from tests.engines.conftest import CASES, Made, edited, heads_for
+from tests.spies import raising
 from tests.test_cli import call, refused, works
 from tests.tiny import CHATML, tiny_model, tiny_tokenizer
 
@@ -119,10 +120,10 @@ def test_not_finite_heads_are_not_exported(made: Made, format: str, tmp_path: Pa
 
 
 def test_full_disk_is_reported(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object, **__: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr(
+        "safetensors.torch.save_file",
+        raising(SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")),
+    )
     said = refused("export", made("eagle3")[1], "--format", "vllm", "--out", tmp_path / "served")
     assert "full" in said and not list(tmp_path.iterdir())
 

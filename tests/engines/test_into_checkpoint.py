@@ -34,6 +34,7 @@ from headstart.target.model import Target
 from headstart.tree.tree import TreeShape
 from tests.heads import test_contract as contract
 from tests.shipped import ONE_MODULE, WEIGHTS, reload, ship
+from tests.spies import raising
 from tests.test_cli import refused, works
 from tests.test_pipeline import tiny_recipe
 from tests.tiny import tiny_tokenizer
@@ -159,10 +160,7 @@ def test_failed_copy_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     heads = kept(contract.shake(contract.build("native", target)), target, tmp_path / "heads")
     hashes = {file: file_hash(file) for file in (tmp_path / "target").glob("*.*") if file.is_file()}
 
-    def full(*given: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(into_checkpoint, "write_tensors", full)
+    monkeypatch.setattr(into_checkpoint, "write_tensors", raising(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):
         export_checkpoint(heads, tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["heads", "target"]

@@ -25,6 +25,7 @@ from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeShape
 from tests.decode.drafters import broken_trees
 from tests.hub.helpers import TUNING, make_heads
+from tests.spies import raising
 from tests.tiny import tiny_model
 
 PROMPTS = [[5, 9, 7, 3], [1, 2, 3, 4, 5, 6], [8, 8]]
@@ -186,10 +187,7 @@ def test_broken_batch_is_found_by_sampling_alone(decoder: Decoder, monkeypatch: 
 
 @pytest.mark.drafter_fails
 def test_failing_drafter_proves_nothing(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> torch.Tensor:
-        raise ValueError("no drafts today")
-
-    monkeypatch.setattr(HeadDrafter, "propose", fail)
+    monkeypatch.setattr(HeadDrafter, "propose", raising(ValueError("no drafts today")))
     found = run_audit(decoder, PROMPTS, AuditOptions(("static",), (1,), 6, ("top_k",), (1.0,), samples=50, texts=1))
     assert [problem for problem in found["problems"] if "the drafter failed (ValueError: no drafts today)" in problem]
     assert len(found["problems"]) == 2

@@ -15,6 +15,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
 from headstart.target.model import Target
 from headstart.tree.tree import Tree, TreeBatch
+from tests.spies import raising
 from tests.standin import CUDA, Graph, StandIn
 from tests.tiny import tiny_model
 
@@ -187,10 +188,9 @@ def test_failed_capture_falls_back_to_replay(device: StandIn, monkeypatch: pytes
     model = tiny_model("llama", vocab_size=VOCAB)
     expected = DecodeLoop(Target(model)).generate(TEXTS, DecodeOptions(max_new_tokens=6))[0].tokens
 
-    def refuse(*_: object) -> None:
-        raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(Graph, "note", refuse)
+    monkeypatch.setattr(
+        Graph, "note", raising(RuntimeError("CUDA error: operation not permitted when stream is capturing"))
+    )
     target = Target(model.to(CUDA))
     assert target.forwards.startswith("replayed, no CUDA graphs: a forward could not be captured")
     assert target.new_cache(1, 20).memory is None and not target.spare_bytes, "no memory is held for graphs"

@@ -20,6 +20,7 @@ from headstart.target.loading import load_target
 from headstart.target.model import Target
 from headstart.target.quantized import check_quantization, quantize
 from tests.hub.helpers import export
+from tests.spies import raising
 from tests.standin import CUDA
 from tests.tiny import PackedLinear, packed_model, save_tiny_adapter, tiny_model, tiny_tokenizer
 
@@ -161,10 +162,7 @@ def test_unpackable_models_are_refused(torchao: list[str], monkeypatch: pytest.M
     with pytest.raises(UserError, match="quantised already"):
         quantize(model, "int8")
 
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("shape is not divisible by 32")
-
-    monkeypatch.setattr("torchao.quantization.quantize_", fails)
+    monkeypatch.setattr("torchao.quantization.quantize_", raising(RuntimeError("shape is not divisible by 32")))
     with pytest.raises(UserError, match="not divisible"):
         quantize(tiny_model("llama"), "int4")
 

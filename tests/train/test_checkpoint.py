@@ -14,6 +14,7 @@ from headstart.errors import UserError
 from headstart.support.files import write_text
 from headstart.train import checkpoint
 from headstart.train.checkpoint import TrainerState
+from tests.spies import raising
 
 SETTINGS = {"train.lr": 1e-3}
 
@@ -86,11 +87,8 @@ def test_next_checkpoint_removes_an_unfinished_one(saved: Path, best: Path) -> N
 
 @pytest.mark.parametrize("links", [True, False])
 def test_best_heads_are_restored(tmp_path: Path, best: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError
-
     if not links:
-        monkeypatch.setattr(os, "link", refuse)
+        monkeypatch.setattr(os, "link", raising(PermissionError))
     checkpoint.save(Accelerator(cpu=True), tmp_path, TrainerState(step=10), SETTINGS, best, keep=2)
     folder, file = tmp_path / "step-00000010", best / "heads.safetensors"
     assert (file.stat().st_nlink == 2) is links, "hard link, or else a copy"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,6 +13,7 @@ from headstart.errors import UserError
 from headstart.support.terminal import progress_bar
 from headstart.train import trainer
 from headstart.train.training_log import Display, Log
+from tests.spies import raising
 from tests.train.conftest import Train
 
 LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d (.+)")
@@ -56,10 +56,7 @@ def test_silent_run_has_a_log_and_a_refused_one_none(run: Train, tmp_path: Path)
 
 
 def test_fatal_error_is_logged(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> float:
-        raise OSError(28, "full")
-
-    monkeypatch.setattr(trainer._Trainer, "_step", full)
+    monkeypatch.setattr(trainer._Trainer, "_step", raising(OSError(28, "full")))
     with pytest.raises(OSError, match="full"):
         run(tmp_path)
     assert lines(tmp_path)[-1] == "Error: [Errno 28] full"

@@ -24,6 +24,7 @@ from headstart.errors import UserError
 from headstart.train import trainer
 from headstart.train.checks import check_training
 from headstart.train.tracking import check_tracker, link_report, start_tracker
+from tests.spies import raising
 from tests.train.conftest import MakeRecipe, Train
 from tests.train.results import Killed
 
@@ -234,12 +235,9 @@ def test_disabled_wandb_is_silent(run: Train, tmp_path: Path, offline: None, mon
 
 
 def test_tensorboard_drops_lost_steps(run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def killed(self: Any, *args: Any) -> None:
-        raise Killed
-
     settings: dict[str, Any] = {"log_every": 1, "save_every": 2, "tracker": "tensorboard", "project": "tries"}
     with monkeypatch.context() as patch:
-        patch.setattr(trainer._Trainer, "_finish", killed)
+        patch.setattr(trainer._Trainer, "_finish", raising(Killed))
         with pytest.raises(Killed):
             run(tmp_path, steps=3, **settings)
     shutil.rmtree(tmp_path / "checkpoints" / "step-00000003")
@@ -293,10 +291,7 @@ def test_either_tensorboard_package_works(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tracker_that_does_not_import_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> None:
-        raise ImportError("no libprotobuf")
-
-    monkeypatch.setattr(importlib, "import_module", broken)
+    monkeypatch.setattr(importlib, "import_module", raising(ImportError("no libprotobuf")))
     with pytest.raises(UserError, match="tensorboard cannot be imported: no libprotobuf") as refused:
         check_tracker("tensorboard")
     assert "wandb" not in refused.value.remedy

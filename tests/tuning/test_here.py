@@ -24,6 +24,7 @@ from headstart.tuning.acceptance import Text
 from headstart.tuning.stopwatch import SHORT, Drafting, measure_costs
 from headstart.tuning.tune import Tuning, tune
 from tests.hub.helpers import TUNING, make_heads
+from tests.spies import raising
 from tests.tiny import tiny_model
 
 ELSEWHERE = Conditions("another machine", "cpu", "bfloat16", 64, "2.11.0", prepacked=True)
@@ -176,11 +177,8 @@ def test_each_decoding_mode_has_its_own_weights(measured: list[Measured], monkey
 def test_failed_measurement_keeps_the_tuned_costs(
     target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no clock")
-
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(here, "measure_costs", fail)
+    monkeypatch.setattr(here, "measure_costs", raising(RuntimeError("no clock")))
     assert decoder(target).costs == Tuning.from_json(tuned(ELSEWHERE)).costs
     assert capsys.readouterr().err.endswith("failed (RuntimeError).\n")
 
