@@ -38,7 +38,7 @@ class Numbers:
     """A plan of `count` jobs.
 
     Attributes:
-        time: tells whether a job that has not begun may still begin.
+        time: predicate: may this job still begin?
     """
 
     def __init__(self, count: int) -> None:
@@ -355,7 +355,7 @@ def test_helpers_compute_the_same_states(tiny_target: Target, tmp_path: Path, mo
 
 
 def test_shards_of_a_dead_planner_are_finished_first(tiny_target: Target, tmp_path: Path, board: Board) -> None:
-    """Otherwise the next planner's shards would hold some of these conversations twice."""
+    """Otherwise the next planner would store some conversations twice."""
     items = build_conversations(tiny_target, section(tmp_path, conversations=20), tmp_path / "data").train
     posted: list[Job] = []
 

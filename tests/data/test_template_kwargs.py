@@ -98,7 +98,7 @@ def chats(count: int, **answer: Any) -> list[dict[str, Any]]:
 
 
 def given(target: Target, rows: list[dict[str, Any]], folder: Path, **over: Any) -> tuple[list[Conversation], str]:
-    """Build the conversations of these rows with their given answers; return them and the console's text."""
+    """Build conversations with the given answers; return them and the console's text."""
     data = {"prompts": write(folder / "p.jsonl", rows), "regenerate": False, **SIZES, "conversations": 20, **over}
     console = Console(file=io.StringIO(), width=300)
     splits = build_conversations(target, DataSection.model_validate(data), folder / "data", console)

@@ -57,7 +57,7 @@ def test_run_leaves_heads_metrics_and_a_result(run: Train, tmp_path: Path, tiny_
 
 
 def test_first_loss_by_definition(run: Train, tmp_path: Path, tiny_target: Target, train_store: StateStore) -> None:
-    """The loop's first loss against the definition, one conversation at a time, without batches or chunks."""
+    """The loop's first loss against the definition, per conversation, without batches or chunks."""
     run(tmp_path, steps=1, eval_every=1, batch_tokens=100_000, lr=1e-9)
     heads = load_heads(tmp_path / "best", tiny_target)
     total, count = 0.0, 0

@@ -442,8 +442,7 @@ def test_loss_tokens_depend_on_the_seed_alone(tiny_target: Target) -> None:
 
 
 def test_long_batches_pick_loss_tokens_by_stride(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Candidates come from as many positions as a table has room for. The loss tokens do not depend on room for the
-    table of the loss itself."""
+    """The table's size limits the positions that vote. Whether the loss itself gets a table changes no loss token."""
     ids_D, batch = torch.arange(4, tiny_target.vocab_size), _batch(tiny_target, 40)
     monkeypatch.setattr(summing, "_ENOUGH", 10)
     rows = spy(monkeypatch, summing, "likely_tokens", lambda logits_SD, *_: len(logits_SD))

@@ -142,7 +142,7 @@ def test_draft_vocabularies_are_matched_by_token(build: Build, earlier: Earlier,
 
 
 def test_only_the_vocabulary_axis_may_differ() -> None:
-    """Here the number of heads differs too, and nothing tells which head matches which."""
+    """Here the number of heads differs too, and so heads cannot be matched."""
     sizes = {"hidden_size": 8, "vocab_size": 30}
     heads = MedusaHead(MedusaConfig(num_heads=3, draft_vocab_size=20, **sizes))
     other = MedusaHead(MedusaConfig(num_heads=2, draft_vocab_size=10, **sizes))
