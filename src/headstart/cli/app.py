@@ -244,9 +244,9 @@ def train(recipe: RecipeName, overrides: Overrides = None, run_dir: RunDir = Non
     """
     from headstart.pipeline.run import TRAIN
     from headstart.pipeline.together import train_together
-    from headstart.train.processes import one_voice
+    from headstart.train.processes import exit_together
 
-    with one_voice():
+    with exit_together():
         work = _run(recipe, overrides, run_dir)
         train_together(work)
     say(
