@@ -438,6 +438,11 @@ def check_options(options: DecodeOptions, rows: int = 1) -> None:
         raise UserError(f"max_new_tokens is {options.max_new_tokens}.", "Ask for at least 1 token.")
     if options.min_new_tokens < 0:
         raise UserError(f"min_new_tokens is {options.min_new_tokens}.", "Use 0 for none, or a number of tokens.")
+    if options.min_new_tokens > options.max_new_tokens:
+        raise UserError(
+            f"min_new_tokens is {options.min_new_tokens}, and max_new_tokens {options.max_new_tokens}.",
+            "Raise --max-new-tokens, or lower --min-new-tokens.",
+        )
     check_sampling(options)
     if options.verifier != "auto" and options.verifier not in DRAWS:
         raise UserError(f"Unknown verifier {options.verifier!r}.", nearest(options.verifier, ["auto", *DRAWS]))
