@@ -30,7 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from headstart.eval.environment import environment
-from headstart.target.loading import load_target
+from headstart.model.loading import load_target
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))  # for the tests' tiny target
 from tests.tiny import save_tiny_target
@@ -186,7 +186,7 @@ def compare(calm: Path, killed: Path) -> dict[str, int]:
     for shard in (killed / "runs" / "artifacts" / "states").glob("*/shard-*.safetensors"):
         with safe_open(shard, framework="pt") as handle:
             about = handle.metadata()
-        held.update((str(layer), key) for layer in json.loads(about["taps"]) for key in json.loads(about["keys"]))
+        held.update((str(layer), key) for layer in json.loads(about["aux_layers"]) for key in json.loads(about["keys"]))
     twice += sum(count > 1 for count in held.values())
     different = 0
     for run in RUNS:

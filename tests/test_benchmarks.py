@@ -18,10 +18,10 @@ import torch
 
 from headstart.data.conversations.records import Conversation, write_conversations
 from headstart.errors import UserError
+from headstart.kernels.prepacked import in_panels
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.recipes.recipe import load_recipe
-from headstart.target.loading import load_target
-from headstart.target.model import Target
-from headstart.target.prepacked import in_panels
 from tests.hub.helpers import export
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks"
@@ -187,7 +187,7 @@ root = pathlib.Path("runs/artifacts")
 (part := parts / "00000-train.jsonl").exists() or part.write_text('{}\\n{"id": "0"}\\n')
 (states := root / "states" / "a").mkdir(parents=True, exist_ok=True)
 shard = states / "shard-0.safetensors"
-shard.exists() or save_file({"0": numpy.ones(1)}, shard, metadata={"taps": "[1]", "keys": '["0"]'})
+shard.exists() or save_file({"0": numpy.ones(1)}, shard, metadata={"aux_layers": "[1]", "keys": '["0"]'})
 """
 """What the commands leave behind, in no time."""
 

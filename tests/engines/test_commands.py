@@ -18,7 +18,7 @@ from headstart.errors import UserError
 from headstart.hub.engines.export import export_for
 from headstart.hub.engines.importing import untuned
 from headstart.hub.format import export_heads
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.engines.conftest import CASES, Made, edited, heads_for
 from tests.spies import raising
 from tests.test_cli import call, refused, works

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from headstart.errors import UserError
 from headstart.hub.engines.export import check_export, export_for, formats_of
 from headstart.hub.push import push
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.engines.conftest import Made
 from tests.hub.client import Client
 from tests.hub.fake_hub import FakeHub

@@ -11,7 +11,7 @@ import torch
 from headstart.decode.options import SamplingOptions
 from headstart.decode.sampling import process, warp
 from headstart.eval.enumeration import Distribution, chi_square_p, enumerate_texts, expected_variation, fit, least_seen
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.tiny import tiny_model
 
 PROMPT = [3, 1, 4, 1, 5]

@@ -9,7 +9,7 @@ import torch
 
 from headstart.heads.base import DraftHead, family, make_config
 from headstart.hub.format import export_heads
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 CONDITIONS = {"machine": "another", "device": "cpu", "dtype": "float32", "threads": 2, "torch": "2.13"}
 ENVIRONMENT = {"cpu": "A Fast | CPU", "threads": 2, "dtype": "bfloat16", "gpu": None, "torch": "2.13"}

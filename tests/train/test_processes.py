@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from headstart.errors import UserError
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.train import processes
 from tests.train.conftest import MakeRecipe
 

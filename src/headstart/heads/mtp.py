@@ -40,9 +40,9 @@ from headstart.heads.parts.native_module import (
 )
 from headstart.heads.parts.recurrent import UnrolledText
 from headstart.heads.parts.text_attention import attend, causal_attention
+from headstart.model.frozen import FrozenModel
+from headstart.model.shipped import shipped_files
 from headstart.recipes.sections import FromTarget
-from headstart.target.frozen import FrozenModel
-from headstart.target.shipped import shipped_files
 
 
 class MtpConfig(FinalStateConfig):
@@ -202,7 +202,7 @@ class MtpHead(FinalStateHead):
                 return causal_attention(queries, keys, values, text.starts_BT)
             return attend(queries, *text.kv[0], text.sight, [*text.chains[0], (keys, values)])
 
-        stream, keys, values = self.light(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
+        stream, keys, values = self.checkpointed(self._run_native, text.feedback_BAE, tokens, rotary, attend_text)
         (text.kv if first else text.chains[0]).append((keys, values))
         return text.of_origins(stream) if first else stream
 
