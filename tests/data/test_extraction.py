@@ -206,9 +206,7 @@ def test_bad_file_is_left_out_with_its_reason(tiny_target: Target, tmp_path: Pat
     ("layers", "said"),
     [((0, 1, 2), "layer 2 holds layer 1: off by one"), ((1, 1, 3), "layer 2 holds layer 1: off by one")],
 )
-def test_wrong_layers_are_refused_at_once(
-    tiny_target: Target, tmp_path: Path, layers: tuple[int, ...], said: str
-) -> None:
+def test_wrong_layers_are_refused(tiny_target: Target, tmp_path: Path, layers: tuple[int, ...], said: str) -> None:
     given = conversations(tiny_target)
     for item in given:
         write(tmp_path / "files", tiny_target, item.tokens, layers)
@@ -356,9 +354,7 @@ def test_conversations_before_a_failure_are_kept(tiny_target: Target, tmp_path: 
 @pytest.mark.parametrize(
     ("fault", "reason"), [(400, "the server refuses its tokens"), (nan, "its states are not finite")]
 )
-def test_failed_conversation_is_skipped(
-    tiny_target: Target, tmp_path: Path, serve: Serve, fault: Any, reason: str
-) -> None:
+def test_bad_text_is_skipped(tiny_target: Target, tmp_path: Path, serve: Serve, fault: Any, reason: str) -> None:
     """The longest is requested first, and may exceed the server's context."""
     work = imported(tmp_path, tiny_target, conversations(tiny_target))
     longest = work.waiting[0]
@@ -382,9 +378,7 @@ def test_failed_conversation_is_skipped(
     ],
     ids=["500", "400", "none", "short", "unlocked", "cut", "other ids", "fewer layers"],
 )
-def test_server_faults_are_named(
-    tiny_target: Target, tmp_path: Path, serve: Serve, faults: list[Any], said: str
-) -> None:
+def test_faults_are_named(tiny_target: Target, tmp_path: Path, serve: Serve, faults: list[Any], said: str) -> None:
     fake = serve(*faults)
     with pytest.raises(UserError, match=said):
         take_from_servers([fake.url], imported(tmp_path, tiny_target, conversations(tiny_target)), 1)

@@ -162,9 +162,7 @@ def test_time_budget_cuts_training_conversations_only(tiny_target: Target, tmp_p
     assert "spent" not in told(tiny_target, section(short.prompts), tmp_path)[1], "without a budget"
 
 
-def test_progress_bar_ends_at_the_time_budget(
-    tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_ends_at_the_budget(tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     totals = spy(monkeypatch, Bar, "update", lambda _bar, _done, total: total)
     prompts = prompt_file(tmp_path, 60)
     build_conversations(tiny_target, section(prompts, conversations=20), tmp_path / "all")

@@ -295,9 +295,7 @@ def test_unreachable_servers_are_an_error(tiny_target: Target, serve: Serve) -> 
 
 
 @pytest.mark.parametrize("fault", ["drop", 500, "junk"])
-def test_failing_server_is_dropped(
-    tiny_target: Target, serve: Serve, monkeypatch: pytest.MonkeyPatch, fault: Any
-) -> None:
+def test_bad_server_is_dropped(tiny_target: Target, serve: Serve, monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
     monkeypatch.setattr(client, "FIRST_WAIT", 600.0)
     monkeypatch.setattr(client, "LONGEST_WAIT", 600.0)
     good, bad = serve(counting), serve(counting, faults=[fault], always=True)
@@ -326,9 +324,7 @@ def test_servers_share_the_work(tiny_target: Target, serve: Serve) -> None:
         ([], "after 0 of 6 tokens"),
     ],
 )
-def test_impossible_answers_are_refused(
-    tiny_target: Target, serve: Serve, kind: str, written: list[Any], said: str
-) -> None:
+def test_bad_answers_are_refused(tiny_target: Target, serve: Serve, kind: str, written: list[Any], said: str) -> None:
     fake = serve(lambda _prompt, _most: written, kind=kind)
     with pytest.raises(UserError, match=said) as told:
         asked(Servers([fake.url], tiny_target, 1), ROWS[:1])
@@ -727,9 +723,7 @@ class TestConversations:
             kept.extend(part.fresh)
         assert len(kept) == 6 and kept.looked_at <= 6
 
-    def test_target_is_not_loaded(
-        self, tiny_target: Target, tiny_target_folder: Path, serve: Serve, tmp_path: Path
-    ) -> None:
+    def test_loads_no_target(self, tiny_target: Target, tiny_target_folder: Path, serve: Serve, tmp_path: Path) -> None:
         def run(**data: Any) -> Run:
             changes = {"server": serve(greedy(tiny_target)).url, **data}
             recipe = tiny_recipe(tmp_path, tiny_target_folder, data=changes)
@@ -745,9 +739,7 @@ class TestConversations:
         assert (tmp_path / "run" / "data" / "conversations" / "train.jsonl").read_text() == written
         assert len(list(tmp_path.glob("artifacts/conversations/*"))) == 1, "the same, with the target loaded"
 
-    def test_helpers_do_not_load_the_target(
-        self, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_helpers_load_none(self, tiny_target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Helpers cannot take over writing from servers; there may be states to compute later."""
         recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"server": NOWHERE})
         monkeypatch.setattr("headstart.model.loading.load_target", lambda *_, **__: pytest.fail("loaded"))

@@ -235,9 +235,7 @@ class TestDamage:
     """A flipped bit is detected before training uses it, and costs one shard."""
 
     @pytest.mark.parametrize("where", ["states", "tokens", "header"])
-    def test_flipped_bit(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-    ) -> None:
+    def test_bit_flip(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
         given = conversations(tiny_target)
         before = build(tmp_path, tiny_target, given)
         kept = [before.get(i).states[FINAL].clone() for i in range(len(given))]

@@ -216,9 +216,7 @@ def test_bad_value_is_refused_by_file_and_field(
 @pytest.mark.parametrize(
     "content", [b"\xff\xfe{", b"[" * 100_000, b"1" * 10_000, b"null"], ids=["bytes", "deep", "number", "null"]
 )
-def test_malformed_json_is_named(
-    exported: Path, tmp_path: Path, tiny_target: Target, name: str, content: bytes
-) -> None:
+def test_broken_json_is_named(exported: Path, tmp_path: Path, tiny_target: Target, name: str, content: bytes) -> None:
     folder = Path(shutil.copytree(exported, tmp_path / "heads"))
     (folder / name).write_bytes(content)
     for read in (check_folder, lambda where: read_heads(where, tiny_target)):

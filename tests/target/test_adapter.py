@@ -56,9 +56,7 @@ def test_adapter_changes_name_and_identity(base: Target, adapted: Target) -> Non
     assert adapted.name == f"{base.name} with the adapter one"
 
 
-def test_fingerprint_ignores_dtype_and_path(
-    adapted: Target, adapter: Path, tiny_target_folder: Path, tmp_path: Path
-) -> None:
+def test_fingerprint_of_an_adapter(adapted: Target, adapter: Path, tiny_target_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(adapter, tmp_path / "moved")
     settings = json.loads((tmp_path / "moved" / "adapter_config.json").read_text())
     settings["base_model_name_or_path"] = "elsewhere"

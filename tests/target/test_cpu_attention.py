@@ -125,9 +125,7 @@ def test_any_head_sizes(sizes: tuple[int, int], dtype: torch.dtype) -> None:
         *(("avx512f", torch.bfloat16), ("avx512f", torch.float32)),
     ],
 )
-def test_other_processors(
-    without: str, dtype: torch.dtype, nothing_compiled: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_older_cpus(without: str, dtype: torch.dtype, nothing_compiled: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled without some instructions; products still have the bits of single rows."""
     if platform.machine() != "x86_64":
         pytest.skip("x86 alone has these instructions")

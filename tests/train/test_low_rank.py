@@ -70,9 +70,7 @@ def test_every_family_learns_updates_of_this_rank_alone(
         assert (sizes[:, RANK:] < 1e-4 * sizes[:, :1]).all(), f"{key} moved by more than this rank"
 
 
-def test_gradients_follow_the_chain_rule(
-    recipe: MakeRecipe, earlier: Earlier, tiny_target: Target, train_store: StateStore
-) -> None:
+def test_gradients(recipe: MakeRecipe, earlier: Earlier, tiny_target: Target, train_store: StateStore) -> None:
     """Against plain heads with the merged weights."""
     batch = read_batch(train_store, [0, 3, 5], [1, 2, 3, FINAL]).on(torch.device("cpu"), torch.float32)
 
@@ -113,9 +111,7 @@ def test_resumed_run_is_bit_exact(earlier: Earlier, run: Train, tmp_path: Path) 
     assert_same(tmp_path / "cut" / "last", tmp_path / "whole" / "last")
 
 
-def test_validation_judges_the_merged_heads(
-    earlier: Earlier, run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_judges_the_merged_heads(earlier: Earlier, run: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = adapted("medusa", earlier("medusa"), lr=0.05)
     run(tmp_path / "low", **given, steps=6, eval_every=6)
     taken = spy(
@@ -143,9 +139,7 @@ def test_weights_are_restored_after_an_error(earlier: Earlier, tiny_target: Targ
     assert all(torch.equal(tensor, before[key]) for key, tensor in heads.state_dict().items())
 
 
-def test_impossible_settings_are_refused(
-    recipe: MakeRecipe, earlier: Earlier, tiny_target: Target, train_store: StateStore
-) -> None:
+def test_bad_settings(recipe: MakeRecipe, earlier: Earlier, tiny_target: Target, train_store: StateStore) -> None:
     folder = earlier("medusa")
     with pytest.raises(UserError, match=r"train\.start_from names none"):
         check_training(recipe(lora_rank=2))

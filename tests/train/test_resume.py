@@ -37,7 +37,7 @@ def set_taus(monkeypatch: pytest.MonkeyPatch, taus: Iterator[float]) -> None:
         {"position_weight": "subsampled", "step_weight": 0.6, "loss_tokens": 12},
     ],
 )
-def test_killed_run_resumes_to_the_same_weights(
+def test_killed_run_resumes_exactly(
     run: Train, tmp_path: Path, kill_after: KillAfter, settings: dict[str, Any]
 ) -> None:
     complete = run(tmp_path / "whole", **settings)

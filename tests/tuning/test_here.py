@@ -33,7 +33,7 @@ FOUND = Measured(Costs((1, 4, 8), (1.0, 1.1, 1.2), 0.2, 0.05, 2, 0.01), packed=F
 
 @pytest.fixture
 def tuned_for_here() -> None:
-    """Override the fixture that marks heads as tuned here."""
+    """Keep the real check of foreign costs, which the shared fixture disables."""
 
 
 @pytest.fixture
