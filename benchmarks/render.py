@@ -12,7 +12,7 @@ A page marks each block; the script replaces everything up to `<!-- end -->`:
     <!-- ranking: leaderboard | tokens_per_round, name -->             rows of all files in results/leaderboard,
                                                                       sorted by the first column, descending
 
-A caption follows the first table of a file: what was measured, the machine and the date.
+A caption follows the first table of a file, with the machine and the date.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ def _value(spec: str, results: Path) -> str:
 
 
 def caption_of(content: Mapping[str, Any], link: str) -> str:
-    """Return the caption of a table: what was measured, on which machine, when, and a link to the figures.
+    """Return the caption of a table: its subject, the machine, the date and a link to the figures.
 
     >>> print(caption_of({"what": "Two prompts.", "machine": {"cpu": "A", "cores": 2, "threads": 1}}, "a.json"))
     *Two prompts. 2 cores of A, 1 thread ([figures](a.json)).*

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +20,6 @@ SECTIONS = ["correctness", "waits", "forwards", "decoding", "training", "memory"
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.delitem(sys.modules, "forward", raising=False)
     return script("on_gpu", monkeypatch)
 
 
@@ -70,8 +68,8 @@ def test_forwards_on_the_device(on_gpu: ModuleType, monkeypatch: pytest.MonkeyPa
     with StandIn():
         on_gpu.forwards(bench)
     (row,) = bench.rows
-    assert row["forward"].keys() > {"graphs_ms", "replayed_ms", "modules_ms"}
-    assert row["forward"]["largest_difference"] < 0.1
+    assert row["forward"]["own_ms"] > 0 and row["forward"]["modules_ms"] > 0
+    assert 0 < row["forward"]["largest_difference"] < 0.1, "two ways of computing the same logits"
 
 
 @pytest.mark.parametrize("arguments", [["--device", "cpu"], ["--quick"]])
