@@ -22,8 +22,8 @@ from headstart.decode.loop import DecodeLoop
 from headstart.decode.options import DecodeOptions
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
-from headstart.target.loading import load_target
-from headstart.target.model import Target
+from headstart.model.loading import load_target
+from headstart.model.model import Target
 from headstart.tree.tree import TreeShape
 from headstart.tuning.acceptance import Text
 from tests.hub.helpers import export, make_heads
