@@ -1,4 +1,4 @@
-"""The figures in the pages are those of `benchmarks/results`."""
+"""Pages show the figures of `benchmarks/results`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PAGES = (
     "docs/serving.md",
 )
 BY_OTHERS = {"docs/choosing.md": {"1.89x", "1.28x"}}
-"""Speed-ups that somebody else reported, with their source."""
+"""Speed-ups quoted from other projects, with their source."""
 
 
 @pytest.fixture
