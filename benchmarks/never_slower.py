@@ -262,11 +262,14 @@ def report(rows: Sequence[Mapping[str, Any]]) -> str:
         for name in DRAFTERS
     ]
     below = [f"Below: {name}: {ratio:.3f}." for name, ratio in cells if ratio < BAR]
-    errors = [
-        f"Failed: {row['condition']}: {errors}" for row in rows for errors in row["drafter_errors"].values() if errors
+    failed = [
+        f"Failed: {row['condition']}: {error}"
+        for row in rows
+        for errors in row["drafter_errors"].values()
+        for error in errors
     ]
     reached = f"{len(cells) - len(below)} of {len(cells)} cells are at {BAR} or above."
-    return "\n\n".join([figures(rows, ["condition", *columns]), reached, *below, *errors])
+    return "\n\n".join([figures(rows, ["condition", *columns]), reached, *below, *failed])
 
 
 if __name__ == "__main__":

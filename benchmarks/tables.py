@@ -132,7 +132,8 @@ def figures(rows: Sequence[Row], columns: Sequence[str | tuple[str, str]] = ()) 
     Raises:
         KeyError: no row has a column.
     """
-    chosen = [(column, heading(column)) if isinstance(column, str) else column for column in columns or paths(rows)]
+    known = [path for path in paths(rows) if any(at(row, path) is not None for row in rows)]
+    chosen = [(column, heading(column)) if isinstance(column, str) else column for column in columns or known]
     for path, _ in chosen:
         if all(at(row, path) is None for row in rows):
             raise KeyError(path)
