@@ -77,7 +77,7 @@ def written(value: Any, key: str = "") -> str:
         return "yes" if value else "no"
     if isinstance(value, str):
         return LABELS[value].row if key == "name" and value in LABELS else value
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return " / ".join([*(written(part, key) for part in value[:_LONGEST]), *["…"] * (len(value) > _LONGEST)])
     if isinstance(value, Mapping):
         if "mean" not in value:
