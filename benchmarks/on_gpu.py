@@ -243,7 +243,7 @@ def forwards(bench: Bench) -> None:
 
 
 def decoding(bench: Bench) -> None:
-    """Time greedy decoding with heads and plainly, in turns."""
+    """Time greedy decoding with heads and plainly, in turns, and compare its peak memory with the reserved memory."""
     target, decoder = bench.decoder.target, bench.decoder
     loops = {"plain": decoder.loop("none"), "heads": decoder.loop("heads")}
     asked = DecodeOptions(bench.sizes.new_tokens, ignore_end=True)
@@ -268,6 +268,8 @@ def decoding(bench: Bench) -> None:
             tokens_per_round=mean(done.emitted for done in rounds["heads"]),
             plain_step_ms=sum(mean_ms["plain"].values()),
             round_ms=mean_ms["heads"],
+            reserved_gigabytes=needed_bytes(loops["heads"], prompts, asked) / GIGABYTE,
+            peak_gigabytes=peak_bytes(bench, lambda: generate(loops["heads"], prompts, asked)) / GIGABYTE,  # noqa: B023
         )
 
 
@@ -303,18 +305,6 @@ def training(bench: Bench) -> None:
     figures |= {"first_loss": losses[0], "last_loss": losses[-1], "train_peak_gigabytes": peak / GIGABYTE}
     bench.note(f"{rows} texts of {length} tokens", **figures)
     refuse([] if losses[-1] < losses[0] else [f"The loss goes from {losses[0]} to {losses[-1]}."])
-
-
-def memory(bench: Bench) -> None:
-    """Compare the peak memory of decoding with the memory that a batch reserves."""
-    target, loop = bench.decoder.target, bench.decoder.loop("heads")
-    asked = DecodeOptions(bench.sizes.new_tokens, ignore_end=True)
-    for rows in bench.sizes.batches:
-        prompts = bench.prompts(target, rows)
-        needed = needed_bytes(loop, prompts, asked)
-        peak = peak_bytes(bench, lambda: generate(loop, prompts, asked))  # noqa: B023  # called at once
-        figures = {"asked_gigabytes": needed / GIGABYTE, "peak_gigabytes": peak / GIGABYTE}
-        bench.note(f"batch {rows}", **figures, peak_of_asked=peak / needed)
 
 
 def splitting(bench: Bench) -> None:
@@ -365,7 +355,6 @@ SECTIONS: dict[str, Callable[[Bench], None]] = {
     "decoding": decoding,
     "forwards": forwards,
     "training": training,
-    "memory": memory,
     "splitting": splitting,
     "waits": waits,
 }
