@@ -1,6 +1,6 @@
-"""What is put in the place of printed words, and which printed commands are not run: they have a test, or a reason.
+"""Replacements for printed words, and the printed commands that are not run: a test covers them, or a reason is given.
 
-Which commands are run, the parts of `rehearse` say.
+The parts of `rehearse` list the commands that are run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ TOY_SIZES: dict[str, dict[str, Any]] = {
 """Settings of the toy recipes."""
 
 PORTS = ("8000", "8080", "29500")
-"""Ports that pages print; a free one of this machine is put in the place of each."""
+"""Ports that pages print; each is replaced by a free one of this machine."""
 
 SUBSTITUTIONS = (
-    # printed, in its place: {words} are paths of the rehearsal
+    # printed, replacement: {words} are paths of the rehearsal
     (".venv/bin/headstart", "headstart"),
     *((recipe, "{recipes}/" + recipe + ".yaml") for recipe in RECIPES),
     ("RECIPE", "{recipes}/eagle3-8b.yaml"),
@@ -65,7 +65,7 @@ SUBSTITUTIONS = (
     ("--engine vllm", "--engine vllm {tuning}"),
     ("--engine-command ~/llama.cpp/build/bin/llama-server", "{tuning} {tuning_llama}"),
     ('"kv_connector": "ExampleHiddenStatesConnector"', '"kv_connector": {connector}'),
-    # what a reader is to name
+    # placeholders for the reader
     ("export RUN --format vllm --out FOLDER", "export runs/eagle3-70b --format vllm --out served"),
     ("RUNS/heads", "{place}/shared/runs/heads"),
     ("RUN", "runs/quickstart"),
@@ -82,7 +82,7 @@ SUBSTITUTIONS = (
 
 _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/test_plan.py": {
-        "test_the_page_on_scaling_says_what_plans_say": (
+        "test_the_scaling_page_matches_the_plans": (
             "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.server=",
             "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.conversations=",
             "headstart plan eagle3-70b target=docs/plans/llama-3.3-70b",
@@ -116,14 +116,14 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_benchmark_of_a_shift": (".venv/bin/python benchmarks/adapting.py",),
         "test_the_benchmark_in_vllm": (".venv/bin/python benchmarks/adapting_in_vllm.py",),
         "test_chat_logs_and_follows": ("headstart chat runs/quickstart/adapt/heads --log",),
-        "test_what_a_log_holds_and_how_it_is_deleted": (
+        "test_a_log_is_described_and_deleted": (
             "headstart adapt log runs/quickstart --log traffic",
             "headstart adapt log runs/quickstart --log traffic --delete",
             "headstart adapt log RUN --log FOLDER --delete",
         ),
         "test_watch_goes_on_after_sigkill": ("headstart adapt watch runs/quickstart", "headstart adapt watch RUN"),
         "test_the_steps_are_commands": ("headstart adapt train RUN", "headstart adapt gate RUN"),
-        "test_what_an_engine_accepts_tells_which_heads_it_has": ("headstart adapt engine runs/quickstart",),
+        "test_an_engines_heads_are_identified_by_its_acceptance": ("headstart adapt engine runs/quickstart",),
         "test_one_command_goes_back_and_another_swaps": (
             "headstart adapt swap RUN",
             "headstart adapt back RUN",
@@ -132,7 +132,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "tests/test_examples.py": {
-        "test_what_serves_keeps_requests_and_names_their_users": ("python serve.py requests.jsonl",),
+        "test_the_serving_example_logs_requests_with_their_users": ("python serve.py requests.jsonl",),
     },
     "tests/test_adapted_runs.py": {
         "test_heads_for_a_target_with_an_adapter": ("headstart run quickstart target.adapter=",),
@@ -177,8 +177,8 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "tests/test_pipeline.py": {
         "test_longer_training_goes_on_and_the_shorter_one_is_kept": ("headstart run quickstart train.minutes=14",),
-        "test_more_conversations_are_added_to_those_that_are_there": ("headstart run quickstart data.minutes=18",),
-        "test_only_what_no_run_refers_to_is_freed": ("headstart gc --dry-run",),
+        "test_more_conversations_are_appended": ("headstart run quickstart data.minutes=18",),
+        "test_gc_frees_only_unreferenced_artifacts": ("headstart gc --dry-run",),
     },
     "tests/test_states_budget.py": {
         "test_the_command": ("headstart gc --states-gigabytes 200",),
@@ -231,7 +231,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_page_has_all_reports": ("headstart report diff before after another",),
     },
     "tests/test_leaderboard.py": {
-        "test_an_entry_has_all_that_repeats_it_and_what_breaks_a_rule_is_named": (
+        "test_an_entry_can_be_repeated_and_broken_rules_are_named": (
             "python benchmarks/leaderboard.py quickstart minutes=60",
         ),
     },
@@ -266,23 +266,23 @@ NOT_RUN = {
     "make test": "the tests themselves; `.ci/run` runs them",
     "make docs": "the site; `.ci/run` builds it",
     "make check": "static checks; `.ci/run` runs them",
-    ".ci/run": "what runs these",
+    ".ci/run": "runs the tests and this rehearsal",
     "make rehearsal": "the rehearsal itself",
     "make coverage": "the tests, counted",
     "pip install -c constraints.txt '.[gguf]'": "installs from an index; tests/test_wheel.py installs the wheel",
     "pip install torchao": "installs from an index; tests/target/test_quantized.py needs it",
     "headstart plan eagle3-8b target=Qwen/Qwen2.5-7B-Instruct": "as with path/to/model, which is run, with a Hub id",
     "headstart run eagle3-8b target=Qwen/Qwen2.5-7B-Instruct": "as with path/to/model, which is run, with a Hub id",
-    "python -m headstart.train RECIPE": "what `headstart train RECIPE` and launchers start, which are run",
+    "python -m headstart.train RECIPE": "started by `headstart train RECIPE` and by launchers, which are run",
     "python -m headstart.train RECIPE train.gradient_accumulation_steps=2": "goes on from what torchrun began, and "
     "tests/train/test_ranks.py trains so",
     "headstart tune HEADS --quantization int8": "needs torchao; tests/target/test_quantized.py decodes so",
     "headstart run quickstart train.lr=3e-4": "an override among many: tests/test_recipe.py reads them",
     "headstart eval HEADS --questions FILE": "`headstart eval HEADS` is run with a whole file name",
-    "python -m sglang.launch_server": "SGLang needs a GPU, and the page says that it was not run",
-    "vllm serve served": "needs a target that ships a module, and the page says that it was not run",
+    "python -m sglang.launch_server": "SGLang needs a GPU; the page notes that it was not run",
+    "vllm serve served": "needs a target that ships a module; the page notes that it was not run",
     "pip install 'headstart[gguf]'": "installs from an index; `make rehearsal` installs the same extra",
-    "python -m vllm.entrypoints.openai.api_server --model TARGET": "what the rehearsal's `vllm` is, where vLLM is real",
+    "python -m vllm.entrypoints.openai.api_server --model TARGET": "the rehearsal's own `vllm`, if vLLM is installed",
     "convert_hf_to_gguf.py served": "a script of llama.cpp for DFlash and DSpark heads, and `served` holds EAGLE-3's",
     "headstart tune --engine vllm": _NAME,
     "headstart adapt": _NAME,
@@ -300,7 +300,7 @@ NOT_RUN = {
 
 
 def toy(text: str, words: Mapping[str, str]) -> str:
-    """A printed command with toy words in place of its own; `words` fill the braces of `SUBSTITUTIONS`, and are ports.
+    """Replace printed words by toy words; `words` fill the braces of `SUBSTITUTIONS`, and are ports.
 
     A word is replaced where it stands alone: not in `runs/quickstart`, and not as a variable's name.
 
@@ -319,7 +319,7 @@ def toy(text: str, words: Mapping[str, str]) -> str:
 
 
 def _alone(printed: str) -> str:
-    """A pattern of the printed words where they are no part of a longer word."""
+    """Return a pattern of the printed words that does not match inside longer words."""
     before = r"(?<![\w$./-])" if printed[0].isalnum() else r"(?<![\w-])"
     after = r"(?![\w=.,/-])" if printed[-1].isalnum() else ""
     return before + re.escape(printed) + after

@@ -1,4 +1,4 @@
-"""Heads that go on learning from what is served: updates that pass the gate, updates that must not, and swaps."""
+"""Adapting heads to served traffic: updates that pass the gate, updates that must not, and swaps."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ from tests.test_pipeline import quiet, tiny_recipe
 
 OPTIONS = AdaptOptions(requests=96)
 WIDE = replace(OPTIONS, fall=0.3)
-"""The tiny target's own texts are few, and next to nothing can be excluded."""
+"""A wide tolerance: the tiny target has few texts of its own, so small losses cannot be excluded."""
 QUICK = ("train.steps=80", "train.lr=1e-2", "train.eval_every=20", "train.lora_rank=0")
 THINGS = ["rice", "bread", "fire", "stone", "water", "paper", "glass", "wool", "iron", "milk"]
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> Path:
-    """A run that trained its heads for a moment, and a log of its target's answers to 128 requests beside it."""
+    """A briefly trained run and a log of its target's answers to 128 requests."""
     folder = tmp_path_factory.mktemp("adapt")
     sizes = {"conversations": 20, "validation": 12, "heldout": 8, "max_new_tokens": 24}
     engines_know = {"input_map": False}
@@ -75,15 +75,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) ->
 
 @pytest.fixture(scope="module", autouse=True)
 def costs_stand() -> Iterator[None]:
-    """Those that are stored with heads, under whatever conditions a decoder finds itself: a busy machine measures
-    drafts that do not pay."""
+    """Keep the stored costs: on a busy machine, measured ones would say that drafting does not pay."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headstart.decoder.tuned_here", lambda tuning, *_: tuning)
         yield
 
 
 def drafting_pays(heads: Path) -> None:
-    """Whatever the machine is like: drafts cost nothing."""
+    """Store costs that make drafts free."""
     tuning = json.loads((heads / "calibration.json").read_text())
     free = {"verify_ms": [1.0] * len(tuning["widths"]), "draft_ms": 0.0, "level_ms": 0.0, "read_ms": 0.0}
     write_json(heads / "calibration.json", {**tuning, **free, "curve": []})
@@ -97,7 +96,7 @@ def _served(decoder: Decoder, prompt: list[int], answer: list[int], number: int)
 
 @pytest.fixture
 def place(whole: Path, tmp_path: Path) -> Path:
-    """A copy of both that a test may change."""
+    """A copy of the run and the log that a test may change."""
     for name in ("run", "log", "artifacts"):
         shutil.copytree(whole / name, tmp_path / name, symlinks=True)
     return tmp_path
@@ -112,10 +111,13 @@ def of_folder(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
 
+Adapted = tuple[Path, dict[str, Any], Decoder, list[Any]]
+"""The folder, the gate's verdict, the decoder, and its answers before and after."""
+
+
 @pytest.fixture(scope="module")
-def adapted(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], Decoder, list[Any]]:
-    """An update that was accepted while a decoder served: the place, what the gate found, the decoder, and its answers
-    before and after."""
+def adapted(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    """An update that was accepted while a decoder served."""
     folder = tmp_path_factory.mktemp("adapted")
     for name in ("run", "log", "artifacts"):
         shutil.copytree(whole / name, folder / name, symlinks=True)
@@ -129,8 +131,8 @@ def adapted(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder, judged, decoder, answers
 
 
-def test_an_update_that_is_better_serves_from_the_next_request_on(
-    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]],
+def test_a_better_update_serves_from_the_next_request(
+    adapted: Adapted,
 ) -> None:
     folder, judged, _, answers = adapted
     assert judged["accepted"], judged["why"]
@@ -145,13 +147,13 @@ def test_an_update_that_is_better_serves_from_the_next_request_on(
     assert of_folder(service.heads(1))["answers.bin"] == of_folder(service.heads(0))["answers.bin"]
 
 
-def test_later_requests_judge_that_were_not_learnt(adapted: tuple[Path, dict[str, Any], Decoder, list[Any]]) -> None:
+def test_the_gate_judges_on_later_requests_that_were_not_trained_on(adapted: Adapted) -> None:
     plan = adapted[1]["plan"]
     assert plan["until"] == 1000.0 + 95 and plan["seen"] == 1000.0 + 127
     assert plan["requests"] == 96 and plan["own_conversations"] == 20
 
 
-def test_one_command_goes_back_and_another_swaps(adapted: tuple[Path, dict[str, Any], Decoder, list[Any]]) -> None:
+def test_one_command_goes_back_and_another_swaps(adapted: Adapted) -> None:
     folder, judged, decoder, answers = adapted
     run, log = str(folder / "run"), str(folder / "log")
     done = CliRunner().invoke(app, ["adapt", "back", run])
@@ -172,7 +174,7 @@ def test_one_command_goes_back_and_another_swaps(adapted: tuple[Path, dict[str, 
 
 
 def test_a_swap_in_the_middle_of_streams_changes_no_text(
-    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]],
+    adapted: Adapted,
 ) -> None:
     folder, _, follower, _ = adapted
     service = Service(folder / "run")
@@ -213,7 +215,7 @@ def test_a_swap_in_the_middle_of_streams_changes_no_text(
 
 @pytest.mark.parametrize("file", ["heads.safetensors", "answers.bin"])
 def test_heads_that_cannot_be_read_leave_the_old_ones_serving(
-    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path, file: str
+    adapted: Adapted, tmp_path: Path, file: str
 ) -> None:
     folder, _, follower, _ = adapted
     good, bad, link = tmp_path / "good", tmp_path / "bad", tmp_path / "link"
@@ -232,7 +234,7 @@ def test_heads_that_cannot_be_read_leave_the_old_ones_serving(
 
 
 def test_heads_that_memory_has_no_room_for_leave_the_old_ones_serving(
-    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]],
+    adapted: Adapted,
 ) -> None:
     def newer() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -244,7 +246,7 @@ def test_heads_that_memory_has_no_room_for_leave_the_old_ones_serving(
 
 
 def test_an_update_whose_answers_are_damaged_does_not_serve(
-    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path
+    adapted: Adapted, tmp_path: Path
 ) -> None:
     shutil.copytree(adapted[0], tmp_path / "place", symlinks=True)
     service = Service(tmp_path / "place" / "run")
@@ -262,7 +264,7 @@ def test_an_update_whose_answers_are_damaged_does_not_serve(
     assert service.serving == 1
 
 
-def test_chat_logs_and_follows(adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path) -> None:
+def test_chat_logs_and_follows(adapted: Adapted, tmp_path: Path) -> None:
     link = Service(adapted[0] / "run").link
     command = ["chat", str(link), "--log", str(tmp_path / "log"), "--follow", "--dtype", "float32", "--device", "cpu"]
     done = CliRunner().invoke(app, [*command, "--max-new-tokens", "8"], input="milk for wool?\nand rice?\n")
@@ -283,8 +285,8 @@ def test_the_steps_are_commands(place: Path) -> None:
 # -- in a serving engine -----------------------------------------------------------------------------------------------
 
 
-def test_what_an_engine_accepts_tells_which_heads_it_has(
-    adapted: tuple[Path, dict[str, Any], Decoder, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_engines_heads_are_identified_by_its_acceptance(
+    adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, log, out = str(adapted[0] / "run"), str(adapted[0] / "log"), tmp_path / "served"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
@@ -297,7 +299,7 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
         return adapt("engine", "--log", log, "--out", str(out), *words)
 
     def restarted(result: Any) -> Server:
-        """A stand-in for vLLM, started as the command says that was printed."""
+        """Start a stand-in for vLLM with the printed command."""
         assert "Start vllm" in result.output, result.output
         (line,) = (line for line in result.output.splitlines() if line.startswith("Start vllm with: "))
         words = shlex.split(line.removeprefix("Start vllm with: "))
@@ -312,7 +314,7 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
         assert adapt("swap", "1").exit_code == 0
         old = engine(*address)
         assert old.exit_code == 1 and "Start vllm with" in old.output
-    assert sorted(path.name for path in out.iterdir()) == ["0000", "0001"], "beside those that are served"
+    assert sorted(path.name for path in out.iterdir()) == ["0000", "0001"], "the served ones stay"
     with restarted(old) as server:
         address = ("--server", server.url)
         assert (after := engine(*address)).exit_code == 0, after.output
@@ -338,7 +340,7 @@ def test_what_an_engine_accepts_tells_which_heads_it_has(
 
 
 def test_the_benchmark_in_vllm(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for vLLM, stopped after a part of the traffic and given again."""
+    """Against a stand-in for vLLM, interrupted after part of the traffic and started again."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     sizes = ["--later", "6", "--tokens", "16", "--drafts", "2", "--requests", "64", "--fall", "0.9"]
     arguments = ["--run", str(place / "run"), "--out", str(tmp_path / "out"), *sizes, "--settings", *QUICK]
@@ -360,12 +362,12 @@ def test_the_benchmark_in_vllm(place: Path, tmp_path: Path, monkeypatch: pytest.
 
 def of_another_version(file: Path) -> None:
     tensors = load_file(file)
-    file.unlink()  # others may hold the same file by a hard link
+    file.unlink()  # hard links may share the file
     write_tensors(file, tensors, {"format": "pt", "version": "another"})
 
 
 def plant(update: Update) -> None:
-    """Have the heads of the last step be judged, whatever the training's own validation found."""
+    """Submit the last step's heads to the gate, whatever validation preferred."""
     shutil.copy(update.folder / "train" / "last" / "heads.safetensors", update.folder / "heads" / "heads.safetensors")
 
 
@@ -399,7 +401,7 @@ def test_heads_that_forget_the_runs_own_texts_are_refused(place: Path) -> None:
     assert update.service.serving == 0
 
 
-def test_falls_that_are_not_excluded_are_refused() -> None:
+def test_refuses_updates_that_may_make_other_texts_worse() -> None:
     def figures(low: float | None, mean: float) -> dict[str, Any]:
         one = {"mean": 2.0, "low": 1.9, "high": 2.1}
         return {
@@ -476,7 +478,7 @@ def test_two_adapters_at_once(place: Path) -> None:
         update.train()
 
 
-def test_heads_go_back_while_an_update_is_trained(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_are_rolled_back_while_an_update_trains(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     update = update_of(place)
     update.service.add(1, update.service.heads(0), {"plan": {"seen": 0.0}})
     update.service.serve(1, "swap")
@@ -493,7 +495,7 @@ def test_heads_go_back_while_an_update_is_trained(place: Path, monkeypatch: pyte
     assert update.service.serving == 0
 
 
-def test_an_update_is_judged_for_the_run_that_it_is_of(place: Path) -> None:
+def test_an_update_cannot_be_judged_for_another_run(place: Path) -> None:
     shutil.copytree(place / "run", place / "other", symlinks=True)
     update_of(place).train()
     file = place / "other" / "heads" / "heads.safetensors"
@@ -512,7 +514,7 @@ def test_a_run_that_was_trained_again_begins_anew(place: Path) -> None:
     assert caught.value.remedy.endswith(f"rm -r {update.service.folder}")
 
 
-def test_states_that_find_no_room_are_left_out_of_both_alike(place: Path) -> None:
+def test_the_states_budget_drops_requests_and_own_texts_alike(place: Path) -> None:
     kind = StateKind(update_of(place).target, aux_layers(update_of(place).run))
     room = f"data.cache_gigabytes={0.6e-9 * kind.bytes(116 * 30)}"
     recipe = load_recipe(str(place / "run" / "recipe.yaml"), [room])
@@ -570,7 +572,7 @@ def test_watch_goes_on_after_sigkill(place: Path, forks: Forks) -> None:
     assert Service(place / "run").serving == 1 and not (place / "log" / "update").exists()
 
 
-def test_what_a_log_holds_and_how_it_is_deleted(place: Path) -> None:
+def test_a_log_is_described_and_deleted(place: Path) -> None:
     run, log = str(place / "run"), str(place / "log")
     (place / "log" / "engine.jsonl").write_text("{half")
     update_of(place).train()

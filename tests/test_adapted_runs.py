@@ -1,4 +1,4 @@
-"""Whole runs whose target is an adapted model: one that had its adapter before, and one that gets it with the heads."""
+"""Whole runs on an adapted target: with an existing adapter, and with one trained together with the heads."""
 
 from __future__ import annotations
 

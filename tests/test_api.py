@@ -8,6 +8,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -400,7 +401,7 @@ def test_leaving_a_stream_ends_its_decoding(decoder: Decoder) -> None:
 
 
 def test_streams_leave_no_memory(tiny_target: Target) -> None:
-    """Read to their ends, closed and abandoned: each thread's scratch buffers go with it."""
+    """Read, closed or abandoned: each thread's scratch buffers go with it."""
     decoder, streams = Decoder(tiny_target), itertools.count()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)  # of glibc
 
@@ -515,7 +516,7 @@ def test_a_stream_left_open_does_not_abort_the_interpreter(
     assert said == []
 
 
-def test_a_stream_that_nobody_uses_any_more_ends(decoder: Decoder) -> None:
+def test_an_abandoned_stream_ends(decoder: Decoder) -> None:
     before = set(threading.enumerate())
     for piece in decoder.stream(PROMPTS[0], max_new_tokens=200, drafter="none"):
         assert piece
@@ -538,11 +539,8 @@ def test_streams_of_one_decoder_do_not_disturb_each_other(decoder: Decoder) -> N
             answers.append(stream.answer)
 
     answers: list[list[Any]] = [[], []]
-    threads = [threading.Thread(target=read, args=(number, answers[number])) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(read, range(2), answers))
     streams = [decoder.stream(PROMPTS[number], **settings[number]) for number in range(2)]
     for _ in itertools.zip_longest(*streams):
         pass
@@ -569,11 +567,8 @@ def test_two_threads_stream_a_hundred_times_as_alone(tiny_target_folder: Path, t
             assert answer.answer is not None
             read[number].append(answer.answer.tokens)
 
-    threads = [threading.Thread(target=stream, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(stream, range(2)))
     assert read == [[tokens] * 50 for tokens in alone]
 
 

@@ -1,4 +1,4 @@
-"""C of ours: compiled once, kept for later processes, and never the reason why something ends."""
+"""The C kernels: compiled once, cached for later processes, and never a reason to abort."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was asked of compilers."""
+    """Command lines of compiler runs."""
     asked: list[str] = []
     run = subprocess.run
 
@@ -74,7 +74,7 @@ def test_ranks_that_start_at_once_compile_once(source: Path, forks: Forks, monke
     monkeypatch.setenv("CC", str(counting))
     ranks = [forks.start("-c", ANSWER, source) for _ in range(4)]
     assert [(rank.wait(), rank.out.read_text()) for rank in ranks] == [(0, "5\n")] * 4
-    assert len(log.read_text().splitlines()) == 2, "compiled and linked, by one of them"
+    assert len(log.read_text().splitlines()) == 2, "one rank compiles and links"
     assert len(kept(source)) == 1
 
 
@@ -107,7 +107,7 @@ def test_a_cache_that_others_may_write_is_not_used(mode: int, source: Path, runs
 
 
 def test_a_cache_without_write_access_is_read(source: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in an image; root may write everywhere, so opening the lock fails here."""
+    """As in a container image; root may write anywhere, so opening the lock is made to fail."""
     assert said(library(source, ["ANSWER=2"])) == 2
 
     def refuse(*_: Any) -> None:
@@ -119,10 +119,9 @@ def test_a_cache_without_write_access_is_read(source: Path, runs: list[str], mon
     assert said(library(source, ["ANSWER=1"])) == 1 and len(kept(source)) == 1
 
 
-def test_where_nothing_can_be_loaded_from_another_folder_serves(
+def test_falls_back_to_another_folder_if_the_cache_is_mounted_noexec(
     source: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As from a home that is mounted noexec."""
     real = ctypes.CDLL
 
     def load(path: str | None) -> ctypes.CDLL:
@@ -134,7 +133,7 @@ def test_where_nothing_can_be_loaded_from_another_folder_serves(
     assert said(library(source, ["ANSWER=3"])) == 3 and len(runs) == 2
 
 
-def test_where_nothing_can_be_kept_it_is_made_each_time(source: Path, runs: list[str]) -> None:
+def test_compiles_in_each_process_if_nothing_can_be_cached(source: Path, runs: list[str]) -> None:
     (source.parent / "cache").write_text("a file, not a folder")
     for count in (2, 4):
         assert said(library(source, ["ANSWER=6"])) == 6 and len(runs) == count
@@ -155,7 +154,7 @@ def test_a_compiler_that_fails_is_named_once_with_its_first_error(source: Path, 
 
 
 @pytest.mark.parametrize(("asked", "named"), [("no-such-compiler", "CC=no-such"), ('no "such', 'CC=no "such')])
-def test_without_a_compiler_the_cache_serves_and_one_warning_says_the_rest(
+def test_without_a_compiler_the_cache_is_used_and_one_warning_given(
     source: Path, asked: str, named: str, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     assert said(library(source, ["ANSWER=8"])) == 8

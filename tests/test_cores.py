@@ -37,7 +37,7 @@ def test_busy_seconds_are_of_the_given_cores_without_idle_waiting_and_stolen_tim
 
 
 class _Loaded(FreeCores):
-    """Sees other programs on this many of a number of cores, without other programs."""
+    """Sees `others` busy cores on a machine with this many cores."""
 
     def __init__(self, cores: int) -> None:
         self.seconds = self.busy = self.others = 0.0

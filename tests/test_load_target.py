@@ -47,7 +47,7 @@ class OursForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture
 def with_code(tmp_path: Path) -> Path:
-    """The folder of a target whose classes are in a file beside its weights."""
+    """The folder of a target with its classes in a file beside the weights."""
     folder = tmp_path / "target_with_code"
     save_tiny_target(folder)
     (folder / "ours.py").write_text(CODE)
@@ -183,8 +183,8 @@ def test_weights_are_read_straight_to_a_gpu(
 
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What asks transformers to spread a model gets its first layer, embeddings and LM head on the stand-in of a GPU,
-    and all other layers on the CPU, with accelerate's own hooks; how it was asked is listed."""
+    """Spread models that are loaded with a `device_map` as accelerate does: first layer, embeddings and LM head on the
+    stand-in GPU, all other layers on the CPU. Lists the requested maps."""
 
     def read(cls: Any, folder: str, **options: Any) -> Any:
         asked.append(options.pop("device_map", None))
@@ -228,7 +228,7 @@ def test_a_target_is_spread_over_devices(tmp_path: Path, tiny_target_folder: Pat
             torch.testing.assert_close(states[layer].cpu(), wanted[layer])
 
 
-def test_what_cannot_be_spread_is_refused(
+def test_refuses_to_spread_adapters_and_models_without_room(
     tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny_adapter(tmp_path / "adapter", tiny_target_folder)
@@ -246,7 +246,7 @@ def test_what_cannot_be_spread_is_refused(
 
 @pytest.fixture(params=["empty", "the mark alone", "half", "something else"])
 def broken(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A GGUF file that is not whole."""
+    """A damaged GGUF file."""
     file = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_token_list(["a", "b"])
@@ -276,7 +276,7 @@ def test_a_gguf_file_that_is_not_whole_is_named(broken: Path, tmp_path: Path) ->
     assert not list(Path.home().rglob("model-*")), "nothing half converted"
 
 
-def test_a_target_in_the_place_of_heads_is_told_from_them(tmp_path: Path, tiny_target_folder: Path) -> None:
+def test_a_target_given_as_heads_is_recognised(tmp_path: Path, tiny_target_folder: Path) -> None:
     (tmp_path / "model.gguf").touch()
     for target in (tmp_path / "model.gguf", tiny_target_folder, "smollm2-135m"):
         for command in (["generate", target, "--prompt", "hi"], ["tune", target], ["audit", target]):

@@ -1,4 +1,4 @@
-"""A whole run on a tiny target that is interrupted in every stage."""
+"""A whole run on a tiny target, interrupted in every stage."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ def quiet(folder: Path, recipe: Recipe) -> Run:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) -> tuple[Recipe, Path]:
-    """A run that nothing disturbed."""
+    """An uninterrupted run."""
     path = tmp_path_factory.mktemp("whole")
     recipe = tiny_recipe(path, tiny_target_folder, train={"tracker": "tensorboard"})
     execute(quiet(path / "run", recipe), STAGES)
     return recipe, path / "run"
 
 
-def test_a_run_leaves_what_others_script_against(whole: tuple[Recipe, Path]) -> None:
+def test_a_finished_run_has_its_report_heads_and_data(whole: tuple[Recipe, Path]) -> None:
     import headstart
 
     recipe, folder = whole
@@ -127,7 +127,7 @@ def test_a_second_run_loads_no_model(whole: tuple[Recipe, Path], monkeypatch: py
 
 
 def once(function: Callable[..., Any], calls: int) -> Callable[..., Any]:
-    """`function`, that is interrupted in place of its call number `calls` (from 0)."""
+    """Return `function` with its call number `calls` (from 0) interrupted."""
     done = iter(range(1000))
 
     def interrupted(*arguments: Any, **named: Any) -> Any:
@@ -147,7 +147,7 @@ PLACES = (
     ("export", "headstart.hub.format.write_card", 0),
     ("eval", "headstart.eval.report.write_text", 1),
 )
-"""(stage, function that is interrupted in it, at which of its calls)."""
+"""Stage, a function to interrupt in it, and at which call."""
 
 
 def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
@@ -211,13 +211,13 @@ def test_a_run_killed_while_training_goes_on(
 
 
 def newest_step(folder: Path) -> int:
-    """Of the checkpoints that are whole."""
+    """Return the step of the newest complete checkpoint."""
     return max(int(path.name[5:]) for path in (folder / "train" / "checkpoints").glob("step-????????"))
 
 
 @pytest.fixture
 def copied(tmp_path: Path, whole: tuple[Recipe, Path]) -> tuple[Recipe, Path]:
-    """A copy of the finished run and of what it refers to, to be changed."""
+    """A copy of the finished run and its artifacts that a test may change."""
     recipe, folder = whole
     shutil.copytree(folder.parent, tmp_path / "runs", symlinks=True)
     return recipe, tmp_path / "runs" / "run"
@@ -230,7 +230,7 @@ def changed(recipe: Recipe, **sections: dict[str, Any]) -> Recipe:
 
 
 def files_under(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Every file that holds something made, with its size and time: locks and links left out."""
+    """Return size and time of every file, without locks and links."""
     return {
         file: (file.stat().st_size, file.stat().st_mtime_ns)
         for file in folder.rglob("*")
@@ -239,7 +239,7 @@ def files_under(folder: Path) -> dict[Path, tuple[int, int]]:
 
 
 def kept(before: dict[Path, tuple[int, int]]) -> bool:
-    """Whether every file of artifacts is still there as it was; model cards tell of the newest report."""
+    """Return whether every artifact file is unchanged; model cards may cite the newest report."""
     return all(
         file.is_file() and (file.stat().st_size, file.stat().st_mtime_ns) == stamp
         for file, stamp in before.items()
@@ -247,7 +247,7 @@ def kept(before: dict[Path, tuple[int, int]]) -> bool:
     )
 
 
-def test_heads_that_are_there_are_found_without_a_record(
+def test_existing_artifacts_are_found_without_stage_records(
     copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, folder = copied
@@ -271,7 +271,7 @@ def test_heads_that_are_there_are_found_without_a_record(
     ],
     ids=str,
 )
-def test_what_changes_nothing_costs_nothing(
+def test_settings_without_effect_on_artifacts_cost_nothing(
     copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch, change: dict[str, dict[str, Any]]
 ) -> None:
     recipe, folder = copied
@@ -306,7 +306,7 @@ def test_longer_training_goes_on_and_the_shorter_one_is_kept(
     assert rows == [0, 2, 4]
 
 
-def test_more_conversations_are_added_to_those_that_are_there(copied: tuple[Recipe, Path]) -> None:
+def test_more_conversations_are_appended(copied: tuple[Recipe, Path]) -> None:
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
     text = (folder / "data" / "conversations" / "train.jsonl").read_text()
@@ -316,7 +316,7 @@ def test_more_conversations_are_added_to_those_that_are_there(copied: tuple[Reci
     assert kept(before)
     made = [file for file in files_under(folder.parent / "artifacts") if file not in before]
     assert sorted(file.name.partition("-")[0] for file in made if file.parent.name == "parts") == ["00005", "00006"]
-    # Fewer use a part of them, and those of before are what was trained on before.
+    # Asking for fewer again takes the first part, as trained on before.
     execute(quiet(folder, recipe), STAGES)
     assert (folder / "data" / "conversations" / "train.jsonl").read_text() == text
 
@@ -324,7 +324,7 @@ def test_more_conversations_are_added_to_those_that_are_there(copied: tuple[Reci
 def test_a_revision_that_is_no_longer_asked_for_is_left(
     tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was asked for once is pinned as long as it is asked for; a run whose data set moves on keeps its commit."""
+    """A branch is pinned to one commit while the recipe names it; a run stays on it when the data set moves on."""
     hub, folder = FakeHub(monkeypatch), tmp_path / "run"
 
     def commit(revision: str | None) -> str:
@@ -361,7 +361,7 @@ def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch
     assert all(run.tau is not None and run.speedup is not None and run.bytes > 10_000 for run in states.values())
 
 
-def test_only_what_no_run_refers_to_is_freed(copied: tuple[Recipe, Path]) -> None:
+def test_gc_frees_only_unreferenced_artifacts(copied: tuple[Recipe, Path]) -> None:
     recipe, folder = copied
     assert unreferenced(folder.parent) == []
     first = (folder / "train").resolve()
@@ -370,7 +370,7 @@ def test_only_what_no_run_refers_to_is_freed(copied: tuple[Recipe, Path]) -> Non
     assert {one.path.parent.name for one in found} == {"heads", "tuning", "exports", "reports"}
     assert first in {one.path.resolve() for one in found}
     used = {path for path in files_under(folder.parent) if not any(one.path in path.parents for one in found)}
-    with locked(found[0].path):  # another process goes on with it
+    with locked(found[0].path):  # another process uses it
         assert found[0].path not in {one.path for one in unreferenced(folder.parent)}
         assert free(folder.parent, found) > 0
         assert found[0].path.is_dir()
@@ -380,7 +380,7 @@ def test_only_what_no_run_refers_to_is_freed(copied: tuple[Recipe, Path]) -> Non
     assert not execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES), "the run is still whole"
 
 
-def test_an_interrupted_gc_leaves_nothing_that_counts_as_whole(
+def test_an_interrupted_gc_leaves_no_artifact_that_looks_complete(
     copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, folder = copied
@@ -402,7 +402,7 @@ def test_an_interrupted_gc_leaves_nothing_that_counts_as_whole(
     assert free(folder.parent, found) > 0 and unreferenced(folder.parent) == []
 
 
-def test_what_a_run_takes_up_again_before_the_answer_is_not_deleted(copied: tuple[Recipe, Path]) -> None:
+def test_gc_spares_artifacts_reused_before_the_answer(copied: tuple[Recipe, Path]) -> None:
     recipe, folder = copied
     execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES)
     found = unreferenced(folder.parent)
@@ -411,7 +411,7 @@ def test_what_a_run_takes_up_again_before_the_answer_is_not_deleted(copied: tupl
     assert not execute(quiet(folder, recipe), STAGES), "all of it is still there"
 
 
-def test_what_a_launcher_trained_meanwhile_is_not_taken_for_this_runs_heads(
+def test_heads_trained_by_a_launcher_meanwhile_are_not_reused(
     copied: tuple[Recipe, Path], forks: Forks
 ) -> None:
     recipe, folder = copied
@@ -472,12 +472,12 @@ def test_a_shard_cut_short_is_computed_again(copied: tuple[Recipe, Path]) -> Non
     execute(quiet(folder, recipe), stages_until("train"))
     again = StateStore(folder / "data" / "states" / "train")
     assert shard not in again.files
-    for i, states_TE in enumerate(before):  # float32, once read token by token and once at a time
+    for i, states_TE in enumerate(before):  # float32, read token by token and then in one forward
         torch.testing.assert_close(again.get(i).states[FINAL], states_TE, atol=1e-4, rtol=1e-4)
 
 
 def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The teacher beside the states is enough; what is damaged of it is written again, by the target."""
+    """The stored teacher is enough; a damaged one is rewritten, which loads the target."""
     recipe, folder = copied
     before = load_file(folder / "train" / "last" / "heads.safetensors")
     (teacher,) = (folder.parent / "artifacts").glob("states/*/teacher-*")
@@ -509,7 +509,7 @@ def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch
     execute(run, stages_until("export"))
     assert "nothing to store: training computes them" in said(run)
     found = [one for one in unreferenced(folder.parent) if one.path.parent.name == "states"]
-    assert len(found) == 1, "what was stored before is not referred to any more"
+    assert len(found) == 1, "the stored states are unreferenced now"
     free(folder.parent, found)
     assert not list(folder.parent.rglob("shard-*")) and not list(folder.parent.rglob("teacher-*"))
     assert (folder / "train").resolve() != stored, "an artifact of its own"
@@ -583,7 +583,7 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
 def test_a_plan_knows_a_target_that_is_the_same_in_other_files(
     copied: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after a package with the target was installed again. `run` finds out, too, and works no further."""
+    """As after reinstalling a package with the target. `run` notices too, and does no further work."""
     folder = copied[1]
     recipe = tiny_recipe(tmp_path, tiny_target_folder)
     execute(quiet(folder, recipe), STAGES)
@@ -607,7 +607,7 @@ def test_writing_waits_for_no_states_of_another_run(
     run = quiet(tmp_path / "runs" / "run", tiny_recipe(tmp_path, tiny_target_folder))
     execute(run, stages_until("target"))
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("it waits"))
-    monkeypatch.setattr("headstart.support.artifacts.time", clock)  # of other threads nothing is said
+    monkeypatch.setattr("headstart.support.artifacts.time", clock)  # other modules may sleep
     states = states_artifact(run).folder
     with locked(states):
         execute(run, stages_until("conversations"))

@@ -141,7 +141,7 @@ def prompt_file(folder: Path, turns: int, count: int = 40) -> str:
 
 @pytest.fixture
 def measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No forward is timed, and the process holds nothing but what is planned."""
+    """Skip timing forwards, and count no memory of this process."""
     monkeypatch.setattr(planning, "dry_run", lambda *_: Speeds(0.01, 1e-4, 0.1, 1000, "a dry run"))
     monkeypatch.setattr(planning, "_resident", lambda: 0)
 
@@ -164,7 +164,7 @@ class TestMemory:
         assert five - one == pytest.approx(4 * four_turns * each, rel=0.05)
         assert writing(5, 2)[0] == 2 * five
 
-    def test_what_is_said_of_writing_is_what_it_takes(
+    def test_planned_memory_of_writing_is_what_it_takes(
         self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """The largest cache that is made, and the copy beside it for a moment."""
@@ -285,7 +285,7 @@ def tried(target: Target, batch_tokens: int, limit: float = 1.0) -> tuple[Speeds
     return dry_run(target, heads, [-1], section, lengths, reported.append, limit), reported
 
 
-def test_what_training_keeps_for_its_backward_grows_with_the_batch(tiny_target: Target) -> None:
+def test_activation_memory_grows_with_the_batch(tiny_target: Target) -> None:
     lengths = assumed_lengths(DataSection(), tiny_target.max_length)
     small, large = (tried(tiny_target, tokens)[0].batch_bytes for tokens in (1024, 4096))
     assert small > 0
@@ -298,8 +298,7 @@ def test_what_training_keeps_for_its_backward_grows_with_the_batch(tiny_target: 
 def test_a_dry_run_keeps_to_its_limit(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch, slow: float, steps: int
 ) -> None:
-    """A forward, or learning from a token, takes so many seconds of a clock of its own: where one takes longer than the
-    limit, nothing is done twice."""
+    """On a fake clock a forward and a learned token take `slow` seconds each; nothing is repeated beyond the limit."""
     now, learn, forwards = [0.0], dry_running._Trial.learn, list[int]()
     forward_tree, hidden_states = Target.forward_tree, Target.hidden_states
 
@@ -330,7 +329,7 @@ def test_a_dry_run_keeps_to_its_limit(
 
 
 PAPER = Path(__file__).parents[1] / "docs" / "plans"
-"""Configs of models of which nothing else is here."""
+"""Configs of models that are not on this machine."""
 
 
 def on_paper(model: str, recipe_name: str, folder: Path, processes: int = 1, states: str = "stored") -> Plan:
@@ -400,13 +399,13 @@ class TestByTheConfigAlone:
         for name in ("eagle3-70b", "dspark-70b"):
             assert load_recipe(name).data.states == "stored"
 
-    def test_nothing_is_said_of_hours(self, tmp_path: Path) -> None:
+    def test_a_plan_on_paper_predicts_no_time(self, tmp_path: Path) -> None:
         plan = on_paper("llama-3.1-8b", "eagle3-8b", tmp_path)
         assert plan.seconds == {} and plan.room is None and plan.free_bytes is None
         assert "are not on this machine" in plan.how
         assert dict(plan.facts)["Memory while training"].startswith("at least 11.7 GB")
 
-    def test_what_is_not_here_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_missing_target_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offline = UserError("The Hub cannot be reached.", "Check the network.")
         monkeypatch.setattr("headstart.target.loading.absent", lambda *_: offline)
         with pytest.raises(UserError, match="cannot be reached") as refused:
@@ -436,7 +435,7 @@ def test_optimisers_keep_what_is_planned(tiny_target: Target, optimizer: str) ->
     assert optimizer_bytes(heads, found.train) == kept
 
 
-def test_what_is_written_says_how_long_conversations_are(tiny_target: Target) -> None:
+def test_lengths_follow_the_written_conversations(tiny_target: Target) -> None:
     data = DataSection(max_new_tokens=20)
     tokens, spans = [list(range(3, 33)), list(range(3, 53))], [(10, 30), (10, 20)]
     found = [
@@ -448,7 +447,7 @@ def test_what_is_written_says_how_long_conversations_are(tiny_target: Target) ->
     assert (lengths.cached, lengths.source) == (70, "as the 2 that are written")
 
 
-def test_the_page_on_scaling_says_what_plans_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scaling_page_matches_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(PAPER.parents[1] / "benchmarks"))
     scaling = importlib.import_module("scaling")
     page = (PAPER.parent / "scaling.md").read_text(encoding="utf-8")

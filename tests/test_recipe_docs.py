@@ -1,4 +1,4 @@
-"""Every setting explained: on the page, in a table, and as plain lines where nobody looks on."""
+"""Every setting explained: on the page, in a table on a terminal, and as plain lines elsewhere."""
 
 from __future__ import annotations
 

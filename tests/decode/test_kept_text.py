@@ -1,4 +1,4 @@
-"""A conversation that goes on from what was read of it: drafts and text are those of reading it anew, in float32."""
+"""A conversation continued from a kept text: drafts and output as after reading it anew, in float32."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 class Noted(HeadDrafter):
-    """Heads that note what they draft."""
+    """Heads that record their drafts."""
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         trees = super().propose(session, roots, request)
@@ -53,7 +53,7 @@ def drafters_of(target: Target, name: str) -> tuple[Drafter, ...]:
 
 
 def drafts(loop: DecodeLoop) -> list[list[int]]:
-    """What the heads drafted since this was asked last."""
+    """Return the heads' drafts since the last call."""
     (heads, _) = loop.drafters
     assert isinstance(heads, Noted)
     noted, heads.drafts = heads.drafts, []
@@ -61,7 +61,7 @@ def drafts(loop: DecodeLoop) -> list[list[int]]:
 
 
 def turns(loop: DecodeLoop, prompt: list[int], kept_text: KeptText | None) -> list[tuple[Generation, list[list[int]]]]:
-    """Three turns of a conversation, each after the answer of the one before, but for its last token."""
+    """Run three turns of a conversation, each after the previous answer without its last token."""
     answers = []
     for turn in range(3):
         prompt = [*prompt, 7 + turn, 8, 9, 8, 9]
@@ -90,11 +90,11 @@ def test_drafts_and_text_are_those_of_reading_it_anew(kind: str, name: str, monk
     assert [[done.nodes for done in answer.rounds] for answer, _ in on] == [
         [done.nodes for done in answer.rounds] for answer, _ in anew
     ]
-    assert read[0] == 8 and max(read[1:]) <= 7, "of later turns what is new alone"
+    assert read[0] == 8 and max(read[1:]) <= 7, "later turns read only new tokens"
 
 
 def test_streams_of_one_conversation_end_each_by_itself() -> None:
-    """With a target whose cache is copied: what may end one stream is not copied along."""
+    """The target's cache is copied; the check that may end one stream is not copied along."""
     decoder, kept_text, prompt = Decoder(Target(hybrid(), tiny_tokenizer())), KeptText(), [3, 4, 5]
     for turn in range(3):
         stream = decoder.stream(prompt, kept_text, max_new_tokens=6, drafter="ngram")
@@ -146,8 +146,8 @@ def test_changing_rotary_frequencies_are_read_anew(kind: str) -> None:
         prompt = [*prompt, *on.tokens]
 
 
-def test_drafting_that_paused_or_a_plain_answer_may_draft_later() -> None:
-    """States are kept of what was decoded without drafts, too."""
+def test_a_plain_answer_can_be_continued_with_drafts() -> None:
+    """States of text that was decoded without drafts are kept too."""
     target = target_of("llama")
     drafters = drafters_of(target, "eagle3")
     loop, kept_text = DecodeLoop(target, *drafters), KeptText()

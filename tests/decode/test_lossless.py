@@ -199,21 +199,6 @@ def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch) ->
     assert DecodeLoop(target, drafter).generate(texts, OPTIONS)[0].tokens != known[0]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (DecodeOptions(max_new_tokens=0), "at least 1 token"),
-        (DecodeOptions(temperature=-1.0), "temperature is -1.0"),
-        (DecodeOptions(temperature=float("nan")), "temperature is nan"),
-        (DecodeOptions(stop=("x",)), "need a tokenizer"),
-    ],
-)
-def test_bad_options_are_refused(options: DecodeOptions, message: str) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
-    with pytest.raises(UserError, match=message):
-        DecodeLoop(target).generate([[1, 2]], options)
-
-
 def test_bad_prompts_are_refused() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     with pytest.raises(UserError, match="Prompt 1 is empty"):

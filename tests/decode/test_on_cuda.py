@@ -1,4 +1,4 @@
-"""What `test_on_device.py` proves on a stand-in, on a real CUDA device."""
+"""The proofs of `test_on_device.py` on a real CUDA device."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_captured_drafts_are_those_of_their_operators(name: str, rows: int, targ
 
 @pytest.mark.parametrize("name", CASES)
 def test_heads_draft_there_what_they_draft_here(name: str, host: Target, target: Target) -> None:
-    """Logits of every draft step, beside those of the CPU."""
+    """Logits of every draft step equal the CPU's."""
     heads, moved = on_both(name, host, target)
     for ours, theirs in zip(
         heads.unroll(training_batch(host, heads, "cpu")), moved.unroll(training_batch(host, heads, "cuda")), strict=True

@@ -1,5 +1,4 @@
-"""Everything that decodes or trains, on a stand-in for a CUDA device: no tensors of two devices meet, and the greedy
-texts are those of the CPU."""
+"""Decoding and training on a stand-in CUDA device: no operation mixes devices, and greedy texts equal the CPU's."""
 
 from __future__ import annotations
 
@@ -142,8 +141,8 @@ def test_heads_are_read_straight_to_a_device(
 def test_attention_is_not_planned_anew_for_every_size(
     host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """cuDNN is left out of the process when a target is loaded. Forwards change no such setting, which would hold in
-    other threads, too."""
+    """Loading a target disables cuDNN attention for the process. Forwards change no such setting: other threads would
+    see it."""
 
     def attend(*args: Any, **kwargs: Any) -> torch.Tensor:
         allowed.append(torch.backends.cuda.cudnn_sdp_enabled())
@@ -196,7 +195,7 @@ def loss_of(heads: DraftHead, target: Target, batch: HeadBatch, section: TrainSe
 
 
 def on_both(name: str, host: Target, target: Target) -> tuple[DraftHead, DraftHead]:
-    """The same heads twice: on the host, and on the device of a target."""
+    """Return the same heads twice: on the host, and on the target's device."""
     heads = shake(build(name, host))
     moved = build(name, host).to(target.device)
     moved.load_state_dict(heads.state_dict())
@@ -240,10 +239,10 @@ def test_a_training_step_of_every_kind(settings: dict[str, Any], host: Target, t
     assert loss_of(heads, target, batch, section) > 0
 
 
-def test_what_is_captured_for_later_rounds_does_not_teach_what_rounds_take(
+def test_graph_captures_do_not_count_as_time_of_rounds(
     host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafting was once taken to be as slow as its first rounds, and given up for good."""
+    """Counting captures made drafting look slow, and it was given up for good."""
     clock_of_captures(monkeypatch, "headstart.decode.loop")
     heads = shake(build("eagle3", host)).to(CUDA)
     heads.bind(target)

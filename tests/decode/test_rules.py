@@ -1,4 +1,4 @@
-"""Whatever is drafted and in whatever shape of tree, what the reference emits follows the target's own distribution."""
+"""The reference's output follows the target's distribution, whatever the drafts and the shape of their tree."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.reference import Chance, Node
 
 
 def stands_for_itself(kind: str, shape: str) -> bool:
-    """Whether no other case has the same trees."""
+    """Return whether no other case has the same trees."""
     if shape == "root only":
         return kind in ("top", "top and drawn, guesses")
     return not KINDS[kind].adaptive or shape == "bushy"

@@ -1,4 +1,4 @@
-"""The distribution that sampling draws from is that of transformers, and a row's draws are its own."""
+"""Sampling uses transformers' distribution, and each row has its own random numbers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_processing_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize("penalty", [0.8, 1.4])
 def test_prefixes_that_grow_are_processed_as_transformers_processes_them_whole(penalty: float) -> None:
-    """Several nodes of a row after each other, rows that leave, tokens that were seen and others."""
+    """Several nodes of a row after each other, rows that leave, and tokens that were seen before or not."""
     generator, options = torch.Generator().manual_seed(0), SamplingOptions(
         repetition_penalty=penalty, processors=(NoRepeatNGramLogitsProcessor(2), MinLengthLogitsProcessor(9, 4))
     )  # fmt: skip
@@ -158,7 +158,7 @@ def test_seeded_and_independent_of_the_batch() -> None:
     assert all(len(row.tokens) == 20 for row in drafted)
 
 
-def test_each_row_says_the_seed_that_repeats_it() -> None:
+def test_each_row_reports_the_seed_that_repeats_it() -> None:
     loop, texts = DecodeLoop(Target(tiny_model("llama", vocab_size=61))), [[1, 2, 3], [4, 5, 6, 7]]
     options = DecodeOptions(max_new_tokens=20, temperature=1.0, ignore_end=True)
     rows = loop.generate(texts, options)
@@ -203,6 +203,8 @@ class Counting:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (DecodeOptions(max_new_tokens=0), "at least 1 token"),
+        (DecodeOptions(stop=("x",)), "need a tokenizer"),
         (DecodeOptions(temperature=-1), "temperature is -1"),
         (DecodeOptions(temperature=float("nan")), "temperature is nan"),
         (DecodeOptions(temperature=1e-7), "temperature is 1e-07. Use 0 for greedy decoding, or at least 1e-06"),

@@ -1,4 +1,4 @@
-"""A drafter that fails, batches that memory does not hold, and what an loop learned."""
+"""Failing drafters, batches that do not fit into memory, and the loop's experience."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_memory_lowers_the_budget_and_refuses_what_cannot_fit(monkeypatch: pytes
     assert free_bytes(torch.device("cpu")) == 123_456
 
 
-def test_what_drafters_keep_takes_from_the_nodes_and_not_from_the_text_of_a_single_prompt() -> None:
+def test_drafters_memory_reduces_the_nodes_and_no_single_prompts_text() -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     text, slots, keep = 4 + 24, 4 + 24 + 32, 1000
     for prompts in (TEXTS, TEXTS[1:]):
@@ -121,7 +121,7 @@ def test_what_drafters_keep_takes_from_the_nodes_and_not_from_the_text_of_a_sing
         assert reserve(target, prompts, 24, 32, keep, free=scarce) == (0 if rows > 1 else 1)
 
 
-def test_heads_and_draft_models_say_what_they_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_and_draft_models_report_their_memory_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
     asked: list[int] = []
     monkeypatch.setattr("headstart.decode.loop.reserve", lambda *given: asked.append(given[4]) or 8)
@@ -142,7 +142,7 @@ def test_heads_and_draft_models_say_what_they_keep(monkeypatch: pytest.MonkeyPat
 def test_memory_that_heads_hold_for_their_next_text_is_not_counted_twice(
     device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where a text just fits, so does the same text again: what graphs of the first one hold is what it needs."""
+    """If a text just fits, it fits again: the graphs' memory is part of its needs."""
     host = Target(tiny_model("llama", vocab_size=61))
     target = Target(tiny_model("llama", vocab_size=61).to(CUDA))
     heads = build("eagle3", host).to(CUDA)
@@ -219,7 +219,7 @@ ROWS = [[1, 2, 3], [4, 5, 6, 7], [8, 9], [3, 3, 3, 3, 3]]
 
 
 class Reading:
-    """What a call is asked and told: rows of every cache, and the tokens of every row as they came."""
+    """The caches of a call, by rows, and the tokens of every row as they arrive."""
 
     def __init__(self, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
         self.caches: list[int] = []
@@ -238,10 +238,10 @@ class Reading:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("verifier", ["auto", "top_k"])
-def test_a_batch_that_does_not_fit_is_decoded_in_halves_and_says_the_same(
+def test_a_batch_that_does_not_fit_is_decoded_in_halves_with_the_same_text(
     temperature: float, verifier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chains of 2 for every row, as no memory is short: seeds and random numbers of a row are those of its number."""
+    """With chains of 2 in every row, as with enough memory: seeds and random numbers follow a row's number."""
     target = Target(tiny_model("llama", vocab_size=61))
     options = replace(OPTIONS, temperature=temperature, verifier=verifier, seed=5)
     known = [row.tokens for row in DecodeLoop(target).generate(ROWS, options)]
@@ -264,7 +264,7 @@ def test_a_batch_that_does_not_fit_is_decoded_in_halves_and_says_the_same(
 
 @pytest.mark.parametrize("where", ["prefill", "forward_tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_batch_that_runs_out_of_memory_goes_on_in_halves_from_what_was_said(
+def test_a_batch_that_runs_out_of_memory_continues_in_halves(
     temperature: float, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Target(tiny_model("llama", vocab_size=61))
@@ -340,7 +340,7 @@ class Clock:
 def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
     temperature: float, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine where everything takes as long as everything else, and on one where drafts take for ever."""
+    """On a machine with equal times for everything, and on one with very slow drafts."""
     target = Target(tiny_model("llama", vocab_size=61))
     known = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
     options = replace(OPTIONS, temperature=temperature, seed=3, deterministic=deterministic)
@@ -358,10 +358,10 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
     assert (found[0] == found[1]) == (temperature > 0 or deterministic), "the number of drafts"
 
 
-def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(
+def test_plain_rounds_to_the_end_read_no_states(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once nothing more will be drafted, no states are read for the drafter and it learns nothing more."""
+    """Once nothing more will be drafted, the loop reads no states for the drafter and stops learning."""
     drafter = ReplayDrafter([[5] * 40], tiny_target.vocab_size, right=0.0)
     drafter.aux_layers = (1,)
     aux: list[tuple[int, ...]] = []
@@ -383,7 +383,7 @@ def test_plain_rounds_to_the_end_cost_what_they_cost_without_a_drafter(
 
 @pytest.mark.parametrize("seed", range(5))
 def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
-    """Trees of several rows and sizes, some drafts right: both walks find the same."""
+    """Trees of several rows and sizes, with some correct drafts."""
     rng = random.Random(seed)
     trees = []
     for _ in range(4):
@@ -415,15 +415,15 @@ def test_accepting_on_the_device_is_accepting_on_the_host(seed: int) -> None:
 
 
 class LongestChains(ReplayDrafter):
-    """Proposes as many nodes as it is asked for, one after the other."""
+    """Proposes a chain that uses every requested node."""
 
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         return [Tree.chain_of([root] + [1] * (request.max_nodes - 1)) for root in roots.root_tokens]
 
 
-def test_what_is_drafted_ahead_of_a_limit_is_verified() -> None:
-    """Phi-3's rotary frequencies change at 24 tokens here. A tree that was drawn at random must not be left out for how
-    deep it became, so drafters are asked for what fits."""
+def test_drafts_before_a_rotary_limit_fit_and_are_verified() -> None:
+    """Phi-3's rotary frequencies change at 24 tokens here. A randomly drawn tree must not be dropped for its depth, so
+    drafters get a limit that fits."""
     target = Target(tiny_model("phi3_long", vocab_size=61))
     text = [[*range(3, 19)]]
     options = DecodeOptions(max_new_tokens=14, ignore_end=True, draft="on")

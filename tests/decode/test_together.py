@@ -1,4 +1,4 @@
-"""Sampling decides all rows of a batch side by side: as the reference does one row, and lossless itself."""
+"""Sampling decides all rows of a batch at once: as the reference decides a single row, and losslessly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.tiny import tiny_model
 
 PLAIN = SamplingOptions(temperature=1.0)
 Emitted = list[tuple[list[int], int]]
-"""Of each row, the tokens of the accepted path, root first, and the token after it."""
+"""Per row, the tokens of the accepted path, root first, and the token after it."""
 
 
 def drafts(kind: str, shape: str, rows: int, seed: int = 0) -> list[Draft]:
@@ -63,7 +63,7 @@ def verifier(rows: int, seed: int = 0) -> SamplingVerifier:
 
 
 def by_reference(draft: Draft, logits_NV: Tensor, seed: int) -> tuple[list[int], int]:
-    """One row, each token with the next number of each stream."""
+    """Decide one row, each token with the next number of each stream."""
     accept, residual, _ = (Numbers(stream).peek(9) for stream in streams(seed))
     nodes = {path: node for node, path in enumerate(draft.tree.paths, start=1)} | {(): 0}
     return reference.accept(
@@ -83,7 +83,7 @@ def test_rows_side_by_side_do_as_the_reference(kind: str, shape: str) -> None:
 
 @pytest.mark.parametrize("kind", ["top", "top and drawn", "top and drawn, guesses"])
 def test_on_a_device_rows_do_the_same_with_one_wait(kind: str) -> None:
-    """Rows that have ended stay there, and are ignored."""
+    """Rows that have ended stay in the batch and are ignored."""
     for rows in (1, 16):
         grown = drafts(kind, "bushy", rows)
         expected = side_by_side(verifier(rows), grown)
@@ -120,7 +120,7 @@ ROWS = 6_000
 
 
 def first_two(kind: str, shape: str) -> np.ndarray[Any, Any]:
-    """Counts of the first two tokens after trees grown at random; what a round leaves open the target decides."""
+    """Count the first two tokens after random trees; the target draws the second if a round emits one."""
     rng = random.Random(1)
     counts = np.zeros((VOCAB, VOCAB), dtype=np.int64)
     for path, last in side_by_side(verifier(ROWS), drafts(kind, shape, ROWS)):
@@ -151,7 +151,7 @@ MISTAKES: dict[str, Wrong] = {
     "the raw distribution": lambda p, accept, residual, drawn, q: (p.sqrt(), accept, residual, drawn, q),
     "drafts count as top-k": lambda p, accept, residual, drawn, q: (p, torch.ones_like(accept), residual, drawn, q),
 }
-"""What the rule sees instead of what it should."""
+"""Falsified inputs of the rule."""
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

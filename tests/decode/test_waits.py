@@ -1,5 +1,5 @@
-"""How often a round makes the host wait for the device, sends it something and launches an operation, at most: limits
-that may go down, and not up. No upload makes it wait. Forwards are captured before, and each is one launch."""
+"""Upper limits on waits, uploads and launches of a round: they may go down, not up. No upload makes the host wait.
+Forwards are captured before, and each is one launch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BESIDE_GRAPHS = {
     f"{ONE_FORWARD}+ngram": 38,
     f"{BY_LEVELS}+ngram": 50,
 }
-"""Greedy, of one row: launches that are no graphs: what is put into their buffers and taken out, and the decision."""
+"""Greedy, one row: launches outside graphs, which fill and empty the graphs' buffers and decide."""
 
 WAYS = tuple(product((1, 4), (0.0, 1.0)))
 """Rows and temperatures."""
@@ -60,7 +60,7 @@ def make_drafters(name: str, target: Target, host: Target) -> list[Drafter]:
 
 @cache
 def decoded(name: str, layers: int, ways: Sequence[tuple[int, float]] = WAYS) -> dict[tuple[int, float], list[Round]]:
-    """The rounds of batches that were decoded before, when their graphs were captured, by rows and temperature."""
+    """Return the rounds by rows and temperature, decoded a second time after their graphs were captured."""
     host = Target(tiny_model("llama", vocab_size=61, layers=layers))
     found = {}
     with StandIn() as device:
@@ -95,8 +95,8 @@ def test_waits_and_uploads_of_a_round(name: str, rows: int, temperature: float) 
 
 @pytest.mark.parametrize("name", WAITS)
 def test_launches_of_a_round(name: str) -> None:
-    """A graph for the target's forward and one for each level of the heads, however many layers: what each gives is
-    read, and nothing else is. Beside them stands what goes into their buffers and out, and the decision."""
+    """One graph for the target's forward and one per level of the heads, whatever the number of layers, with one read
+    each. Other launches fill and empty the graphs' buffers, and decide."""
     for one in decoded(name, 8, ((1, 0.0),))[1, 0.0]:
         assert one.counts.graphs == one.counts.waits <= WAITS[name]
         assert one.counts.launches - one.counts.graphs <= BESIDE_GRAPHS[name]

@@ -163,7 +163,7 @@ def test_states_of_another_model(run: Path, tiny_target: Target) -> None:
     planted(run, "states", "another model")
 
 
-def test_answers_of_somebody_else(run: Path, tiny_target: Target) -> None:
+def test_answers_of_another_model(run: Path, tiny_target: Target) -> None:
     random = torch.Generator().manual_seed(0)
 
     def replace_answer(item: Conversation) -> Conversation:
@@ -264,7 +264,7 @@ def test_heads_that_never_learned(run: Path, tiny_target: Target) -> None:
 
 
 def test_heads_that_had_nothing_left_to_learn(run: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target whose next states are known from the start, such as one that says the same again and again."""
+    """The target's next states are known from the start, as when it repeats itself."""
     test_heads_that_never_learned(run, tiny_target)
     steps = find_subject(str(run)).heads.draft_steps
     monkeypatch.setattr(drafting_checks, "decoded", lambda *_: drafting_checks.Decoded(steps, steps, 1.0))

@@ -1,4 +1,4 @@
-"""Drafts as CUDA graphs, on the stand-in device: the very drafts that their operators give, and few launches."""
+"""Drafts as CUDA graphs on the stand-in device: the same drafts as the operators give, with few launches."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def drafter_of(name: str, host: Target, target: Target, **settings: Any) -> Head
 
 @contextmanager
 def uncaptured() -> Iterator[None]:
-    """Each replay runs the operators anew."""
+    """Make each replay run the operators anew."""
 
     def capture(captures: Any, memory: Any, bucket: Any, inputs: Any, forward: Callable[[], Any]) -> Any:
         made = Graph(None, inputs, forward())
@@ -71,7 +71,7 @@ def uncaptured() -> Iterator[None]:
 def drafted(
     target: Target, drafter: HeadDrafter, options: DecodeOptions = OPTIONS, texts: list[list[int]] = TEXTS
 ) -> tuple[list[list[int]], list[Tree]]:
-    """Texts, and the trees that were drafted on the way."""
+    """Return the texts and all drafted trees."""
     trees: list[Tree] = []
     propose = drafter.propose
 
@@ -104,7 +104,7 @@ def test_captured_drafts_are_those_of_their_operators_bit_by_bit(
     drafter._graphs = None
     eager_texts, eager_trees = drafted(target, drafter)
     assert texts == eager_texts
-    # What fills a bucket up lies between others in the sums.
+    # A bucket's padding changes the order of the sums.
     for tree_, eager in zip(trees, eager_trees, strict=True):
         assert (tree_.tokens, tree_.parents) == (eager.tokens, eager.parents)
         assert tree_.accept_probs == (eager.accept_probs and pytest.approx(eager.accept_probs, rel=1e-4))
@@ -121,7 +121,7 @@ def test_drawn_drafts_are_those_of_their_operators(name: str, host: Target, targ
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
-    """All graphs that are captured."""
+    """All captured graphs."""
     made: list[StandInGraph] = []
     begin = StandInGraph.__init__
     monkeypatch.setattr(StandInGraph, "__init__", lambda self: (begin(self), made.append(self))[0])
@@ -164,7 +164,7 @@ def test_memory_grows_with_a_text_and_stays_for_the_next(
     monkeypatch.setattr("headstart.target.graphs._ROOMY", 0.0)
     drafter = drafter_of(name, host, target)
     memories: list[Memory] = []
-    new_memory = drafter.heads.new_memory  # type: ignore[operator]  # it is one whose drafts are captured
+    new_memory = drafter.heads.new_memory  # type: ignore[operator]  # these heads have it
 
     def noting(*args: Any) -> Memory:
         memories.append(new_memory(*args))
@@ -195,10 +195,10 @@ def test_graphs_read_a_long_text_in_parts(
         assert probabilities(tree) == pytest.approx(probabilities(eager_tree), rel=1e-3)
 
 
-def test_memory_has_room_for_what_is_read_in_parts_after_a_pause(
+def test_memory_has_room_for_text_read_in_parts_after_a_pause(
     host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What fills up the last part lies beyond the text."""
+    """The padding of the last part lies beyond the text's end."""
     monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
     monkeypatch.setattr("headstart.target.graphs._ROOMY", 0.0)
 
@@ -250,7 +250,7 @@ def test_weights_elsewhere_are_captured_anew(host: Target, target: Target, devic
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark"])
-def test_what_cannot_be_captured_is_drafted_as_before(
+def test_drafts_fall_back_to_operators_if_capture_fails(
     name: str, host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -276,8 +276,7 @@ def test_reports_say_how_drafts_run(host: Target, target: Target, device: StandI
 
 @pytest.mark.parametrize(("name", "launches"), [("medusa", 3), ("eagle3", 9), ("dspark", 6)])
 def test_launches_of_a_draft(name: str, launches: int, host: Target, target: Target, device: StandIn) -> None:
-    """A graph for each level, and what is put where it reads: the root and states once, what is fed back before each
-    further level."""
+    """One graph per level, and copies into their inputs: root and states once, feedback before each further level."""
     drafter = drafter_of(name, host, target, tree="chain")
     drafted(target, drafter)
     counts: list[Counts] = []
@@ -298,7 +297,7 @@ def test_launches_of_a_draft(name: str, launches: int, host: Target, target: Tar
 
 
 def proposed(target: Target, drafter: HeadDrafter, rows: int, request: Request) -> list[Tree]:
-    """The first trees after some texts."""
+    """Return the first trees after some texts."""
     states, width = target.hidden_states(TEXTS[:rows], drafter.aux_layers), max(map(len, TEXTS))
     padded = {
         layer: torch.stack([torch.nn.functional.pad(of[layer], (0, 0, 0, width - len(of[layer]))) for of in states])
@@ -309,7 +308,7 @@ def proposed(target: Target, drafter: HeadDrafter, rows: int, request: Request) 
 
 
 def probabilities(tree: Tree) -> dict[tuple[int, ...], float]:
-    """Of its paths, by their tokens, without the root."""
+    """Return the probabilities of a tree's paths by their tokens, without the root."""
     paths: list[tuple[int, ...]] = [()]
     for parent, token in zip(tree.parents[1:], tree.tokens[1:], strict=True):
         paths.append((*paths[parent], token))

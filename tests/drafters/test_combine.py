@@ -46,7 +46,7 @@ def test_the_best_nodes_stay_when_room_is_short() -> None:
 
 
 def test_levels_of_the_heads_are_remembered() -> None:
-    """What drafting cost does not follow from the depth of the union."""
+    """The cost of drafting does not follow from the depth of the union."""
     heads, root = replace(ONE, levels=3), Tree([5], [-1], [1.0], levels=1)
     for first, second, levels in ((heads, TWO, 3), (TWO, heads, 3), (root, TWO, 1), (TWO, root, 1)):
         assert together(first, second).levels == levels
@@ -86,7 +86,7 @@ def test_nothing_beside_a_tree_is_that_tree() -> None:
 
 
 class Recorder(IdleDrafter):
-    """Proposes one draft for each row, and notes what it is asked; `draws` draws it."""
+    """Proposes one draft per row, drawn if `draws`, and records its calls."""
 
     max_nodes = 3
 
@@ -109,7 +109,7 @@ class Recorder(IdleDrafter):
         self.calls.append(("reorder", list(rows)))
 
 
-def test_all_are_asked_and_told_everything() -> None:
+def test_every_drafter_gets_every_call() -> None:
     target, drafters = tiny(), (Recorder((-1, 1)), Recorder((1, 2)))
     expected = plain(target)
     rows = DecodeLoop(target, *drafters).generate(
@@ -122,7 +122,7 @@ def test_all_are_asked_and_told_everything() -> None:
 
 
 @pytest.mark.parametrize("first_draws", [False, True])
-def test_one_of_them_draws(first_draws: bool) -> None:
+def test_only_one_drafter_draws(first_draws: bool) -> None:
     """One random stream, and one distribution, is enough."""
     target, drafters = tiny(), (Recorder(draws=first_draws), Recorder())
     DecodeLoop(target, *drafters).generate(texts(), replace(OPTIONS, temperature=1.0, seed=0))
@@ -133,7 +133,7 @@ def test_one_of_them_draws(first_draws: bool) -> None:
 @pytest.mark.drafter_fails
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit", "reorder", "too few trees"])
-def test_one_that_fails_is_left_out_alone(failing: int, where: str) -> None:
+def test_a_failing_drafter_is_dropped_alone(failing: int, where: str) -> None:
     target, drafters = tiny(), [Recorder(), Recorder()]
     expected = plain(target)
 
@@ -166,7 +166,7 @@ def pairs(target: Target, known: Sequence[Sequence[int]]) -> dict[str, tuple[Dra
 
 @pytest.mark.parametrize("pair", pairs(tiny(), []))
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_output_is_that_of_plain_decoding(pair: str, temperature: float) -> None:
+def test_output_equals_plain_decoding(pair: str, temperature: float) -> None:
     target = tiny()
     known = plain(target)
     options = replace(OPTIONS, temperature=temperature, seed=0)
@@ -180,7 +180,7 @@ def test_output_is_that_of_plain_decoding(pair: str, temperature: float) -> None
 @pytest.mark.parametrize("family", ["medusa", "hydra", "eagle3", "dflash", "dspark"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_heads_beside_n_grams(family: str, temperature: float) -> None:
-    """Drafts of one forward, and drafts that follow their paths, in dynamic trees that both have a part in."""
+    """Heads with one forward, and path-dependent heads, in dynamic trees shared with n-grams."""
     target = tiny()
     heads = build(family, target)
     heads.bind(target)

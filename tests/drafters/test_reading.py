@@ -1,4 +1,4 @@
-"""Drafters read a long prompt in pieces: with the same drafts, and cancelled between two pieces."""
+"""Drafters read a long prompt in pieces: the drafts stay the same, and reading can be cancelled between pieces."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def heads_of(target: Target, name: str) -> HeadDrafter:
 
 
 def drafted(target: Target, drafter: HeadDrafter, prompts: list[list[int]], **options: Any) -> list[Tree]:
-    """All trees that are proposed."""
+    """Return all proposed trees."""
     trees: list[Tree] = []
     propose = drafter.propose
     with pytest.MonkeyPatch.context() as patched:
@@ -68,7 +68,7 @@ def test_heads_draft_the_same_in_pieces(
 
 
 class Cancelled(BaseException):
-    """Raised by a check."""
+    """Raised by a check to cancel reading."""
 
 
 def heads(target: Target, folder: Path) -> tuple[Target, Drafter, Any, str]:

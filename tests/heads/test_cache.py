@@ -1,4 +1,4 @@
-"""Attention of draft layers over their cache: long texts get what one mask of all their entries gives, without it."""
+"""Attention of draft layers over their cache: long texts give the same as with one mask of all entries, without it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from headstart.target.model import Target
 from headstart.tree.tree import Committed, TreeBatch
 from tests.heads.test_contract import build
 from tests.tiny import tiny_model
+from tests.train.test_long_texts import Largest
 
 
 @pytest.mark.parametrize("starts", [[0, 0], [9, 9], [9, 4]], ids=["first draft", "later", "ragged"])
@@ -29,18 +30,6 @@ def test_entries_of_a_text_see_what_one_mask_says(starts: list[int], width: int)
     torch.testing.assert_close(text_attention(queries, kv, slots, index_BW, starts), expected, rtol=1e-10, atol=1e-10)
 
 
-class Largest(TorchDispatchMode):
-    """The most numbers that a tensor had."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if isinstance(out, Tensor):
-            self.numbers = max(self.numbers, out.numel())
-        return out
-
-
 @torch.no_grad()
 def test_the_first_draft_after_a_long_prompt_makes_no_table_of_all_pairs() -> None:
     target = Target(tiny_model("llama", vocab_size=61, max_length=8192))
@@ -49,13 +38,13 @@ def test_the_first_draft_after_a_long_prompt_makes_no_table_of_all_pairs() -> No
     states = target.prefill(target.new_cache(1, length), [prompt], heads.aux_layers).aux_hidden_states
     session = heads.prefill([prompt], states)
     roots = TreeBatch.roots([5])
-    with Largest() as largest:  # type: ignore[no-untyped-call]  # torch's own
+    with Largest() as largest:
         heads.draft_step(session, roots.tokens_BN, torch.zeros_like(roots.tokens_BN), 0)
     assert largest.numbers < length**2
 
 
 class Padded(TorchDispatchMode):
-    """How many numbers were copied to make room."""
+    """Counts numbers that are copied to make room."""
 
     numbers = 0
 

@@ -7,17 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from torch import Tensor, nn
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    PhiConfig,
-    PhiForCausalLM,
-)
 
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config
 from headstart.target.fitting import FINAL
@@ -48,15 +39,15 @@ def tiny(kind: str) -> Target:
         torch.manual_seed(0)
         match kind:
             case "phi":
-                model: Any = PhiForCausalLM(PhiConfig(**BASE))
+                model: Any = tf.PhiForCausalLM(tf.PhiConfig(**BASE))
                 nn.init.normal_(model.lm_head.bias)
             case "granite":
-                model = GraniteForCausalLM(GraniteConfig(logits_scaling=0.125, **BASE))
+                model = tf.GraniteForCausalLM(tf.GraniteConfig(logits_scaling=0.125, **BASE))
             case "cohere":
-                model = CohereForCausalLM(CohereConfig(logit_scale=7.0, pad_token_id=0, **BASE))
+                model = tf.CohereForCausalLM(tf.CohereConfig(logit_scale=7.0, pad_token_id=0, **BASE))
             case _:
-                cap = Gemma2Config(head_dim=16, sliding_window=8, final_logit_softcapping=0.1, **BASE)
-                model = Gemma2ForCausalLM(cap)
+                cap = tf.Gemma2Config(head_dim=16, sliding_window=8, final_logit_softcapping=0.1, **BASE)
+                model = tf.Gemma2ForCausalLM(cap)
     return Target(model.float().eval(), None, kind)
 
 

@@ -29,7 +29,7 @@ def exact() -> Target:
 
 
 def random_levels(roots: list[int], widths: tuple[int, ...], rng: random.Random) -> list[Level]:
-    """The roots, then levels of these many nodes anywhere under the level before."""
+    """Return the roots, then random levels of these widths below them."""
     levels: list[Level] = [([[root] for root in roots], [[0] for _ in roots])]
     for width in widths:
         above = len(levels[-1][0][0])
@@ -39,7 +39,7 @@ def random_levels(roots: list[int], widths: tuple[int, ...], rng: random.Random)
 
 
 def path_to(levels: list[Level], row: int, node: int) -> list[int]:
-    """Tokens from the root to a node of the last level."""
+    """Return the tokens from the root to a node of the last level."""
     path = []
     for tokens, parents in reversed(levels):
         path.append(tokens[row][node])
@@ -48,7 +48,7 @@ def path_to(levels: list[Level], row: int, node: int) -> list[int]:
 
 
 def drafted_alone(heads: DraftHead, text: list[int], states: dict[int, torch.Tensor], chain: list[int]) -> torch.Tensor:
-    """What is drafted after a chain of single nodes, by a session that knows nothing else."""
+    """Return the logits after a chain of single nodes, from a fresh session."""
     session = heads.prefill([text], states)
     here_11 = torch.zeros(1, 1, dtype=torch.long)
     for depth, token in enumerate(chain):
@@ -100,7 +100,7 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
 def test_after_the_last_keys_only_the_last_token_of_a_text_is_computed(
     name: str, exact: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first draft after a long prompt; how many entries each layer's MLP takes."""
+    """In the first draft after a long prompt, each layer's MLP takes as few entries as possible."""
     heads = shake(build(name, exact)).double()
     heads.bind(exact)
     widths: list[int] = []
