@@ -36,14 +36,15 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
+class Engines:
     """Command lines of `vllm` and `llama-server`, or None for small servers in their place."""
-    """What `vllm` and `llama-server` are: words that start them, or None for small servers in their place."""
 
     vllm: tuple[str, ...] | None = None
     llama_server: tuple[str, ...] | None = None
 
 
 @dataclass
+class Place:
     """A folder with toy recipes, prompts and models, for running commands; `done` is the log.
 
     Attributes:

@@ -61,8 +61,8 @@ class Part:
 
 PARTS: list[Part] = []
 PACKAGED = ("own", "gpu", "example")
-"""Folders of the parts that run the packaged target if llama-server is real. They take as long as all other parts, which
-run at the same time in another place."""
+"""Folders of the parts that run the packaged target if llama-server is real. They take as long as all other parts, and
+run beside them in another place."""
 SLURM = "#!/bin/bash\n#SBATCH --job-name=heads"
 """How the script of docs/scaling.md begins."""
 
@@ -320,11 +320,7 @@ def states_written_by_vllm(place: Place, show: Command, take: Command, train: Co
     place.run(train)
 
 
-@part(
-    "states",
-    "headstart data import-states eagle3-8b /shared/vllm-states",
-    short=False,
-)
+@part("states", "headstart data import-states eagle3-8b /shared/vllm-states", short=False)
 def states_of_a_folder(place: Place, take: Command) -> None:
     """The server of the previous part writes the files, as for another client."""
     recipe = f"{place.words['recipes']}/eagle3-8b.yaml data.states=stored heads.aux_layers=[1,3,6]"
@@ -504,8 +500,8 @@ def forget_training(run: Path) -> None:
 
 
 @contextmanager
+def without_target(place: Place) -> Iterator[None]:
     """Hide the toy target from the commands in this block."""
-    """A block in which no command can load the toy target."""
     there = Path(place.words["toy"])
     there.rename(there.with_name("away"))
     try:
@@ -550,8 +546,8 @@ def versions(engines: Engines) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
+class Played:
     """The result of a part: its name, its rows of the log, its seconds, and the failure (empty if it passed)."""
-    """A part that was run: its name, its rows of the log, its seconds, and why it failed (empty where it passed)."""
 
     name: str
     done: Sequence[tuple[str, str, float]]

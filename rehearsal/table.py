@@ -87,12 +87,12 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
             "headstart plan eagle3-8b target=docs/plans/llama-3.1-8b data.conversations=",
             "headstart plan eagle3-70b target=docs/plans/llama-3.3-70b",
             "headstart plan eagle3-70b target=docs/plans/qwen3-coder-480b",
-        ),
+        )
     },
     "tests/drafters/test_memory.py": {
         "test_answers_are_remembered_for_calls_and_processes": (
             ".venv/bin/headstart chat runs/quickstart --drafter heads+ngram+memory",
-        ),
+        )
     },
     "tests/test_cli_heads.py": {
         "test_a_target_with_modules_of_its_own_needs_no_heads": (".venv/bin/headstart chat zai-org/GLM-4.5-Air",),
@@ -106,11 +106,9 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
             "headstart eval HEADS --questions FILE.jsonl --out DIR --sweep-batch 8",
         ),
     },
-    "tests/test_cli_race.py": {
-        "test_a_race_decodes_both_ways": (".venv/bin/headstart race runs/quickstart --prompt",),
-    },
+    "tests/test_cli_race.py": {"test_a_race_decodes_both_ways": (".venv/bin/headstart race runs/quickstart --prompt",)},
     "tests/data/test_served.py": {
-        "test_a_decoder_logs_what_it_answers_and_nothing_else": ("from headstart import load",),
+        "test_a_decoder_logs_what_it_answers_and_nothing_else": ("from headstart import load",)
     },
     "tests/test_adapt.py": {
         "test_the_benchmark_of_a_shift": (".venv/bin/python benchmarks/adapting.py",),
@@ -132,7 +130,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "tests/test_examples.py": {
-        "test_the_serving_example_logs_requests_with_their_users": ("python serve.py requests.jsonl",),
+        "test_the_serving_example_logs_requests_with_their_users": ("python serve.py requests.jsonl",)
     },
     "tests/test_adapted_runs.py": {
         "test_heads_for_a_target_with_an_adapter": ("headstart run quickstart target.adapter=",),
@@ -143,22 +141,18 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_loading_finds_the_adapter_beside_the_heads": ('headstart generate runs/mine --prompt "Why',),
     },
     "tests/train/test_joint.py": {
-        "test_every_family_learns_with_an_adapter": ("headstart run eagle3 train.joint.rank=32",),
+        "test_every_family_learns_with_an_adapter": ("headstart run eagle3 train.joint.rank=32",)
     },
-    "tests/test_base_target.py": {
-        "test_a_run_from_texts_to_the_report": ("headstart generate --raw",),
-    },
+    "tests/test_base_target.py": {"test_a_run_from_texts_to_the_report": ("headstart generate --raw",)},
     "tests/test_recipe.py": {
-        "test_minutes_scale_writing_training_and_report": ("headstart run quickstart minutes=60",),
+        "test_minutes_scale_writing_training_and_report": ("headstart run quickstart minutes=60",)
     },
-    "tests/test_stages.py": {
-        "test_recipes_survive_being_written": ("headstart recipes show medusa-8b > mine.yaml",),
-    },
+    "tests/test_stages.py": {"test_recipes_survive_being_written": ("headstart recipes show medusa-8b > mine.yaml",)},
     "tests/test_cli.py": {
         "test_run_ends_with_the_table_and_the_paths": (
             "headstart run mine.yaml",
             ".venv/bin/headstart run eagle3 data.minutes=30",
-        ),
+        )
     },
     "tests/doctor/test_broken.py": {
         "test_the_command_says_that_nothing_is_wrong": ("headstart doctor runs/quickstart",),
@@ -167,31 +161,22 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_check_of_ones_own_is_one_function": ("from headstart.doctor.examination import",),
     },
     "tests/doctor/test_planted.py": {
-        "test_questions_that_the_data_do_not_cover": ("headstart doctor user/name --questions",),
+        "test_questions_that_the_data_do_not_cover": ("headstart doctor user/name --questions",)
     },
     "tests/test_generation.py": {
-        "test_a_folder_of_heads": (
-            "from transformers import AutoModelForCausalLM",
-            "model.generate(**inputs",
-        ),
+        "test_a_folder_of_heads": ("from transformers import AutoModelForCausalLM", "model.generate(**inputs")
     },
     "tests/test_pipeline.py": {
         "test_longer_training_goes_on_and_the_shorter_one_is_kept": ("headstart run quickstart train.minutes=14",),
         "test_more_conversations_are_appended": ("headstart run quickstart data.minutes=18",),
         "test_gc_frees_only_unreferenced_artifacts": ("headstart gc --dry-run",),
     },
-    "tests/test_states_budget.py": {
-        "test_the_command": ("headstart gc --states-gigabytes 200",),
-    },
+    "tests/test_states_budget.py": {"test_the_command": ("headstart gc --states-gigabytes 200",)},
     "tests/train/test_low_rank.py": {
-        "test_every_family_learns_updates_of_this_rank_and_nothing_else": ("headstart run adapt train.start_from=",),
+        "test_every_family_learns_updates_of_this_rank_and_nothing_else": ("headstart run adapt train.start_from=",)
     },
-    "tests/test_recipe_docs.py": {
-        "test_the_page_is_that_of_the_schema": ("headstart recipes docs > docs/recipes.md",),
-    },
-    "tests/test_figures.py": {
-        "test_a_page_that_differs_is_named": ("python benchmarks/render.py",),
-    },
+    "tests/test_recipe_docs.py": {"test_the_page_is_that_of_the_schema": ("headstart recipes docs > docs/recipes.md",)},
+    "tests/test_figures.py": {"test_a_page_that_differs_is_named": ("python benchmarks/render.py",)},
     "tests/test_benchmarks.py": {
         "test_a_report_becomes_a_results_file": ("python benchmarks/record.py",),
         "test_families": (".venv/bin/python benchmarks/families.py",),
@@ -202,10 +187,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_kills": (".venv/bin/python benchmarks/kills.py",),
     },
     "tests/test_on_gpu.py": {
-        "test_every_section_at_toy_size": (
-            "python benchmarks/on_gpu.py",
-            ".venv/bin/python benchmarks/on_gpu.py",
-        ),
+        "test_every_section_at_toy_size": ("python benchmarks/on_gpu.py", ".venv/bin/python benchmarks/on_gpu.py")
     },
     "tests/test_small_benchmarks.py": {
         "test_drafting": (".venv/bin/python benchmarks/drafting.py",),
@@ -221,7 +203,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
             "cp examples/linear.py src/headstart/heads/",
             '"linear": {"family": "linear"',
             "headstart run quickstart heads.family=linear",
-        ),
+        )
     },
     "tests/eval/test_diff.py": {
         "test_the_exit_code_says_whether_it_fell": (
@@ -233,23 +215,19 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/test_leaderboard.py": {
         "test_an_entry_can_be_repeated_and_broken_rules_are_named": (
             "python benchmarks/leaderboard.py quickstart minutes=60",
-        ),
+        )
     },
     "tests/heads/test_native.py": {
-        "test_the_contract_of_families_is_kept": ("headstart run mtp target=zai-org/GLM-4.5-Air heads.init=native",),
+        "test_the_contract_of_families_is_kept": ("headstart run mtp target=zai-org/GLM-4.5-Air heads.init=native",)
     },
     "tests/data/test_suites.py": {
-        "test_a_copy_is_asked_turn_by_turn": ("headstart eval runs/quickstart --suite mt-bench",),
+        "test_a_copy_is_asked_turn_by_turn": ("headstart eval runs/quickstart --suite mt-bench",)
     },
     "tests/engines/test_into_checkpoint.py": {
-        "test_the_command_says_what_serves_the_copy": ("headstart export runs/native --format checkpoint",),
+        "test_the_command_says_what_serves_the_copy": ("headstart export runs/native --format checkpoint",)
     },
-    "tests/hub/test_hub.py": {
-        "test_pushed_heads_come_back_and_decode": ("headstart push HEADS user/name",),
-    },
-    "tests/engines/test_sharing.py": {
-        "test_two_formats_in_one_repository": ("headstart push served user/name",),
-    },
+    "tests/hub/test_hub.py": {"test_pushed_heads_come_back_and_decode": ("headstart push HEADS user/name",)},
+    "tests/engines/test_sharing.py": {"test_two_formats_in_one_repository": ("headstart push served user/name",)},
 }
 TESTED = {
     begins: f"{file}::{test}"

@@ -126,13 +126,7 @@ def ship(
     (folder / "config.json").write_text(json.dumps(known))
     decoder = complete.model
     return ShippedTarget(
-        reload(folder),
-        list(decoder.layers[layers:]),
-        outer,
-        decoder.rotary_emb,
-        offset,
-        kind == "mimo",
-        kind == "mimo",
+        reload(folder), list(decoder.layers[layers:]), outer, decoder.rotary_emb, offset, kind == "mimo", kind == "mimo"
     )
 
 

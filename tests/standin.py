@@ -39,13 +39,8 @@ from headstart.target.model import Target
 
 CUDA = torch.device("cuda", 0)
 
-_LAUNCH_NOTHING = {
-    f"aten::{name}"
-    for name in (
-        "_reshape_alias _unsafe_view detach detach_ empty empty_like empty_strided is_pinned is_same_size lift_fresh "
-        "new_empty new_empty_strided"
-    ).split()
-}
+_NAMES = "_reshape_alias _unsafe_view detach detach_ empty empty_like empty_strided is_pinned is_same_size lift_fresh"
+_LAUNCH_NOTHING = {f"aten::{name}" for name in f"{_NAMES} new_empty new_empty_strided".split()}
 """Operations other than views that launch no kernel."""
 
 _WAIT = {"aten::bincount", "aten::_linalg_check_errors"}

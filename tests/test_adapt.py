@@ -131,9 +131,7 @@ def adapted(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     return folder, judged, decoder, answers
 
 
-def test_a_better_update_serves_from_the_next_request(
-    adapted: Adapted,
-) -> None:
+def test_a_better_update_serves_from_the_next_request(adapted: Adapted) -> None:
     folder, judged, _, answers = adapted
     assert judged["accepted"], judged["why"]
     assert judged["later"]["change"]["low"] > 0 and judged["later"]["texts"] >= 16
@@ -173,9 +171,7 @@ def test_one_command_goes_back_and_another_swaps(adapted: Adapted) -> None:
         Service(folder / "run").serve(7, "swap")
 
 
-def test_a_swap_in_the_middle_of_streams_changes_no_text(
-    adapted: Adapted,
-) -> None:
+def test_a_swap_in_the_middle_of_streams_changes_no_text(adapted: Adapted) -> None:
     folder, _, follower, _ = adapted
     service = Service(folder / "run")
     decoder = headstart.load(service.heads(0), target=follower.target)
@@ -214,9 +210,7 @@ def test_a_swap_in_the_middle_of_streams_changes_no_text(
 
 
 @pytest.mark.parametrize("file", ["heads.safetensors", "answers.bin"])
-def test_heads_that_cannot_be_read_leave_the_old_ones_serving(
-    adapted: Adapted, tmp_path: Path, file: str
-) -> None:
+def test_heads_that_cannot_be_read_leave_the_old_ones_serving(adapted: Adapted, tmp_path: Path, file: str) -> None:
     folder, _, follower, _ = adapted
     good, bad, link = tmp_path / "good", tmp_path / "bad", tmp_path / "link"
     shutil.copytree(Service(folder / "run").heads(1), good)
@@ -233,9 +227,7 @@ def test_heads_that_cannot_be_read_leave_the_old_ones_serving(
     assert decoder.answers == good / "answers.bin"
 
 
-def test_heads_that_memory_has_no_room_for_leave_the_old_ones_serving(
-    adapted: Adapted,
-) -> None:
+def test_heads_that_memory_has_no_room_for_leave_the_old_ones_serving(adapted: Adapted) -> None:
     def newer() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
@@ -245,9 +237,7 @@ def test_heads_that_memory_has_no_room_for_leave_the_old_ones_serving(
         assert decoder.generate([5, 6, 7], max_new_tokens=8).tokens == before.tokens
 
 
-def test_an_update_whose_answers_are_damaged_does_not_serve(
-    adapted: Adapted, tmp_path: Path
-) -> None:
+def test_an_update_whose_answers_are_damaged_does_not_serve(adapted: Adapted, tmp_path: Path) -> None:
     shutil.copytree(adapted[0], tmp_path / "place", symlinks=True)
     service = Service(tmp_path / "place" / "run")
     service.serve(0, "swap")
@@ -404,13 +394,7 @@ def test_heads_that_forget_the_runs_own_texts_are_refused(place: Path) -> None:
 def test_refuses_updates_that_may_make_other_texts_worse() -> None:
     def figures(low: float | None, mean: float) -> dict[str, Any]:
         one = {"mean": 2.0, "low": 1.9, "high": 2.1}
-        return {
-            "texts": 9,
-            "drawn": 9,
-            "before": one,
-            "after": one,
-            "change": {"mean": mean, "low": low, "high": 0.2},
-        }
+        return {"texts": 9, "drawn": 9, "before": one, "after": one, "change": {"mean": mean, "low": low, "high": 0.2}}
 
     good, flat, fell, few = figures(0.01, 0.05), figures(-0.01, 0.0), figures(-0.03, -0.01), figures(None, 0.3)
     assert not refusals(good, {"a": flat}, 0.02)

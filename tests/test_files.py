@@ -106,9 +106,7 @@ write_atomic(Path(sys.argv[1]), write)
 """
 
 
-def test_the_next_write_cleans_up_after_a_killed_process_only(
-    tmp_path: Path, forks: Forks
-) -> None:
+def test_the_next_write_cleans_up_after_a_killed_process_only(tmp_path: Path, forks: Forks) -> None:
     assert forks.run("-c", KILLED, tmp_path / "heads").returncode == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left.suffix == PARTIAL and names(left) == {"half"}

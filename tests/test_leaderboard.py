@@ -116,11 +116,11 @@ def test_an_entry_can_be_repeated_and_broken_rules_are_named(
     for problem, spoil in faults.items():
         spoil(spoiled := copy.deepcopy(entry))
         assert board.problems(spoiled, rules) == [problem]
-    with pytest.raises(UserError, match="is there already"):
     out = tmp_path / "out"
     words = f"medusa target={rules.target} data.prompts={rules.prompts[0]} --name mine --by me --out {out}"
     with pytest.raises(UserError, match="is there already"):
         board.main(words.split(), rules)
+
 
 def test_every_entry_keeps_the_rules(board: ModuleType) -> None:
     for file in board.ENTRIES.glob("*.json"):

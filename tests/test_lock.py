@@ -36,9 +36,7 @@ def gone() -> int:
     return process.pid
 
 
-def test_falls_back_to_lockf_without_flock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_falls_back_to_lockf_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refusing(errno.ENOTSUP))
     with locked(tmp_path / "run"):
         # These locks hold between processes: try it from another one.
@@ -109,9 +107,7 @@ def test_an_unwritable_folder_is_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("where", ["elsewhere", "here"])
-def test_a_long_wait_names_the_lock_and_a_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_a_long_wait_names_the_lock_and_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     now, made = [0.0], Artifact(tmp_path / "states" / "x", {})
     console = Console(file=StringIO(), width=500)
 

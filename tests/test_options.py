@@ -106,9 +106,9 @@ def test_typed_options_reach_the_command() -> None:
         return got.pop()
 
     assert typing("Ada") == ("Ada", DecodeOptions(seed=7), False)
-    words = "--top-k 3 --tree chain --draft off --stop a --stop b --raw --loud --temperature 0.5".split()
+    words = "--top-k 3 --tree chain --draft off --stop a --stop b --raw --loud --temperature 0.5"
     wanted = DecodeOptions(seed=7, top_k=3, tree="chain", draft="off", stop=["a", "b"], raw=True, temperature=0.5)
-    assert typing("Bob", *words) == ("Bob", wanted, True)
+    assert typing("Bob", *words.split()) == ("Bob", wanted, True)
     assert typing("Bob", "--tree", "tuned")[1].tree is None
     refused = CliRunner().invoke(app, ["Bob", "--tree", "bush"])
     assert refused.exit_code == 2 and "chain" in refused.output

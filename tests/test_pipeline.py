@@ -411,9 +411,7 @@ def test_gc_spares_artifacts_reused_before_the_answer(copied: tuple[Recipe, Path
     assert not execute(quiet(folder, recipe), STAGES), "all of it is still there"
 
 
-def test_heads_trained_by_a_launcher_meanwhile_are_not_reused(
-    copied: tuple[Recipe, Path], forks: Forks
-) -> None:
+def test_heads_trained_by_a_launcher_meanwhile_are_not_reused(copied: tuple[Recipe, Path], forks: Forks) -> None:
     recipe, folder = copied
     (tmp := folder.parent.parent / "longer.yaml").write_text(recipe_text(changed(recipe, train={"steps": 6})))
     done = forks.run("-m", "headstart.train", tmp, "--run-dir", folder)

@@ -199,9 +199,7 @@ def test_settings_from_the_target_are_left_open_unless_set() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"family": "eagle3"}, {"family": "dflash", "mask_token_id": 5}])
-def test_missing_aux_layers_are_refused_with_the_valid_range(
-    settings: dict[str, object], target: Target
-) -> None:
+def test_missing_aux_layers_are_refused_with_the_valid_range(settings: dict[str, object], target: Target) -> None:
     last = target.num_layers - (settings["family"] == "dflash")
     assert make_config(parse_recipe({"name": "a", "heads": {**settings, "aux_layers": [1, last]}}).heads, target)
     heads = parse_recipe({"name": "a", "heads": {**settings, "aux_layers": [1, last + 1]}}).heads
@@ -210,8 +208,7 @@ def test_missing_aux_layers_are_refused_with_the_valid_range(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
-    [("a: [1", "not valid YAML"), ("- 1", "holds no settings"), ("extends: SELF", "extends itself")],
+    ("text", "said"), [("a: [1", "not valid YAML"), ("- 1", "holds no settings"), ("extends: SELF", "extends itself")]
 )
 def test_files_that_are_no_recipes_are_refused(tmp_path: Path, text: str, said: str) -> None:
     file = tmp_path / "bad.yaml"

@@ -20,15 +20,7 @@ from tests.heads.test_contract import build
 from tests.tiny import tiny_model
 
 PROMPT = [3, 9, 14, 3, 9, 14, 22]
-FAMILIES = [
-    "eagle",
-    "eagle-draft-vocabulary",
-    "eagle3-deep-normed",
-    "hydra",
-    "medusa",
-    "dspark-deep",
-    "mtp",
-]
+FAMILIES = ["eagle", "eagle-draft-vocabulary", "eagle3-deep-normed", "hydra", "medusa", "dspark-deep", "mtp"]
 SHAPE = TreeShape.from_paths(product(range(reference.WIDTH), repeat=reference.DEPTH))
 NEW = 24
 

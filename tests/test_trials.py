@@ -106,11 +106,7 @@ def test_the_disk_of_a_plan_adds_up(data: tuple[Recipe, Path]) -> None:
     assert told.startswith(f"{format_bytes(every)} in all, up to {format_bytes(plan.disk_bytes)} of it still to write")
 
 
-REFUSED = {
-    ("eagle3", "sglang"): {"norm_before_residual": True},
-    ("medusa", "gguf"): {},
-    ("hydra", "vllm"): {},
-}
+REFUSED = {("eagle3", "sglang"): {"norm_before_residual": True}, ("medusa", "gguf"): {}, ("hydra", "vllm"): {}}
 
 
 @pytest.mark.parametrize(("name", "format"), REFUSED)

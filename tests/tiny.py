@@ -116,7 +116,9 @@ def packed_model(model: Any, bits: int) -> Any:
     return model
 
 
-def tiny_tokenizer(chat_template: str | None = CHATML, special: tuple[str, ...] = SPECIAL) -> tf.PreTrainedTokenizerFast:
+def tiny_tokenizer(
+    chat_template: str | None = CHATML, special: tuple[str, ...] = SPECIAL
+) -> tf.PreTrainedTokenizerFast:
     """A byte-level tokenizer of about 300 tokens: any text round-trips.
 
     Args:

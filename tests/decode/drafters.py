@@ -84,7 +84,9 @@ class IdleDrafter:
         return None
 
 
-def lossless(target: Target, drafters: Sequence[Any], texts: list[list[int]], options: DecodeOptions) -> list[Generation]:
+def lossless(
+    target: Target, drafters: Sequence[Any], texts: list[list[int]], options: DecodeOptions
+) -> list[Generation]:
     """Assert that drafts change no text, in a batch or alone; return the batch's rows."""
     plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
     rows = DecodeLoop(target, *drafters).generate(texts, options)

@@ -88,7 +88,9 @@ def test_no_end_comes_before_the_shortest_text(plain: DecodeLoop, drafted: Decod
 
 
 @pytest.mark.parametrize("verifier", DRAWS)
-def test_sampling_respects_min_new_tokens(plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target, verifier: str) -> None:
+def test_sampling_respects_min_new_tokens(
+    plain: DecodeLoop, drafted: DecodeLoop, tiny_target: Target, verifier: str
+) -> None:
     """Every second token would end the text."""
     ends = list(range(0, tiny_target.vocab_size, 2))
     options = replace(

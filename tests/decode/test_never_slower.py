@@ -87,8 +87,8 @@ def test_where_nothing_is_accepted_drafting_costs_less_than_3_percent(told: str,
 def test_the_table_of_the_benchmark(
     truth: Costs, told: Costs, tokens: int, rows: int, accepted: tuple[float, ...]
 ) -> None:
-    """The benchmark's number of calls, over three loops. FAIR drafts in four rows just break even and reach 0.95: finding
-    that out takes a larger part of 80 tokens."""
+    """The benchmark's number of calls, over three loops. FAIR drafts in four rows just break even and reach 0.95:
+    finding that out takes a larger part of 80 tokens."""
     loop = SimulatedLoop(Machine(truth), told, accepted=accepted)
     for seed in range(1, 4):
         loop.experience, loop.rng = {}, random.Random(seed)
@@ -157,8 +157,8 @@ def test_a_noisy_neighbour_changes_nothing(accepted: tuple[float, ...]) -> None:
 
 
 def test_times_that_scatter_take_little_of_what_drafts_bring() -> None:
-    """Costs are right, but single rounds seem to take up to twice as long; two calls of a new loop. A median per size of
-    trees kept only 0.93 of the speed-up."""
+    """Costs are right, but single rounds seem to take up to twice as long; two calls of a new loop. A median per tree
+    size kept only 0.93 of the speed-up."""
     truth = Costs((1, 2, 4, 6, 8, 12, 16, 32), (28.5, 29.3, 29.9, 30.6, 31.8, 33.5, 37.0, 62.7), 4.1, 0.67, LEVELS, 0.1)
     good = (0.56, 0.115, 0.055, 0.035)
     came_to = []

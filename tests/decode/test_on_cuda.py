@@ -19,10 +19,7 @@ from tests.drafters.test_captured import probabilities, proposed
 from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 
-pytestmark = [
-    pytest.mark.cuda,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(scope="module")

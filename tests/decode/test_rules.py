@@ -12,13 +12,7 @@ import torch
 from headstart.support.rng import draw
 from tests import reference
 from tests.decode.mutants import MUTANTS
-from tests.decode.proofs import (
-    chi_square_p,
-    prove_by_sampling,
-    prove_exactly,
-    sample_texts,
-    sample_texts_plainly,
-)
+from tests.decode.proofs import chi_square_p, prove_by_sampling, prove_exactly, sample_texts, sample_texts_plainly
 from tests.decode.tables import KINDS, SHAPES, VOCAB, Draft, Grower, exact_joint
 from tests.reference import Chance, Node
 

@@ -144,8 +144,7 @@ def test_streams_of_a_row_are_independent() -> None:
     assert len({tuple(one.tolist()) for one in numbers}) == 3
 
 
-def test_seeded_and_independent_of_the_batch() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_seeded_and_independent_of_the_batch(target: Target) -> None:
     options = DecodeOptions(max_new_tokens=20, temperature=1.0, seed=3, ignore_end=True)
     texts = [[1, 2, 3], [4, 5, 6, 7]]
     once = [row.tokens for row in DecodeLoop(target).generate(texts, options)]
@@ -169,9 +168,8 @@ def test_each_row_reports_the_seed_that_repeats_it() -> None:
     assert loop.generate(texts, DecodeOptions(4))[0].seed is None, "greedy"
 
 
-def test_path_dependent_processors_see_each_nodes_own_prefix() -> None:
+def test_path_dependent_processors_see_each_nodes_own_prefix(target: Target) -> None:
     """Greedy with a repetition penalty and a processor: drafts change nothing, whatever they are."""
-    target = Target(tiny_model("llama", vocab_size=61))
 
     def never_twice_in_a_row(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.scatter(1, input_ids[:, -1:], float("-inf"))
@@ -221,14 +219,12 @@ class Counting:
         (DecodeOptions(processors=(cast(Processor, lambda ids: ids),)), "cannot be applied to a token tree"),
     ],
 )
-def test_bad_options_are_refused(options: DecodeOptions, message: str) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_bad_options_are_refused(options: DecodeOptions, message: str, target: Target) -> None:
     with pytest.raises(UserError, match=message):
         DecodeLoop(target).generate([[1, 2]], options)
 
 
-def test_every_row_has_a_seed_of_64_bits() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_every_row_has_a_seed_of_64_bits(target: Target) -> None:
     last = DecodeOptions(max_new_tokens=1, temperature=1.0, seed=(1 << 63) - 1)
     assert len(DecodeLoop(target).generate([[1, 2]], last)) == 1
     with pytest.raises(UserError, match="seed is 9223372036854775807"):

@@ -63,8 +63,7 @@ class FailingDrafter(ReplayDrafter):
 
 @pytest.mark.drafter_fails
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
-def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str, target: Target) -> None:
     plain = DecodeLoop(target).generate(TEXTS, OPTIONS)
     outputs = DecodeLoop(target, FailingDrafter([row.tokens for row in plain], where)).generate(TEXTS, OPTIONS)
     assert [row.tokens for row in outputs] == [row.tokens for row in plain]
@@ -74,8 +73,7 @@ def test_a_failing_drafter_leaves_plain_decoding_and_is_named(where: str) -> Non
 
 
 @pytest.mark.drafter_fails
-def test_a_failure_is_named_even_where_the_first_token_ends_the_text() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_a_failure_is_named_even_where_the_first_token_ends_the_text(target: Target) -> None:
     (output,) = DecodeLoop(target, FailingDrafter([[1]], "prefill")).generate(
         TEXTS[:1], DecodeOptions(max_new_tokens=1)
     )
@@ -83,8 +81,9 @@ def test_a_failure_is_named_even_where_the_first_token_ends_the_text() -> None:
     assert output.drafter_error == "RuntimeError: out of ideas"
 
 
-def test_no_drafter_is_asked_where_there_is_room_for_the_root_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_no_drafter_is_asked_where_there_is_room_for_the_root_only(
+    monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
     plain = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
     monkeypatch.setattr("headstart.decode.loop.reserve", lambda *_: 1)
     outputs = DecodeLoop(target, FailingDrafter(plain, "propose")).generate(TEXTS, OPTIONS)
@@ -92,8 +91,7 @@ def test_no_drafter_is_asked_where_there_is_room_for_the_root_only(monkeypatch: 
     assert all(row.drafter_error is None for row in outputs)
 
 
-def test_memory_lowers_the_budget_and_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_memory_lowers_the_budget_and_refuses_what_cannot_fit(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     text, slots = 4 + 24, 4 + 24 + 32
     beside, per_node = target.forward_bytes(2, slots)
     per_token = 2 * target.kv_bytes_per_token
@@ -108,8 +106,7 @@ def test_memory_lowers_the_budget_and_refuses_what_cannot_fit(monkeypatch: pytes
     assert free_bytes(torch.device("cpu")) == 123_456
 
 
-def test_drafters_memory_reduces_the_nodes_and_no_single_prompts_text() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_drafters_memory_reduces_the_nodes_and_no_single_prompts_text(target: Target) -> None:
     text, slots, keep = 4 + 24, 4 + 24 + 32, 1000
     for prompts in (TEXTS, TEXTS[1:]):
         rows = len(prompts)
@@ -121,8 +118,7 @@ def test_drafters_memory_reduces_the_nodes_and_no_single_prompts_text() -> None:
         assert reserve(target, prompts, 24, 32, keep, free=scarce) == (0 if rows > 1 else 1)
 
 
-def test_heads_and_draft_models_report_their_memory_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_heads_and_draft_models_report_their_memory_per_token(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     asked: list[int] = []
     monkeypatch.setattr("headstart.decode.loop.reserve", lambda *given: asked.append(given[4]) or 8)
     for name in ("medusa", "eagle3", "dflash"):
@@ -168,8 +164,7 @@ def test_memory_that_heads_hold_for_their_next_text_is_not_counted_twice(
     assert nodes(TEXTS) == drafter.max_nodes
 
 
-def test_states_of_the_prompt_go_when_drafters_have_read_them() -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_states_of_the_prompt_go_when_drafters_have_read_them(target: Target) -> None:
     left: list[bool] = []
 
     class Reader(NgramDrafter):
@@ -189,13 +184,12 @@ def test_states_of_the_prompt_go_when_drafters_have_read_them() -> None:
 
 @pytest.mark.drafter_fails
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
-def test_a_drafter_without_memory_names_what_to_lower(where: str) -> None:
+def test_a_drafter_without_memory_names_what_to_lower(where: str, target: Target) -> None:
     class Hungry(FailingDrafter):
         def fail(self, where: str) -> None:
             if where == self.where:
                 raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    target = Target(tiny_model("llama", vocab_size=61))
     plain = DecodeLoop(target).generate(TEXTS[:1], OPTIONS)
     (output,) = DecodeLoop(target, Hungry([row.tokens for row in plain], where)).generate(TEXTS[:1], OPTIONS)
     assert output.tokens == plain[0].tokens
@@ -204,8 +198,7 @@ def test_a_drafter_without_memory_names_what_to_lower(where: str) -> None:
         assert setting in output.drafter_error
 
 
-def test_a_narrow_budget_decodes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_a_narrow_budget_decodes_the_same(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     plain = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
     monkeypatch.setattr("headstart.decode.loop.reserve", lambda *_: 3)
     outputs = DecodeLoop(target, ReplayDrafter(plain, 61, 0.8)).generate(TEXTS, OPTIONS)
@@ -239,10 +232,9 @@ class Reading:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("verifier", ["auto", "top_k"])
 def test_a_batch_that_does_not_fit_is_decoded_in_halves_with_the_same_text(
-    temperature: float, verifier: str, monkeypatch: pytest.MonkeyPatch
+    temperature: float, verifier: str, monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> None:
     """With chains of 2 in every row, as with enough memory: seeds and random numbers follow a row's number."""
-    target = Target(tiny_model("llama", vocab_size=61))
     options = replace(OPTIONS, temperature=temperature, verifier=verifier, seed=5)
     known = [row.tokens for row in DecodeLoop(target).generate(ROWS, options)]
     # A drafter that knows the texts would know them by the number of a row in its own batch.
@@ -265,9 +257,8 @@ def test_a_batch_that_does_not_fit_is_decoded_in_halves_with_the_same_text(
 @pytest.mark.parametrize("where", ["prefill", "forward_tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_batch_that_runs_out_of_memory_continues_in_halves(
-    temperature: float, where: str, monkeypatch: pytest.MonkeyPatch
+    temperature: float, where: str, monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
     options = replace(OPTIONS, temperature=temperature, seed=5, repetition_penalty=1.2)
     plain = [row.tokens for row in DecodeLoop(target).generate(ROWS, options)]
     reading, honest, calls = Reading(target, monkeypatch), getattr(Target, where), itertools.count()
@@ -286,8 +277,9 @@ def test_a_batch_that_runs_out_of_memory_continues_in_halves(
 
 
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
-def test_a_drafter_that_runs_out_of_memory_drafts_for_fewer_rows(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_a_drafter_that_runs_out_of_memory_drafts_for_fewer_rows(
+    where: str, monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
     plain = [row.tokens for row in DecodeLoop(target).generate(ROWS, OPTIONS)]
     reading, honest = Reading(target, monkeypatch), getattr(NgramDrafter, where)
 
@@ -302,8 +294,9 @@ def test_a_drafter_that_runs_out_of_memory_drafts_for_fewer_rows(where: str, mon
     assert all(row.drafter_error is None for row in outputs)
 
 
-def test_a_single_prompt_that_does_not_fit_is_refused_before_any_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_a_single_prompt_that_does_not_fit_is_refused_before_any_is_decoded(
+    monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
     reading = Reading(target, monkeypatch)
     monkeypatch.setattr("headstart.decode.memory.free_bytes", lambda _: 1000)
     with pytest.raises(UserError, match="Decoding a prompt to 29 tokens takes"):
@@ -311,8 +304,9 @@ def test_a_single_prompt_that_does_not_fit_is_refused_before_any_is_decoded(monk
     assert not reading.caches
 
 
-def test_a_single_prompt_that_runs_out_of_memory_is_a_users_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Target(tiny_model("llama", vocab_size=61))
+def test_a_single_prompt_that_runs_out_of_memory_is_a_users_error(
+    monkeypatch: pytest.MonkeyPatch, target: Target
+) -> None:
 
     def fail(*_: Any) -> TargetOutput:
         raise MemoryError
@@ -338,10 +332,9 @@ class Clock:
 
 @pytest.mark.parametrize(("temperature", "deterministic"), [(0.0, False), (1.0, False), (0.0, True)])
 def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
-    temperature: float, deterministic: bool, monkeypatch: pytest.MonkeyPatch
+    temperature: float, deterministic: bool, monkeypatch: pytest.MonkeyPatch, target: Target
 ) -> None:
     """On a machine with equal times for everything, and on one with very slow drafts."""
-    target = Target(tiny_model("llama", vocab_size=61))
     known = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
     options = replace(OPTIONS, temperature=temperature, seed=3, deterministic=deterministic)
     found = []
@@ -358,9 +351,7 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
     assert (found[0] == found[1]) == (temperature > 0 or deterministic), "the number of drafts"
 
 
-def test_plain_rounds_to_the_end_read_no_states(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plain_rounds_to_the_end_read_no_states(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once nothing more will be drafted, the loop reads no states for the drafter and stops learning."""
     drafter = ReplayDrafter([[5] * 40], tiny_target.vocab_size, right=0.0)
     drafter.aux_layers = (1,)

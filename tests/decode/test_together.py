@@ -27,7 +27,6 @@ from tests.decode.drafters import ReplayDrafter
 from tests.decode.proofs import chi_square_p
 from tests.decode.tables import KINDS, SHAPES, VOCAB, Draft, Grower, exact_joint, p_table
 from tests.standin import CUDA, StandIn
-from tests.tiny import tiny_model
 
 PLAIN = SamplingOptions(temperature=1.0)
 Emitted = list[tuple[list[int], int]]
@@ -199,11 +198,6 @@ def test_the_last_number_falls_on_the_last_token_that_may_be(size: int) -> None:
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 TEXTS = [[3, 9, 14, 3, 9, 14, 3, 9], [8, 40, 12, 5, 51, 22], [7, 7, 7, 7]]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny_model("llama", vocab_size=61))
 
 
 def test_drafts_that_do_not_depend_on_the_batch_leave_a_rows_text_to_itself(target: Target) -> None:

@@ -115,7 +115,7 @@ def varied_text(target: Target) -> Conversation:
 
 
 def accepted(target: Target, heads: DraftHead, item: Conversation) -> list[int]:
-    """Return the accepted drafts of each round, while decoding repeats the learned text and a full round of it is left."""
+    """Return the accepted drafts of each round while decoding repeats the learned text and a full round is left."""
     start = item.supervised.index(True)
     answer = item.tokens[start:]
     loop = DecodeLoop(target, HeadDrafter(heads, TreeShape.chain(heads.draft_steps), "chain"))

@@ -19,7 +19,6 @@ from headstart.target.frozen import FrozenModel
 from headstart.target.model import Target
 from headstart.target.teacher import load_teacher, save_teacher
 from headstart.tree.tree import Committed, Request, TreeBatch, TreeShape
-from tests.tiny import tiny_model
 
 BLOCK: dict[str, Any] = {"aux_layers": (1, 2), "mask_token_id": 60}
 CASES: dict[str, dict[str, Any]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import pytest
 import torch
 
 from headstart.heads.dspark import DSparkHead

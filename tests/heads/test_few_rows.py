@@ -156,7 +156,7 @@ def test_an_outlier_does_not_spoil_distant_groups() -> None:
     wanted = x.double() @ (held.rows().double() * held.scale_N[:, None].double()).T
     with torch.inference_mode():
         off = layer(x).double() - wanted
-    # One of sixteen groups is lost among 65,536 steps of 0.6; the other groups are off by half a step of bfloat16's 256.
+    # One of sixteen groups is lost among 65,536 steps of 0.6; the other groups are off by half a bfloat16 step.
     assert off.square().mean() < (0.06 * wanted.square().mean().sqrt()) ** 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
@@ -11,7 +10,6 @@ from headstart.heads.mtp import MtpHead
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from tests.heads.test_contract import batch_of, build, shake
-from tests.tiny import tiny_model
 
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6]
 
@@ -43,5 +41,3 @@ def test_the_first_step_computes_the_published_formula(target: Target) -> None:
     assert step.origin_M.tolist() == list(range(length - 1))
     wanted_MV = wanted_TV[step.origin_M]
     torch.testing.assert_close(step.logits_MD, wanted_MV, rtol=1e-5, atol=1e-5 * float(wanted_MV.abs().max()))
-
-

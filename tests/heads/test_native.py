@@ -59,9 +59,7 @@ def test_the_contract_of_families_is_kept(one: ShippedTarget, case: str, tmp_pat
 
 
 @pytest.mark.parametrize("one", ["deepseek"], indirect=True)
-def test_saved_heads_bind_to_the_modules_own_lm_head(
-    one: ShippedTarget, case: str, tmp_path: Path
-) -> None:
+def test_saved_heads_bind_to_the_modules_own_lm_head(one: ShippedTarget, case: str, tmp_path: Path) -> None:
     """DeepSeek-V3's module has a copy of the target's LM head in the file; here the copy differs."""
     ship("deepseek", tmp_path / "target")
     tensors = load_file(tmp_path / "target" / WEIGHTS)

@@ -19,13 +19,7 @@ from headstart.target.model import Target
 from tests.tiny import tiny_model
 
 SIZE, TOKENS = 64, 3000
-START = {
-    "family": "eagle3",
-    "draft_steps": 3,
-    "aux_layers": (1, 3),
-    "init": "transition",
-    "norm_before_residual": True,
-}
+START = {"family": "eagle3", "draft_steps": 3, "aux_layers": (1, 3), "init": "transition", "norm_before_residual": True}
 
 
 @pytest.fixture(scope="module")
