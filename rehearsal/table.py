@@ -121,7 +121,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         ),
         "test_watch_goes_on_after_sigkill": ("headstart adapt watch runs/quickstart", "headstart adapt watch RUN"),
         "test_the_steps_are_commands": ("headstart adapt train RUN", "headstart adapt gate RUN"),
-        "test_an_engines_heads_are_identified_by_its_acceptance": ("headstart adapt engine runs/quickstart",),
+        "test_acceptance_identifies_served_heads": ("headstart adapt engine runs/quickstart",),
         "test_one_command_goes_back_and_another_swaps": (
             "headstart adapt swap RUN",
             "headstart adapt back RUN",
@@ -167,7 +167,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_a_folder_of_heads": ("from transformers import AutoModelForCausalLM", "model.generate(**inputs")
     },
     "tests/test_pipeline.py": {
-        "test_longer_training_goes_on_and_the_shorter_one_is_kept": ("headstart run quickstart train.minutes=14",),
+        "test_longer_training_continues_and_keeps_the_shorter": ("headstart run quickstart train.minutes=14",),
         "test_more_conversations_are_appended": ("headstart run quickstart data.minutes=18",),
         "test_gc_frees_only_unreferenced_artifacts": ("headstart gc --dry-run",),
     },
@@ -175,7 +175,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/train/test_low_rank.py": {
         "test_every_family_learns_updates_of_this_rank_and_nothing_else": ("headstart run adapt train.start_from=",)
     },
-    "tests/test_recipe_docs.py": {"test_the_page_is_that_of_the_schema": ("headstart recipes docs > docs/recipes.md",)},
+    "tests/test_recipe_docs.py": {"test_the_page_matches_the_schema": ("headstart recipes docs > docs/recipes.md",)},
     "tests/test_figures.py": {"test_a_page_that_differs_is_named": ("python benchmarks/render.py",)},
     "tests/test_benchmarks.py": {
         "test_a_report_becomes_a_results_file": ("python benchmarks/record.py",),
@@ -213,9 +213,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_the_page_has_all_reports": ("headstart report diff before after another",),
     },
     "tests/test_leaderboard.py": {
-        "test_an_entry_can_be_repeated_and_broken_rules_are_named": (
-            "python benchmarks/leaderboard.py quickstart minutes=60",
-        )
+        "test_entries_and_their_broken_rules": ("python benchmarks/leaderboard.py quickstart minutes=60",)
     },
     "tests/heads/test_native.py": {
         "test_the_contract_of_families_is_kept": ("headstart run mtp target=zai-org/GLM-4.5-Air heads.init=native",)

@@ -275,9 +275,7 @@ def test_the_steps_are_commands(place: Path) -> None:
 # -- in a serving engine -----------------------------------------------------------------------------------------------
 
 
-def test_an_engines_heads_are_identified_by_its_acceptance(
-    adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_acceptance_identifies_served_heads(adapted: Adapted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, log, out = str(adapted[0] / "run"), str(adapted[0] / "log"), tmp_path / "served"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     stand_in = f"{sys.executable} -m rehearsal.stand_in vllm serve"

@@ -42,9 +42,7 @@ def test_a_test_finds_an_empty_folder_and_a_home_of_its_own(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("started_in", ["a folder with a run", "the repository"])
-def test_a_surrounding_run_and_environment_do_not_reach_the_tests(
-    tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch, started_in: str
-) -> None:
+def test_tests_are_isolated(tmp_path: Path, forks: Forks, monkeypatch: pytest.MonkeyPatch, started_in: str) -> None:
     """Run the suite's own conftest beside a run and with a launcher's variables set."""
     path = tmp_path / "place"
     (path / "runs" / "quickstart" / "heads").mkdir(parents=True)

@@ -51,7 +51,7 @@ def test_another_targets_answers_are_kept_and_reported(tmp_path: Path) -> None:
         assert theirs.new() == ([second], False)
 
 
-def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
+def test_new_files_follow_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
         AnswerFile(tmp_path / "f", TARGET)

@@ -59,9 +59,7 @@ def test_load_takes_the_folder_of_a_run(tmp_path: Path, tiny_target: Target) -> 
     assert all(torch.equal(loaded[name], tensor) for name, tensor in made.state_dict().items())
 
 
-def test_load_finds_the_target_named_in_the_folder(
-    tmp_path: Path, tiny_target: Target, tiny_target_folder: Path
-) -> None:
+def test_load_finds_the_target_of_the_heads(tmp_path: Path, tiny_target: Target, tiny_target_folder: Path) -> None:
     export(tmp_path / "heads", Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder)))
     loaded = headstart.load(str(tmp_path / "heads"), dtype="bfloat16", device="cpu")
     assert loaded.target.dtype == torch.bfloat16
@@ -506,9 +504,7 @@ print("done")
 """
 
 
-def test_a_stream_left_open_does_not_abort_the_interpreter(
-    tiny_target: Target, tiny_target_folder: Path, forks: Forks, tmp_path: Path
-) -> None:
+def test_exit_with_an_open_stream(tiny_target: Target, tiny_target_folder: Path, forks: Forks, tmp_path: Path) -> None:
     export(tmp_path / "heads", tiny_target)
     done = forks.run("-c", _LEFT_OPEN, tmp_path / "heads", tiny_target_folder)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
@@ -615,9 +611,7 @@ def test_a_target_alone_takes_drafters_that_need_no_heads(tiny_target: Target) -
         headstart.load()
 
 
-def test_a_draft_model_is_loaded_once(
-    tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_draft_models_load_once(tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = list[str]()
 
     def load(spec: str, *arguments: Any, **options: Any) -> Target:

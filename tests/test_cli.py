@@ -112,9 +112,7 @@ def test_help_imports_no_heavy_library() -> None:
 
 
 @pytest.mark.parametrize("asked", [None, "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
-def test_threads_do_not_wait_for_long_unless_the_environment_says_so(
-    asked: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_do_not_spin_for_long_by_default(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
         monkeypatch.setenv(name, "active")  # so that monkeypatch restores it
         monkeypatch.delenv(name)
@@ -338,9 +336,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(recipe: Path, tmp_path: Path
     ],
 )
 @pytest.mark.parametrize("begun", [True, False])
-def test_a_mistake_is_refused_before_any_work(
-    recipe: Path, finished: Path, tmp_path: Path, change: str, words: str, begun: bool
-) -> None:
+def test_refuses_mistakes(recipe: Path, finished: Path, tmp_path: Path, change: str, words: str, begun: bool) -> None:
     """A finished run stays unchanged, and a new one writes nothing."""
     folder = tmp_path / "runs" / "run"
     if begun:
@@ -474,9 +470,7 @@ def test_too_little_disk_is_refused(recipe: Path, tmp_path: Path, monkeypatch: p
     works("data", recipe, "--run-dir", tmp_path / "run")
 
 
-def test_a_disk_that_fills_up_while_heads_are_exported(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_disk_that_fills_up_during_export(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "copyfile", full)  # copytree gathers what fails into an error without a number
         line = refused("export", finished, "--out", tmp_path / "out" / "heads")
@@ -492,9 +486,7 @@ def test_weights_that_the_disk_cannot_hold_are_an_error_of_the_disk(tmp_path: Pa
         write_weights(make_heads(tiny_target), tmp_path / "file" / "heads.safetensors")
 
 
-def test_places_that_cannot_be_written_to_are_refused(
-    finished: Path, recipe: Path, questions: Path, tmp_path: Path
-) -> None:
+def test_unwritable_places_are_refused(finished: Path, recipe: Path, questions: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for nowhere in (Path("/proc/x"), tmp_path / "file" / "below"):
         for asked in (

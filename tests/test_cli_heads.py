@@ -72,9 +72,7 @@ def test_every_drafter_and_mode_writes_the_same_words(heads: Path) -> None:
     assert said(heads, "--repetition-penalty", 5).stdout != plain
 
 
-def test_a_run_folder_is_accepted_in_place_of_its_heads(
-    heads: Path, run_folder: Path, questions: Path, tmp_path: Path
-) -> None:
+def test_a_run_is_accepted_as_its_heads(heads: Path, run_folder: Path, questions: Path, tmp_path: Path) -> None:
     assert said(run_folder).stdout == said(heads).stdout
     assert "tokens/s" in works("chat", run_folder, "--max-new-tokens", 4, stdin="hello\n\n").stderr
     works("eval", run_folder, "--questions", questions, "--out", tmp_path / "out", "--max-new-tokens", 4, "--limit", 1)

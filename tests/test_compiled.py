@@ -119,9 +119,7 @@ def test_a_cache_without_write_access_is_read(source: Path, runs: list[str], mon
     assert said(library(source, ["ANSWER=1"])) == 1 and len(kept(source)) == 1
 
 
-def test_falls_back_to_another_folder_if_the_cache_is_mounted_noexec(
-    source: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_falls_back_to_another_folder_if_noexec(source: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     real = ctypes.CDLL
 
     def load(path: str | None) -> ctypes.CDLL:
@@ -171,9 +169,7 @@ def test_no_compiler_in_path(source: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert library(source, ["ANSWER=8"]) is None
 
 
-def test_gcc_without_cplusplus_warns_for_that_library_alone(
-    source: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_gcc_without_cplusplus(source: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     only_c = source.with_name("only-c")
     only_c.write_text(
         '#!/bin/sh\ncase "$*" in *c++*) echo "gcc: fatal error: cannot execute \'cc1plus\': execvp: No such file or '
@@ -188,9 +184,7 @@ def test_gcc_without_cplusplus_warns_for_that_library_alone(
     assert "cannot compile answer.cpp" in str(warning.message) and "Install g++." in str(warning.message)
 
 
-def test_other_threads_than_gnus_are_named_once(
-    source: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_names_other_openmp(source: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder) -> None:
     clang = source.with_name("clang-14")
     clang.write_text("#!/bin/sh\nexit 1\n")
     clang.chmod(0o755)

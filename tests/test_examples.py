@@ -69,9 +69,7 @@ def test_the_serving_example_logs_requests_with_their_users(
     assert [json.loads(line)["source"] for line in log.read_text().splitlines()] == ["anna", "ben"]
 
 
-def test_the_client_reports_accepted_drafts(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_client_reports_acceptance(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Two rounds of two drafts, with one accepted; earlier rounds do not count."""
     stand_in = StandIn("vllm", lambda prompt, most, body: ([], {}), drafts=2, rounds=7, accepted=[5, 1])
 

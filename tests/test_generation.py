@@ -179,7 +179,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("rows", [(LONG,), (LONG, SHORT, [7])], ids=["one", "batch"])
 @pytest.mark.parametrize("options", CONFIGS.values(), ids=CONFIGS.keys())
-def test_greedy_is_that_of_transformers(model: Any, folder: str, rows: Any, options: dict[str, Any]) -> None:
+def test_greedy_equals_transformers(model: Any, folder: str, rows: Any, options: dict[str, Any]) -> None:
     plain = same(model, folder, batch(*rows), **options)
     assert plain.dtype == torch.int64
     same(model, folder, batch(*rows), eos_token_id=[END, *plain[:, -1].tolist()], **options)  # ends that come up
@@ -370,9 +370,7 @@ def test_the_model_is_left_as_it_was(folder: str) -> None:
     assert equal(state(other), before)
 
 
-def test_heads_are_loaded_once_and_the_model_is_not_kept(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_load_once_and_models_go(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     export(tmp_path / "heads", tiny_target)
     loads: list[Any] = []
     load = lend.load
@@ -402,9 +400,7 @@ def test_a_model_whose_forwards_are_graphs_is_not_kept(folder: str, device: Stan
     assert alive() is None
 
 
-def test_weights_are_packed_once_for_all_calls_and_heads_and_again_when_they_change(
-    tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_pack_once_per_change(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     packed: list[Any] = []
     prepack = prepacked.prepack
     monkeypatch.setattr(prepacked, "prepack", lambda weight, *int8: packed.append(weight) or prepack(weight, *int8))

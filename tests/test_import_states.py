@@ -68,9 +68,7 @@ def test_import_is_refused_where_training_computes_the_states(recipe: Path, tmp_
     assert "data.states=stored" in said
 
 
-def test_a_server_beside_the_target_gets_the_rest_of_the_gpu(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_gets_the_rest_of_the_gpu(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(load_recipe(str(recipe)), tmp_path / "run", Console(quiet=True))
     assert "--gpu-memory-utilization" not in serve_command(run)
     size = run.target.parameters * 4

@@ -27,9 +27,7 @@ main()
 
 
 @pytest.mark.parametrize("module", ["torch", "tokenizers", "transformers.models.llama.modeling_llama"])
-def test_a_command_that_is_interrupted_while_it_loads_ends(
-    module: str, tmp_path: Path, tiny_target: Target, tiny_target_folder: Path
-) -> None:
+def test_interrupted_loading_exits(module: str, tmp_path: Path, tiny_target: Target, tiny_target_folder: Path) -> None:
     """Send the signal as soon as this module begins to be imported."""
     export(tmp_path / "heads", Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder)))
     words = ["generate", str(tmp_path / "heads"), "--prompt", "hi", "--max-new-tokens", "900"]

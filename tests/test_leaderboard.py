@@ -90,9 +90,7 @@ def toy(
     return rules, json.loads((tmp_path / "out" / "mine.json").read_text())
 
 
-def test_an_entry_can_be_repeated_and_broken_rules_are_named(
-    board: ModuleType, toy: tuple[Any, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_entries_and_their_broken_rules(board: ModuleType, toy: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
     rules, entry = toy
     assert board.problems(entry, rules) == []
     (row,) = entry["rows"]

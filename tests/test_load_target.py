@@ -228,9 +228,7 @@ def test_a_target_is_spread_over_devices(tmp_path: Path, tiny_target_folder: Pat
             torch.testing.assert_close(states[layer].cpu(), wanted[layer])
 
 
-def test_refuses_to_spread_adapters_and_models_without_room(
-    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refuses_to_spread(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tiny_adapter(tmp_path / "adapter", tiny_target_folder)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -287,9 +285,7 @@ def test_a_target_given_as_heads_is_recognised(tmp_path: Path, tiny_target_folde
             )
 
 
-def test_processes_that_cannot_share_the_heads_are_refused(
-    tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uneven_sharding(tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.target.loading._read", lambda *_, **__: (tiny_target.model, tiny_target.tokenizer))
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
     with pytest.raises(UserError, match=r"3 processes cannot share the 2 key heads of .*divides 2"):

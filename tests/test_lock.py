@@ -63,9 +63,7 @@ def test_without_file_locks_a_marker_names_the_process(tmp_path: Path, without_l
     assert not (tmp_path / "lock.held").exists()
 
 
-def test_a_killed_process_marker_is_taken_over_on_its_machine_only(
-    tmp_path: Path, without_locks: None, gone: int
-) -> None:
+def test_a_killed_process_marker_is_taken_over_on_its_machine(tmp_path: Path, without_locks: None, gone: int) -> None:
     mark = tmp_path / "lock.held"
     mark.write_text(f"{gone} on {socket.gethostname()}")
     with locked(tmp_path):
@@ -77,9 +75,7 @@ def test_a_killed_process_marker_is_taken_over_on_its_machine_only(
         assert f"rm {mark}" in refused.value.remedy
 
 
-def test_a_marker_that_disappears_while_it_is_read_still_counts(
-    tmp_path: Path, without_locks: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vanishing_marker_still_counts(tmp_path: Path, without_locks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     mark, read = tmp_path / "lock.held", Path.read_text
 
     def leave_first(path: Path, **how: Any) -> str:

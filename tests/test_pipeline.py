@@ -150,9 +150,7 @@ PLACES = (
 """Stage, a function to interrupt in it, and at which call."""
 
 
-def test_a_run_interrupted_in_every_stage_comes_to_the_same_heads(
-    tmp_path: Path, whole: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupts_in_every_stage(tmp_path: Path, whole: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, undisturbed = whole
     folder = tmp_path / "runs" / "run"
     names = [stage.name for stage in STAGES]
@@ -247,9 +245,7 @@ def kept(before: dict[Path, tuple[int, int]]) -> bool:
     )
 
 
-def test_existing_artifacts_are_found_without_stage_records(
-    copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_artifacts_are_found_without_records(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     shutil.rmtree(folder / "stages")
     monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
@@ -285,7 +281,7 @@ def test_settings_without_effect_on_artifacts_cost_nothing(
     assert files_under(folder.parent / "artifacts").keys() == before.keys() and kept(before)
 
 
-def test_longer_training_goes_on_and_the_shorter_one_is_kept(
+def test_longer_training_continues_and_keeps_the_shorter(
     copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe, folder = copied
@@ -321,9 +317,7 @@ def test_more_conversations_are_appended(copied: tuple[Recipe, Path]) -> None:
     assert (folder / "data" / "conversations" / "train.jsonl").read_text() == text
 
 
-def test_a_revision_that_is_no_longer_asked_for_is_left(
-    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dropped_revision_is_left(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A branch is pinned to one commit while the recipe names it; a run stays on it when the data set moves on."""
     hub, folder = FakeHub(monkeypatch), tmp_path / "run"
 
@@ -380,9 +374,7 @@ def test_gc_frees_only_unreferenced_artifacts(copied: tuple[Recipe, Path]) -> No
     assert not execute(quiet(folder, changed(recipe, train={"steps": 6})), STAGES), "the run is still whole"
 
 
-def test_an_interrupted_gc_leaves_no_artifact_that_looks_complete(
-    copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_gc_leaves_nothing_complete(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     execute(quiet(folder, changed(recipe, train={"steps": 6})), stages_until("train"))
     heads = [one for one in unreferenced(folder.parent) if one.path.parent.name == "heads"]
@@ -446,9 +438,7 @@ def test_the_card_counts_the_conversations_that_were_trained_on(copied: tuple[Re
     assert f"| training conversations | {used} |" in (folder / "heads" / "README.md").read_text()
 
 
-def test_the_byte_budget_holds_for_both_splits_together_and_stops_the_writing(
-    tmp_path: Path, tiny_target_folder: Path
-) -> None:
+def test_the_byte_budget_covers_both_splits_and_stops_the_writing(tmp_path: Path, tiny_target_folder: Path) -> None:
     recipe = tiny_recipe(tmp_path, tiny_target_folder, data={"conversations": 28, "cache_gigabytes": 2e-4})
     run = quiet(tmp_path / "runs" / "run", recipe)
     execute(run, stages_until("states"))
@@ -517,9 +507,7 @@ def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch
     assert (folder / "train").resolve() == stored, "stored states find the heads that they have taught"
 
 
-def test_another_model_in_the_targets_place_builds_everything_anew(
-    copied: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path
-) -> None:
+def test_a_changed_model_rebuilds_all(copied: tuple[Recipe, Path], tmp_path: Path, tiny_target_folder: Path) -> None:
     recipe, folder = copied
     path = tmp_path / "target"
     shutil.copytree(tiny_target_folder, path)
@@ -599,9 +587,7 @@ def test_a_plan_knows_a_target_that_is_the_same_in_other_files(
     assert set(make_plan(quiet(folder, other)).left) == {stage.name for stage in STAGES}, "it is planned, not refused"
 
 
-def test_writing_waits_for_no_states_of_another_run(
-    tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_writing_awaits_no_other_run(tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = quiet(tmp_path / "runs" / "run", tiny_recipe(tmp_path, tiny_target_folder))
     execute(run, stages_until("target"))
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("it waits"))

@@ -97,9 +97,7 @@ class TestLengths:
         assert lengths.tokens == pytest.approx(len(tiny_target.tokenizer(whole)["input_ids"]), rel=0.03)
         assert lengths.answer == 300 and lengths.turns == lengths.cached == 0
 
-    def test_they_are_those_of_the_conversations_that_are_written(
-        self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_match_written_texts(self, tiny_target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "p.jsonl"
         rows = [{"turns": [f"First {i} " * (1 + i % 3), f"Second {i}", "Third"][: 1 + i % 3]} for i in range(24)]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -148,9 +146,7 @@ def measured_before(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("measured_before")
 class TestMemory:
-    def test_turns_fill_the_cache_and_so_do_two_workers(
-        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_cache_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def writing(turns: int, threads: int) -> tuple[int, Target]:
             monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
             data = {"prompts": prompt_file(tmp_path, turns), "max_new_tokens": 50}
@@ -164,9 +160,7 @@ class TestMemory:
         assert five - one == pytest.approx(4 * four_turns * each, rel=0.05)
         assert writing(5, 2)[0] == 2 * five
 
-    def test_planned_memory_of_writing_is_what_it_takes(
-        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_writing_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The largest cache that is made, and the copy beside it for a moment."""
         made: list[int] = []
         new_cache = Target.new_cache
@@ -191,9 +185,7 @@ class TestMemory:
         build_conversations(run.target, settings.data, tmp_path / "data")
         assert 0.6 * planned < 1.875 * max(made) <= planned, "the rest are logits and hidden states"
 
-    def test_training_counts_states_teacher_and_optimiser(
-        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_training_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def training(**train: Any) -> int:
             run = quiet(recipe(tmp_path, tiny_target_folder, train=train), tmp_path / "run")
             return make_plan(run).memory["train"]
@@ -210,9 +202,7 @@ class TestMemory:
         teacher, complete = training(batch_tokens=512), training(batch_tokens=512, joint={"rank": 2})
         assert minimum <= teacher < complete < teacher + 4 * target.parameters
 
-    def test_too_little_memory_is_a_problem(
-        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_too_little_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run = quiet(recipe(tmp_path, tiny_target_folder), tmp_path / "run")
         plan = make_plan(run)
         assert plan.problems == []
@@ -222,9 +212,7 @@ class TestMemory:
         monkeypatch.setattr(planning, "free_bytes", lambda _device: 1000)
         assert "The report takes" in " ".join(make_plan(run).problems)
 
-    def test_processes_share_the_memory_of_a_cpu_and_have_a_gpu_each(
-        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_shared_cpu_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         run = quiet(recipe(tmp_path, tiny_target_folder), tmp_path / "run")
         needed = make_plan(run).memory
         monkeypatch.setattr(planning, "free_bytes", lambda _device: 2 * needed["train"] - 2)
@@ -295,9 +283,7 @@ def test_activation_memory_grows_with_the_batch(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize(("slow", "steps"), [(0.04, 128), (100.0, 2)])
-def test_a_dry_run_keeps_to_its_limit(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch, slow: float, steps: int
-) -> None:
+def test_a_dry_run_is_limited(tiny_target: Target, monkeypatch: pytest.MonkeyPatch, slow: float, steps: int) -> None:
     """On a fake clock a forward and a learned token take `slow` seconds each; nothing is repeated beyond the limit."""
     now, learn, forwards = [0.0], dry_running._Trial.learn, list[int]()
     forward_tree, hidden_states = Target.forward_tree, Target.hidden_states
@@ -376,9 +362,7 @@ class TestByTheConfigAlone:
         assert one.disk["states"] == pytest.approx(min(550e9, 32128 * (200 + answer_tokens(512)) * per_token), rel=0.01)
 
     @pytest.mark.parametrize("recipe_name", ["eagle3-8b", "medusa-8b", "dspark-8b"])
-    def test_recipes_for_8b_learn_from_all_conversations_and_store_no_states(
-        self, tmp_path: Path, recipe_name: str
-    ) -> None:
+    def test_recipes_for_8b_use_all_conversations_and_store_no_states(self, tmp_path: Path, recipe_name: str) -> None:
         """Long ones, of several turns, would not all fit the disk."""
         recipe = load_recipe(recipe_name, [f"target={PAPER / 'llama-3.1-8b'}"])
         run = quiet(recipe, tmp_path / "none")

@@ -103,9 +103,7 @@ def test_done_stages_are_skipped(folder: Path, factory: Factory) -> None:
         ({"train": {"max_grad_norm": 0.5}}, []),
     ],
 )
-def test_only_stages_that_depend_on_a_changed_setting_work_again(
-    folder: Path, factory: Factory, settings: dict[str, Any], worked: list[str]
-) -> None:
+def test_changed_settings_repeat(folder: Path, factory: Factory, settings: dict[str, Any], worked: list[str]) -> None:
     execute(make_run(folder), factory.stages())
     factory.worked.clear()
     execute(make_run(folder, **settings), factory.stages())
@@ -252,9 +250,7 @@ def test_a_run_can_be_repeated_from_its_own_files(folder: Path, factory: Factory
     assert len(json.loads((folder / "provenance.json").read_text())["commands"]) == 2, "the changed run is noted too"
 
 
-def test_provenance_names_the_commit_only_of_its_own_source_tree(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_provenance_names_only_its_own_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     sha, _ = git_state()
     assert sha is None or len(sha) == 40
     monkeypatch.setattr(provenance_module, "__file__", str(tmp_path / "run.py"))

@@ -51,9 +51,7 @@ def test_without_the_target_heads_train_and_imports_are_refused(data: tuple[Reci
         (folder / "away").rename(folder / "target")
 
 
-def test_an_interrupted_training_is_named_and_continues(
-    data: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_training(data: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = data
     runs = tmp_path / "runs"
     shutil.copytree(folder / "runs", runs, symlinks=True)
@@ -110,9 +108,7 @@ REFUSED = {("eagle3", "sglang"): {"norm_before_residual": True}, ("medusa", "ggu
 
 
 @pytest.mark.parametrize(("name", "format"), REFUSED)
-def test_heads_that_a_format_cannot_hold_are_refused_before_any_work(
-    data: tuple[Recipe, Path], tmp_path: Path, name: str, format: str
-) -> None:
+def test_unsupported_formats_are_refused(data: tuple[Recipe, Path], tmp_path: Path, name: str, format: str) -> None:
     heads = {"family": name, **HEADS[name], **REFUSED[name, format]}
     settings = {**data[0].model_dump(mode="json"), "heads": heads, "export": {"formats": [format]}}
     run = quiet(tmp_path / "run", parse_recipe(settings))

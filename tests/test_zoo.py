@@ -102,7 +102,7 @@ def test_a_recipe_fits_a_tiny_model_of_the_architecture(name: str, tmp_path: Pat
     check_formats(Run(recipe, tmp_path / "run", Console(file=io.StringIO())), target)
 
 
-def test_the_page_is_what_plans_say(zoo: ModuleType) -> None:
+def test_the_page_matches_the_plans(zoo: ModuleType) -> None:
     assert list(zoo.ZOO) == ZOO
     text = zoo.PAGE.read_text(encoding="utf-8")
     assert zoo.page(text) == text, "python benchmarks/zoo.py writes it again"

@@ -56,7 +56,7 @@ def test_rows_share_one_width_by_acceptance() -> None:
     assert sizes(kept) == [4, 2], "one row pays for the width; the other brings what it has"
 
 
-def test_the_best_width_is_that_of_exhaustive_search() -> None:
+def test_the_best_width_equals_exhaustive_search() -> None:
     rng = random.Random(0)
     for _ in range(20):
         budget = Budget(REAL, "on", 1)
@@ -138,9 +138,7 @@ def test_a_draft_costs_the_levels_that_the_heads_drafted(levels: int | None, cha
 
 @pytest.mark.parametrize("limit", [32, 64])
 @pytest.mark.parametrize(("draft_ms", "plain_tokens"), [(2.0, 8), (7.0, 200)])
-def test_short_answers_are_drafted_as_soon_as_they_have_paid_for_a_try(
-    limit: int, draft_ms: float, plain_tokens: int
-) -> None:
+def test_short_answers_are_drafted_once_they_earned_a_try(limit: int, draft_ms: float, plain_tokens: int) -> None:
     """Answers too short to recover a try of expensive drafts stay plain until together they have earned one, and draft
     from then on; cheap drafts are tried in the first answer."""
     costs = Costs((1, 2, 4, 8, 16, 32, 64), (4.3, 4.4, 4.8, 5.5, 7.0, 10.0, 16.0), draft_ms)

@@ -26,9 +26,7 @@ from tests.tiny import tiny_model
         (None, "armv9"),
     ],
 )
-def test_a_processor_is_named_by_its_model_or_architecture(
-    info: str | None, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processors_are_named_by_model_or_kind(info: str | None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_text(path: Path, **_: Any) -> str:
         if info is None:
             raise FileNotFoundError(path)

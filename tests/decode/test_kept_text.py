@@ -73,7 +73,7 @@ def turns(loop: DecodeLoop, prompt: list[int], kept_text: KeptText | None) -> li
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_drafts_and_text_are_those_of_reading_it_anew(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_and_text_equal_reading_it_anew(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = target_of(kind)
     loop = DecodeLoop(target, *drafters_of(target, name))
     anew = turns(loop, [3, 4, 5], None)

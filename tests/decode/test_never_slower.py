@@ -84,9 +84,7 @@ def test_where_nothing_is_accepted_drafting_costs_less_than_3_percent(told: str,
 
 @pytest.mark.parametrize("accepted", [GOOD, NONE], ids=["good", "nothing accepted"])
 @pytest.mark.parametrize(("truth", "told", "tokens", "rows"), CELLS, ids=NAMES)
-def test_the_table_of_the_benchmark(
-    truth: Costs, told: Costs, tokens: int, rows: int, accepted: tuple[float, ...]
-) -> None:
+def test_the_benchmarks_table(truth: Costs, told: Costs, tokens: int, rows: int, accepted: tuple[float, ...]) -> None:
     """The benchmark's number of calls, over three loops. FAIR drafts in four rows just break even and reach 0.95:
     finding that out takes a larger part of 80 tokens."""
     loop = SimulatedLoop(Machine(truth), told, accepted=accepted)

@@ -55,7 +55,7 @@ def test_heads_change_no_text(name: str, tree: TreeKind, rows: int, target: Targ
 
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("name", CASES)
-def test_captured_drafts_are_those_of_their_operators(name: str, rows: int, target: Target) -> None:
+def test_graphs_equal_eager_drafts(name: str, rows: int, target: Target) -> None:
     heads = shake(build(name, target)).to("cuda")
     heads.bind(target)
     drafter = HeadDrafter(heads, SHAPE, "dynamic", max_nodes=8)
@@ -68,7 +68,7 @@ def test_captured_drafts_are_those_of_their_operators(name: str, rows: int, targ
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_heads_draft_there_what_they_draft_here(name: str, host: Target, target: Target) -> None:
+def test_heads_draft_the_same_on_both_devices(name: str, host: Target, target: Target) -> None:
     """Logits of every draft step equal the CPU's."""
     heads, moved = on_both(name, host, target)
     for ours, theirs in zip(

@@ -121,9 +121,7 @@ def test_every_rule(rule: str, settings: str, host: Target, target: Target, devi
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_heads_are_read_straight_to_a_device(
-    name: str, host: Target, target: Target, device: StandIn, tmp_path: Path
-) -> None:
+def test_heads_load_to_a_device(name: str, host: Target, target: Target, device: StandIn, tmp_path: Path) -> None:
     save_heads(shake(build(name, host)), tmp_path / "heads")
     expected = load_heads(tmp_path / "heads")
     before, random = device.counts, torch.random.get_rng_state()
@@ -138,9 +136,7 @@ def test_heads_are_read_straight_to_a_device(
     assert texts_of(target, HeadDrafter(heads, SHAPE, max_nodes=8)) == texts_of(host)
 
 
-def test_attention_is_not_planned_anew_for_every_size(
-    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cudnn_attention_is_off(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Loading a target disables cuDNN attention for the process. Forwards change no such setting: other threads would
     see it."""
 
@@ -239,9 +235,7 @@ def test_a_training_step_of_every_kind(settings: dict[str, Any], host: Target, t
     assert loss_of(heads, target, batch, section) > 0
 
 
-def test_graph_captures_do_not_count_as_time_of_rounds(
-    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_captures_are_not_timed(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counting captures made drafting look slow, and it was given up for good."""
     clock_of_captures(monkeypatch, "headstart.decode.loop")
     heads = shake(build("eagle3", host)).to(CUDA)

@@ -43,7 +43,7 @@ from tests.tiny import tiny_model
         SamplingOptions(temperature=1.3, top_k=20, top_p=0.8, min_p=0.02),
     ],
 )
-def test_warping_is_that_of_transformers(sampling: SamplingOptions, size: int) -> None:
+def test_warping_equals_transformers(sampling: SamplingOptions, size: int) -> None:
     torch.manual_seed(0)
     logits = 3 * torch.randn(6, size)
     warpers = LogitsProcessorList([TemperatureLogitsWarper(sampling.temperature)])
@@ -59,7 +59,7 @@ def test_warping_is_that_of_transformers(sampling: SamplingOptions, size: int) -
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)  # float32 sums in another order
 
 
-def test_processing_is_that_of_transformers() -> None:
+def test_processing_equals_transformers() -> None:
     torch.manual_seed(0)
     logits, prefix = torch.randn(30), [3, 5, 5]
     expected = RepetitionPenaltyLogitsProcessor(1.4)(torch.tensor([prefix]), logits[None].clone())[0]
@@ -67,7 +67,7 @@ def test_processing_is_that_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.8, 1.4])
-def test_prefixes_that_grow_are_processed_as_transformers_processes_them_whole(penalty: float) -> None:
+def test_growing_prefixes_are_processed_as_in_transformers(penalty: float) -> None:
     """Several nodes of a row after each other, rows that leave, and tokens that were seen before or not."""
     generator, options = torch.Generator().manual_seed(0), SamplingOptions(
         repetition_penalty=penalty, processors=(NoRepeatNGramLogitsProcessor(2), MinLengthLogitsProcessor(9, 4))
@@ -108,7 +108,7 @@ class Written(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("processors", [(), (lambda ids, scores: scores + ids[0, -1],)])
-def test_a_node_takes_no_more_work_in_a_long_text(processors: tuple[Processor, ...]) -> None:
+def test_work_per_node_is_independent_of_the_text(processors: tuple[Processor, ...]) -> None:
     """Prompts of 100 and of 2000 tokens: the same numbers are written in each round after the first."""
     options = SamplingOptions(temperature=1.0, repetition_penalty=1.3, processors=processors)
     written = []

@@ -81,9 +81,7 @@ def test_a_failure_is_named_even_where_the_first_token_ends_the_text(target: Tar
     assert output.drafter_error == "RuntimeError: out of ideas"
 
 
-def test_no_drafter_is_asked_where_there_is_room_for_the_root_only(
-    monkeypatch: pytest.MonkeyPatch, target: Target
-) -> None:
+def test_no_drafter_is_called_if_only_the_root_fits(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     plain = [row.tokens for row in DecodeLoop(target).generate(TEXTS, OPTIONS)]
     monkeypatch.setattr("headstart.decode.loop.reserve", lambda *_: 1)
     outputs = DecodeLoop(target, FailingDrafter(plain, "propose")).generate(TEXTS, OPTIONS)
@@ -135,9 +133,7 @@ def test_heads_and_draft_models_report_their_memory_per_token(monkeypatch: pytes
     assert asked[-1] == small.kv_bytes_per_token
 
 
-def test_memory_that_heads_hold_for_their_next_text_is_not_counted_twice(
-    device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_held_for_the_next_text_is_not_counted_twice(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """If a text just fits, it fits again: the graphs' memory is part of its needs."""
     host = Target(tiny_model("llama", vocab_size=61))
     target = Target(tiny_model("llama", vocab_size=61).to(CUDA))
@@ -231,9 +227,7 @@ class Reading:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("verifier", ["auto", "top_k"])
-def test_a_batch_that_does_not_fit_is_decoded_in_halves_with_the_same_text(
-    temperature: float, verifier: str, monkeypatch: pytest.MonkeyPatch, target: Target
-) -> None:
+def test_large_batch_halves(temperature: float, verifier: str, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     """With chains of 2 in every row, as with enough memory: seeds and random numbers follow a row's number."""
     options = replace(OPTIONS, temperature=temperature, verifier=verifier, seed=5)
     known = [row.tokens for row in DecodeLoop(target).generate(ROWS, options)]
@@ -256,9 +250,7 @@ def test_a_batch_that_does_not_fit_is_decoded_in_halves_with_the_same_text(
 
 @pytest.mark.parametrize("where", ["prefill", "forward_tree"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_batch_that_runs_out_of_memory_continues_in_halves(
-    temperature: float, where: str, monkeypatch: pytest.MonkeyPatch, target: Target
-) -> None:
+def test_out_of_memory_halves(temperature: float, where: str, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     options = replace(OPTIONS, temperature=temperature, seed=5, repetition_penalty=1.2)
     plain = [row.tokens for row in DecodeLoop(target).generate(ROWS, options)]
     reading, honest, calls = Reading(target, monkeypatch), getattr(Target, where), itertools.count()
@@ -277,9 +269,7 @@ def test_a_batch_that_runs_out_of_memory_continues_in_halves(
 
 
 @pytest.mark.parametrize("where", ["prefill", "propose", "commit"])
-def test_a_drafter_that_runs_out_of_memory_drafts_for_fewer_rows(
-    where: str, monkeypatch: pytest.MonkeyPatch, target: Target
-) -> None:
+def test_drafters_out_of_memory_get_fewer_rows(where: str, monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     plain = [row.tokens for row in DecodeLoop(target).generate(ROWS, OPTIONS)]
     reading, honest = Reading(target, monkeypatch), getattr(NgramDrafter, where)
 
@@ -294,9 +284,7 @@ def test_a_drafter_that_runs_out_of_memory_drafts_for_fewer_rows(
     assert all(row.drafter_error is None for row in outputs)
 
 
-def test_a_single_prompt_that_does_not_fit_is_refused_before_any_is_decoded(
-    monkeypatch: pytest.MonkeyPatch, target: Target
-) -> None:
+def test_a_single_prompt_that_does_not_fit_is_refused_at_once(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     reading = Reading(target, monkeypatch)
     monkeypatch.setattr("headstart.decode.memory.free_bytes", lambda _: 1000)
     with pytest.raises(UserError, match="Decoding a prompt to 29 tokens takes"):
@@ -304,9 +292,7 @@ def test_a_single_prompt_that_does_not_fit_is_refused_before_any_is_decoded(
     assert not reading.caches
 
 
-def test_a_single_prompt_that_runs_out_of_memory_is_a_users_error(
-    monkeypatch: pytest.MonkeyPatch, target: Target
-) -> None:
+def test_a_single_prompt_out_of_memory_is_a_users_error(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
 
     def fail(*_: Any) -> TargetOutput:
         raise MemoryError

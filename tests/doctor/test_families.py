@@ -154,7 +154,5 @@ def test_one_conversation_is_learned_by_heart(name: str, tiny_target: Target, tm
 
 
 @pytest.mark.parametrize("name", ["medusa-root", "mtp"])
-def test_one_conversation_is_learned_by_heart_on_a_target_in_bfloat16(
-    name: str, coarse: Target, tmp_path: Path
-) -> None:
+def test_one_conversation_is_learned_by_heart_in_bfloat16(name: str, coarse: Target, tmp_path: Path) -> None:
     learns_by_heart(name, coarse, tmp_path)

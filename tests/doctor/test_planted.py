@@ -375,9 +375,7 @@ def test_questions_that_the_data_do_not_cover(run: Path, tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("cls", [WrongHead, Forgetful, ReadsNothing])
-def test_a_family_is_examined_before_anything_is_trained(
-    healthy: Path, cls: type[DraftHead], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_family_is_examined_untrained(healthy: Path, cls: type[DraftHead], monkeypatch: pytest.MonkeyPatch) -> None:
     trained = find_subject(str(healthy), quick=True)
     subject = Subject(trained.target, trained.recipe, trained.run, None, quick=True)
     assert drafting_checks.equality(subject).ok is True

@@ -90,9 +90,7 @@ def drafted(
     ("name", "tree"),
     [*((name, "dynamic") for name in CASES), ("medusa", "static"), ("eagle3", "chain"), ("dspark", "static")],
 )
-def test_captured_drafts_are_those_of_their_operators_bit_by_bit(
-    name: str, tree: Any, host: Target, target: Target, device: StandIn
-) -> None:
+def test_captured_drafts_equal_eager_ones(name: str, tree: Any, host: Target, target: Target, device: StandIn) -> None:
     drafter = drafter_of(name, host, target, tree=tree)
     texts, trees = drafted(target, drafter)
     assert drafter.forwards == "CUDA graphs"
@@ -111,7 +109,7 @@ def test_captured_drafts_are_those_of_their_operators_bit_by_bit(
 
 
 @pytest.mark.parametrize("name", ["medusa", "hydra-draft-vocabulary", "eagle3"])
-def test_drawn_drafts_are_those_of_their_operators(name: str, host: Target, target: Target, device: StandIn) -> None:
+def test_drawn_drafts_equal_eager_ones(name: str, host: Target, target: Target, device: StandIn) -> None:
     drafter = drafter_of(name, host, target)
     options = DecodeOptions(max_new_tokens=5, ignore_end=True, temperature=1.0, seed=0)
     captured, _ = drafted(target, drafter, options)
@@ -129,9 +127,7 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> list[StandInGraph]:
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark"])
-def test_a_second_text_captures_nothing(
-    name: str, host: Target, target: Target, device: StandIn, captures: list[StandInGraph]
-) -> None:
+def test_captures_once(name: str, host: Target, target: Target, device: StandIn, captures: list[StandInGraph]) -> None:
     drafter = drafter_of(name, host, target)
     first, count = drafted(target, drafter), len(captures)
     assert count and drafted(target, drafter) == first and len(captures) == count
@@ -180,9 +176,7 @@ def test_memory_grows_with_a_text_and_stays_for_the_next(
 
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 2), (70, 200, 129)])
-def test_graphs_read_a_long_text_in_parts(
-    lengths: tuple[int, ...], host: Target, target: Target, device: StandIn
-) -> None:
+def test_graphs_read_texts_in_parts(lengths: tuple[int, ...], host: Target, target: Target, device: StandIn) -> None:
     texts = [[(7 * index + 3 + row) % 60 for index in range(length)] for row, length in enumerate(lengths)]
     drafter = drafter_of("eagle3", host, target)
     steps = patch.object(drafter.heads, "draft_step", side_effect=AssertionError("no level is drafted without a graph"))
@@ -195,9 +189,7 @@ def test_graphs_read_a_long_text_in_parts(
         assert probabilities(tree) == pytest.approx(probabilities(eager_tree), rel=1e-3)
 
 
-def test_memory_has_room_for_text_read_in_parts_after_a_pause(
-    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_after_a_pause(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """The padding of the last part lies beyond the text's end."""
     monkeypatch.setattr("headstart.drafters.captured._SPARE", 0)
     monkeypatch.setattr("headstart.target.graphs._ROOMY", 0.0)
@@ -220,9 +212,7 @@ def test_memory_has_room_for_text_read_in_parts_after_a_pause(
     assert probabilities(captured) == pytest.approx(probabilities(after_a_pause(drafter)), rel=1e-3)
 
 
-def test_levels_without_a_graph_go_before_levels_with_one(
-    host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mixed_levels(host: Target, target: Target, device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     """A very long prompt is read at the first level, and no graph is that wide."""
     monkeypatch.setattr("headstart.heads.parts.recurrent._MOST_READ", 64)
     drafter = drafter_of("eagle3", host, target)

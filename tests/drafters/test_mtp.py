@@ -75,7 +75,7 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
-def test_drafts_are_those_of_the_published_computation(kind: str, shipped: dict[str, ShippedTarget]) -> None:
+def test_drafts_equal_the_published_computation(kind: str, shipped: dict[str, ShippedTarget]) -> None:
     """Two rows of different lengths; rounds that accept more or less, and one without a draft. With two modules, the
     first one takes every draft."""
     one = shipped[kind]
@@ -102,7 +102,7 @@ def test_drafts_are_those_of_the_published_computation(kind: str, shipped: dict[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_is_that_of_plain_decoding(kind: str, shipped: dict[str, ShippedTarget]) -> None:
+def test_text_equals_plain_decoding(kind: str, shipped: dict[str, ShippedTarget]) -> None:
     target = shipped[kind].target
     options = DecodeOptions(max_new_tokens=12, ignore_end=True)
     texts = [[3], [8, 40, 12, 5, 51, 22], [9, 14, 27]]
@@ -146,9 +146,7 @@ def test_modules_that_know_the_target_have_every_draft_accepted(kind: str, tmp_p
     assert row.tokens_per_round == 4
 
 
-def test_a_checkpoint_without_its_modules_is_refused_with_a_remedy(
-    shipped: dict[str, ShippedTarget], tmp_path: Path
-) -> None:
+def test_a_checkpoint_without_its_modules_is_refused(shipped: dict[str, ShippedTarget], tmp_path: Path) -> None:
     """transformers drops the tensors when it loads, and so when it saves."""
     for kind, said in (("deepseek", r"model\.layers\.2\.eh_proj"), ("qwen3_next", r"mtp\.fc")):
         shipped[kind].target.model.save_pretrained(tmp_path / kind)
@@ -184,9 +182,7 @@ def test_in_bfloat16_a_router_keeps_its_bias_in_float32(shipped: dict[str, Shipp
     assert bias.dtype == torch.float32
 
 
-def test_a_layer_that_transformers_does_not_have_is_refused(
-    shipped: dict[str, ShippedTarget], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_layer_types_are_refused(shipped: dict[str, ShippedTarget], monkeypatch: pytest.MonkeyPatch) -> None:
     target = shipped["mimo"].target
     monkeypatch.setattr("headstart.heads.parts.native_module.CONFIG_MAPPING", {})
     with pytest.raises(UserError, match=r"a layer of type 'qwen2', which transformers lacks.*another drafter"):

@@ -52,9 +52,7 @@ def drafted(target: Target, drafter: HeadDrafter, prompts: list[list[int]], **op
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3", "mtp", "dflash", "dspark"])
 @pytest.mark.parametrize("lengths", [(50,), (50, 33), (50, 1, 17)])
-def test_heads_draft_the_same_in_pieces(
-    name: str, lengths: tuple[int, ...], target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_in_pieces(name: str, lengths: tuple[int, ...], target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, prompts = heads_of(target, name), [text(length, length) for length in lengths]
     at_once = drafted(target, drafter, prompts)
     for module in ("block", "recurrent"):

@@ -75,7 +75,7 @@ def by_hand(heads: BlockHead, states: dict[int, Tensor], embedded_KE: Tensor) ->
 
 
 @pytest.mark.parametrize("name", ["dflash-deep", "dflash-cold", "dflash-sliding", "dspark-deep"])
-def test_blocks_are_what_is_written_out_by_hand(name: str, target: Target) -> None:
+def test_blocks_equal_a_version_by_hand(name: str, target: Target) -> None:
     """Every slot reads the visible part of the text before its root and of the block, and nothing else."""
     heads = cast(BlockHead, shake(build(name, target)))
     text = [3, 9, 14, 27, 33, 8, 40, 12, 5, 22, 31, 50]
@@ -90,7 +90,7 @@ def test_blocks_are_what_is_written_out_by_hand(name: str, target: Target) -> No
 
 @pytest.mark.parametrize(("packed", "window", "causal"), [(False, 0, False), (True, 0, True), (True, 7, False)])
 @pytest.mark.parametrize("kernel", [text_attention.block_attention, text_attention.block_attention_fused])
-def test_in_parts_values_and_gradients_are_those_of_one_table(
+def test_parts_equal_one_table(
     monkeypatch: pytest.MonkeyPatch, kernel: object, packed: bool, window: int, causal: bool
 ) -> None:
     index_BA = torch.stack([torch.arange(3, 49, 2), torch.tensor([*range(10, 30), 0, 0, 0])])
@@ -155,14 +155,14 @@ def test_layers_of_a_target_with_head_norms_start_with_them() -> None:
     ],
     ids=str,
 )
-def test_what_cannot_draft_a_block_is_refused(settings: dict[str, Any], told: str, target: Target) -> None:
+def test_impossible_blocks_are_refused(settings: dict[str, Any], told: str, target: Target) -> None:
     with pytest.raises(UserError) as refused:
         heads = DFlashHead(cast(Any, make_config({"family": "dflash", **settings}, target)))
         heads.warm_start(target)
     assert re.search(told, f"{refused.value.problem} {refused.value.remedy}")
 
 
-def test_the_mask_token_is_one_that_no_text_has() -> None:
+def test_the_mask_token_occurs_in_no_text() -> None:
     tokenizer = tiny_tokenizer()
     rows = len(tokenizer)
 

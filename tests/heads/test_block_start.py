@@ -86,9 +86,7 @@ def test_heads_look_at_the_newest_state_and_at_the_root(target: Target, lessons:
 
 
 @pytest.mark.parametrize(("name", "layers"), [("dflash", 1), ("dspark", 1), ("dspark", 2)])
-def test_what_is_solved_for_is_nearer_to_the_states_to_come(
-    name: str, layers: int, target: Target, lessons: list[HeadBatch]
-) -> None:
+def test_the_solution_predicts_coming_states(name: str, layers: int, target: Target, lessons: list[HeadBatch]) -> None:
     """On the texts it was solved from; the mean state alone would leave an error of 1."""
     heads = started(name, target, lessons, num_layers=layers)
     missed, spread = 0.0, 0.0
@@ -111,7 +109,7 @@ def test_what_is_solved_for_is_nearer_to_the_states_to_come(
     assert normed(heads.norm, torch.ones(1, 64)).isfinite().all()
 
 
-def test_heads_beside_those_that_look_are_the_targets(target: Target) -> None:
+def test_all_other_heads_are_the_targets(target: Target) -> None:
     """They are one per key head of the target, each with the first of its queries."""
     config = make_config({"family": "dflash", **LINEAR}, target)
     heads = cast(BlockHead, family("dflash")(config))
@@ -127,9 +125,7 @@ def test_heads_beside_those_that_look_are_the_targets(target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", ["dflash", "dspark"])
-def test_blocks_of_a_target_on_a_device_start_as_those_of_one_beside_them(
-    name: str, target: Target, lessons: list[HeadBatch]
-) -> None:
+def test_blocks_start_alike_for_a_target_on_a_device(name: str, target: Target, lessons: list[HeadBatch]) -> None:
     """Heads are started on the CPU, wherever the target is; these heads are large enough for patterns."""
     expected = started(name, target, lessons, head_dim=32).state_dict()
     with StandIn():

@@ -18,7 +18,7 @@ from tests.train.test_long_texts import Largest
 
 @pytest.mark.parametrize("starts", [[0, 0], [9, 9], [9, 4]], ids=["first draft", "later", "ragged"])
 @pytest.mark.parametrize("width", [1, 3, 1100])
-def test_entries_of_a_text_see_what_one_mask_says(starts: list[int], width: int) -> None:
+def test_entries_equal_one_mask(starts: list[int], width: int) -> None:
     torch.manual_seed(0)
     slots = max(starts) + width
     queries = torch.randn(2, 2, 2, width, 8, dtype=torch.float64)
@@ -54,7 +54,7 @@ class Padded(TorchDispatchMode):
         return out
 
 
-def test_plain_rounds_do_not_copy_all_that_waits_to_be_read() -> None:
+def test_plain_rounds_do_not_copy_unread_entries() -> None:
     target = Target(tiny_model("llama"))
     heads = build("eagle3", target).eval()
     prompt, rounds = [3, 4, 5], 100

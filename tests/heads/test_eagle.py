@@ -311,9 +311,7 @@ def test_a_linear_start_stops_reading_once_it_has_enough(settings: dict[str, Any
 @pytest.mark.parametrize(
     "settings", [*FAMILIES.values(), {"family": "hydra"}, {"family": "hydra", "shared_lm_head": True}]
 )
-def test_a_random_start_takes_nothing_from_the_target_and_solves_nothing(
-    settings: dict[str, Any], target: Target
-) -> None:
+def test_a_random_start_takes_nothing_from_the_target(settings: dict[str, Any], target: Target) -> None:
     made = []
     for model in (target, Target(tiny_model("llama", seed=1, vocab_size=61))):
         torch.manual_seed(0)

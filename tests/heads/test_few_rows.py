@@ -75,7 +75,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 12])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_products_are_those_of_the_rounded_weights(
+def test_products_use_the_rounded_weights(
     dtype: torch.dtype, rows: int, threads: int, monkeypatch: pytest.MonkeyPatch, asked: list[str]
 ) -> None:
     monkeypatch.setattr(int8_weights, "_MIN", 1)
@@ -267,7 +267,7 @@ REQUESTS = {
 @pytest.mark.parametrize(
     "name", ["eagle3", "eagle3-draft-vocabulary", "eagle3-deep-normed", "eagle3-transition", "deep"]
 )
-def test_trees_grown_in_one_call_are_those_of_levels(
+def test_trees_grown_in_one_call_equal_levels(
     name: str,
     asks: str,
     curves: Calibration | None,
@@ -309,7 +309,7 @@ def test_trees_grown_in_one_call_are_those_of_levels(
 
 @pytest.mark.parametrize("packed", [False, True], ids=["full", "int8"])
 @pytest.mark.parametrize("name", ["eagle3", "eagle3-deep-normed", "mtp"])
-def test_bfloat16_is_no_further_from_float32_than_torchs(
+def test_bfloat16_rounds_no_worse_than_torchs(
     name: str, packed: bool, target: Target, heads_of: Callable[..., Any], asked: list[str]
 ) -> None:
     found, torchs, wanted = list[Tensor](), list[Tensor](), list[Tensor]()
@@ -339,9 +339,7 @@ def test_bfloat16_is_no_further_from_float32_than_torchs(
     assert ours < 1.3 * theirs < 0.2 * all_of_it, (ours, theirs, all_of_it)
 
 
-def test_own_position_heads_skip_queries_and_keys(
-    with_direction: Target, monkeypatch: pytest.MonkeyPatch, asked: list[str]
-) -> None:
+def test_own_heads_skip_queries(with_direction: Target, monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
     """While training leaves them as they were made, their queries and keys are not computed at all."""
     monkeypatch.setattr(int8_weights, "_MIN", 1)
     heads = cast(Eagle3Head, build("eagle3-transition", with_direction)).eval()

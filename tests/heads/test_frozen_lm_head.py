@@ -70,9 +70,7 @@ def batch_of(target: Target, heads: DraftHead) -> HeadBatch:
 @pytest.mark.parametrize("draft_vocab_size", [0, 24])
 @pytest.mark.parametrize("settings", FROZEN, ids=[str(settings["family"]) for settings in FROZEN])
 @pytest.mark.parametrize("kind", TARGETS)
-def test_frozen_lm_heads_give_the_targets_own_logits(
-    kind: str, settings: dict[str, Any], draft_vocab_size: int
-) -> None:
+def test_frozen_lm_heads_give_the_targets_logits(kind: str, settings: dict[str, Any], draft_vocab_size: int) -> None:
     target = tiny(kind)
     heads = build(target, settings, draft_vocab_size)
     batch = batch_of(target, heads)

@@ -153,7 +153,7 @@ LEFT = Calibration(
 @pytest.mark.parametrize("calibration", [Calibration(), LEFT])
 @pytest.mark.parametrize("nodes", [3, 6, 12, 25])
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_full_tree_is_that_of_a_best_first_search(shared: bool, nodes: int, calibration: Calibration) -> None:
+def test_a_full_tree_equals_a_best_first_search(shared: bool, nodes: int, calibration: Calibration) -> None:
     """Nodes of deeper levels push out worse ones above."""
     heads = TableHead(shared)
     (tree,) = grown(heads, [3], Request(nodes + 1), calibration, max_rank=VOCAB)
@@ -305,9 +305,7 @@ class PlacedHead(TableHead):
 @pytest.mark.parametrize("top_k", [0, 2])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("static", [False, True])
-def test_levels_drafted_from_tokens_that_the_host_has_not_seen_are_the_same(
-    static: bool, shared: bool, top_k: int
-) -> None:
+def test_levels_drafted_on_a_device_are_the_same(static: bool, shared: bool, top_k: int) -> None:
     """On a device draws are read with the drafts of the next level; empty nodes go then."""
     shape = TreeShape.from_paths([(0, 0, 0), (1, 0), (2, 0), (2, 1), (0, 1)])
     warper = partial(warp, SamplingOptions(temperature=1.0, top_k=top_k))

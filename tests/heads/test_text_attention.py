@@ -66,9 +66,7 @@ def by_definition(sight: Sight, *operands: Tensor, chain: list[tuple[Tensor, Ten
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("kernel", [chain_attention, chain_attention_fused])
 @pytest.mark.usefixtures("in_parts")
-def test_in_parts_values_and_gradients_are_those_of_one_table(
-    monkeypatch: pytest.MonkeyPatch, kernel: object, steps: int, packed: bool
-) -> None:
+def test_parts_equal_one_table(monkeypatch: pytest.MonkeyPatch, kernel: object, steps: int, packed: bool) -> None:
     monkeypatch.setattr(text_attention, "chain_attention", kernel)
     sight = sight_of(packed)
     assert len(sight.parts(KV_HEADS * GROUPS)) == 4

@@ -97,9 +97,7 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3-deep-normed"])
 @torch.inference_mode()
-def test_after_the_last_keys_only_the_last_token_of_a_text_is_computed(
-    name: str, exact: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_layer_computes_only_the_last_token(name: str, exact: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the first draft after a long prompt, each layer's MLP takes as few entries as possible."""
     heads = shake(build(name, exact)).double()
     heads.bind(exact)
@@ -155,9 +153,7 @@ def test_a_table_of_angles_is_as_long_as_the_text_needs(exact: Target) -> None:
 
 
 @pytest.mark.parametrize("name", ["hydra", "eagle3", "dspark"])
-def test_drafts_after_the_best_path_alone_are_noticed(
-    name: str, exact: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafts_along_the_best_path_are_noticed(name: str, exact: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mutant: all nodes of a level are drafted as if each were the first one."""
     honest = family(CASES[name]["family"]).draft_step
 
