@@ -147,12 +147,12 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/test_recipe.py": {
         "test_minutes_scale_writing_training_and_report": ("headstart run quickstart minutes=60",)
     },
-    "tests/test_stages.py": {"test_recipes_survive_being_written": ("headstart recipes show medusa-8b > mine.yaml",)},
     "tests/test_cli.py": {
+        "test_recipes_are_listed_and_shown": ("headstart recipes show medusa-8b > mine.yaml",),
         "test_run_ends_with_the_table_and_the_paths": (
             "headstart run mine.yaml",
             ".venv/bin/headstart run eagle3 data.minutes=30",
-        )
+        ),
     },
     "tests/doctor/test_broken.py": {
         "test_the_command_says_that_nothing_is_wrong": ("headstart doctor runs/quickstart",),

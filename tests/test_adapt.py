@@ -21,14 +21,12 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 import headstart
 from headstart.adapt.gate import compared, refusals
 from headstart.adapt.options import AdaptOptions
 from headstart.adapt.service import Service
 from headstart.adapt.update import Update, Waiting
-from headstart.cli.app import app
 from headstart.data.conversations.records import read_conversations
 from headstart.data.served.log import RequestLog, Served, segments
 from headstart.data.states.shards import StateKind
@@ -46,6 +44,7 @@ from headstart.support.lock import Busy, locked
 from headstart.train.summing import Teacher
 from tests.forks import Forks
 from tests.test_benchmarks import script
+from tests.test_cli import call, works
 from tests.test_pipeline import quiet, tiny_recipe
 
 OPTIONS = AdaptOptions(requests=96)
@@ -154,18 +153,17 @@ def test_the_gate_judges_on_later_requests_that_were_not_trained_on(adapted: Ada
 def test_one_command_goes_back_and_another_swaps(adapted: Adapted) -> None:
     folder, judged, decoder, answers = adapted
     run, log = str(folder / "run"), str(folder / "log")
-    done = CliRunner().invoke(app, ["adapt", "back", run])
-    assert done.exit_code == 0 and "update 0" in done.output
+    assert "update 0" in works("adapt", "back", run).output
     assert decoder.generate("milk for wool 7?", max_new_tokens=16, draft="on").heads == answers[0].heads
     with pytest.raises(UserError, match="No heads served before"):
         Service(folder / "run").back()
-    assert CliRunner().invoke(app, ["adapt", "swap", run, "1"]).exit_code == 0
+    works("adapt", "swap", run, "1")
     assert decoder.generate("milk for wool 7?", max_new_tokens=16, draft="on").heads == judged["version"]
     updates = folder / "run" / "adapt" / "updates"
     shutil.copytree(updates / "0001", left := updates / "0002.node7.31-0.partial")  # another process writes it
-    done = CliRunner().invoke(app, ["adapt", "report", run, "--log", log, "--json", "found.json"])
+    done = works("adapt", "report", run, "--log", log, "--json", "found.json")
     shutil.rmtree(left)
-    assert done.exit_code == 0 and "Update 1" in done.output and "accepted" in done.output
+    assert "Update 1" in done.output and "accepted" in done.output
     assert json.loads(Path("found.json").read_text())["serving"] == 1
     with pytest.raises(UserError, match="no update 7"):
         Service(folder / "run").serve(7, "swap")
@@ -256,20 +254,19 @@ def test_an_update_whose_answers_are_damaged_does_not_serve(adapted: Adapted, tm
 
 def test_chat_logs_and_follows(adapted: Adapted, tmp_path: Path) -> None:
     link = Service(adapted[0] / "run").link
-    command = ["chat", str(link), "--log", str(tmp_path / "log"), "--follow", "--dtype", "float32", "--device", "cpu"]
-    done = CliRunner().invoke(app, [*command, "--max-new-tokens", "8"], input="milk for wool?\nand rice?\n")
-    assert done.exit_code == 0, done.output
+    command = ("chat", link, "--log", tmp_path / "log", "--follow", "--dtype", "float32", "--device", "cpu")
+    works(*command, "--max-new-tokens", 8, stdin="milk for wool?\nand rice?\n")
     rows = [json.loads(line) for file in segments(tmp_path / "log") for line in file.read_text().splitlines()]
     assert len(rows) == 2 and len(rows[1]["prompt"]) > len(rows[0]["prompt"]) and rows[0]["target"]
 
 
 def test_the_steps_are_commands(place: Path) -> None:
     named = [str(place / "run"), "--log", str(place / "log")]
-    done = CliRunner().invoke(app, ["adapt", "gate", *named])
+    done = call("adapt", "gate", *named)
     assert done.exit_code == 2 and "no update to judge" in done.output
-    assert CliRunner().invoke(app, ["adapt", "train", *named, "--requests", "96", *QUICK]).exit_code == 0
-    done = CliRunner().invoke(app, ["adapt", "gate", *named, "--fall", "0.3"])
-    assert done.exit_code == 0 and "Update 1 (" in done.output and "): accepted; 96 requests" in done.output
+    works("adapt", "train", *named, "--requests", "96", *QUICK)
+    done = works("adapt", "gate", *named, "--fall", "0.3")
+    assert "Update 1 (" in done.output and "): accepted; 96 requests" in done.output
 
 
 # -- in a serving engine -----------------------------------------------------------------------------------------------
@@ -281,7 +278,7 @@ def test_acceptance_identifies_served_heads(adapted: Adapted, tmp_path: Path, mo
     stand_in = f"{sys.executable} -m rehearsal.stand_in vllm serve"
 
     def adapt(*words: str) -> Any:
-        return CliRunner().invoke(app, ["adapt", words[0], run, *words[1:]])
+        return call("adapt", words[0], run, *words[1:])
 
     def engine(*words: str) -> Any:
         return adapt("engine", "--log", log, "--out", str(out), *words)
@@ -467,8 +464,7 @@ def test_heads_are_rolled_back_while_an_update_trains(place: Path, monkeypatch: 
     update.service.serve(1, "swap")  # serves already: nothing to go back to but 0
 
     def meanwhile(*_: Any) -> None:
-        done = CliRunner().invoke(app, ["adapt", "back", str(place / "run")])
-        assert done.exit_code == 0, done.output
+        works("adapt", "back", place / "run")
         raise KeyboardInterrupt
 
     monkeypatch.setattr("headstart.adapt.update.train", meanwhile)
@@ -558,23 +554,21 @@ def test_a_log_is_described_and_deleted(place: Path) -> None:
     run, log = str(place / "run"), str(place / "log")
     (place / "log" / "engine.jsonl").write_text("{half")
     update_of(place).train()
-    done = CliRunner().invoke(app, ["adapt", "log", run, "--log", log])
-    assert done.exit_code == 0 and "Requests: 128" in done.output and "lines that are half-written" in done.output
-    done = CliRunner().invoke(app, ["adapt", "log", run, "--log", log, "--delete"])
-    assert done.exit_code == 0 and "left there: engine.jsonl" in done.output
+    done = works("adapt", "log", run, "--log", log)
+    assert "Requests: 128" in done.output and "lines that are half-written" in done.output
+    assert "left there: engine.jsonl" in works("adapt", "log", run, "--log", log, "--delete").output
     assert {file.name for file in (place / "log").iterdir()} == {"engine.jsonl", "lock", "log.json"}
-    done = CliRunner().invoke(app, ["adapt", "log", run, "--log", f"{log}s", "--delete"])
+    done = call("adapt", "log", run, "--log", f"{log}s", "--delete")
     assert done.exit_code == 2 and "nothing was deleted" in done.output and not Path(f"{log}s").exists()
 
 
 def test_watch_waits_for_the_first_request(place: Path) -> None:
     shutil.rmtree(place / "log")
     RequestLog(place / "log")
-    words = ["adapt", "watch", str(place / "run"), "--log", str(place / "log"), "--once"]
-    done = CliRunner().invoke(app, words)
-    assert done.exit_code == 0 and "is empty" in done.output
+    done = works("adapt", "watch", place / "run", "--log", place / "log", "--once")
+    assert "is empty" in done.output
 
 
 def test_only_runs_adapt(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["adapt", "train", str(tmp_path), "--log", str(tmp_path)])
+    done = call("adapt", "train", tmp_path, "--log", tmp_path)
     assert done.exit_code == 2 and "not the folder of a run" in done.output

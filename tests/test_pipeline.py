@@ -245,15 +245,25 @@ def kept(before: dict[Path, tuple[int, int]]) -> bool:
     )
 
 
+DONE = {
+    "write": "headstart.data.conversations.part_writer.Answers.answered",
+    "states": "headstart.data.states.shards._write_shard",
+    "train": "headstart.pipeline.head_stages.train",
+    "tune": "headstart.pipeline.head_stages.tune",
+    "eval": "headstart.pipeline.actions.evaluate",
+}
+
+
+def forbid(monkeypatch: pytest.MonkeyPatch, *stages: str) -> None:
+    """Fail if one of these stages works again."""
+    for stage in stages:
+        monkeypatch.setattr(DONE[stage], lambda *_, stage=stage: pytest.fail(f"{stage} works again"))
+
+
 def test_artifacts_are_found_without_records(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     shutil.rmtree(folder / "stages")
-    monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
-    )
-    monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
-    monkeypatch.setattr("headstart.pipeline.head_stages.tune", lambda *_: pytest.fail("tuned again"))
+    forbid(monkeypatch, "train", "write", "states", "tune")
     execute(quiet(folder, recipe), STAGES)
 
 
@@ -272,11 +282,7 @@ def test_settings_without_effect_on_artifacts_cost_nothing(
 ) -> None:
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
-    monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
-    )
-    monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
+    forbid(monkeypatch, "train", "write", "states")
     execute(quiet(folder, changed(recipe, **change)), STAGES)
     assert files_under(folder.parent / "artifacts").keys() == before.keys() and kept(before)
 
@@ -294,8 +300,7 @@ def test_longer_training_continues_and_keeps_the_shorter(
     assert json.loads((first / "result.json").read_text())["steps"] == 4
     assert kept(before)
     # Back to the shorter one: everything is still there, its report and its heads too.
-    monkeypatch.setattr("headstart.pipeline.head_stages.train", lambda *_: pytest.fail("trained again"))
-    monkeypatch.setattr("headstart.pipeline.actions.evaluate", lambda *_: pytest.fail("measured again"))
+    forbid(monkeypatch, "train", "eval")
     execute(quiet(folder, recipe), STAGES)
     assert (folder / "train").resolve() == first
     rows = [json.loads(row)["step"] for row in (folder / "train" / "metrics.jsonl").read_text().splitlines()]
@@ -337,10 +342,7 @@ def test_a_dropped_revision_is_left(tmp_path: Path, tiny_target_folder: Path, mo
 def test_another_family_shares_the_data(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     before = files_under(folder.parent / "artifacts")
-    monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
-    )
-    monkeypatch.setattr("headstart.data.states.shards._write_shard", lambda *_: pytest.fail("computed again"))
+    forbid(monkeypatch, "write", "states")
     heads = parse_heads({"family": "hydra", "num_heads": 2})
     other = recipe.model_copy(update={"name": "other", "heads": heads})
     execute(quiet(folder.parent / "other", other), STAGES)
@@ -489,9 +491,7 @@ def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch
 def test_an_online_run_stores_no_states(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, folder = copied
     stored = (folder / "train").resolve()
-    monkeypatch.setattr(
-        "headstart.data.conversations.part_writer.Answers.answered", lambda *_: pytest.fail("written again")
-    )
+    forbid(monkeypatch, "write")
     online = changed(recipe, data={"states": "online", "cache_gigabytes": 1e-9})
     run = Run(online, folder, Console(file=io.StringIO(), width=200))
     execute(run, stages_until("export"))

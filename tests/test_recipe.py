@@ -13,14 +13,9 @@ import yaml
 
 from headstart.errors import UserError
 from headstart.heads.base import make_config
-from headstart.recipes.recipe import load_recipe, packaged_recipes, parse_recipe, recipe_text, text_to_edit
+from headstart.recipes.recipe import load_recipe, parse_recipe, recipe_text, text_to_edit
 from headstart.target.model import Target
 from tests.tiny import tiny_model
-
-
-@pytest.mark.parametrize("name", packaged_recipes())
-def test_packaged_recipes_are_valid(name: str) -> None:
-    assert load_recipe(name).name
 
 
 def test_overrides_reach_every_section_and_keep_their_type() -> None:

@@ -72,29 +72,24 @@ def test_every_family(name: str, tree: Any, host: Target, target: Target, device
     assert texts_of(target, drafter) == texts_of(host)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["ngram", "memory", "lookahead", "early-exit:1", "heads", "heads+ngram", "heads+ngram+memory", "lookahead+ngram"],
-)
+DRAFTERS = "ngram memory lookahead early-exit:1 heads heads+ngram heads+ngram+memory lookahead+ngram draft-model"
+
+
+@pytest.mark.parametrize("name", DRAFTERS.split())
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_every_drafter(
-    name: str, temperature: float, host: Target, target: Target, device: StandIn, tmp_path: Path
-) -> None:
+def test_drafters(name: str, temperature: float, host: Target, target: Target, device: StandIn, tmp_path: Path) -> None:
     answers = tmp_path / "answers.bin"
     write_answers(answers, [[*text, *texts_of(host)[row]] for row, text in enumerate(TEXTS)], 1_000_000)
     trained = build("eagle3", host).to(CUDA)
     trained.bind(target)
-    heads = HeadDrafter(trained, SHAPE, "dynamic")
-    options = DecodeOptions(max_new_tokens=6, ignore_end=True, temperature=temperature, seed=0)
-    texts = texts_of(target, *make_drafters(name, target, heads, answers), options=options)
-    assert texts == texts_of(host) if not temperature else list(map(len, texts)) == [6, 6]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_draft_model(temperature: float, host: Target, target: Target, device: StandIn) -> None:
     small = Target(tiny_model("llama", seed=1, vocab_size=61).to(CUDA))
+    drafters = (
+        [DraftModelDrafter(small, target)]
+        if name == "draft-model"
+        else make_drafters(name, target, HeadDrafter(trained, SHAPE, "dynamic"), answers)
+    )
     options = DecodeOptions(max_new_tokens=6, ignore_end=True, temperature=temperature, seed=0)
-    texts = texts_of(target, DraftModelDrafter(small, target), options=options)
+    texts = texts_of(target, *drafters, options=options)
     assert texts == texts_of(host) if not temperature else list(map(len, texts)) == [6, 6]
 
 

@@ -86,6 +86,11 @@ def drafted(
     return [output.tokens for output in outputs], trees
 
 
+def eagerly(target: Target, drafter: HeadDrafter, **settings: Any) -> tuple[list[list[int]], list[Tree]]:
+    drafter._graphs = None
+    return drafted(target, drafter, **settings)
+
+
 @pytest.mark.parametrize(
     ("name", "tree"),
     [*((name, "dynamic") for name in CASES), ("medusa", "static"), ("eagle3", "chain"), ("dspark", "static")],
@@ -99,8 +104,7 @@ def test_captured_drafts_equal_eager_ones(name: str, tree: Any, host: Target, ta
     graphs.forget()
     with uncaptured():
         assert (texts, trees) == drafted(target, drafter), "probabilities included"
-    drafter._graphs = None
-    eager_texts, eager_trees = drafted(target, drafter)
+    eager_texts, eager_trees = eagerly(target, drafter)
     assert texts == eager_texts
     # A bucket's padding changes the order of the sums.
     for tree_, eager in zip(trees, eager_trees, strict=True):
@@ -112,9 +116,7 @@ def test_captured_drafts_equal_eager_ones(name: str, tree: Any, host: Target, ta
 def test_drawn_drafts_equal_eager_ones(name: str, host: Target, target: Target, device: StandIn) -> None:
     drafter = drafter_of(name, host, target)
     options = DecodeOptions(max_new_tokens=5, ignore_end=True, temperature=1.0, seed=0)
-    captured, _ = drafted(target, drafter, options)
-    drafter._graphs = None
-    assert drafted(target, drafter, options)[0] == captured
+    assert drafted(target, drafter, options)[0] == eagerly(target, drafter, options=options)[0]
 
 
 @pytest.fixture
@@ -171,8 +173,7 @@ def test_memory_grows_with_a_text_and_stays_for_the_next(
     captured, trees = drafted(target, drafter, texts=texts)
     assert [memory.capacity for memory in memories] == [128, 256], "it has grown"
     assert drafted(target, drafter, texts=texts) == (captured, trees) and len(memories) == 2
-    drafter._graphs = None
-    assert drafted(target, drafter, texts=texts)[0] == captured
+    assert eagerly(target, drafter, texts=texts)[0] == captured
 
 
 @pytest.mark.parametrize("lengths", [(150,), (150, 2), (70, 200, 129)])
@@ -182,8 +183,7 @@ def test_graphs_read_texts_in_parts(lengths: tuple[int, ...], host: Target, targ
     steps = patch.object(drafter.heads, "draft_step", side_effect=AssertionError("no level is drafted without a graph"))
     with steps:
         captured, trees = drafted(target, drafter, texts=texts)
-    drafter._graphs = None
-    eager, eager_trees = drafted(target, drafter, texts=texts)
+    eager, eager_trees = eagerly(target, drafter, texts=texts)
     assert captured == eager
     for tree, eager_tree in zip(trees, eager_trees, strict=True):
         assert probabilities(tree) == pytest.approx(probabilities(eager_tree), rel=1e-3)
@@ -220,8 +220,7 @@ def test_mixed_levels(host: Target, target: Target, device: StandIn, monkeypatch
     before = device.launched["cudaGraphLaunch"]
     captured, trees = drafted(target, drafter, texts=texts)
     assert device.launched["cudaGraphLaunch"] > before
-    drafter._graphs = None
-    eager, eager_trees = drafted(target, drafter, texts=texts)
+    eager, eager_trees = eagerly(target, drafter, texts=texts)
     assert captured == eager and [tree.tokens for tree in trees] == [tree.tokens for tree in eager_trees]
 
 
@@ -231,12 +230,10 @@ def test_weights_elsewhere_are_captured_anew(host: Target, target: Target, devic
     with torch.no_grad():
         for module in drafter.heads.modules():
             for name, weight in list(module._parameters.items()):
-                if weight is None:
-                    continue
-                module._parameters[name] = torch.nn.Parameter(-weight.data, requires_grad=False)
-    captured = drafted(target, drafter)
-    drafter._graphs = None
-    assert [tree.tokens for tree in captured[1]] == [tree.tokens for tree in drafted(target, drafter)[1]]
+                if weight is not None:
+                    module._parameters[name] = torch.nn.Parameter(-weight.data, requires_grad=False)
+    captured, eager = drafted(target, drafter)[1], eagerly(target, drafter)[1]
+    assert [tree.tokens for tree in captured] == [tree.tokens for tree in eager]
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle3", "dspark"])
