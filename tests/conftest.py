@@ -10,7 +10,7 @@ import gc
 import os
 import site
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +123,23 @@ def tiny_target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "target"
     save_tiny_target(folder)
     return folder
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], list[Any]]:
+    """Record the positional arguments of every call of a function, which still runs."""
+
+    def watch(owner: Any, name: str) -> list[Any]:
+        calls, real = list[Any](), getattr(owner, name)
+
+        def call(*args: Any, **named: Any) -> Any:
+            calls.append(args)
+            return real(*args, **named)
+
+        monkeypatch.setattr(owner, name, call)
+        return calls
+
+    return watch
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from transformers import MinNewTokensLengthLogitsProcessor
 import headstart
 from headstart.api import Decoder
 from headstart.decode.loop import DecodeLoop, Generation, Round
+from headstart.drafters import catalog
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.hub.format import export_heads
@@ -611,18 +612,12 @@ def test_a_target_alone_takes_drafters_that_need_no_heads(tiny_target: Target) -
         headstart.load()
 
 
-def test_draft_models_load_once(tiny_target: Target, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = list[str]()
-
-    def load(spec: str, *arguments: Any, **options: Any) -> Target:
-        loaded.append(spec)
-        return load_target(spec, *arguments, **options)
-
-    monkeypatch.setattr("headstart.drafters.catalog.load_target", load)
+def test_draft_models_load_once(tiny_target: Target, tiny_target_folder: Path, spy: Any) -> None:
+    loaded = spy(catalog, "load_target")
     alone, drafter = headstart.load(target=tiny_target), f"draft-model:{tiny_target_folder}"
     kinds: list[dict[str, Any]] = [{}, {"draft": "off"}, {"deterministic": True}, {"tree": "chain"}]
     texts = [alone.generate(PROMPTS[0], max_new_tokens=6, drafter=drafter, **kind).tokens for kind in kinds]
-    assert loaded == [str(tiny_target_folder)] and texts == texts[:1] * len(kinds)
+    assert [spec for spec, *_ in loaded] == [str(tiny_target_folder)] and texts == texts[:1] * len(kinds)
 
 
 def test_load_refuses_arguments_of_other_kinds(tiny_target: Target, tiny_target_folder: Path) -> None:

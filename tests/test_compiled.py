@@ -28,17 +28,10 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Command lines of compiler runs."""
-    asked: list[str] = []
-    run = subprocess.run
-
-    def noted(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        asked.append(" ".join(command))
-        return run(command, **options)
-
-    monkeypatch.setattr(subprocess, "run", noted)
-    return asked
+def runs(spy: Any) -> list[Any]:
+    """Runs of compilers."""
+    calls: list[Any] = spy(subprocess, "run")
+    return calls
 
 
 def said(library: Any) -> int:
@@ -50,7 +43,7 @@ def kept(source: Path) -> list[Path]:
     return sorted((source.parent / "cache/headstart/compiled").glob("*.so"))
 
 
-def test_it_is_compiled_once_for_all_processes(source: Path, runs: list[str]) -> None:
+def test_it_is_compiled_once_for_all_processes(source: Path, runs: list[Any]) -> None:
     assert said(library(source, ["ANSWER=41"])) == 41
     assert [file.name.split("-")[0] for file in kept(source)] == ["answer"] and len(runs) == 2, "compiled and linked"
     assert said(library(source, ["ANSWER=41"])) == 41 and len(runs) == 2
@@ -79,7 +72,7 @@ def test_ranks_that_start_at_once_compile_once(source: Path, forks: Forks, monke
 
 
 @pytest.mark.parametrize("damage", ["truncated", "zeros", "another library"])
-def test_a_damaged_library_is_compiled_again(damage: str, source: Path, forks: Forks, runs: list[str]) -> None:
+def test_a_damaged_library_is_compiled_again(damage: str, source: Path, forks: Forks, runs: list[Any]) -> None:
     assert said(library(source, ["ANSWER=5"])) == 5
     (file,) = kept(source)
     sound = file.read_bytes()
@@ -99,14 +92,14 @@ def test_a_damaged_library_is_compiled_again(damage: str, source: Path, forks: F
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775])
-def test_a_cache_that_others_may_write_is_not_used(mode: int, source: Path, runs: list[str]) -> None:
+def test_a_cache_that_others_may_write_is_not_used(mode: int, source: Path, runs: list[Any]) -> None:
     assert said(library(source, ["ANSWER=4"])) == 4
     (source.parent / "cache/headstart/compiled").chmod(mode)
     with pytest.warns(UserWarning, match=r"Other users may write in .*compiled.*rm -r "):
         assert said(library(source, ["ANSWER=4"])) == 4 and len(runs) == 4
 
 
-def test_a_cache_without_write_access_is_read(source: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_without_write_access_is_read(source: Path, runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container image; root may write anywhere, so opening the lock is made to fail."""
     assert said(library(source, ["ANSWER=2"])) == 2
 
@@ -119,7 +112,7 @@ def test_a_cache_without_write_access_is_read(source: Path, runs: list[str], mon
     assert said(library(source, ["ANSWER=1"])) == 1 and len(kept(source)) == 1
 
 
-def test_falls_back_to_another_folder_if_noexec(source: Path, runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_falls_back_to_another_folder_if_noexec(source: Path, runs: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     real = ctypes.CDLL
 
     def load(path: str | None) -> ctypes.CDLL:
@@ -131,7 +124,7 @@ def test_falls_back_to_another_folder_if_noexec(source: Path, runs: list[str], m
     assert said(library(source, ["ANSWER=3"])) == 3 and len(runs) == 2
 
 
-def test_compiles_in_each_process_if_nothing_can_be_cached(source: Path, runs: list[str]) -> None:
+def test_compiles_in_each_process_if_nothing_can_be_cached(source: Path, runs: list[Any]) -> None:
     (source.parent / "cache").write_text("a file, not a folder")
     for count in (2, 4):
         assert said(library(source, ["ANSWER=6"])) == 6 and len(runs) == count
@@ -144,7 +137,7 @@ def test_no_place_for_anything_is_a_warning(source: Path, monkeypatch: pytest.Mo
         assert library(source, ["ANSWER=7"]) is None
 
 
-def test_a_compiler_that_fails_is_named_once_with_its_first_error(source: Path, runs: list[str]) -> None:
+def test_a_compiler_that_fails_is_named_once_with_its_first_error(source: Path, runs: list[Any]) -> None:
     with pytest.warns(UserWarning, match=r"cannot compile answer\.c \(.*ANSWER.*\): torch's slower") as told:
         assert [library(source), library(source, ["OTHER"])] == [None, None]
     assert len(told) == 1 and len(str(told[0].message)) < 350

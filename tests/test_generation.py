@@ -370,11 +370,9 @@ def test_the_model_is_left_as_it_was(folder: str) -> None:
     assert equal(state(other), before)
 
 
-def test_heads_load_once_and_models_go(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_load_once_and_models_go(tmp_path: Path, tiny_target: Target, spy: Any) -> None:
     export(tmp_path / "heads", tiny_target)
-    loads: list[Any] = []
-    load = lend.load
-    monkeypatch.setattr(lend, "load", lambda *args: loads.append(args) or load(*args))
+    loads = spy(lend, "load")
     model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
     for _ in range(2):
         model.generate(torch.tensor([SHORT]), custom_generate=headstart.custom_generate(tmp_path / "heads"))
@@ -400,10 +398,8 @@ def test_a_model_whose_forwards_are_graphs_is_not_kept(folder: str, device: Stan
     assert alive() is None
 
 
-def test_weights_pack_once_per_change(tmp_path: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[Any] = []
-    prepack = prepacked.prepack
-    monkeypatch.setattr(prepacked, "prepack", lambda weight, *int8: packed.append(weight) or prepack(weight, *int8))
+def test_weights_pack_once_per_change(tmp_path: Path, tiny_target: Target, spy: Any) -> None:
+    packed = spy(prepacked, "prepack")
     model = tiny_model("llama", vocab_size=tiny_target.vocab_size, max_length=1024)
     model.generation_config.eos_token_id = None
     for name in ("heads", "others"):

@@ -466,16 +466,12 @@ def test_a_shard_cut_short_is_computed_again(copied: tuple[Recipe, Path]) -> Non
         torch.testing.assert_close(again.get(i).states[FINAL], states_TE, atol=1e-4, rtol=1e-4)
 
 
-def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_alone_loads_no_target(copied: tuple[Recipe, Path], spy: Any) -> None:
     """The stored teacher is enough; a damaged one is rewritten, which loads the target."""
     recipe, folder = copied
     before = load_file(folder / "train" / "last" / "heads.safetensors")
     (teacher,) = (folder.parent / "artifacts").glob("states/*/teacher-*")
-    loaded: list[str] = []
-    load = headstart.target.loading.load_target
-    monkeypatch.setattr(
-        "headstart.target.loading.load_target", lambda *words, **more: loaded.append(words[0]) or load(*words, **more)
-    )
+    loaded = spy(headstart.target.loading, "load_target")
     for damaged in (False, True):
         shutil.rmtree((folder / "train").resolve())
         (folder / "stages" / "train.json").unlink()

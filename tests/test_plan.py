@@ -160,20 +160,15 @@ class TestMemory:
         assert five - one == pytest.approx(4 * four_turns * each, rel=0.05)
         assert writing(5, 2)[0] == 2 * five
 
-    def test_writing_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_writing_memory(
+        self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch, spy: Any
+    ) -> None:
         """The largest cache that is made, and the copy beside it for a moment."""
-        made: list[int] = []
-        new_cache = Target.new_cache
-
-        def noted(self: Target, rows: int, capacity: int) -> TreeCache:
-            made.append(rows * capacity * self.kv_bytes_per_token)
-            return new_cache(self, rows, capacity)
-
         settings = recipe(tmp_path, tiny_target_folder, data={"prompts": prompt_file(tmp_path, 3)})
         run = quiet(settings, tmp_path / "run")
         monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
         planned = make_plan(run).memory["conversations"]
-        monkeypatch.setattr(Target, "new_cache", noted)
+        calls = spy(Target, "new_cache")
         end = run.target.tokenizer.eos_token_id
 
         continue_rows = InProcess.continue_rows
@@ -183,6 +178,7 @@ class TestMemory:
 
         monkeypatch.setattr(InProcess, "continue_rows", longest)
         build_conversations(run.target, settings.data, tmp_path / "data")
+        made = [rows * capacity * target.kv_bytes_per_token for target, rows, capacity in calls]
         assert 0.6 * planned < 1.875 * max(made) <= planned, "the rest are logits and hidden states"
 
     def test_training_memory(self, tmp_path: Path, tiny_target_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

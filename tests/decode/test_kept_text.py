@@ -60,6 +60,15 @@ def drafts(loop: DecodeLoop) -> list[list[int]]:
     return noted
 
 
+def assert_as_anew(loop: DecodeLoop, prompt: list[int], kept_text: KeptText) -> None:
+    """Compare drafts and text after a kept text with those after reading the prompt anew."""
+    drafts(loop)
+    (on,) = loop.generate([prompt], OPTIONS, kept_text=kept_text)
+    noted = drafts(loop)
+    (anew,) = loop.generate([prompt], OPTIONS)
+    assert (on.tokens, noted) == (anew.tokens, drafts(loop))
+
+
 def turns(loop: DecodeLoop, prompt: list[int], kept_text: KeptText | None) -> list[tuple[Generation, list[list[int]]]]:
     """Run three turns of a conversation, each after the previous answer without its last token."""
     answers = []
@@ -73,19 +82,13 @@ def turns(loop: DecodeLoop, prompt: list[int], kept_text: KeptText | None) -> li
 
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_drafts_and_text_equal_reading_it_anew(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_and_text_equal_reading_it_anew(kind: str, name: str, spy: Any) -> None:
     target = target_of(kind)
     loop = DecodeLoop(target, *drafters_of(target, name))
     anew = turns(loop, [3, 4, 5], None)
-    read: list[int] = []
-    prefill = Target.prefill
-
-    def counted(self: Target, cache: Any, rows: Any, aux_layers: Any = ()) -> Any:
-        read.append(len(rows[0]))
-        return prefill(self, cache, rows, aux_layers)
-
-    monkeypatch.setattr(Target, "prefill", counted)
+    calls = spy(Target, "prefill")
     on = turns(loop, [3, 4, 5], KeptText())
+    read = [len(rows[0]) for _, _, rows, *_ in calls]
     assert [(answer.tokens, noted) for answer, noted in on] == [(answer.tokens, noted) for answer, noted in anew]
     assert [[done.nodes for done in answer.rounds] for answer, _ in on] == [
         [done.nodes for done in answer.rounds] for answer, _ in anew
@@ -110,11 +113,7 @@ def test_a_text_that_differs_is_read_from_there() -> None:
     kept_text = KeptText()
     loop.generate([[3, 4, 5, 6, 7]], OPTIONS, kept_text=kept_text)
     for prompt in ([3, 4, 5, 9, 9, 9], [9, 9], [9], [9, 9, 9]):
-        drafts(loop)
-        (on,) = loop.generate([prompt], OPTIONS, kept_text=kept_text)
-        noted = drafts(loop)
-        (anew,) = loop.generate([prompt], OPTIONS)
-        assert (on.tokens, noted) == (anew.tokens, drafts(loop))
+        assert_as_anew(loop, prompt, kept_text)
 
 
 def test_a_broken_off_answer_leaves_nothing_wrong() -> None:
@@ -128,9 +127,7 @@ def test_a_broken_off_answer_leaves_nothing_wrong() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         loop.generate([[3, 4, 5, 6, 7, 8]], OPTIONS, stop, kept_text=kept_text)
-    (on,) = loop.generate([[3, 4, 5, 6, 7, 9]], OPTIONS, kept_text=kept_text)
-    (anew,) = loop.generate([[3, 4, 5, 6, 7, 9]], OPTIONS)
-    assert on.tokens == anew.tokens
+    assert_as_anew(loop, [3, 4, 5, 6, 7, 9], kept_text)
 
 
 @pytest.mark.parametrize("kind", ["phi3_long", "llama_long"])
@@ -153,8 +150,4 @@ def test_a_plain_answer_can_be_continued_with_drafts() -> None:
     loop, kept_text = DecodeLoop(target, *drafters), KeptText()
     off = DecodeOptions(14, draft="off", ignore_end=True)
     (first,) = loop.generate([[3, 4, 5]], off, kept_text=kept_text)
-    prompt = [3, 4, 5, *first.tokens, 8]
-    (on,) = loop.generate([prompt], OPTIONS, kept_text=kept_text)
-    noted = drafts(loop)
-    (anew,) = loop.generate([prompt], OPTIONS)
-    assert (on.tokens, noted) == (anew.tokens, drafts(loop))
+    assert_as_anew(loop, [3, 4, 5, *first.tokens, 8], kept_text)

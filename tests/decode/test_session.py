@@ -337,23 +337,16 @@ def test_only_greedy_decoding_learns_from_the_clock_and_from_earlier_calls(
     assert (found[0] == found[1]) == (temperature > 0 or deterministic), "the number of drafts"
 
 
-def test_plain_rounds_to_the_end_read_no_states(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_rounds_to_the_end_read_no_states(tiny_target: Target, spy: Any) -> None:
     """Once nothing more will be drafted, the loop reads no states for the drafter and stops learning."""
     drafter = ReplayDrafter([[5] * 40], tiny_target.vocab_size, right=0.0)
     drafter.aux_layers = (1,)
-    aux: list[tuple[int, ...]] = []
-    forward_tree = Target.forward_tree
-
-    def noted(self: Target, cache: Any, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> Any:
-        aux.append(tuple(aux_layers))
-        return forward_tree(self, cache, batch, aux_layers)
-
-    monkeypatch.setattr(Target, "forward_tree", noted)
+    calls = spy(Target, "forward_tree")
     dear = Costs((1, 64), (1.0, 100.0), draft_ms=50.0)
     options = DecodeOptions(max_new_tokens=24, ignore_end=True)
     answer = DecodeLoop(tiny_target, drafter, costs=dear).generate([[4, 5, 6]], options)[0]
     assert answer.tokens == DecodeLoop(tiny_target).generate([[4, 5, 6]], options)[0].tokens
-    used = aux[: len(answer.rounds)]
+    used = [tuple(aux_layers) for _, _, _, aux_layers in calls[: len(answer.rounds)]]
     assert used[-1] == (), "no hidden states are read at the end"
     assert sorted(used, reverse=True) == used, "and never again once it was not"
 

@@ -89,18 +89,13 @@ def test_reading_is_cancelled_between_two_pieces(
     target: Target,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    spy: Any,
 ) -> None:
     decoded, drafter, owner, name = make(target, tmp_path)
-    loop, prompt, pieces = DecodeLoop(decoded, drafter), [text(100)], list[int]()
+    loop, prompt = DecodeLoop(decoded, drafter), [text(100)]
     for module in ("target.model", "heads.parts.recurrent"):
         monkeypatch.setattr(f"headstart.{module}.PIECE", PIECE)
-    read = getattr(owner, name)
-
-    def counted(*args: Any, **named: Any) -> Any:
-        pieces.append(1)
-        return read(*args, **named)
-
-    monkeypatch.setattr(owner, name, counted)
+    pieces = spy(owner, name)
 
     def check() -> None:
         if len(pieces) == 2:

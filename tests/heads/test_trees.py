@@ -97,21 +97,14 @@ def test_every_node_of_a_tree_is_drafted_as_the_chain_that_leads_to_it(
 
 @pytest.mark.parametrize("name", ["eagle", "eagle3-deep-normed"])
 @torch.inference_mode()
-def test_the_last_layer_computes_only_the_last_token(name: str, exact: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_layer_computes_only_the_last_token(name: str, exact: Target, spy: Any) -> None:
     """In the first draft after a long prompt, each layer's MLP takes as few entries as possible."""
     heads = shake(build(name, exact)).double()
     heads.bind(exact)
-    widths: list[int] = []
-    honest = DraftLayer.write
-
-    def write(self: Any, residual_BTE: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
-        widths.append(residual_BTE.shape[1])
-        return honest(self, residual_BTE, mixed)
-
-    monkeypatch.setattr(DraftLayer, "write", write)
+    calls = spy(DraftLayer, "write")
     known = exact.prefill(exact.new_cache(1, 7), TEXTS[:1], heads.aux_layers).aux_hidden_states
     heads.draft_step(heads.prefill(TEXTS[:1], known), torch.tensor([[5]]), torch.tensor([[0]]), 0)
-    assert widths == ([7, 1] if name == "eagle3-deep-normed" else [1])
+    assert [residual_BTE.shape[1] for _, residual_BTE, _ in calls] == ([7, 1] if name == "eagle3-deep-normed" else [1])
 
 
 @torch.inference_mode()
