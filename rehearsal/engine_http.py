@@ -1,4 +1,4 @@
-"""The HTTP interfaces of vLLM and llama-server: pages, bodies and counters, for servers that stand in for them.
+"""The HTTP interfaces of vLLM and llama-server: pages, bodies and counters, for their substitutes.
 
 Text comes from a `StandIn`: a tiny model (`rehearsal.stand_in`), or a script (`tests/engines/fake_engine.py`). This
 file needs nothing but Python.

@@ -27,7 +27,7 @@ NODES = ("127.0.0.1", "127.0.0.2")
 """Addresses of this machine that stand for two nodes."""
 Process = subprocess.Popen[bytes]
 LONGEST = 900.0
-"""Seconds after which a command counts as failed."""
+"""Time limit of a command, in seconds."""
 WORDS = "tell me about the sun and moon how to cook rice what is a river who lives in the sea why do we sleep"
 
 
@@ -242,7 +242,7 @@ def _last(text: str) -> str:
 
 
 def set_up(folder: Path, engines: Engines) -> Place:
-    """Write models, recipes, prompts and the programs that stand in for others, in a new folder."""
+    """Write models, recipes, prompts and substitutes for other programs to a new folder."""
     for name in ("recipes", "bin", "shared"):
         (folder / name).mkdir(parents=True)
     (folder / "docs").symlink_to(ROOT / "docs")

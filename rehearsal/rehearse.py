@@ -458,9 +458,7 @@ def measured_in_engines(place: Place, vllm: Command, by_load: Command, llama_cpp
         place.run(f"{sys.executable} {ROOT}/benchmarks/engines.py runs/mine/heads --engine {engine}{target} {asked}")
         (row,) = json.loads((place.here / f"engines/{engine}.json").read_text())["rows"]
         theirs, ours = row["accepted_per_round"], row["our_accepted_on_its_texts"]
-        print(
-            f"    {engine} {row['version']}: {theirs:.3f} drafts accepted a round, our decoder on its texts {ours:.3f}"
-        )
+        print(f"    {engine} {row['version']}: {theirs:.3f} drafts accepted a round, ours on its texts {ours:.3f}")
         place.check(abs(theirs - ours) <= 0.05 * ours, f"{engine} accepts {theirs} a round, our decoder {ours}")
 
 

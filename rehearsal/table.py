@@ -227,12 +227,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
     "tests/hub/test_hub.py": {"test_pushed_heads_come_back_and_decode": ("headstart push HEADS user/name",)},
     "tests/engines/test_sharing.py": {"test_two_formats_in_one_repository": ("headstart push served user/name",)},
 }
-TESTED = {
-    begins: f"{file}::{test}"
-    for file, tests in _TESTED.items()
-    for test, commands in tests.items()
-    for begins in commands
-}
+TESTED = {text: f"{file}::{test}" for file, tests in _TESTED.items() for test, texts in tests.items() for text in texts}
 """Beginnings of commands, and the test that does what each says."""
 
 _NAME = "the name of a command"

@@ -155,7 +155,7 @@ class Event:
 class Graph:
     """A CUDA graph: the operations recorded during capture, over the memory that they had then.
 
-    Graphs of one pool share memory: a replay invalidates the results of the others.
+    Graphs of one pool share memory: a replay invalidates the results of all other graphs.
     """
 
     def __init__(self) -> None:
@@ -402,9 +402,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any], device: StandIn) -> Any:
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
     mixed = [leaf for leaf in leaves if not isinstance(leaf, StandInTensor) and leaf.ndim]
     if stands and mixed:
-        raise MixedDevices(
-            f"Expected all tensors to be on the same device, but found at least two in {name}: cuda:0, cpu"
-        )
+        raise MixedDevices(f"Expected all tensors on the same device, but found at least two in {name}: cuda:0, cpu")
     if name in _WAIT or (name not in _INDEXING and not _READ_BACK.isdisjoint(func.tags)):
         device.waited(name)
     if not func.is_view and name not in _LAUNCH_NOTHING and name != "aten::_local_scalar_dense":
@@ -507,9 +505,7 @@ def _to(own: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _refused(own: Tensor, *_: Any, **__: Any) -> Any:
-    raise TypeError(
-        "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
-    )
+    raise TypeError("Can't convert a cuda:0 tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first.")
 
 
 def _put(own: Tensor, data: Tensor) -> None:
@@ -583,6 +579,4 @@ def rounds_of(device: StandIn, target: Target, decode: Callable[[], Any]) -> lis
 
     with patch.object(target, "forward_tree", marked):
         decode()
-    return [
-        Round(after[0] - before[0], device.events[before[1] : after[1]]) for before, after in itertools.pairwise(marks)
-    ]
+    return [Round(b[0] - a[0], device.events[a[1] : b[1]]) for a, b in itertools.pairwise(marks)]

@@ -74,7 +74,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tiny_target_folder: Path) ->
 
 @pytest.fixture(scope="module", autouse=True)
 def costs_stand() -> Iterator[None]:
-    """Keep the stored costs: on a busy machine, measured ones would say that drafting does not pay."""
+    """Keep the stored costs: costs measured on a busy machine would stop drafting."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("headstart.decoder.tuned_here", lambda tuning, *_: tuning)
         yield

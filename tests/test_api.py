@@ -273,10 +273,7 @@ def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
         ({"prompt": "\ud800", "raw": True}, "The prompt is not UTF-8"),
         ({"prompt": [{"role": "system", "content": "\ud800"}]}, "messages holds text that is not UTF-8"),
         ({"prompt": "a", "stop": ["x", "\ud800"]}, "A stop string is not UTF-8"),
-        (
-            {"prompt": [{"role": "alien", "content": "a"}]},
-            "a message of the role 'alien' cannot be answered. Write {'role'",
-        ),
+        ({"prompt": [{"role": "alien", "content": "a"}]}, "of the role 'alien' cannot be answered. Write {'role'"),
         ({"prompt": [{"role": None, "content": "a"}]}, "a message of the role None"),
         ({"prompt": [{"role": "user", "content": 5}]}, "an int where text is expected"),
         ({"prompt": [{"role": "user", "content": None}]}, "a message without text"),
@@ -288,10 +285,7 @@ def test_a_batch_is_a_list_of_prompts(decoder: Decoder, prompts: Any) -> None:
         ({"prompt": ""}, "The prompt is empty"),
         ({"prompt": " \n\t"}, "The prompt is empty"),
         ({"prompt": "", "raw": True}, "The prompt is empty"),
-        (
-            {"prompt": [{"role": "system", "content": "be brief"}, {"role": "user", "content": " "}]},
-            "The prompt is empty",
-        ),
+        ({"prompt": [{"role": "system", "content": "brief"}, {"role": "user", "content": " "}]}, "The prompt is empty"),
         ({"prompt": [1, "a"]}, "kind of prompt is not supported"),
         ({"prompt": [{"role": "user", "content": "a"}, 3]}, "kind of prompt is not supported"),
         ({"prompt": [{"role": "user"}]}, "a message without text"),
@@ -368,10 +362,8 @@ def test_a_tree_without_nodes_decodes_plainly(tmp_path: Path, tiny_target: Targe
     export_heads(tmp_path / "heads", make_heads(tiny_target), tiny_target, {**TUNING, "paths": ()}, {})
     loaded = headstart.load(tmp_path / "heads", target=tiny_target)
     answer = loaded.generate("Hello", max_new_tokens=8)
-    assert (answer.tokens, answer.tokens_per_round) == (
-        loaded.generate("Hello", max_new_tokens=8, drafter="none").tokens,
-        1.0,
-    )
+    plain = loaded.generate("Hello", max_new_tokens=8, drafter="none")
+    assert (answer.tokens, answer.tokens_per_round) == (plain.tokens, 1.0)
 
 
 # -- streams ---------------------------------------------------------------------------------------------------------

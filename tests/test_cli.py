@@ -43,7 +43,7 @@ def works(*arguments: object, stdin: str | None = None) -> Any:
 
 
 def refused(*arguments: object) -> str:
-    """Return the one-line error with which a command refuses its input."""
+    """Return a command's one-line error about bad input."""
     result = call(*arguments)
     assert result.exit_code == 2, result.output
     assert isinstance(result.exception, SystemExit), "an unexpected error has a traceback"

@@ -312,7 +312,7 @@ def test_bad_values_are_refused(heads: Path, questions: Path, tmp_path: Path) ->
 
 
 def test_a_target_without_a_chat_template_continues_texts_with_raw(tiny_target: Target, tmp_path: Path) -> None:
-    """Every command with a prompt says so before it answers, and takes --raw."""
+    """Every command with a prompt refuses before it answers, and takes --raw."""
     base, heads = tmp_path / "base", tmp_path / "heads"
     tiny_target.model.save_pretrained(base)
     tiny_tokenizer(None).save_pretrained(base)

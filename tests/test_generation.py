@@ -223,10 +223,8 @@ def test_nothing_is_applied_twice() -> None:
     prompts = Prompts([[1, 2], [3]], [0, 1])
 
     def chain(**changes: Any) -> LogitsChain:
-        config_now = GenerationConfig(**{**config.to_diff_dict(), **changes})
-        processors = model._get_logits_processor(
-            config_now, input_ids_seq_length=2, logits_processor=[Ban()], device="cpu"
-        )
+        now = GenerationConfig(**{**config.to_diff_dict(), **changes})
+        processors = model._get_logits_processor(now, input_ids_seq_length=2, logits_processor=[Ban()], device="cpu")
         return LogitsChain.read(processors, True, prompts)
 
     full = chain()

@@ -31,8 +31,6 @@ def test_interrupted_loading_exits(module: str, tmp_path: Path, tiny_target: Tar
     """Send the signal as soon as this module begins to be imported."""
     export(tmp_path / "heads", Target(tiny_target.model, tiny_target.tokenizer, str(tiny_target_folder)))
     words = ["generate", str(tmp_path / "heads"), "--prompt", "hi", "--max-new-tokens", "900"]
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED, module, *words], capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, module, *words], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (130, ""), done.stderr
     assert "Stopped." in done.stderr

@@ -83,9 +83,8 @@ def toy(
         data.minutes=null data.batch_size=4 train.minutes=null train.steps=2 train.batch_tokens=256
         train.eval_every=2 tune.widths=[1,2] tune.context=16
     """
-    board.main(
-        ["medusa", *settings.split(), "--name", "mine", "--by", "me", "--out", str(tmp_path / "out")], rules=rules
-    )
+    words = f"medusa {settings} --name mine --by me --out {tmp_path / 'out'}"
+    board.main(words.split(), rules=rules)
     assert "Not to be entered" not in capsys.readouterr().out
     return rules, json.loads((tmp_path / "out" / "mine.json").read_text())
 

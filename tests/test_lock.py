@@ -1,4 +1,4 @@
-"""One run at a time per folder, on any file system."""
+"""A folder takes a single run, on any file system."""
 
 from __future__ import annotations
 

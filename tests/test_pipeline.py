@@ -39,6 +39,7 @@ from tests.forks import Forks
 from tests.test_stages import said
 
 WORDS = "tell me about the sun and moon how to cook rice what is a user system who are you"
+TOO_MUCH = {"prompts": "self", "conversations": 10**12, "cache_gigabytes": 1e9}
 
 
 def tiny_recipe(folder: Path, target: Path, **changes: Any) -> Recipe:
@@ -414,9 +415,7 @@ def test_heads_trained_by_a_launcher_meanwhile_are_not_reused(copied: tuple[Reci
     run = Run(changed(recipe, tune={"max_rank": 1}), folder, Console(file=io.StringIO(), width=200))
     execute(run, stages_until("tune"))
     assert "train.steps changed from 6 to 4" in said(run)
-    assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 4, (
-        "the heads that the recipe asks for"
-    )
+    assert json.loads((folder / "train" / "result.json").read_text())["steps"] == 4, "the recipe's own heads"
 
 
 def test_states_that_no_run_reads_are_freed_alone(copied: tuple[Recipe, Path]) -> None:
@@ -553,9 +552,7 @@ def test_a_plan_names_bytes_time_and_what_would_fail(
     assert "Compute per draft" in text and "Conversations" not in dict(plan.facts)
     before = make_plan(quiet(tmp_path / "none", recipe))
     assert before.left == dict.fromkeys(before.seconds, "") and "Hidden states on disk" in dict(before.facts)
-    greedy = tiny_recipe(
-        tmp_path, tiny_target_folder, data={"prompts": "self", "conversations": 10**12, "cache_gigabytes": 1e9}
-    )
+    greedy = tiny_recipe(tmp_path, tiny_target_folder, data=TOO_MUCH)
     problems = make_plan(quiet(tmp_path / "none", greedy)).problems
     assert any("free" in problem for problem in problems)
     long = tiny_recipe(tmp_path, tiny_target_folder, data={"max_new_tokens": 5000, "minutes": 1})
@@ -606,8 +603,6 @@ def test_inputs_are_checked_before_any_work(tmp_path: Path, tiny_target_folder: 
 
 
 def test_too_little_disk_is_said_before_the_data_is_written(tmp_path: Path, tiny_target_folder: Path) -> None:
-    recipe = tiny_recipe(
-        tmp_path, tiny_target_folder, data={"prompts": "self", "conversations": 10**12, "cache_gigabytes": 1e9}
-    )
+    recipe = tiny_recipe(tmp_path, tiny_target_folder, data=TOO_MUCH)
     with pytest.raises(UserError, match="are free"):
         execute(quiet(tmp_path / "run", recipe), STAGES)

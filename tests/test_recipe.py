@@ -97,9 +97,7 @@ def test_another_family_leaves_the_settings_of_the_first_behind(tmp_path: Path) 
     file = tmp_path / "other.yaml"
     file.write_text("extends: medusa\nheads: {family: eagle, draft_steps: 2}\n")
     assert load_recipe(str(file)).heads.to_recipe() == wanted
-    assert load_recipe("medusa", ["heads.family=medusa"]).heads.to_recipe()["num_heads"] == 4, (
-        "the same family keeps them"
-    )
+    assert load_recipe("medusa", ["heads.family=medusa"]).heads.to_recipe()["num_heads"] == 4, "the same family"
 
 
 def test_a_path_in_extends_is_relative_to_its_file(tmp_path: Path) -> None:

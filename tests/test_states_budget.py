@@ -65,7 +65,7 @@ def test_states_that_a_training_still_needs_stay(tmp_path: Path) -> None:
 
 
 def test_states_of_a_working_run_stay(tmp_path: Path) -> None:
-    """Until it reaches that stage, an earlier record says that its training is finished."""
+    """Until it reaches that stage, its training counts as finished by an earlier record."""
     states(tmp_path)
     run(tmp_path, "one", "abcd")
     with locked(tmp_path / "one"):

@@ -1,6 +1,6 @@
 """Trees grown by `headstart.drafters.heads` from path-dependent drafts, for the proofs.
 
-The drafter is the one in `tests.decode.tables`: q(token | last two tokens), so siblings have different children.
+The drafter comes from `tests.decode.tables`: q(token | last two tokens), so siblings have different children.
 `grow` runs its own code; only its draws go through `pick`, so that they can be enumerated.
 
 Shape suffixes: B rows, W nodes of a level, V vocabulary, M nodes with sampled children, C sampled children of a node.

@@ -31,7 +31,7 @@ class Machine:
 
     Attributes:
         truth: true costs.
-        noise: slow-down factor at a time in milliseconds.
+        noise: slow-down factor by the time in milliseconds.
         jitter: spread of single measurements.
         by_rows: extra factor of forwards, by rows and nodes.
     """

@@ -20,10 +20,8 @@ REAL = Costs((1, 2, 4, 8, 16, 32, 64), (23.7, 24.2, 24.8, 27.1, 32.0, 43.0, 65.0
 
 def trees(accept_probs: list[list[float]], parents: list[list[int]]) -> list[Tree]:
     tokens = [[row * 100 + node for node in range(len(probs))] for row, probs in enumerate(accept_probs)]
-    return [
-        Tree(list(row), list(above), list(probs))
-        for row, above, probs in zip(tokens, parents, accept_probs, strict=True)
-    ]
+    rows = zip(tokens, parents, accept_probs, strict=True)
+    return [Tree(list(own), list(above), list(probs)) for own, above, probs in rows]
 
 
 def roots(rows: int) -> list[Tree]:

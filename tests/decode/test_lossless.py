@@ -94,9 +94,7 @@ def test_end_of_turn_inside_an_accepted_path_cuts_the_rest() -> None:
     whole = plain(target, text)[0]
     index = next(i for i in range(3, NEW) if whole[i] not in whole[:i])
     target.end_tokens = frozenset({whole[index]})
-    out = DecodeLoop(target, ReplayDrafter([whole], 61, 1.0, nodes=12)).generate(
-        text, DecodeOptions(max_new_tokens=NEW)
-    )
+    out = DecodeLoop(target, ReplayDrafter([whole], 61, 1.0, nodes=12)).generate(text, DecodeOptions(NEW))
     assert out[0].tokens == whole[: index + 1]
     assert out[0].finish_reason == "end"
 

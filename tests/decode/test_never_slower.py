@@ -109,8 +109,8 @@ def test_costs_that_are_too_low_are_noticed(truth: Costs, told: Costs) -> None:
 
 
 def test_trees_wider_than_any_that_was_timed_are_soon_timed() -> None:
-    """Costs claim that width is free, so good drafts get wide trees; two calls of a new loop. With plain rounds timed
-    only after sixteen of these rounds, the speed-up was 0.954."""
+    """Costs claim that width is free, so good drafts get wide trees; two calls of a new loop. When plain rounds
+    were timed only after sixteen drafted ones, the speed-up was 0.954."""
     truth = replace(BF16, verify_ms=(26.3, 27.7, 27.7, 32.9, 44.4, 65.7, 107.9))
     loop = SimulatedLoop(Machine(truth), replace(truth, verify_ms=(26.3,) * 7))
     for seed in range(1, 9):
@@ -141,7 +141,7 @@ def test_where_drafting_pays_its_gain_is_kept(accepted: tuple[float, ...], shape
 
 @pytest.mark.parametrize("told", ["a GPU's", "cheap drafts", "dear drafts"])
 def test_wrong_costs_are_corrected(told: str) -> None:
-    """Costs that claim dear drafts are tried later than others: the first call and a half are plain."""
+    """Drafts that costs claim to be expensive are tried later: the first call and a half are plain."""
     right = calls(SimulatedLoop(Machine(BF16), BF16), "128").came_to.speedup
     share = 0.9 if told == "dear drafts" else 0.95
     assert calls(SimulatedLoop(Machine(BF16), TOLD[told]), "128").came_to.speedup >= share * right

@@ -160,12 +160,10 @@ def test_each_row_reports_the_seed_that_repeats_it() -> None:
 def test_path_dependent_processors_see_each_nodes_own_prefix(target: Target) -> None:
     """Greedy with a repetition penalty and a processor: drafts change nothing, whatever they are."""
 
-    def never_twice_in_a_row(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def no_repeat(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.scatter(1, input_ids[:, -1:], float("-inf"))
 
-    options = DecodeOptions(
-        max_new_tokens=24, repetition_penalty=1.3, processors=(never_twice_in_a_row,), ignore_end=True
-    )
+    options = DecodeOptions(24, repetition_penalty=1.3, processors=(no_repeat,), ignore_end=True)
     texts = [[1, 2, 3], [4, 5, 6, 7]]
     plain = [row.tokens for row in DecodeLoop(target).generate(texts, options)]
     for right in (1.0, 0.6):

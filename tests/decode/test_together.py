@@ -138,17 +138,11 @@ def test_lossless_side_by_side(kind: str, shape: str) -> None:
 
 Wrong = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
 MISTAKES: dict[str, Wrong] = {
-    "accept and residual share noise": lambda p, accept, residual, drawn, q: (p, accept, accept, drawn, q),
-    "q is not what the draft was drawn from": lambda p, accept, residual, drawn, q: (
-        p,
-        accept,
-        residual,
-        drawn,
-        q.roll(1, 1),
-    ),
-    "every draft is accepted": lambda p, accept, residual, drawn, q: (p, torch.zeros_like(accept), residual, drawn, q),
-    "the raw distribution": lambda p, accept, residual, drawn, q: (p.sqrt(), accept, residual, drawn, q),
-    "drafts count as top-k": lambda p, accept, residual, drawn, q: (p, torch.ones_like(accept), residual, drawn, q),
+    "accept and residual share noise": lambda p, accept, residual, x, q: (p, accept, accept, x, q),
+    "q is not what the draft was drawn from": lambda p, accept, residual, x, q: (p, accept, residual, x, q.roll(1, 1)),
+    "every draft is accepted": lambda p, accept, residual, x, q: (p, torch.zeros_like(accept), residual, x, q),
+    "the raw distribution": lambda p, accept, residual, x, q: (p.sqrt(), accept, residual, x, q),
+    "drafts count as top-k": lambda p, accept, residual, x, q: (p, torch.ones_like(accept), residual, x, q),
 }
 """Falsified inputs of the rule."""
 
@@ -165,10 +159,8 @@ def test_a_rejection_by_rounding_stays_within_the_target() -> None:
     p_target_MV = torch.tensor([[0.5, 0.5, 0.0, 0.0]] * 2)
     accept_M, residual_M = torch.full((2,), 1 - 2**-53).double(), torch.tensor([0.2, 0.7]).double()
     drawn_M = torch.tensor([1, 1])
-    assert accept_or_draw(p_target_MV.clone(), accept_M, residual_M, drawn_M, p_target_MV * 1.0000002).tolist() == [
-        0,
-        1,
-    ]
+    found = accept_or_draw(p_target_MV.clone(), accept_M, residual_M, drawn_M, p_target_MV * 1.0000002)
+    assert found.tolist() == [0, 1]
 
 
 # -- drawing ----------------------------------------------------------------------------------------------------------
@@ -225,9 +217,7 @@ def test_processors_see_each_rows_own_text(rule: str, target: Target) -> None:
         only = torch.full_like(scores, float("-inf"))
         return only.scatter(1, (input_ids[:, -2:-1] + 1) % 61, 0.0)
 
-    options = DecodeOptions(
-        max_new_tokens=12, temperature=1.0, seed=0, ignore_end=True, verifier=rule, processors=(last_but_one,)
-    )
+    options = DecodeOptions(12, temperature=1.0, seed=0, ignore_end=True, verifier=rule, processors=(last_but_one,))
     expected = []
     for text in TEXTS:
         whole = list(text)

@@ -21,25 +21,19 @@ from tests.tiny import tiny_model
 
 ONE_FORWARD, BY_LEVELS = "medusa", "eagle3"
 """Rows of `tests.heads.test_contract` that draft all depths from one state, and level by level; both 3 deep."""
+ONE_AND_NGRAM, LEVELS_AND_NGRAM = f"{ONE_FORWARD}+ngram", f"{BY_LEVELS}+ngram"
 
-WAITS = {"none": 1, "ngram": 1, ONE_FORWARD: 2, BY_LEVELS: 4, f"{ONE_FORWARD}+ngram": 2, f"{BY_LEVELS}+ngram": 4}
+WAITS = {"none": 1, "ngram": 1, ONE_FORWARD: 2, BY_LEVELS: 4, ONE_AND_NGRAM: 2, LEVELS_AND_NGRAM: 4}
 """Greedy, for any number of rows: reading the outcome, and reading drafts: at once, or level by level."""
-SAMPLED = {"none": 1, "ngram": 1, ONE_FORWARD: 3, BY_LEVELS: 5, f"{ONE_FORWARD}+ngram": 3, f"{BY_LEVELS}+ngram": 5}
+SAMPLED = {"none": 1, "ngram": 1, ONE_FORWARD: 3, BY_LEVELS: 5, ONE_AND_NGRAM: 3, LEVELS_AND_NGRAM: 5}
 """Above temperature 0: also reading which children were drawn: in the last level, or in all of one forward."""
-UPLOADS = {"none": 0, "ngram": 1, ONE_FORWARD: 1, f"{ONE_FORWARD}+ngram": 1, BY_LEVELS: 4, f"{BY_LEVELS}+ngram": 4}
+UPLOADS = {"none": 0, "ngram": 1, ONE_FORWARD: 1, ONE_AND_NGRAM: 1, BY_LEVELS: 4, LEVELS_AND_NGRAM: 4}
 """Greedy: the proposal, and the nodes of each level, which the host chooses when it has read the level before. Of
 several rows, as long as none ends; n-grams end them soon."""
 SAMPLED_UPLOADS = {name: uploads + 1 + (name not in ("none", "ngram")) for name, uploads in UPLOADS.items()}
 """Above temperature 0: also the numbers for accepting, on their way while the target reads the proposal, and those for
 drawing the last level; for drawing other levels they go with the nodes of the next one."""
-BESIDE_GRAPHS = {
-    "none": 5,
-    "ngram": 30,
-    ONE_FORWARD: 38,
-    BY_LEVELS: 43,
-    f"{ONE_FORWARD}+ngram": 38,
-    f"{BY_LEVELS}+ngram": 50,
-}
+BESIDE_GRAPHS = {"none": 5, "ngram": 30, ONE_FORWARD: 38, BY_LEVELS: 43, ONE_AND_NGRAM: 38, LEVELS_AND_NGRAM: 50}
 """Greedy, one row: launches outside graphs, which fill and empty the graphs' buffers and decide."""
 
 WAYS = tuple(product((1, 4), (0.0, 1.0)))

@@ -75,7 +75,7 @@ def test_drafting_equals_training_before_anything_is_trained(name: str, tiny_tar
 
 
 STEPS = (100, 300, 1200)
-"""Optimiser steps after which the heads are checked; training ends once they know the text."""
+"""Numbers of optimiser steps before the heads are checked; training ends once they know the text."""
 PERFECT = 0.98
 TRAINING = {
     "lr": 8e-3,  # at a quarter of it, families need up to four times the steps
@@ -145,7 +145,7 @@ def learns_by_heart(name: str, target: Target, folder: Path) -> None:
 
 FIRST = {case["family"]: name for name, case in reversed(CASES.items())}
 """The first case of each family. Its variants are covered above and by the contract's gradients; learning by heart is
-by far the slowest of these tests."""
+by far the slowest test here."""
 
 
 @pytest.mark.parametrize("name", [*FIRST.values(), "eagle3-transition"])

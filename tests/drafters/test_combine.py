@@ -24,6 +24,8 @@ from tests.heads.test_contract import build
 ONE = Tree([5, 6, 7, 8], [-1, 0, 0, 1], [1.0, 0.6, 0.3, 0.2])
 TWO = Tree([5, 7, 9, 9, 8], [-1, 0, 1, 0, 3], [1.0, 0.5, 0.4, 0.1, 0.05])
 
+STOPS = replace(OPTIONS, stop_test=lambda row, text: row == len(text))
+
 
 def together(first: Tree, second: Tree, request: Request | None = None) -> Tree:
     return union(copy.deepcopy(first), copy.deepcopy(second), request or Request(32))
@@ -55,9 +57,7 @@ def test_levels_of_the_heads_are_remembered() -> None:
 
 @pytest.mark.parametrize("unknown", [0, 1])
 def test_a_tree_of_unknown_probabilities_goes_first_if_first(unknown: int) -> None:
-    first, second = (
-        replace(tree, accept_probs=None) if index == unknown else tree for index, tree in enumerate((ONE, TWO))
-    )
+    first, second = (replace(tree, accept_probs=None) if at == unknown else tree for at, tree in enumerate((ONE, TWO)))
     tree = together(first, second, Request(6))
     assert tree.accept_probs is None
     assert tree.tokens == [5, 6, 7, 8, 9, 9]
@@ -112,9 +112,7 @@ class Recorder(IdleDrafter):
 def test_every_drafter_gets_every_call() -> None:
     target, drafters = tiny(), (Recorder((-1, 1)), Recorder((1, 2)))
     expected = plain(target)
-    rows = DecodeLoop(target, *drafters).generate(
-        texts(), replace(OPTIONS, stop_test=lambda row, text: row == len(text))
-    )
+    rows = DecodeLoop(target, *drafters).generate(texts(), STOPS)
     assert [row.tokens for row in rows] == [text[: row or None] for row, text in enumerate(expected)]
     assert drafters[0].calls == drafters[1].calls
     assert drafters[0].calls[0] == ("prefill", [-1, 1, 2])
@@ -144,8 +142,7 @@ def test_a_failing_drafter_is_dropped_alone(failing: int, where: str) -> None:
         drafters[failing].propose = lambda *_: []
     else:
         setattr(drafters[failing], where, fail)
-    options = replace(OPTIONS, stop_test=lambda row, text: row == len(text))
-    rows = DecodeLoop(target, *drafters).generate(texts(), options)
+    rows = DecodeLoop(target, *drafters).generate(texts(), STOPS)
     assert [row.tokens for row in rows] == [text[: row or None] for row, text in enumerate(expected)]
     errors = {row.drafter_error for row in rows} - {None}
     assert len(errors) == 1 and str(errors.pop()).startswith("ValueError: ")

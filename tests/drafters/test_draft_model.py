@@ -57,11 +57,8 @@ def test_embeddings_may_be_padded_differently(vocab: int, monkeypatch: pytest.Mo
     request = Request(
         5, draws=True, warp=partial(warp, SamplingOptions(temperature=1.0)), streams=[torch.Generator()] * 3
     )
-    drawn = [
-        drawn
-        for tree in drafter.propose(session, TreeBatch.roots([60, 1, 2]), request)
-        for drawn in tree.drawn.values()
-    ]
+    trees = drafter.propose(session, TreeBatch.roots([60, 1, 2]), request)
+    drawn = [one for tree in trees for one in tree.drawn.values()]
     assert drawn
     for one in drawn:
         assert one.q_draft_V(61).shape == (61,)

@@ -130,7 +130,7 @@ def _only_embeddings(model: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["deepseek"])
 def test_modules_that_know_the_target_have_every_draft_accepted(kind: str, tmp_path: Path) -> None:
-    """A module reads the embedding of the token after its state, from which the next token follows here. With the state
+    """A module reads the embedding of the token after its state, which alone determines the next token here. With the state
     instead, it would draft the token that is already there."""
     ship(kind, tmp_path, _only_embeddings)
     tensors = load_file(tmp_path / WEIGHTS)

@@ -26,11 +26,7 @@ BASE: dict[str, Any] = {
     "max_position_embeddings": 64,
 }
 TARGETS = ("phi", "granite", "cohere", "gemma2")
-FROZEN = (
-    {"family": "eagle"},
-    {"family": "medusa", "shared_lm_head": True},
-    {"family": "hydra", "shared_lm_head": True},
-)
+FROZEN = ({"family": "eagle"}, *({"family": name, "shared_lm_head": True} for name in ("medusa", "hydra")))
 TRAINED = ({"family": "eagle3", "aux_layers": (1, 2)}, {"family": "medusa"}, {"family": "hydra"})
 
 

@@ -220,9 +220,7 @@ def test_drawn_children_are_described_and_distinct(shape: TreeShape | None) -> N
         request = Request(12, 0.04, draws=True, warp=SAMPLED, streams=[stream])
         (tree,) = grown(heads, [3], request, Calibration(), shape)
         with_children = [own for own in tree.children if own]
-        assert sorted(tree.drawn) == sorted(own[-1] for own in with_children), (
-            "every node with children has a drawn one"
-        )
+        assert sorted(tree.drawn) == sorted(own[-1] for own in with_children), "every parent has a drawn child"
         for *fixed, drawn in with_children:
             assert len({tree.tokens[child] for child in (*fixed, drawn)}) == len(fixed) + 1
             q_draft_V = tree.drawn[drawn].q_draft_V(VOCAB)
@@ -320,9 +318,7 @@ def test_levels_drafted_on_a_device_are_the_same(static: bool, shared: bool, top
     with StandIn() as device:
         heads.to(CUDA)
         found = trees(CUDA)
-        uploads = [
-            event for event in device.events if event.where.startswith("support/uploads") and event.kind == "upload"
-        ]
+        uploads = [e for e in device.events if e.where.startswith("support/uploads") and e.kind == "upload"]
         # The roots, which the loop has there; nodes of two levels with the numbers for drawing them; the last draw.
         assert len(uploads) == 1 + 2 + 1
     for tree, other in zip(found, expected, strict=True):

@@ -16,10 +16,11 @@ from headstart.heads.parts.layer import DraftLayer, LayerConfig, Rotary
 from headstart.heads.parts.own_position import hold, look_at_itself, number_of_all, pair_shares, shares
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
+from tests.heads.test_contract import CASES
 from tests.tiny import tiny_model
 
 SIZE, TOKENS = 64, 3000
-START = {"family": "eagle3", "draft_steps": 3, "aux_layers": (1, 3), "init": "transition", "norm_before_residual": True}
+START = CASES["eagle3-transition"]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ def exact() -> Target:
 
 
 def random_levels(roots: list[int], widths: tuple[int, ...], rng: random.Random) -> list[Level]:
-    """Return the roots, then random levels of these widths below them."""
+    """Return the roots, then random levels of the given widths below them."""
     levels: list[Level] = [([[root] for root in roots], [[0] for _ in roots])]
     for width in widths:
         above = len(levels[-1][0][0])
