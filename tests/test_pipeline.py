@@ -256,7 +256,7 @@ DONE = {
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, *stages: str) -> None:
-    """Fail if one of these stages works again."""
+    """Fail if a finished stage works again."""
     for stage in stages:
         monkeypatch.setattr(DONE[stage], lambda *_, stage=stage: pytest.fail(f"{stage} works again"))
 

@@ -19,6 +19,7 @@ from headstart.errors import UserError
 from headstart.target.fitting import FINAL
 from headstart.target.model import Target
 from headstart.tree.tree import Committed
+from tests.decode.drafters import lossless
 from tests.shipped import KINDS, WEIGHTS, ShippedTarget, reload, ship
 
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6, 21, 44, 17]
@@ -106,14 +107,11 @@ def test_text_equals_plain_decoding(kind: str, shipped: dict[str, ShippedTarget]
     target = shipped[kind].target
     options = DecodeOptions(max_new_tokens=12, ignore_end=True)
     texts = [[3], [8, 40, 12, 5, 51, 22], [9, 14, 27]]
-    plain = [DecodeLoop(target).generate([text], options)[0].tokens for text in texts]
     stock = target.model.generate(torch.tensor(texts[1:2]), max_new_tokens=12, do_sample=False, eos_token_id=None)
-    assert stock[0, 6:].tolist() == plain[1]
     drafter = ShippedDrafter(target)
     for drafters in ([drafter], [drafter, NgramDrafter()]):
-        rows = DecodeLoop(target, *drafters).generate(texts, options)
-        assert [row.tokens for row in rows] == plain
-        assert [row.drafter_error for row in rows] == [None] * 3
+        rows = lossless(target, drafters, texts, options)
+    assert stock[0, 6:].tolist() == rows[1].tokens
     assert max(one.nodes for row in rows for one in row.rounds) > 2
 
 
@@ -130,8 +128,8 @@ def _only_embeddings(model: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["deepseek"])
 def test_modules_that_know_the_target_have_every_draft_accepted(kind: str, tmp_path: Path) -> None:
-    """A module reads the embedding of the token after its state, which alone determines the next token here. With the state
-    instead, it would draft the token that is already there."""
+    """A module reads the embedding of the token after its state, which alone determines the next token here. With the
+    state instead, it would draft the token that is already there."""
     ship(kind, tmp_path, _only_embeddings)
     tensors = load_file(tmp_path / WEIGHTS)
     for name in tensors:
