@@ -39,6 +39,7 @@ from tests.forks import Forks
 from tests.test_stages import said
 
 WORDS = "tell me about the sun and moon how to cook rice what is a user system who are you"
+SIZES = {"conversations": 12, "heldout": 4, "validation": 4, "max_new_tokens": 16, "batch_size": 4}
 TOO_MUCH = {"prompts": "self", "conversations": 10**12, "cache_gigabytes": 1e9}
 
 
@@ -55,14 +56,7 @@ def tiny_recipe(folder: Path, target: Path, **changes: Any) -> Recipe:
     settings: dict[str, Any] = {
         "name": "tiny",
         "target": {"spec": str(target), "dtype": "float32", "device": "cpu"},
-        "data": {
-            "prompts": str(prompts),
-            "conversations": 12,
-            "heldout": 4,
-            "validation": 4,
-            "max_new_tokens": 16,
-            "batch_size": 4,
-        },
+        "data": {"prompts": str(prompts), **SIZES},
         "heads": {"family": "medusa", "num_heads": 2},
         "train": {"steps": 4, "batch_tokens": 512, "eval_every": 2, "save_every": 2},
         "tune": {"widths": [1, 2, 4], "context": 32, "max_nodes": 4, "max_rank": 2},

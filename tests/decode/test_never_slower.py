@@ -18,13 +18,9 @@ DEAR = replace(BF16, draft_ms=60.0, level_ms=10.0)
 TOLD = {"right": BF16, "a GPU's": FLAT, "steep": STEEP, "cheap drafts": CHEAP, "dear drafts": DEAR}
 """Costs given to the budget for a machine with the costs BF16."""
 SHAPES = {
-    "128": (128, 12, 1),
-    "40": (40, 30, 1),
-    "20": (20, 50, 1),
-    "8": (8, 100, 1),
-    "4 rows": (128, 6, 4),
+    "128": (128, 12, 1), "40": (40, 30, 1), "20": (20, 50, 1), "8": (8, 100, 1), "4 rows": (128, 6, 4),
     "16 rows": (128, 4, 16),
-}
+}  # fmt: skip
 """Tokens of an answer, calls, rows."""
 
 
