@@ -189,9 +189,8 @@ class TestMemory:
         target = quiet(recipe(tmp_path, tiny_target_folder), tmp_path / "run").target
         before_and_after_loading = itertools.cycle((0, 4 * target.parameters))
         monkeypatch.setattr(planning, "_resident", lambda: next(before_and_after_loading))
-        each = (
-            3 * target.hidden_size + target.vocab_size
-        ) * 4  # Medusa reads the final state; two steps are read ahead
+        # Medusa reads the final state; two steps are read ahead.
+        each = (3 * target.hidden_size + target.vocab_size) * 4
         assert training(batch_tokens=1024) - training(batch_tokens=512) == 512 * each
         heads = family("medusa")(make_config({"family": "medusa", "num_heads": 2}, target))
         minimum = 16 * heads.trainable_parameters + 512 * each + 2 * 4 * target.vocab_size * target.hidden_size
@@ -222,29 +221,20 @@ class TestMemory:
             shares[device] = [work.room(stage) for stage in ("train", "eval")]
         assert shares == {"cpu": [10, 80], "cuda": [80, 80]}
 
-    def test_states_that_the_budget_leaves_out_are_told(self, tmp_path: Path, tiny_target_folder: Path) -> None:
-        def states(gigabytes: float) -> str:
-            data = {"prompts": "self", "conversations": 100_000, "cache_gigabytes": gigabytes}
-            plan = make_plan(quiet(recipe(tmp_path, tiny_target_folder, data=data), tmp_path / "run"))
-            return dict(plan.facts)["Hidden states on disk"]
-
-        told = re.search(r"^1.0 GB, .* all would take (\d+).* GB", states(1.0))
-        assert told is not None
-        assert "would take" not in states(float(told[1]) + 1)
-
-    def test_no_more_is_written_than_there_is_room_for(self, tmp_path: Path, tiny_target_folder: Path) -> None:
+    def test_the_states_budget_limits_writing(self, tmp_path: Path, tiny_target_folder: Path) -> None:
         def plan(gigabytes: float) -> Plan:
             data = {"prompts": "self", "conversations": 100_000, "cache_gigabytes": gigabytes}
             return make_plan(quiet(recipe(tmp_path, tiny_target_folder, data=data), tmp_path / "run"))
 
+        told = re.search(r"^1.0 GB, .* all would take (\d+).* GB", dict(plan(1.0).facts)["Hidden states on disk"])
+        assert told is not None
+        assert "would take" not in dict(plan(float(told[1]) + 1).facts)["Hidden states on disk"]
         half, whole = plan(0.01), plan(0.02)
         assert whole.disk["conversations"] == pytest.approx(2 * half.disk["conversations"], rel=0.01)
         counts = [int(dict(one.facts)["Conversations"].split()[1]) for one in (half, whole)]
         assert counts[1] == pytest.approx(2 * counts[0], rel=0.1) and counts[1] < 50_000
 
-    def test_prompts_that_cannot_be_read_are_a_problem_and_fewer_than_asked_for_are_counted(
-        self, tmp_path: Path, tiny_target_folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_missing_and_few_prompts(self, tmp_path: Path, tiny_target_folder: Path) -> None:
         empty = tmp_path / "empty.jsonl"
         empty.write_text("")
         plan = make_plan(quiet(recipe(tmp_path, tiny_target_folder, data={"prompts": str(empty)}), tmp_path / "run"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,9 +31,11 @@ HEADS: dict[str, dict[str, Any]] = {
 class Noted(HeadDrafter):
     """Heads that record their drafts."""
 
+    drafts: Sequence[list[int]] = ()
+
     def propose(self, session: Any, roots: TreeBatch, request: Request) -> list[Tree]:
         trees = super().propose(session, roots, request)
-        self.drafts = [*getattr(self, "drafts", []), *(tree.tokens for tree in trees)]
+        self.drafts = [*self.drafts, *(tree.tokens for tree in trees)]
         return trees
 
 
@@ -56,7 +59,7 @@ def drafts(loop: DecodeLoop) -> list[list[int]]:
     """Return the heads' drafts since the last call."""
     (heads, _) = loop.drafters
     assert isinstance(heads, Noted)
-    noted, heads.drafts = heads.drafts, []
+    noted, heads.drafts = list(heads.drafts), ()
     return noted
 
 

@@ -344,7 +344,7 @@ def test_plain_rounds_to_the_end_read_no_states(tiny_target: Target, spy: Any) -
     options = DecodeOptions(max_new_tokens=24, ignore_end=True)
     answer = DecodeLoop(tiny_target, drafter, costs=dear).generate([[4, 5, 6]], options)[0]
     assert answer.tokens == DecodeLoop(tiny_target).generate([[4, 5, 6]], options)[0].tokens
-    used = [tuple(aux_layers) for _, _, _, aux_layers in calls[: len(answer.rounds)]]
+    used = [tuple(*aux_layers) for _, _, _, *aux_layers in calls[: len(answer.rounds)]]
     assert used[-1] == (), "no hidden states are read at the end"
     assert sorted(used, reverse=True) == used, "and never again once it was not"
 
