@@ -18,7 +18,7 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from headstart.target.model import Target
+    from headstart.model.model import Target
     from tests.forks import Forks
     from tests.hub.client import Client
     from tests.hub.fake_hub import FakeHub
@@ -83,8 +83,8 @@ def _guard() -> Iterator[Any]:
     from headstart.decode import loop
 
     with pytest.MonkeyPatch.context() as patched:
-        caught = loop.CAUGHT
-        patched.setattr(loop, "CAUGHT", ())
+        caught = loop.DRAFTER_ERRORS
+        patched.setattr(loop, "DRAFTER_ERRORS", ())
         yield caught
 
 
@@ -92,13 +92,13 @@ def _guard() -> Iterator[Any]:
 def _drafters_may_fail(request: pytest.FixtureRequest, _guard: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catch drafters' errors, as in production, in tests marked `drafter_fails`."""
     if request.node.get_closest_marker("drafter_fails"):
-        monkeypatch.setattr("headstart.decode.loop.CAUGHT", _guard)
+        monkeypatch.setattr("headstart.decode.loop.DRAFTER_ERRORS", _guard)
 
 
 @pytest.fixture(scope="session")
 def tiny_target() -> Target:
     """A random float32 Llama of 3 layers with a byte-level tokenizer and a ChatML template."""
-    from headstart.target.model import Target
+    from headstart.model.model import Target
     from tests.tiny import tiny_model, tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
@@ -109,7 +109,7 @@ def tiny_target() -> Target:
 @pytest.fixture(scope="module")
 def target() -> Target:
     """A random float32 Llama of 3 layers and 61 tokens, without a tokenizer; a module may override this."""
-    from headstart.target.model import Target
+    from headstart.model.model import Target
     from tests.tiny import tiny_model
 
     return Target(tiny_model("llama", vocab_size=61))

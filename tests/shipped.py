@@ -13,7 +13,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 WEIGHTS = "model.safetensors"
 SIZE = 64

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import itertools
 import json
@@ -23,6 +22,8 @@ from headstart.data.writing.in_process import InProcess
 from headstart.data.writing.writer import Continuation
 from headstart.errors import UserError
 from headstart.heads.base import families, family, make_config
+from headstart.model.model import Target
+from headstart.model.outline import outline
 from headstart.pipeline import dry_run as dry_running
 from headstart.pipeline import plan as planning
 from headstart.pipeline.dry_run import Speeds, dry_run
@@ -40,9 +41,7 @@ from headstart.pipeline.run import Run
 from headstart.pipeline.stage_costs import COSTS, Workload, optimizer_bytes
 from headstart.recipes.recipe import Recipe, load_recipe, parse_recipe
 from headstart.recipes.sections import DataSection, TrainSection
-from headstart.target.cache import TreeCache
-from headstart.target.model import Target
-from headstart.target.outline import outline
+from headstart.replay.cache import TreeCache
 from headstart.train.optimizers import make_optimizers
 
 
@@ -376,7 +375,7 @@ class TestByTheConfigAlone:
 
     def test_a_missing_target_is_refused_with_a_remedy(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         offline = UserError("The Hub cannot be reached.", "Check the network.")
-        monkeypatch.setattr("headstart.target.loading.absent", lambda *_: offline)
+        monkeypatch.setattr("headstart.model.loading.absent", lambda *_: offline)
         with pytest.raises(UserError, match="cannot be reached") as refused:
             make_plan(quiet(load_recipe("eagle3-8b"), tmp_path / "none"))
         assert "config.json alone is enough" in refused.value.remedy
@@ -414,14 +413,6 @@ def test_lengths_follow_the_written_conversations(tiny_target: Target) -> None:
     lengths = written_lengths(data, tiny_target.max_length, found)
     assert (lengths.tokens, lengths.turns, lengths.answer) == (40, 1, 15)
     assert (lengths.cached, lengths.source) == (70, "as the 2 that are written")
-
-
-def test_the_scaling_page_matches_the_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(PAPER.parents[1] / "benchmarks"))
-    scaling = importlib.import_module("scaling")
-    page = (PAPER.parent / "scaling.md").read_text(encoding="utf-8")
-    assert "memory of a GPU while training, at least" in page
-    assert scaling.page(page) == page, "python benchmarks/scaling.py writes it again"
 
 
 def test_a_plan_for_programs(tmp_path: Path) -> None:

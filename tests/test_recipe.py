@@ -14,7 +14,7 @@ import yaml
 from headstart.errors import UserError
 from headstart.heads.base import make_config
 from headstart.recipes.recipe import load_recipe, parse_recipe, recipe_text, text_to_edit
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.tiny import tiny_model
 
 

@@ -16,7 +16,7 @@ from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import load_recipe, packaged_recipes
-from headstart.target.model import Target
+from headstart.model.model import Target
 from tests.heads.test_contract import batch_of
 
 RECIPES = tuple(name for name, file in packaged_recipes().items() if file.parent.name != "zoo")

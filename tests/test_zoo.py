@@ -20,8 +20,8 @@ from headstart.heads.base import family, make_config
 from headstart.pipeline.data_stages import check_formats
 from headstart.pipeline.run import Run
 from headstart.recipes.recipe import load_recipe, packaged_recipes
-from headstart.target.model import Target
-from headstart.target.outline import outline
+from headstart.model.model import Target
+from headstart.model.outline import outline
 from headstart.tree.tree import TreeShape
 from tests.heads.test_contract import batch_of
 from tests.tiny import tiny_tokenizer
@@ -44,9 +44,9 @@ ZOO = [name for name, file in packaged_recipes().items() if file.parent.name == 
 
 
 @pytest.fixture
-def zoo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def plans(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(PLANS.parents[1] / "benchmarks"))
-    return importlib.import_module("zoo")
+    return importlib.import_module("plans")
 
 
 def tiny(name: str, folder: Path) -> Target:
@@ -96,8 +96,10 @@ def test_a_recipe_fits_a_tiny_model_of_the_architecture(name: str, tmp_path: Pat
     check_formats(Run(recipe, tmp_path / "run", Console(file=io.StringIO())), target)
 
 
-def test_the_page_matches_the_plans(zoo: ModuleType) -> None:
-    assert list(zoo.ZOO) == ZOO
-    text = zoo.PAGE.read_text(encoding="utf-8")
-    assert zoo.page(text) == text, "python benchmarks/zoo.py writes it again"
-    assert all(zoo.commands(name) in text for name in ZOO)
+@pytest.mark.parametrize("name", ["scaling.md", "zoo.md"])
+def test_pages_are_up_to_date(name: str, plans: ModuleType) -> None:
+    text = (plans.DOCS / name).read_text(encoding="utf-8")
+    assert plans.page(name) == text, "run python benchmarks/plans.py"
+    expected = [plans.commands(recipe) for recipe in ZOO] if name == "zoo.md" else [plans.EXAMPLES[0].command]
+    assert all(command in text for command in expected)
+    assert list(plans.ZOO) == ZOO

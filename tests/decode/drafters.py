@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.options import DecodeOptions
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch
 
 

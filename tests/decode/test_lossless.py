@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.decode.loop import DecodeLoop, Generation, Verifier
+from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.options import DecodeOptions
+from headstart.decode.verify import Verifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.errors import UserError
 from headstart.heads.base import family, make_config
+from headstart.model.model import Target, TargetOutput
 from headstart.support.detokenizer import AnswerMarkup
-from headstart.target.model import Target, TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, TreeShape, decided
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import KINDS, LONG, tiny_model
@@ -187,7 +188,7 @@ class _AcceptsEverything(Verifier):
 def test_the_proof_notices_a_broken_verifier(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     texts = prompts(61)[:1]
     known = plain(target, texts)
-    monkeypatch.setattr("headstart.decode.loop.Verifier", _AcceptsEverything)
+    monkeypatch.setattr("headstart.decode.verify.Verifier", _AcceptsEverything)
     drafter = ReplayDrafter(known, 61, 0.0, nodes=4)
     monkeypatch.setattr(drafter.rng, "randint", lambda *_: 4)
     assert DecodeLoop(target, drafter).generate(texts, OPTIONS)[0].tokens != known[0]

@@ -24,7 +24,7 @@ from headstart.decode.options import DecodeOptions, Processor, SamplingOptions
 from headstart.decode.sampling import Prefixes, process, warp
 from headstart.decode.verify import SamplingVerifier, streams
 from headstart.errors import UserError
-from headstart.target.model import Target, TargetOutput
+from headstart.model.model import Target, TargetOutput
 from headstart.tree.tree import Tree, TreeBatch
 from tests.decode.drafters import ReplayDrafter
 from tests.tiny import tiny_model

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from headstart.decode.costs import Costs
-from headstart.decode.loop import DecodeLoop, Verifier
+from headstart.decode.loop import DecodeLoop
 from headstart.decode.memory import reserve
 from headstart.decode.options import DecodeOptions
-from headstart.decode.verify import decided_on_device
+from headstart.decode.verify import Verifier, decided_on_device
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError
-from headstart.target.memory import free_bytes
-from headstart.target.model import Target, TargetOutput
+from headstart.kernels.memory import free_bytes
+from headstart.model.model import Target, TargetOutput
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 from tests.decode.drafters import ReplayDrafter
 from tests.heads.test_contract import build
@@ -138,7 +138,7 @@ def test_memory_held_for_the_next_text_is_not_counted_twice(device: StandIn, mon
     heads = build("eagle3", host).to(CUDA)
     heads.bind(target)
     drafter, whole = HeadDrafter(heads, TreeShape.chain(3)), 1 << 30
-    monkeypatch.setattr("headstart.target.graphs._ROOMY", 0.0)
+    monkeypatch.setattr("headstart.replay.graphs._ROOMY", 0.0)
 
     def left(_: torch.device) -> int:
         return whole - target.spare_bytes - drafter.spare_bytes

@@ -14,7 +14,7 @@ from headstart.decode.options import DecodeOptions
 from headstart.drafters.draft_model import DraftModelDrafter
 from headstart.drafters.heads import HeadDrafter, ShippedDrafter
 from headstart.heads.parts.recurrent import RecurrentHead
-from headstart.target.model import Target
+from headstart.model.model import Target
 from headstart.tree.tree import Tree, TreeShape
 from tests.heads.test_contract import build, shake
 from tests.shipped import ship
@@ -93,7 +93,7 @@ def test_reading_is_cancelled_between_two_pieces(
 ) -> None:
     decoded, drafter, owner, name = make(target, tmp_path)
     loop, prompt = DecodeLoop(decoded, drafter), [text(100)]
-    for module in ("target.model", "heads.parts.recurrent"):
+    for module in ("model.model", "heads.parts.recurrent"):
         monkeypatch.setattr(f"headstart.{module}.PIECE", PIECE)
     pieces = spy(owner, name)
 

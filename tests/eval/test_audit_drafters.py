@@ -8,8 +8,9 @@ import random
 import pytest
 import torch
 
-from headstart.decode.loop import DecodeLoop, Generation, Verifier
+from headstart.decode.loop import DecodeLoop, Generation
 from headstart.decode.options import DecodeOptions
+from headstart.decode.verify import Verifier
 from headstart.drafters.heads import HeadDrafter
 from headstart.eval.audit import (
     AlwaysWrongDrafter,
@@ -20,8 +21,8 @@ from headstart.eval.audit import (
 )
 from headstart.eval.divergence import first_difference
 from headstart.heads.base import DraftHead, family, make_config
-from headstart.target.few_rows import argmax
-from headstart.target.model import Target, TargetOutput
+from headstart.kernels.draft_kernels import argmax
+from headstart.model.model import Target, TargetOutput
 from headstart.tree.tree import Committed, TreeBatch, TreeShape, decided
 from tests.tiny import tiny_model
 

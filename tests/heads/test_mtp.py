@@ -7,8 +7,8 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from headstart.heads.mtp import MtpHead
-from headstart.target.fitting import FINAL
-from headstart.target.model import Target
+from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.heads.test_contract import batch_of, build, shake
 
 TEXT = [3, 9, 14, 27, 33, 8, 40, 12, 55, 6]

@@ -13,9 +13,9 @@ from headstart.drafters.lookahead import LookaheadDrafter
 from headstart.drafters.memory import MemoryDrafter
 from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UserError, nearest
+from headstart.model.loading import DTYPES, load_target
+from headstart.model.model import Target
 from headstart.support.answer_file import AnswerFile
-from headstart.target.loading import DTYPES, load_target
-from headstart.target.model import Target
 from headstart.tree.calibration import DEEPEST
 
 DRAFTERS = ("none", "heads", "ngram", "memory", "lookahead", "early-exit", "mtp", "draft-model")
@@ -79,15 +79,6 @@ def parts_of(name: str) -> list[str]:
     ['heads', 'draft-model:a+b/c', 'ngram']
     """
     return re.split(rf"\+(?=(?:{'|'.join(DRAFTERS)})(?:[:+]|$))", name)
-
-
-def kinds_of(name: str) -> set[str]:
-    """The joined drafters without arguments.
-
-    >>> sorted(kinds_of("mtp:2+ngram"))
-    ['mtp', 'ngram']
-    """
-    return {part.partition(":")[0] for part in parts_of(name)}
 
 
 def _single(name: str, target: Target, heads: Drafter | None, answers: Path | None) -> Drafter:

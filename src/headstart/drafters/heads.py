@@ -32,11 +32,11 @@ from headstart.drafters.drawing import UNKNOWN, Draws, Growing, Leaf, Undrawn
 from headstart.heads.base import DraftHead, OneForwardHead
 from headstart.heads.mtp import shipped_heads
 from headstart.heads.parts.graphed import GraphedHead
+from headstart.kernels import draft_kernels
+from headstart.kernels.prepacked import refresh
+from headstart.model.model import Target
+from headstart.replay.graphs import WIDTHS
 from headstart.support.uploads import upload, upload_into
-from headstart.target import few_rows
-from headstart.target.graphs import WIDTHS
-from headstart.target.model import Target
-from headstart.target.prepacked import refresh
 from headstart.tree.calibration import Calibration
 from headstart.tree.tree import Committed, Request, Tree, TreeBatch, TreeShape
 
@@ -78,7 +78,7 @@ class HeadDrafter:
         device = heads.draft_to_target_D.device.type
         self._graphs = DraftGraphs(heads) if device == "cuda" and isinstance(heads, GraphedHead) else None
         # Compile now, so that no first answer is delayed.
-        self._compiled = device == "cpu" and any(few_rows.compiled(weight.dtype) for weight in heads.parameters())
+        self._compiled = device == "cpu" and any(draft_kernels.compiled(weight.dtype) for weight in heads.parameters())
         self.aux_layers = heads.aux_layers
         self.bytes_per_token = heads.bytes_per_token
         self.max_nodes = max_nodes if self.shape is None else self.shape.size
@@ -151,8 +151,8 @@ class ShippedDrafter(HeadDrafter):
 
 
 _Candidate = tuple[int, int, float, float, float]
-"""A possible child: its index in the draft vocabulary, its token, its acceptance probability given its parent, that of
-a child drawn in its place, and its probability under the heads; the last two matter where children are drawn."""
+"""A possible child: its index in the draft vocabulary, its token, its acceptance probability given its parent, the one
+of a child drawn in its place, and its probability under the heads; the last two matter where children are drawn."""
 
 
 @torch.no_grad()
@@ -166,7 +166,7 @@ def grow(
     graphs: DraftGraphs | None = None,
 ) -> list[Tree]:
     """Draft a tree after each row's root, level by level, of the request's `shape` or with at most `max_rank` children
-    a node. `depth_logits` is that of a `OneForwardHead`; `graphs` capture levels of other heads.
+    a node. `depth_logits` comes from a `OneForwardHead`; `graphs` capture levels of other heads.
 
     The host waits for the device once a level, or once for a `OneForwardHead`; plus once where children are drawn.
     """
@@ -183,7 +183,7 @@ def grow(
     draws: Draws | None = None
 
     def read(depths: range) -> _Table:
-        """Read the best drafts of the next level or of these depths, along with pending draws."""
+        """Read the best drafts of the next level or of the given depths, along with pending draws."""
         put = upload_into if draws is None else draws.put
         level = None if graphs is None else graphs.level(session, roots.root_B, _level(rows), depths, ranks, put)
         if level is not None:

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from headstart.decode.options import SamplingOptions
-from headstart.target.model import Target
+from headstart.model.model import Target
 
 MIN_EXPECTED = 5.0
 """Cells with a lower expected count are pooled, as the chi-square approximation requires."""
@@ -122,7 +122,7 @@ def enumerate_texts(
 
 
 def _read_on(model: Any, prompt_1T: Tensor, read: Any, texts: Sequence[Text]) -> Tensor:
-    """Return logits [N, V] after the prompt and each of these texts of one length, from the prompt's cache."""
+    """Return logits [N, V] after the prompt and each text (equal lengths), from the prompt's cache."""
     cache = copy.deepcopy(read.past_key_values)
     cache.batch_repeat_interleave(len(texts))
     tokens_NT = torch.tensor(texts, device=prompt_1T.device)

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headstart.heads.base import HeadBatch, StepPrediction
+from headstart.model.frozen import FrozenModel
 from headstart.recipes.sections import PositionWeight
-from headstart.target.fitting import FINAL
-from headstart.target.frozen import FrozenModel
+from headstart.replay.patch import FINAL
 from headstart.train.losses import Loss, dpace, exponential, shared_mass, smooth_l1
 
 _BLOCK = {"cpu": 1 << 24}
@@ -43,7 +43,7 @@ _TABLE_ELSEWHERE = 1 << 30
 _DRAWN = 0.2
 """Fraction of the loss tokens sampled from the unlikely ones."""
 _SAMPLED, _ENOUGH = 4, 512
-"""Stride of the positions by which loss tokens are chosen, reduced to keep at least `_ENOUGH` of them."""
+"""Stride of the positions that choose the loss tokens, reduced to keep at least `_ENOUGH` of them."""
 
 
 def positions_before_answers(batch: HeadBatch) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from headstart.errors import UserError
 from headstart.heads.parts.layer import DraftLayer, LayerConfig, linear_of, norm_scale, normed, refused_layers, rotate
+from headstart.model.frozen import FrozenModel
 from headstart.recipes.sections import FromTarget
-from headstart.target.frozen import FrozenModel
 
 _NEWEST, _ROOT = 2 / 3, 1 / 3
 """Rank, as a fraction of the hidden size, of the heads that attend to the newest state and to the root."""
@@ -145,7 +145,7 @@ class BlockLayer(DraftLayer):
         if config.head_dim != target.kv_shapes[number][0][1] or len(weights) < 3:
             return
         grouped = weights[0].view(len(weights[1]) // config.head_dim, -1, config.head_dim, weights[0].shape[1])
-        weights[0] = grouped[:, : self.groups].flatten(0, 2)  # as many query heads per key head as fit
+        weights[0] = grouped[:, : self.groups].flatten(0, 2)  # the largest number of query heads per key head that fits
         if any(len(weight) >= len(rows) for weight, rows in zip(weights, every, strict=True)):
             return
         for weight, rows in zip(weights, every, strict=True):

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from headstart.heads.parts.graphed import Numbers
 from headstart.heads.parts.layer import LayerConfig
+from headstart.kernels.draft_kernels import FIELDS
+from headstart.replay.attention import causal_attention
+from headstart.replay.cache import KeyMemory, LayerKeys
 from headstart.support.uploads import upload
-from headstart.target.attention import causal_attention
-from headstart.target.cache import KeyMemory, LayerKeys
-from headstart.target.few_rows import FIELDS
 
 _SPARE = 256
 """Initial cache slots beyond the prompt."""
@@ -81,7 +81,7 @@ class Entries:
 
 class LayerCache:
     """Keys and values of committed tokens (`lengths` per row), followed by the current tree's. The C kernels leave
-    those of own-position heads at 0, a score that is negligible beside their own."""
+    own-position heads at 0, a negligible score."""
 
     def __init__(self, config: LayerConfig, layers: int, rows: int, prompt: int, like: Tensor) -> None:
         shape = (rows, config.num_key_value_heads, prompt + _SPARE, config.head_dim)

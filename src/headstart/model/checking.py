@@ -1,0 +1,94 @@
+"""Checks, at every load, that headstart's forwards match the model's own, and whether they can be bit-exact.
+
+Shape suffixes: K tokens of a path, V vocabulary, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from headstart.errors import UserError
+from headstart.kernels import cpu_attention
+from headstart.kernels.prepacked import in_panels
+from headstart.model.frozen import FrozenModel, cannot_tree
+from headstart.replay.patch import Fitting
+from headstart.replay.recorded import Recorded
+from headstart.support.compiled import why_no_vectors
+from headstart.tree.tree import Tree
+
+_CHECKED, _SMALL_WINDOW = 20, 512
+"""Tokens before the tree; largest sliding window for which the text exceeds the window."""
+_CLOSE, _ROUNDED, _IN_8_BITS = 0.02, 0.25, 0.5
+"""Tolerated logit error, relative to the logits' standard deviation, in float32, shorter dtypes and 8 bits. On this
+nonsense text 8 bits cause 23 % (float32) or 30 % (bfloat16). With SmolLM2-135M a leaked token causes 54 or 65 %, a
+hidden one 17 to 76 %: only float32 is sure to catch it. Targets in 8 bits were checked in full precision before."""
+FAILS = (RuntimeError, TypeError, KeyError, IndexError, AttributeError, ValueError, AssertionError)
+"""Exceptions of a model that does not support a forward."""
+
+
+@torch.inference_mode()
+def check_tree(
+    target: FrozenModel,
+    path_logits: Callable[[Sequence[int], Tree, Sequence[int]], Tensor],
+    limit: int | None,
+    rounds: bool = False,
+) -> None:
+    """Compare logits along a tree path with the model's own logits of the same text. The text exceeds the sliding
+    window if that is small.
+
+    Args:
+        target: the target under test.
+        path_logits: logits [1 + K, V] of our forwards after a text and after each node of a tree path.
+        limit: length in tokens at which rotary frequencies change; None for none.
+        rounds: whether our forwards multiply in 8 bits.
+
+    Raises:
+        UserError: the logits differ, or the model fails.
+    """
+    path = [0, 2, 4]  # root, second child, its child
+    longest = min(target.max_length, limit or target.max_length) - len(path)
+    wanted = _CHECKED if target.window is None or target.window > _SMALL_WINDOW else max(_CHECKED, target.window + 8)
+    text = [1 + (31 * i * i + 7 * i) % (target.vocab_size - 1) for i in range(max(1, min(wanted, longest)))]
+    tree = Tree([(7 * i + 2) % target.vocab_size for i in range(5)], [-1, 0, 0, 1, 2])
+    try:
+        ours_KV = path_logits(text, tree, path).float()
+        text_1T = torch.tensor([[*text, *(tree.tokens[node] for node in path)]], device=target.device)
+        stock = target.model(text_1T, use_cache=False, logits_to_keep=len(path) + 1).logits
+        stock_KV = stock[0, -len(path) - 1 :].to(target.device).float()
+    except FAILS as error:
+        raise cannot_tree(target.name, f"{type(error).__name__}: {error}") from error
+    difference = (ours_KV - stock_KV).square().mean().sqrt().item() / (stock_KV.std().item() + 1e-6)
+    explained = _IN_8_BITS if rounds else _CLOSE if target.dtype == torch.float32 else _ROUNDED
+    if not difference <= explained:
+        raise cannot_tree(
+            target.name, f"logits of a tree differ from the model's own by {difference:.0%} of their spread"
+        )
+
+
+def refuse_rounding(target: FrozenModel, fitting: Fitting, record: Callable[[], Recorded]) -> None:
+    """Refuse exact="bits" if products or attention run without the compiled kernels."""
+    device, dtype, prepacked = target.device, target.dtype, fitting.prepacked
+    why, fix = None, ""
+    if device.type != "cpu":
+        why = "it is on a GPU"
+    elif dtype not in (torch.bfloat16, torch.float32):
+        why, fix = f"they do not compute in {target.dtype_name}", "Use --dtype bfloat16"
+    elif not in_panels(torch.zeros(32, 32, dtype=dtype)) or not cpu_attention.serves(1, dtype, device):
+        why, fix = why_no_vectors()
+    elif (captured := (recorded := record()).captured) is None:
+        why = recorded.refused
+    elif not prepacked:
+        why = "memory has no room for prepacked copies of its weights"
+    elif prepacked != fitting.matrices:
+        why = "some of its weights are packed, or not those of a linear layer"
+    else:
+        why = captured.rounds
+    if why is not None:
+        raise UserError(
+            f"exact='bits' needs the compiled CPU kernels, and {target.name} cannot run on them throughout: {why}.",
+            f"{f'{fix}, or leave' if fix else 'Leave'} out --exact bits; in float32 the tokens are those of plain "
+            "decoding.",
+        )

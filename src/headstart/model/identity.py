@@ -1,0 +1,287 @@
+"""Identify a target, exactly and up to rounding of its weights.
+
+Stored states belong to exact weights, identified by `fingerprint`. Heads fit every rounding of their model, identified
+by a `sketch`: a sample of the weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, NotRequired
+
+import torch
+from pydantic import Field, FiniteFloat
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from typing_extensions import TypedDict
+
+from headstart.model.lm_head import is_packed, plain_weight
+
+BUNDLED = "adapter"
+"""Folder of an adapter bundled with its heads."""
+_PRINTED = 64
+"""Samples per parameter in a fingerprint."""
+_PARAMETERS, _NUMBERS = 32, 16
+"""Parameters in a sketch, spread over the model, and samples of each."""
+_Numbers = Annotated[list[FiniteFloat], Field(min_length=_NUMBERS, max_length=_NUMBERS)]
+_NEAR, _TINY = 2**-7, 1e-6
+"""Relative and absolute tolerance for rounding to bfloat16 or float16."""
+_EQUAL_SHARE = 0.97
+"""Required share of samples within that tolerance."""
+_ALIKE = 0.9
+"""Required cosine of packed weights and their originals: 0.99 in 4 bits, 0 for other weights."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter of a target: folder or hub id, hash of weights and settings, and, if headstart trained it, its
+    distance from the base model."""
+
+    spec: str
+    hash: str
+    note: Mapping[str, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def name(self) -> str:
+        """Hub id or folder name; the hash of a bundled adapter."""
+        path = Path(self.spec).expanduser()
+        return self.spec if not path.is_dir() else self.hash[:8] if path.name == BUNDLED else path.resolve().name
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model before loading applied an adapter or quantization ("int8" or "int4")."""
+
+    fingerprint: str
+    sketch: Mapping[str, Any]
+    adapter: Adapter | None = None
+    quantization: str = "none"
+
+    @property
+    def changed_fingerprint(self) -> str:
+        """Fingerprint of the changed model, equal in every dtype."""
+        adapter = "" if self.adapter is None else f" adapter {self.adapter.hash}"
+        packed = "" if self.quantization == "none" else f" {self.quantization}"
+        return hashlib.sha256(f"{self.fingerprint}{adapter}{packed}".encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Argument of `load_target`, display name, and a hash of the architecture and of weights sampled in bfloat16, equal
+    in float32 and bfloat16."""
+
+    spec: str
+    name: str
+    fingerprint: str
+
+
+def whole(weight: Tensor) -> Tensor:
+    """Gather a sharded weight, on all ranks."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
+def places(count: int) -> range:
+    """Choose the flat indices of a parameter to sample for the fingerprint."""
+    return range(0, count, max(1, count // _PRINTED))[:_PRINTED]
+
+
+def _at_places(_: str, parameter: Tensor) -> Tensor:
+    numbers = whole(parameter).detach().reshape(-1)
+    chosen = places(numbers.numel())
+    return numbers[chosen.start : chosen.stop : chosen.step]
+
+
+def fingerprint(model: nn.Module, architecture: str, sample: Callable[[str, Tensor], Tensor] = _at_places) -> str:
+    """Hash architecture and weights; call it on all ranks if sharded. `sample` reads a parameter at its `places`."""
+    digest = hashlib.sha256()
+    digest.update(architecture.encode())
+    for name, parameter in sorted(model.named_parameters()):
+        numbers = sample(name, parameter).to("cpu", torch.bfloat16)
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(numbers.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+class SketchedWeight(TypedDict):
+    """Some numbers of a weight."""
+
+    shape: list[int]
+    numbers: _Numbers
+
+
+class Sketch(TypedDict):
+    """Schema of a sketch in files."""
+
+    architecture: Annotated[str, Field(pattern=r"^\S+( \d+){3}$")]
+    vocabulary: str | None
+    weights: dict[str, SketchedWeight]
+    adapter: NotRequired[str]
+    without_adapter: NotRequired[dict[str, _Numbers]]
+    rounded: NotRequired[bool]
+
+
+def sketch(model: nn.Module, tokenizer: Any, architecture: str, origin: Origin | None = None) -> dict[str, Any]:
+    """Sample a model for `differs`, as JSON: architecture, vocabulary hash, and samples of some unpacked weights. With
+    an adapter, also its hash and the samples without it."""
+    if origin is not None and origin.quantization != "none":
+        return {**origin.sketch, **({} if origin.adapter is None else {"adapter": origin.adapter.hash})}
+    complete = [(name, weight) for name, weight in sorted(model.named_parameters()) if _is_plain(weight)]
+    chosen = [complete[len(complete) * index // _PARAMETERS] for index in range(_PARAMETERS)] if complete else []
+    weights = {
+        name: {"shape": list(weight.shape), "numbers": [float(number) for number in _sampled(weight)]}
+        for name, weight in dict(chosen).items()
+    }
+    sketched: dict[str, Any] = {
+        "architecture": architecture,
+        "vocabulary": vocabulary_hash(tokenizer),
+        "weights": weights,
+    }
+    if origin is not None and origin.adapter is not None:
+        before = origin.sketch["weights"]
+        moved = {name for name, known in weights.items() if name in before and before[name] != known}
+        sketched["adapter"] = origin.adapter.hash
+        sketched["without_adapter"] = {name: before[name]["numbers"] for name in sorted(moved)}
+    return sketched
+
+
+def differs(
+    sketched: Mapping[str, Any],
+    model: nn.Module,
+    tokenizer: Any,
+    architecture: str,
+    origin: Origin | None = None,
+    rounded: bool = False,
+) -> str | None:
+    """Describe how a model differs from a sketched one, beyond rounding; None if it does not.
+
+    Plain weights are compared number by number. Packed layers are read through unit vectors and compared by cosine, as
+    are all weights if either model comes from a GGUF file (`rounded`). An adapter changes weights too little for that:
+    it is identified by its hash, or by whether the samples are nearer to those with or without it.
+    """
+    rounded = rounded or bool(sketched.get("rounded"))
+    if sketched.get("architecture") != architecture:
+        return f"its architecture differs ({architecture}, not {sketched.get('architecture')})"
+    theirs, ours = sketched.get("vocabulary"), vocabulary_hash(tokenizer)
+    if theirs is not None and ours is not None and theirs != ours:
+        return "its tokenizer has other tokens"
+    if (problem := _differs_in_adapter(sketched, model, origin)) is not None:
+        return problem
+    equal: list[bool] = []
+    alike: list[float] = []
+    parameters = dict(model.named_parameters())
+    as_read = {} if origin is None else origin.sketch["weights"]
+    for name, known in sketched.get("weights", {}).items():
+        shape, numbers = tuple(known["shape"]), torch.tensor(known["numbers"])
+        weight = parameters.get(name)
+        if name in as_read:
+            numbers = torch.tensor(sketched.get("without_adapter", {}).get(name, known["numbers"]))
+            _compare(torch.tensor(as_read[name]["numbers"]), numbers, rounded, equal, alike)
+        elif weight is not None and _is_plain(weight) and tuple(weight.shape) == shape:
+            _compare(_sampled(weight), numbers, rounded, equal, alike)
+        elif (read := _through_layer(model, name, shape)) is not None and numbers.norm() > 0:
+            alike.append(float(torch.cosine_similarity(read, numbers, dim=0)))
+    if not equal and not alike:
+        return "none of its weights can be compared"
+    others = (equal and sum(equal) < _EQUAL_SHARE * len(equal)) or (alike and sum(alike) < _ALIKE * len(alike))
+    return "it has other weights" if others else None
+
+
+def _compare(ours: Tensor, numbers: Tensor, rounded: bool, equal: list[bool], alike: list[float]) -> None:
+    """Append elementwise matches to `equal`, or, if rounded, the cosine to `alike`."""
+    if not rounded:
+        equal += ((ours - numbers).abs() <= _NEAR * numbers.abs() + _TINY).tolist()
+    elif numbers.norm() > 0:
+        alike.append(float(torch.cosine_similarity(ours, numbers, dim=0)))
+
+
+def _differs_in_adapter(sketched: Mapping[str, Any], model: nn.Module, origin: Origin | None) -> str | None:
+    theirs, ours = sketched.get("adapter"), None if origin is None else origin.adapter
+    if theirs is None:
+        return None if ours is None else f"it has the adapter {ours.name}"
+    if origin is None or ours is None:
+        plain = ((name, weight) for name, weight in model.named_parameters() if _is_plain(weight))
+        share = _share_of_adapter(sketched, {name: _sampled(weight) for name, weight in plain})
+        return None if share is not None and share > 0.5 else "it lacks the adapter"
+    if theirs != ours.hash:
+        return f"its adapter {ours.name} is another one"
+    before = {name: torch.tensor(known["numbers"]) for name, known in origin.sketch["weights"].items()}
+    share = _share_of_adapter(sketched, before)
+    return "the adapter was in its weights before, and is twice now" if share is not None and share > 0.5 else None
+
+
+def _share_of_adapter(sketched: Mapping[str, Any], numbers: Mapping[str, Tensor]) -> float | None:
+    """Project samples on the step from without the adapter (0) to with it (1); None without samples."""
+    along = size = 0.0
+    for name, without in sketched.get("without_adapter", {}).items():
+        if (here := numbers.get(name)) is not None and len(here) == len(without):
+            base = torch.tensor(without)
+            step = torch.tensor(sketched["weights"][name]["numbers"]) - base
+            along += float(((here - base) * step).sum())
+            size += float(step.square().sum())
+    return along / size if size else None
+
+
+def _is_plain(weight: Tensor) -> bool:
+    if is_packed(weight):
+        return False
+    return weight.is_floating_point() and weight.dtype.itemsize >= 2 and weight.numel() >= _NUMBERS
+
+
+def _indices(count: int) -> Tensor:
+    return (2 * torch.arange(_NUMBERS) + 1) * count // (2 * _NUMBERS + 1)
+
+
+def _sampled(weight: Tensor) -> Tensor:
+    flat = weight.detach().reshape(-1)
+    return flat[_indices(flat.numel()).to(flat.device)].float().cpu()
+
+
+@torch.no_grad()
+def _through_layer(model: nn.Module, name: str, shape: tuple[int, ...]) -> Tensor | None:
+    """Sample a packed linear layer through unit vectors; None if there is no such layer."""
+    path, _, kind = name.rpartition(".")
+    if kind != "weight" or len(shape) != 2:
+        return None
+    try:
+        layer = model.get_submodule(path)
+        if isinstance(layer, nn.Embedding) or plain_weight(layer, *shape) is not None:
+            return None
+        where = next(part for part in (*layer.parameters(), *layer.buffers(), *model.parameters())).device
+        dtype = next((part.dtype for part in model.parameters() if _is_plain(part)), torch.float32)
+        indices = _indices(shape[0] * shape[1])
+        units = torch.zeros(_NUMBERS + 1, shape[1], dtype=dtype, device=where)  # the last row gives the bias
+        units[torch.arange(_NUMBERS), (indices % shape[1]).to(where)] = 1
+        out: Tensor = layer(units).float().cpu()
+        return (out[:-1] - out[-1])[torch.arange(_NUMBERS), indices // shape[1]]
+    except (AttributeError, RuntimeError, TypeError, ValueError, IndexError, StopIteration):
+        return None
+
+
+_SETTINGS = (
+    *("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "sliding_window", "layer_types"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "query_pre_attn_scalar", "attn_logit_softcapping"),
+    *("hidden_act", "hidden_activation", "num_experts_per_tok", "rms_norm_eps", "layer_norm_eps"),
+    *("final_logit_softcapping", "logit_scale", "logits_scaling"),
+    *("attention_multiplier", "residual_multiplier", "embedding_multiplier"),
+)
+"""Config fields that affect outputs; an allow-list, since every transformers version adds fields that do not."""
+
+
+def settings_hash(config: Any) -> str:
+    known = {name: getattr(config, name, None) for name in _SETTINGS}
+    return hashlib.sha256(json.dumps(known, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def vocabulary_hash(tokenizer: Any) -> str | None:
+    if tokenizer is None:
+        return None
+    return hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest()[:32]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name as typed, such as "bfloat16"."""
+    return str(dtype).removeprefix("torch.")

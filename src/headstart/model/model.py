@@ -1,0 +1,549 @@
+"""The target model: prefill, tree forwards, aux hidden states.
+
+Shape suffixes: B rows, T tokens of one forward, V vocabulary, E hidden size, S cache slots in sight, N tree nodes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+from transformers.cache_utils import DynamicCache
+
+from headstart.errors import UserError, nearest
+from headstart.kernels import cpu_attention
+from headstart.kernels.prepacked import MAX_ROWS, drop, in_halves, in_panels
+from headstart.model.checking import FAILS, check_tree, refuse_rounding
+from headstart.model.frozen import FrozenModel, cannot_tree, refuse_layers
+from headstart.model.identity import Origin
+from headstart.replay.attention import PIECE, Running, leave_out_cudnn, run, spans, tree_mask
+from headstart.replay.cache import LayerKeys, TreeCache
+from headstart.replay.chains import ChainCache, has_running_states, read_chains
+from headstart.replay.graphs import Graphs, Inputs, Outputs
+from headstart.replay.patch import FINAL, Fitting
+from headstart.replay.recorded import Captured, Recorded
+from headstart.replay.tape import NotRecordable
+from headstart.support.uploads import upload
+from headstart.tree.tree import Tree, TreeBatch
+
+Exact = Literal["auto", "bits", "tokens"]
+"""Guarantee of tree verification, see `Target.exact`."""
+
+_CAPTURED = 8192
+"""Tokens per forward of `hidden_states`, or one row."""
+_MAX_PADDING = 64
+"""Padding tokens always tolerated in a group of rows: a separate forward costs as much."""
+
+
+@dataclass
+class TargetOutput:
+    """Next-token logits (T is 1 after a prefill) and aux hidden states [B, T, E] by layer: k > 0 is the output of layer
+    k (transformers' `hidden_states[k]`), 0 the embeddings, FINAL the state after the final norm."""
+
+    logits_BTV: Tensor
+    aux_hidden_states: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Target(FrozenModel):
+    """A frozen causal language model in eval mode, ready for tree decoding; see `FrozenModel`. On a GPU, disables cuDNN
+    attention for the rest of the process (see `leave_out_cudnn`).
+
+    Args:
+        exact: see the attribute; "auto" means "tokens".
+
+    Attributes:
+        kv_layers: KV layout of each layer.
+        chains_only: whether it verifies only chains, because some layers keep a running state.
+
+    Raises:
+        UserError: the model does not support token trees; it stays frozen, without our hooks.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any = None, spec: str = "", exact: Exact = "auto", origin: Origin | None = None
+    ) -> None:
+        super().__init__(model, tokenizer, spec, origin)
+        refuse_layers(self.name, self.config)
+        if self.device.type == "cuda":
+            leave_out_cudnn()
+        model.eval().requires_grad_(False)
+        self._exact: Exact = "tokens"  # while it is checked
+        self._int8 = False
+        self._recorded = Recorded()
+        self.chains_only = has_running_states(self.config)
+        self._fitting = Fitting(self.decoder, self.layers, model.get_output_embeddings())
+        self._reads_again = self._fitting.limit is not None and _reads_again(model, self.config)
+        try:
+            self.kv_layers, self.dtype = self._probe()
+            check_tree(self, self._path_logits, self._fitting.limit)
+            self.exact = exact
+        except BaseException:
+            self._fitting.release()
+            raise
+        weakref.finalize(self, self._fitting.end)
+
+    @property
+    def exact(self) -> Literal["bits", "tokens"]:
+        """Guarantee of tree verification; may be set at any time.
+
+        "bits": a node's logits, hidden states, keys and values are bit-exact with a single step after the same text, so
+        greedy text in bfloat16 equals the plain loop's. Refused unless the whole target runs in the compiled,
+        batch-invariant kernels. "tokens": equal up to rounding, so near-ties in short dtypes may differ.
+        """
+        return "tokens" if self._exact == "auto" else self._exact
+
+    @exact.setter
+    def exact(self, exact: Exact) -> None:
+        if exact not in get_args(Exact):
+            raise UserError(f"exact is {exact!r}.", nearest(exact, get_args(Exact)))
+        if exact == "bits":
+            refuse_rounding(self, self._fitting, self.record)
+        self._exact = exact
+
+    @property
+    def eager(self) -> str | None:
+        """Why forwards run through the model's modules; None if small forwards are replayed."""
+        return self.record().refused
+
+    @property
+    def replays(self) -> bool:
+        """Whether small forwards are replayed, as of the newest cache; cheaper than `eager`."""
+        if self._recorded.captured is None and self._recorded.refused is None:
+            self.record()
+        return self._recorded.refused is None
+
+    @property
+    def forwards(self) -> str:
+        """Describe how tree forwards run, for reports."""
+        if self.eager is not None:
+            return f"through the model's modules: {self.eager}"
+        if self._graphs is None:
+            return "replayed"
+        return "CUDA graphs" if self._graphs.refused is None else f"replayed, no CUDA graphs: {self._graphs.refused}"
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of pooled cache memory, which is freed on demand."""
+        return 0 if self._graphs is None else self._graphs.spare_bytes
+
+    @property
+    def _graphs(self) -> Graphs | None:
+        captured = self._recorded.captured
+        return None if captured is None else captured.graphs
+
+    @property
+    def prepacked(self) -> bool:
+        return bool(self._fitting.prepacked)
+
+    @property
+    def in_halves(self) -> bool:
+        """Whether prepacked weights are stored as upper halves of floats (see `prepacked`)."""
+        modules: list[Any] = self._fitting.prepacked
+        return bool(modules) and all(in_halves(module.weight) for module in modules)
+
+    @property
+    def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        return [(layer.keys, layer.values) for layer in self.kv_layers]
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(self.kv_bytes_by_device.values())
+
+    @property
+    def kv_bytes_by_device(self) -> dict[torch.device, int]:
+        count: Counter[torch.device] = Counter()
+        for layer in self.kv_layers:
+            count[layer.device] += layer.bytes
+        return dict(count)
+
+    def forward_bytes(self, rows: int, slots: int) -> tuple[int, int]:
+        """Estimate temporary bytes of a forward with `slots` in sight: fixed, and per tree node."""
+        heads = max(layer.keys[0] for layer in self.kv_layers)
+        numbers = max(sum(count * size for count, size in (layer.keys, layer.values)) for layer in self.kv_layers)
+        query_heads = getattr(self.config, "num_attention_heads", None) or heads
+        item = self.dtype.itemsize
+        reading = min(PIECE, slots) * slots * item + rows * slots * numbers * (query_heads // heads) * item
+        masks = (1 if self.window is None else 2) * (1 + query_heads // heads) * slots * item
+        scores = 2 * query_heads * slots * item
+        return reading, rows * (self.vocab_size * item + masks + scores)
+
+    # -- forwards ------------------------------------------------------------------------------------------------
+
+    def new_cache(self, rows: int, capacity: int) -> TreeCache:
+        """Create an empty KV cache for `rows` sequences of up to `capacity` tokens each, tree nodes included."""
+        self._fitting.refresh()
+        if self.exact == "bits":  # adapters or hooks may have been added since it was set
+            refuse_rounding(self, self._fitting, self.record)
+        else:
+            self.record()
+        return self._empty_cache(rows, capacity)
+
+    @torch.inference_mode()
+    def prefill(self, cache: TreeCache, rows: Sequence[Sequence[int]], aux_layers: Sequence[int] = ()) -> TargetOutput:
+        """Read and commit each row's tokens: logits [B, 1, V] after the last token, aux hidden states [B, longest row,
+        E], garbage past a row's length. Reads long rows in chunks, and groups neighbours of similar length."""
+        lengths = [len(row) for row in rows]
+        assert min(lengths) > 0, "a row to prefill has at least one token"
+        if self.chains_only:
+            return self._read_chains(cache, rows, aux_layers, last_only=True)
+        tokens_BT = self._padded(rows)
+        ends = [before + length for before, length in zip(cache.lengths, lengths, strict=True)]
+        if len(set(cache.lengths)) > 1 or (self._replays_texts(*tokens_BT.shape) and len(alike(lengths)) == 1):
+            last = {row: length - 1 for row, length in enumerate(lengths)}
+            out = self._forward(cache, TreeBatch.text(tokens_BT), aux_layers, wanted=last, ends=ends)
+            cache.commit([range(length) for length in lengths])
+            return out
+        if self._reads_again:
+            self._read_again(cache, ends)
+        longest, (before, *_) = max(lengths), cache.lengths
+        states: dict[int, Tensor] = {}
+        logits_of: dict[int, Tensor] = {}  # by row, [1, V]
+        for start in range(0, longest, PIECE):
+            going = _runs([length > start for length in lengths])
+            left = [min(length - start, PIECE) for length in lengths]
+            for first, stop in ((a + b, a + c) for a, z in going for b, c in alike(left[a:z])):
+                part = cache.part(first, stop)
+                part.lengths = [before + start] * (stop - first)
+                end = min(start + PIECE, max(lengths[first:stop]))
+                last = {row - first: lengths[row] - 1 - start for row in range(first, stop) if lengths[row] <= end}
+                piece_BT = tokens_BT[first:stop, start:end]
+                out = self._read_causal(part, piece_BT, aux_layers, last or {0: 0}, ends[first:stop])
+                logits_of |= zip((first + row for row in last), out.logits_BTV, strict=False)
+                for layer, piece_BTE in out.aux_hidden_states.items():
+                    if piece_BT.shape == tokens_BT.shape:
+                        states[layer] = piece_BTE
+                        continue
+                    if layer not in states:
+                        states[layer] = piece_BTE.new_zeros(*tokens_BT.shape, piece_BTE.shape[-1])
+                    states[layer][first:stop, start:end] = piece_BTE
+        cache.lengths = ends
+        return TargetOutput(torch.stack([logits_of[row] for row in range(len(rows))]), states)
+
+    @torch.inference_mode()
+    def forward_tree(self, cache: TreeCache, batch: TreeBatch, aux_layers: Sequence[int] = ()) -> TargetOutput:
+        """Read token trees: logits [B, N, V] and aux hidden states [B, N, E]; accept paths with `cache.commit`."""
+        if self.chains_only:
+            if any(tree.parents != list(range(-1, tree.size - 1)) for tree in batch.trees):
+                raise cannot_tree(self.name, "some of its layers keep a running state, so it verifies chains alone")
+            return self._read_chains(cache, [tree.tokens for tree in batch.trees], aux_layers)
+        self._check_aux_layers(aux_layers)
+        captured = self._recorded.captured
+        if captured is not None and captured.graphs is not None:
+            out = captured.graphs(partial(self._graphed, captured), cache, batch, aux_layers)
+            if out is not None:
+                return TargetOutput(*out)
+        return self._forward(cache, batch, aux_layers, 0 if self._fitting.limit is None else batch.depth)
+
+    @torch.no_grad()  # not inference mode: heads train on these
+    def hidden_states(self, rows: Sequence[Sequence[int]], aux_layers: Sequence[int]) -> list[dict[int, Tensor]]:
+        """Read aux hidden states of whole sequences, each {layer: [length, E]}, splitting large batches."""
+        self._fitting.refresh()
+        together = max(1, _CAPTURED // max(map(len, rows)))
+        states: list[dict[int, Tensor]] = []
+        for first in range(0, len(rows), together):
+            group = rows[first : first + together]
+            out = self._read_causal(None, self._padded(group), aux_layers, {0: 0}, [len(row) for row in group])
+            states += [
+                {aux_layer: out.aux_hidden_states[aux_layer][b, : len(row)].clone() for aux_layer in aux_layers}
+                for b, row in enumerate(group)
+            ]
+        return states
+
+    def states_with_gradients(
+        self, tokens_BT: Tensor, lengths: Sequence[int], aux_layers: Sequence[int]
+    ) -> dict[int, Tensor]:
+        """Read aux hidden states of right-padded sequences, {layer: [B, T, E]}, with gradients for adapters."""
+        self._fitting.refresh()
+        return self._read_causal(None, tokens_BT, aux_layers, {0: 0}, lengths).aux_hidden_states
+
+    def in_int8(self) -> Target:
+        """Return this target with 8-bit products (weights and activations), for writing data.
+
+        Returns itself if unsupported: on a GPU, without AVX2, with tiles (AMX, faster still), or if weights are not
+        prepacked or forwards not replayed."""
+        modules: list[Any] = self._fitting.prepacked
+        if not modules or not all(in_panels(module.weight, int8=True) for module in modules) or self.eager is not None:
+            return self
+        rounded = copy(self)
+        rounded._int8, rounded._exact, rounded._recorded, rounded._lender = True, "tokens", Recorded(), self
+        weakref.finalize(rounded, drop, [module.weight for module in modules])
+        return self if rounded.eager is not None else rounded
+
+    def record(self) -> Recorded:
+        """Record the model's forward (see `captured`) if needed. `new_cache` calls this; call it ahead when timing."""
+        self._recorded.renew(self.model, self._capture)
+        return self._recorded
+
+    def release(self) -> None:
+        """Undo our patches of the model, which stays frozen; the next forward applies them again."""
+        self._fitting.release()
+
+    def _empty_cache(self, rows: int, capacity: int) -> TreeCache:
+        if self.chains_only:
+            return cast(TreeCache, ChainCache(self.config, rows))  # same interface
+        graphs = self._graphs
+        if graphs is not None and graphs.refused is None:
+            return graphs.new_cache(rows, capacity, (*self.model.parameters(), *self.model.buffers()))
+        return TreeCache(self.kv_layers, rows, capacity, self._reads_again)
+
+    def _read_causal(
+        self,
+        cache: TreeCache | None,
+        tokens_BT: Tensor,
+        aux_layers: Sequence[int],
+        wanted: Mapping[int, int],
+        ends: Sequence[int],
+    ) -> TargetOutput:
+        """Read texts with causal attention. The cache is written, not committed; it may be None, and all its rows have
+        the same length. `wanted` maps rows to the token index to compute logits for; `ends` has each row's final text
+        length, later chunks included."""
+        rows, width = tokens_BT.shape
+        before = cache.lengths[0] if cache is not None else 0
+        positions_1T = torch.arange(before, before + width, device=self.device)[None].clamp(max=self.max_length - 1)
+        indices = self._rows_and_positions(wanted)
+        forward = Running(None, frozenset(aux_layers), causal=True, window=self.window, wanted=indices)
+        if self._fitting.limit is not None:
+            forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(tokens_BT.shape)
+            forward.ends = min(ends), max(ends)
+        return self._run(forward, cache, tokens_BT, positions_1T.expand(rows, width))
+
+    def _replays_texts(self, rows: int, width: int) -> bool:
+        """Whether to read a short text as a tree, with attention in C."""
+        few = width <= PIECE and rows * width <= MAX_ROWS and self._recorded.captured is not None
+        return few and cpu_attention.serves(width, self.dtype, self.device)
+
+    def _read_chains(
+        self, cache: Any, rows: Sequence[Sequence[int]], aux_layers: Sequence[int], last_only: bool = False
+    ) -> TargetOutput:
+        self._check_aux_layers(aux_layers)
+        self._fitting.ensure(aux_layers)
+        return TargetOutput(*read_chains(self.model, cache, rows, aux_layers, last_only, self.device, self.max_length))
+
+    def _forward(
+        self,
+        cache: TreeCache,
+        batch: TreeBatch,
+        aux_layers: Sequence[int],
+        depth: int = 0,
+        wanted: Mapping[int, int] | None = None,
+        ends: Sequence[int] | None = None,
+    ) -> TargetOutput:
+        """Read a tree; the cache is written, not committed. See `_read_causal`.
+
+        `depth` is the batch's, for length-dependent rotary frequencies. `ends` are given for texts; None for trees, as
+        if tokens were read one at a time.
+        """
+        if self._reads_again:
+            self._read_again(cache, ends or [length + 1 for length in cache.lengths])
+        width = batch.size
+        seen = max(cache.lengths) + width
+        lengths_B1 = cache.lengths_B1(self.device)
+        # Nodes past the context length are never emitted, but learned position tables have no row for them, and some
+        # rotary scalings change for all tokens of a forward that passes the limit.
+        shape = batch.tokens_BN.shape
+        positions_BN = (lengths_B1 + batch.depths_BN).expand(shape)
+        if seen > self.max_length:
+            positions_BN = positions_BN.clamp(max=self.max_length - 1)
+        mask = tree_mask(lengths_B1, batch.visible_BNN, positions_BN, self.window, self.dtype, seen)
+        forward = Running(mask, frozenset(aux_layers), window=self.window, bits=self.exact == "bits" and ends is None)
+        # Bit-exact attention must run in C at every width, as for one token.
+        if cpu_attention.serves(1 if forward.bits else width, self.dtype, self.device):
+            if len(lengths_B1) == 1:
+                forward.slots_B = torch.full((shape[0],), seen, device=self.device)
+            else:
+                forward.slots_B = (lengths_B1 + width).flatten()
+        elif self.device.type == "cpu" and mask is not None and mask.full_B1TS.shape[0] > 1:
+            forward.spans = spans(cache.lengths, width)
+        if wanted is not None:
+            forward.wanted = self._rows_and_positions(wanted)
+        if self._fitting.limit is not None and ends is not None:
+            forward.ends_BT = torch.tensor(ends, device=self.device)[:, None].expand(shape)
+            forward.ends = min(ends), max(ends)
+        elif self._fitting.limit is not None:
+            forward.ends_BT = positions_BN + 1
+            forward.ends = min(cache.lengths) + 1, max(cache.lengths) + depth + 1
+        return self._run(forward, cache, batch.tokens_BN, positions_BN)
+
+    def _run(self, forward: Running, cache: TreeCache | None, tokens_BT: Tensor, positions_BT: Tensor) -> TargetOutput:
+        self._check_aux_layers(sorted(forward.aux_layers))
+        self._fitting.ensure(forward.aux_layers)
+        forward.int8 = self._int8
+        if cache is not None:
+            cache.begin(tokens_BT.shape[1])
+            if self._reads_again:
+                cache.note(tokens_BT)
+        captured = self._recorded.captured
+        if captured is not None and cache is not None and captured.serves(tokens_BT.numel(), forward.bits):
+            return self._replay(captured, forward, cache, tokens_BT, positions_BT)
+        with run(forward):
+            out = self.model(
+                input_ids=tokens_BT,
+                attention_mask=None if forward.mask is None else forward.mask.full_B1TS,
+                position_ids=positions_BT,
+                past_key_values=cache,
+                use_cache=cache is not None,
+                logits_to_keep=0,
+            )
+        return TargetOutput(
+            out.logits.to(self.device),
+            {aux_layer: state.to(self.device) for aux_layer, state in forward.captured.items()},
+        )
+
+    def _replay(
+        self, captured: Captured, forward: Running, cache: TreeCache, tokens_BT: Tensor, positions_BT: Tensor
+    ) -> TargetOutput:
+        forward.cache = cache
+        with run(forward):
+            states = captured(tokens_BT, positions_BT)
+            final = states[FINAL]
+            if forward.wanted is not None:
+                final, forward.wanted = final[forward.wanted][:, None], None
+            return TargetOutput(self.lm_head(final), {layer: states[layer] for layer in forward.aux_layers})
+
+    def _graphed(
+        self, captured: Captured, inputs: Inputs, cache: TreeCache, seen: int, aux_layers: frozenset[int]
+    ) -> Outputs:
+        """`_forward` for a CUDA graph, independent of host values."""
+        positions_BN = (inputs.lengths_B1 + inputs.depths_BN).clamp(max=self.max_length - 1)
+        where = inputs.lengths_B1, inputs.visible_BNN, positions_BN
+        mask = tree_mask(*where, self.window, self.dtype, seen, more=True)
+        forward = Running(mask, aux_layers, window=self.window)
+        out = self._replay(captured, forward, cache, inputs.tokens_BN, positions_BN)
+        return out.logits_BTV, out.aux_hidden_states
+
+    def _rows_and_positions(self, wanted: Mapping[int, int]) -> tuple[Tensor, Tensor]:
+        rows, indices = upload([list(wanted), list(wanted.values())], self.device)
+        return rows, indices
+
+    def _padded(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        width = max(map(len, rows))
+        return upload([[*row, *[0] * (width - len(row))] for row in rows], self.device)
+
+    def reads_alike(self, length: int) -> bool:
+        """Whether a text of this length may be read in parts: rotary frequencies do not change within it."""
+        return self._fitting.limit is None or length <= self._fitting.limit
+
+    def deepest(self, cache: TreeCache) -> int | None:
+        """Maximum depth of the next tree; None for no limit. Phi-3 reads its text again, with other rotary
+        frequencies, once it passes a limit, so nodes past the limit are valid only after that."""
+        if not self._reads_again or self._fitting.limit is None:
+            return None
+        return min((left for length in cache.lengths if (left := self._fitting.limit - length - 1) >= 0), default=None)
+
+    def _read_again(self, cache: TreeCache, ends: Sequence[int]) -> None:
+        """Read rows again that pass the limit of their rotary frequencies in this forward."""
+        limit = self._fitting.limit
+        assert limit is not None, "only such models read again"
+        for row, (length, end) in enumerate(zip(cache.lengths, ends, strict=True)):
+            if 0 < length <= limit < end:
+                alone = self._empty_cache(1, length)
+                text_1T = cache.text(row).to(self.device)
+                for start in range(0, length, PIECE):
+                    self._read_causal(alone, text_1T[:, start : start + PIECE], (), {0: 0}, [end])
+                    alone.commit([range(min(PIECE, length - start))])
+                cache.replace(row, alone)
+
+    @torch.inference_mode(False)  # the recording outlives the decoding that triggers it
+    def _capture(self) -> Captured | str:
+        """Record the forward and check its replay with `check_tree`; return the reason on failure."""
+        layers = [FINAL, *range(self.num_layers + 1)]
+        if self.chains_only:
+            return "its layers keep running states"
+        if self._fitting.limit is not None:
+            return "its rotary frequencies depend on the length of the text"
+        self._fitting.ensure(layers)
+        try:
+            captured = Captured(self.model, layers, self.device, self.prepacked, self._int8)
+            replaying = copy(self)  # other threads do not use the recording until it is checked
+            replaying._exact, replaying._recorded = "tokens", Recorded(captured)
+            check_tree(self, replaying._path_logits, None, self._int8)
+        except NotRecordable as reason:
+            return str(reason)
+        except (UserError, *FAILS) as error:
+            return f"replaying it failed ({type(error).__name__}: {error})"
+        if self.device.type == "cuda" and self.kv_bytes_by_device.keys() == {self.device}:
+            captured.graphs = graphs = Graphs(self.kv_layers)
+            try:
+                check_tree(self, replaying._path_logits, None)
+            except (UserError, *FAILS) as error:
+                graphs.refuse(f"replaying them failed ({type(error).__name__}: {error})")
+        return captured
+
+    # -- checks --------------------------------------------------------------------------------------------------
+
+    def _check_aux_layers(self, aux_layers: Sequence[int]) -> None:
+        for aux_layer in aux_layers:
+            if aux_layer != FINAL and not 0 <= aux_layer <= self.num_layers:
+                raise UserError(
+                    f"Layer {aux_layer} does not exist: {self.name} has {self.num_layers} layers.",
+                    f"Choose layers from 0 (embeddings) to {self.num_layers}, or {FINAL} for the final state.",
+                )
+
+    def _probe(self) -> tuple[list[LayerKeys], torch.dtype]:
+        """Probe KV layouts and the dtype of hidden states with a forward, since weights may be packed or on several
+        devices."""
+        cache = DynamicCache(config=self.config) if self.chains_only else DynamicCache()
+        self._fitting.ensure([FINAL])
+        with torch.inference_mode(), run(Running(aux_layers=frozenset([FINAL]))) as forward:
+            self.model(torch.zeros(1, 1, dtype=torch.long, device=self.device), past_key_values=cache, use_cache=True)
+        if len(cache.layers) != self.num_layers:
+            raise cannot_tree(self.name, f"only {len(cache.layers)} of its {self.num_layers} layers keep a KV cache")
+        layers = [
+            LayerKeys.of(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None
+        ]
+        return layers, forward.captured[FINAL].dtype
+
+    def _path_logits(self, text: Sequence[int], tree: Tree, path: Sequence[int]) -> Tensor:
+        """Compute logits after a text and after each node of a tree path, [1 + K, V]. A target that verifies chains
+        reads and rejects another branch first."""
+        cache = self._empty_cache(1, len(text) + tree.size)
+        read_1V = self.prefill(cache, [text]).logits_BTV[0]
+        if not self.chains_only:
+            tree_NV = self.forward_tree(cache, TreeBatch.of([tree], self.device)).logits_BTV[0]
+            return torch.cat([read_1V, tree_NV[list(path)]])
+        rejected, accepted = (Tree.chain_of([tree.tokens[node] for node in nodes]) for nodes in ([0, 1, 3], path[1:]))
+        root_1V = self.forward_tree(cache, TreeBatch.of([rejected], self.device)).logits_BTV[0, :1]
+        cache.commit([[0]])
+        chain_KV = self.forward_tree(cache, TreeBatch.of([accepted], self.device)).logits_BTV[0]
+        return torch.cat([read_1V, root_1V, chain_KV])
+
+
+def _runs(wanted: Sequence[bool]) -> list[tuple[int, int]]:
+    """Find runs of True, as (start, stop).
+
+    >>> _runs([True, True, False, True])
+    [(0, 2), (3, 4)]
+    """
+    bounds = [0, *(row for row in range(1, len(wanted)) if wanted[row] != wanted[row - 1]), len(wanted)]
+    return [(start, stop) for start, stop in pairwise(bounds) if wanted[start]]
+
+
+def alike(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Group neighbouring rows of similar length, as (start, stop), to limit padding.
+
+    >>> alike([1, 1, 2, 100, 100, 120, 300]), alike([2, 300, 2, 2])
+    ([(0, 3), (3, 6), (6, 7)], [(0, 1), (1, 2), (2, 4)])
+    """
+    groups: list[tuple[int, int]] = []
+    start = 0
+    for row in range(len(lengths)):
+        together = lengths[start : row + 1]
+        if len(together) * max(together) - sum(together) > max(_MAX_PADDING, 0.1 * sum(together)):
+            groups.append((start, row))
+            start = row
+    return [*groups, (start, len(lengths))]
+
+
+def _reads_again(model: Any, config: Any) -> bool:
+    """Whether the model's `generate` drops its cache when a text passes the limit of its rotary frequencies."""
+    has_its_own = type(model).prepare_inputs_for_generation is not GenerationMixin.prepare_inputs_for_generation
+    return has_its_own and hasattr(config, "original_max_position_embeddings")

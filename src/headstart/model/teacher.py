@@ -1,0 +1,261 @@
+"""The teacher: the parts of a target that head training needs, stored beside its hidden states.
+
+Heads read embeddings, LM head, final norm and, for a warm start, the last layers: about 6 of 140 GB of a 70B model. So
+heads train on stored states without the target, with bit-exact results.
+
+    teacher-<fingerprint>-<dtype>/
+        base.safetensors          embeddings, LM head, final norms
+        layer-<n>.safetensors     linear maps, biases and norms of a layer, without experts
+        teacher.json              properties of the target, sizes and hashes of the files; written last
+
+Layers are added on demand, and all stores of a folder share one teacher.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from headstart.errors import UserError
+from headstart.model.frozen import FrozenModel
+from headstart.model.identity import Identity, whole
+from headstart.model.model import Target
+from headstart.model.outline import Outline
+from headstart.support.files import file_hash, need_disk, read_json, write_atomic, write_json, write_tensors
+
+NOTE = "teacher.json"
+_BASE = "base.safetensors"
+_FORMAT = 2
+_AGAIN = "Write it again where the target is: headstart data build RECIPE computes nothing else anew."
+
+
+class TeacherModel(FrozenModel):
+    """A target without most of its layers: heads can be created, trained and exported, not decoded with.
+
+    The model is of the target's class, with missing parameters on the `meta` device; `note` is that of `save_teacher`.
+    """
+
+    def __init__(self, model: Any, note: Mapping[str, Any]) -> None:
+        super().__init__(model, None, note["spec"])
+        self.dtype = getattr(torch, note["dtype"])
+        self._kept = [number for number in range(self.num_layers) if _layer_file(number) in note["files"]]
+        self.end_tokens = frozenset(note["end_tokens"])
+        self.settings = note["settings"]
+        self.vocabulary = note["vocabulary"]
+        self._note = note
+
+    def starts(self, layers: int) -> bool:
+        """Whether it has this many of the last layers, for heads that start from them."""
+        return all(layer in self._kept for layer in range(max(0, self.num_layers - layers), self.num_layers))
+
+    @cached_property
+    def spare_token(self) -> int | None:
+        token: int | None = self._note["spare_token"]
+        return token
+
+    @property
+    def name(self) -> str:
+        return str(self._note["name"])
+
+    @property
+    def kv_shapes(self) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+        return [(tuple(keys), tuple(values)) for keys, values in self._note["kv_shapes"]]
+
+    def identity(self) -> Identity:
+        return Identity(self.spec, self.name, self._note["fingerprint"])
+
+    def sketch(self) -> dict[str, Any]:
+        return dict(self._note["sketch"])
+
+
+def teacher_folder(states: Path, fingerprint: str, dtype: str) -> Path:
+    """Path of a target's teacher in the folder of its hidden states, which have this dtype."""
+    return states / f"teacher-{fingerprint[:16]}-{dtype}"
+
+
+def save_teacher(states: Path, target: Target, layers: int = 1, revision: str | None = None) -> Path | None:
+    """Save the teacher of a target with this many of its last layers; skips intact files.
+
+    Returns:
+        The teacher's folder; None for a target that training must load itself: quantised, with an adapter, or of a
+        class outside transformers.
+
+    Raises:
+        UserError: too little free disk.
+    """
+    if not _can_teach(target):
+        return None
+    folder = teacher_folder(states, target.identity().fingerprint, target.dtype_name)
+    is_whole = folder.is_dir() and teacher_problem(folder, thorough=True) is None
+    files = _note(folder)["files"] if is_whole else {}
+    missing = {file: tensors for file, tensors in _kept(target, layers).items() if file not in files}
+    if not missing:
+        return folder
+    size = sum(tensor.numel() * tensor.itemsize for tensors in missing.values() for tensor in tensors.values())
+    need_disk(states, size, "Keeping the teacher")
+    for file, tensors in missing.items():
+        write_atomic(folder / file, partial(write_tensors, tensors=tensors))
+        files[file] = {"bytes": (folder / file).stat().st_size, "sha256": file_hash(folder / file)}
+    write_json(folder / NOTE, {**_facts(target, revision), "sketch": target.sketch(), "files": files})
+    return folder
+
+
+def teach(target: Target, layers: int = 1) -> TeacherModel:
+    """Gather the teacher of a sharded target in memory, with this many of its last layers; call it on all ranks."""
+    files = _kept(target, layers)
+    model, facts = target.model, _facts(target, None)
+    # The sharded model reports only its own part of the key heads.
+    shapes = Outline(_empty(type(model), facts["config"]), None, target.spec, target.dtype).kv_shapes
+    note = {**facts, "kv_shapes": shapes, "files": dict.fromkeys(files)}
+    tensors = {name: whole(tensor).detach() for kept in files.values() for name, tensor in kept.items()}
+    return _assembled(type(model), note, tensors, target.device)
+
+
+def _can_teach(target: FrozenModel) -> bool:
+    """Whether `load_teacher` can rebuild the target from its config: a transformers class with plain weights, no
+    adapter and no packed layers."""
+    model = target.model
+    if target.origin is not None or getattr(transformers, type(model).__name__, None) is not type(model):
+        return False
+    plain = (type(weight) in (Tensor, nn.Parameter) and weight.is_floating_point() for weight in model.parameters())
+    if getattr(model.config, "quantization_config", None) is not None or not all(plain):
+        return False
+    try:
+        empty = _empty(type(model), _config_of(model))
+    except (TypeError, ValueError, AttributeError, KeyError, RuntimeError):  # an incomplete config
+        return False
+    return _shapes(empty) == _shapes(model)
+
+
+def load_teacher(folder: Path, device: torch.device) -> TeacherModel:
+    """Read a teacher; raises UserError if it is missing, truncated or damaged."""
+    note = _note(folder)
+    if problem := teacher_problem(folder, thorough=True):
+        raise UserError(problem, f"Delete it, if it is there. {_AGAIN}")
+    cls = getattr(transformers, note["class"], None)
+    if cls is None:
+        raise UserError(
+            f"This transformers ({transformers.__version__}) has no {note['class']}, the class of {note['name']}.",
+            f"Install the version that the teacher was written with: pip install transformers=={note['transformers']}",
+        )
+    tensors = {name: tensor for file in note["files"] for name, tensor in load_file(folder / file).items()}
+    return _assembled(cls, note, tensors, device)
+
+
+def _assembled(cls: Any, note: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> TeacherModel:
+    model = _empty(cls, note["config"])
+    for name, tensor in tensors.items():
+        parameter = nn.Parameter(tensor.to(device), requires_grad=False)
+        for alias in (name, *note["tied"].get(name, ())):
+            path, _, leaf = alias.rpartition(".")
+            setattr(model.get_submodule(path), leaf, parameter)
+    return TeacherModel(model.eval().requires_grad_(False), note)
+
+
+def teacher_problem(folder: Path, thorough: bool = False) -> str | None:
+    """Check a teacher by file sizes, and hashes if `thorough`; None if it is intact or there is none."""
+    if not folder.is_dir():
+        return None
+    try:
+        note = _note(folder)
+    except UserError as error:
+        return error.problem
+    for file, known in note["files"].items():
+        path = folder / file
+        sized = path.is_file() and path.stat().st_size == known["bytes"]
+        if not sized or (thorough and file_hash(path) != known["sha256"]):
+            return f"{path} is missing, cut short or damaged."
+    return None
+
+
+def _note(folder: Path) -> dict[str, Any]:
+    """Read a teacher's note; raises UserError if it is missing or of another format."""
+    try:
+        note = read_json(folder / NOTE)
+    except UserError:
+        raise UserError(f"{folder} holds no whole teacher: its {NOTE} is missing or cut short.", _AGAIN) from None
+    if not isinstance(note, dict) or note.get("format") != _FORMAT:
+        raise UserError(f"{folder} is a teacher of another format.", _AGAIN)
+    return note
+
+
+def _facts(target: Target, revision: str | None) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "name": target.name,
+        "spec": target.spec,
+        "revision": revision,
+        "fingerprint": target.identity().fingerprint,
+        "settings": target.settings,
+        "vocabulary": target.vocabulary,
+        "dtype": target.dtype_name,
+        "end_tokens": sorted(target.end_tokens),
+        "spare_token": target.spare_token,
+        "kv_shapes": target.kv_shapes,
+        "class": type(target.model).__name__,
+        "transformers": transformers.__version__,
+        "config": _config_of(target.model),
+        "tied": {first: others for first, *others in _names(target.model).values() if others},
+    }
+
+
+def _config_of(model: Any) -> dict[str, Any]:
+    """Config as JSON, with defaults, which differ between versions."""
+    return dict(json.loads(model.config.to_json_string(use_diff=False)))
+
+
+def _empty(cls: Any, config: Mapping[str, Any]) -> Any:
+    with torch.device("meta"):
+        return cls(cls.config_class.from_dict(dict(config)))
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(weight.shape) for name, weight in model.named_parameters(remove_duplicate=False)}
+
+
+def _names(model: nn.Module) -> dict[int, list[str]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return names
+
+
+def _kept(target: Target, layers: int) -> dict[str, dict[str, Tensor]]:
+    """Tensors by file and name: the base, and this many of the last layers."""
+    files = {_BASE: _base(target)}
+    for number in range(max(0, target.num_layers - layers), target.num_layers):
+        files[_layer_file(number)] = _of_layer(target, number)
+    return files
+
+
+def _base(target: Target) -> dict[str, Tensor]:
+    """Embeddings, LM head and norms outside the layers, tied parameters once."""
+    modules = [target.model.get_input_embeddings(), target.model.get_output_embeddings()]
+    parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+    for child in target.decoder.children():
+        if child is not target.layers:
+            parameters += [parameter for parameter in child.parameters() if parameter.ndim == 1]
+    return _by_name(target, parameters)
+
+
+def _of_layer(target: Target, number: int) -> dict[str, Tensor]:
+    modules = [module for path, module in target.layers[number].named_modules() if path.count(".") <= 1]
+    parameters = [parameter for module in modules for parameter in module.parameters(recurse=False)]
+    return _by_name(target, [parameter for parameter in parameters if parameter.ndim <= 2])
+
+
+def _by_name(target: Target, parameters: Sequence[Tensor]) -> dict[str, Tensor]:
+    names = _names(target.model)
+    return {names[id(parameter)][0]: parameter for parameter in parameters}
+
+
+def _layer_file(number: int) -> str:
+    return f"layer-{number + 1:03d}.safetensors"

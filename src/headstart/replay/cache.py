@@ -1,0 +1,294 @@
+"""A preallocated KV cache for token trees.
+
+Each row has its own committed length. A forward writes after it; `commit` moves the accepted tokens down in place.
+Slots past the length are garbage that masks hide. There is no left padding: a committed token's slot is its position.
+
+Shape suffixes: B rows, H key-value heads, C capacity in tokens, D head size, T new tokens, P accepted nodes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from headstart.kernels.memory import Memory
+from headstart.support.uploads import upload
+
+_ONE_BY_ONE = 4
+"""Move up to this many tokens one by one; building an index takes longer."""
+Place = tuple[tuple[int, int], tuple[int, int]]
+"""(store, index in it) of a layer's keys, and of its values."""
+
+
+@dataclass(frozen=True)
+class LayerKeys:
+    """KV layout of one layer: (heads, head size) of keys and of values."""
+
+    keys: tuple[int, int]
+    values: tuple[int, int]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, keys: Tensor, values: Tensor) -> LayerKeys:
+        """Read it off keys and values [B, H, T, D]."""
+        return cls((keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3]), keys.dtype, keys.device)
+
+    @property
+    def bytes(self) -> int:
+        return sum(heads * size for heads, size in (self.keys, self.values)) * self.dtype.itemsize
+
+
+class KeyMemory(Memory):
+    """KV memory reused by successive caches."""
+
+    def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int) -> None:
+        super().__init__(rows, capacity)
+        with torch.inference_mode(False):  # the next cache may be used outside inference mode
+            self.stores, self.places = _allocate(layers, rows, capacity)
+
+    def layer(self, number: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values, [B, H, C, D]."""
+        keys, values = (self.stores[store][index] for store, index in self.places[number])
+        return keys, values
+
+    def write(self, number: int, rows_B1: Tensor, slots_BT: Tensor, keys_BHTD: Tensor, values_BHTD: Tensor) -> None:
+        for store, new_BHTD in zip(self.layer(number), (keys_BHTD, values_BHTD), strict=True):
+            store[rows_B1, :, slots_BT] = new_BHTD.transpose(1, 2)
+
+    def clear(self) -> None:
+        for store in self.stores:
+            store.zero_()
+
+
+class TreeCache(Cache):  # type: ignore[misc]  # transformers has no types
+    """Keys and values of every layer, written in place. `capacity` is in tokens per row, tree nodes included;
+    `keep_tokens` stores token ids as well, for targets that read a text again."""
+
+    def __init__(self, layers: Sequence[LayerKeys], rows: int, capacity: int, keep_tokens: bool = False) -> None:
+        super().__init__(layers=[])
+        self.capacity = capacity
+        self.lengths: list[int] = [0] * rows
+        self._stores, self._places = _allocate(layers, rows, capacity)
+        if keep_tokens:  # one more store, so that they are committed, moved and selected like keys
+            where = self._stores[0].device
+            self._stores.append(torch.zeros(1, rows, 1, capacity, 1, dtype=torch.long, device=where))
+        self.memory: KeyMemory | None = None
+        self._new_tokens = 0
+        self._check: Callable[[], None] | None = None
+        self._ragged = False
+        self._all: list[tuple[Tensor, ...]] = []
+        self._new: list[tuple[Tensor, ...]] = []
+        self._sight: list[tuple[Tensor, ...]] = []
+        self._slots: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._lengths: dict[torch.device, tuple[list[int], Tensor]] = {}
+
+    @classmethod
+    def of(cls, memory: KeyMemory, rows: int) -> TreeCache:
+        """Create a cache on reused memory."""
+        cache = cls((), rows, memory.capacity)
+        cache.memory, cache._places = memory, memory.places
+        cache._stores = [store[:, :rows] for store in memory.stores]
+        return cache
+
+    @property
+    def rows(self) -> int:
+        return len(self.lengths)
+
+    def watch(self, check: Callable[[], None] | None) -> None:
+        """Call `check` before each forward; its exception aborts the forward."""
+        self._check = check
+
+    def begin(self, new_tokens: int) -> None:
+        """Announce a forward of `new_tokens` per row."""
+        if self._check is not None:
+            self._check()
+        seen = max(self.lengths) + new_tokens
+        if seen > self.capacity:
+            raise RuntimeError(f"KV cache of {self.capacity} tokens cannot take {seen}.")
+        self._new_tokens = new_tokens
+        self._seen = seen
+        self._ragged, self._slots = len(set(self.lengths)) > 1, {}
+        self._all, self._new, self._sight = [], [], []
+
+    def begin_at(self, lengths_B1: Tensor, new_tokens: int, seen: int) -> None:
+        """Announce a forward whose rows start at `lengths_B1`, with `seen` slots in sight."""
+        self._new_tokens, self._seen, self._ragged = new_tokens, seen, True
+        slots_BT = lengths_B1 + torch.arange(new_tokens, device=lengths_B1.device)
+        self._slots = {lengths_B1.device: (torch.arange(self.rows, device=lengths_B1.device)[:, None], slots_BT)}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write one layer's new keys and values [B, H, T, D]; return views of all slots in sight."""
+        (key_store, key_index), (value_store, value_index) = self._places[layer_idx]
+        if not self._ragged:
+            if not self._new:  # one view for all layers, taken apart, instead of several for each
+                first, seen = self._seen - self._new_tokens, self._seen
+                self._new = [store[:, :, :, first:seen].unbind() for store in self._stores]
+                self._sight = [store[:, :, :, :seen].unbind() for store in self._stores]
+            self._new[key_store][key_index].copy_(key_states)
+            self._new[value_store][value_index].copy_(value_states)
+            return self._sight[key_store][key_index], self._sight[value_store][value_index]
+        keys = self._stores[key_store][key_index]
+        values = self._stores[value_store][value_index]
+        rows_B1, slots_BT = self._rows_and_slots(keys.device)
+        keys[rows_B1, :, slots_BT] = key_states.transpose(1, 2)
+        values[rows_B1, :, slots_BT] = value_states.transpose(1, 2)
+        return keys[:, :, : self._seen], values[:, :, : self._seen]
+
+    def slots(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return all slots of a layer, keys and values [B, H, C, D]."""
+        if not self._all:
+            self._all = [store.unbind() for store in self._stores]
+        (key_store, key_index), (value_store, value_index) = self._places[layer]
+        return self._all[key_store][key_index], self._all[value_store][value_index]
+
+    @property
+    def layout(self) -> tuple[Sequence[Tensor], Sequence[Place]]:
+        """Stores [count, B, H, C, D], and each layer's places in them."""
+        return self._stores, self._places
+
+    def note(self, tokens_BT: Tensor) -> None:
+        """Write the token ids of this forward, for `text`."""
+        store_BC = self._stores[-1][0, :, 0, :, 0]
+        rows_B1, slots_BT = self._rows_and_slots(store_BC.device)
+        store_BC[rows_B1, slots_BT] = tokens_BT.to(store_BC.device)
+
+    def text(self, row: int) -> Tensor:
+        """The committed tokens of a row, [1, T]."""
+        return self._stores[-1][0, row, 0, : self.lengths[row], 0][None]
+
+    def replace(self, row: int, other: TreeCache) -> None:
+        """Copy the only row of another cache, which has read the same text again."""
+        for store, read in zip(self._stores, other._stores, strict=True):
+            store[:, row, :, : self.lengths[row]] = read[:, 0, :, : self.lengths[row]]
+
+    def _rows_and_slots(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device not in self._slots:
+            slots_BT = self.lengths_B1(device) + torch.arange(self._new_tokens, device=device)
+            self._slots[device] = torch.arange(self.rows, device=device)[:, None], slots_BT
+        return self._slots[device]
+
+    def commit(
+        self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None, counts_B: Tensor | None = None
+    ) -> None:
+        """Keep each row's accepted path (node indices of the last forward, in order); an empty path drops them all.
+        `paths_BP`, the paths on the device, padded with any node, and `counts_B`, their lengths, save uploads."""
+        moved = [
+            (row, self.lengths[row] + node, self.lengths[row] + index)
+            for row, path in enumerate(paths)
+            for index, node in enumerate(path)
+            if node != index
+        ]
+        if moved and paths_BP is not None and paths_BP.device.type != "cpu":
+            # Padding moves garbage to slots past the new length.
+            starts_B1 = self.lengths_B1(paths_BP.device)
+            index_BP = starts_B1 + torch.arange(paths_BP.shape[1], device=paths_BP.device)
+            for store in self._stores:
+                sources = (starts_B1 + paths_BP).to(store.device)
+                rows_B1 = torch.arange(self.rows, device=store.device)[:, None]
+                store[:, rows_B1, :, index_BP.to(store.device)] = store[:, rows_B1, :, sources]
+        elif 0 < len(moved) <= _ONE_BY_ONE:
+            # In order, no move overwrites the source of a later one.
+            for store in self._stores:
+                for row, source, index in moved:
+                    store[:, row, :, index] = store[:, row, :, source]
+        elif moved:
+            columns = torch.tensor(moved).T
+            placed = {device: upload(columns, device) for device in {store.device for store in self._stores}}
+            for store in self._stores:
+                rows, sources, indices = placed[store.device]
+                # Indexing gathers a copy before the write, so overlapping moves are safe.
+                store[:, rows, :, indices] = store[:, rows, :, sources]
+        known = None if counts_B is None else self._lengths.get(counts_B.device)
+        carried = known is not None and known[0] == self.lengths
+        for row, path in enumerate(paths):
+            self.lengths[row] += len(path)
+        if carried and known is not None and counts_B is not None:
+            self._lengths[counts_B.device] = list(self.lengths), known[1] + counts_B[:, None]
+
+    def lengths_B1(self, device: torch.device) -> Tensor:
+        """Committed lengths, int64 [B, 1], or [1, 1] if all are equal; kept on the device across commits that pass
+        `counts_B`."""
+        if len(set(self.lengths)) == 1:
+            return torch.full((1, 1), self.lengths[0], device=device)
+        known = self._lengths.get(device)
+        if known is None or known[0] != self.lengths:
+            self._lengths[device] = known = list(self.lengths), upload(self.lengths, device)[:, None]
+        return known[1]
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        """Keep only these rows, in ascending order. Moves them down in place, since memory is sized for one cache."""
+        assert list(rows) == sorted(set(rows)), "rows move down, never up"
+        for row, source in enumerate(rows):
+            if row != source:
+                length = self.lengths[source]
+                for store in self._stores:
+                    store[:, row, :, :length] = store[:, source, :, :length]
+        self._stores = [store[:, : len(rows)] for store in self._stores]
+        self.lengths = [self.lengths[row] for row in rows]
+
+    def part(self, start: int, stop: int) -> TreeCache:
+        """Return a view of these rows with lengths of its own; after a commit to it, the caller updates the lengths
+        here."""
+        part = copy.copy(self)
+        part._stores = [store[:, start:stop] for store in self._stores]
+        part.lengths = self.lengths[start:stop]
+        part._slots, part._lengths, part.memory = {}, {}, None
+        part._all, part._new, part._sight = [], [], []
+        return part
+
+    def with_room(self, needed: int, new_cache: Callable[[int, int], TreeCache]) -> TreeCache:
+        """Return this cache if it fits `needed` tokens, else a copy with twice that capacity."""
+        if needed <= self.capacity:
+            return self
+        other = new_cache(self.rows, 2 * needed)
+        other._check = self._check
+        for row in range(self.rows):
+            other.go_on_with(row, self.part(row, row + 1))
+        return other
+
+    def kept(self, row: int, length: int) -> TreeCache:
+        """Copy the first `length` tokens of a row into memory of its own."""
+        alone = self.part(row, row + 1)
+        alone._stores = [store[:, :, :, :length].clone() for store in alone._stores]
+        alone.capacity, alone.lengths = length, [length]
+        return alone
+
+    def go_on_with(self, row: int, other: TreeCache) -> None:
+        """Start a row with the content of another cache's only row."""
+        self.lengths[row] = other.lengths[0]
+        self.replace(row, other)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return max(self.lengths)
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        """(slots in sight, offset), for transformers."""
+        return max(self.lengths) + self._new_tokens, 0
+
+
+def _allocate(layers: Sequence[LayerKeys], rows: int, capacity: int) -> tuple[list[Tensor], list[Place]]:
+    """Allocate one tensor [count, B, H, C, D] per layout, so that a commit is one operation for all layers."""
+    counts: dict[tuple[int, int, torch.dtype, torch.device], int] = {}
+    indices = []
+    for layer in layers:
+        spots = []
+        for heads, size in (layer.keys, layer.values):
+            kind = (heads, size, layer.dtype, layer.device)
+            spots.append((kind, counts.setdefault(kind, 0)))
+            counts[kind] += 1
+        indices.append(spots)
+    order = list(counts)
+    stores = [
+        torch.zeros(count, rows, heads, capacity, size, dtype=dtype, device=device)
+        for (heads, size, dtype, device), count in counts.items()
+    ]
+    return stores, [((order.index(keys[0]), keys[1]), (order.index(values[0]), values[1])) for keys, values in indices]

@@ -1,0 +1,195 @@
+"""Targets with linear-attention layers (Qwen3-Next, Qwen3.5), which keep a running state instead of keys and values.
+
+A running state cannot be truncated, so these targets verify chains, not trees. Each linear layer snapshots its state
+before a chain. After a rejection the snapshots are restored, and the accepted tokens are read again ahead of the next
+chain, in the same forward. Full-attention layers are truncated as usual. Every row has its own cache and forward,
+since padding would enter the state.
+
+Shape suffixes: B rows, N nodes of the longest chain, T tokens of one forward, V vocabulary, E hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from headstart.replay.attention import PIECE, Running, run, running
+from headstart.support.uploads import upload
+
+LINEAR = "linear_attention"
+"""The layer type in configs."""
+
+
+class Row:
+    """State of one row: its cache, tokens held in it, committed tokens pending for the next forward, and snapshots of
+    linear layers from before the last chain."""
+
+    def __init__(self, config: Any) -> None:
+        self.cache = DynamicCache(config=config)
+        self.held = 0
+        self.pending: list[int] = []
+        self.copies: dict[int, Any] = {}
+        self.check: Callable[[], None] | None = None
+
+    def keep(self, layer: int) -> None:
+        self.copies[layer] = copy.deepcopy(self.cache.layers[layer])
+
+    def accept(self, chain: Sequence[int], count: int) -> None:
+        """Keep the pending tokens and the first `count` tokens of the last chain, if one was read."""
+        if self.check is not None:
+            self.check()
+        if not chain:
+            return
+        self.held += len(self.pending)
+        if count == len(chain):
+            self.held, self.pending, self.copies = self.held + count, [], {}
+            return
+        for number, layer in enumerate(self.cache.layers):
+            if number in self.copies:
+                self.cache.layers[number] = self.copies[number]
+            else:
+                layer.keys, layer.values = layer.keys[:, :, : self.held], layer.values[:, :, : self.held]
+        self.pending, self.copies = list(chain[:count]), {}
+
+
+class ChainCache:
+    """The `TreeCache` of these targets, allocated on demand. `chains` has each row's last chain, to be committed."""
+
+    def __init__(self, config: Any, rows: int) -> None:
+        self._config = config
+        self.rows_B = [Row(config) for _ in range(rows)]
+        self._check: Callable[[], None] | None = None
+        self.lengths = [0] * rows
+        self.chains: list[list[int]] = [[] for _ in range(rows)]
+
+    def watch(self, check: Callable[[], None]) -> None:
+        """See `TreeCache.watch`; called after each prefill chunk and before each chain."""
+        self._check = check
+        for row in self.rows_B:
+            row.check = check
+
+    @property
+    def rows(self) -> int:
+        return len(self.rows_B)
+
+    def commit(
+        self, paths: Sequence[Sequence[int]], paths_BP: Tensor | None = None, counts_B: Tensor | None = None
+    ) -> None:
+        """See `TreeCache.commit`."""
+        for number, (row, path) in enumerate(zip(self.rows_B, paths, strict=True)):
+            assert list(path) == list(range(len(path))), "the target reads chains"
+            row.accept(self.chains[number], len(path))
+            self.lengths[number] += len(path)
+            self.chains[number] = []
+
+    def forget(self) -> None:
+        """Drop uncommitted chains."""
+        if self._check is not None:
+            self._check()
+        if any(self.chains):
+            self.commit([[]] * self.rows)
+
+    def reorder(self, rows: Sequence[int]) -> None:
+        self.rows_B = [self.rows_B[row] for row in rows]
+        self.lengths, self.chains = [self.lengths[row] for row in rows], [self.chains[row] for row in rows]
+
+    def part(self, start: int, stop: int) -> ChainCache:
+        part = copy.copy(self)
+        part.rows_B, part.lengths = self.rows_B[start:stop], self.lengths[start:stop]
+        part.chains = self.chains[start:stop]
+        return part
+
+    def kept(self, row: int, length: int) -> ChainCache:
+        """Copy a row if it has exactly `length` tokens, else return an empty cache."""
+        alone = ChainCache(self._config, 1)
+        if self.lengths[row] == length:
+            alone.go_on_with(0, self.part(row, row + 1))
+        return alone
+
+    def go_on_with(self, row: int, other: ChainCache) -> None:
+        kept = copy.copy(other.rows_B[0])
+        kept.check = None  # do not deepcopy the check, which belongs to the call that read the row
+        self.rows_B[row], self.lengths[row] = copy.deepcopy(kept), other.lengths[0]
+        self.rows_B[row].check = self._check
+
+
+def read_chains(
+    model: Any,
+    cache: ChainCache,
+    rows: Sequence[Sequence[int]],
+    aux_layers: Sequence[int],
+    last_only: bool,
+    device: torch.device,
+    max_length: int,
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Read a chain per row, row by row: logits [B, N, V] and aux hidden states [B, N, E]. With `last_only` the rows are
+    prompts: they are committed, and only the last token gets logits."""
+    cache.forget()
+    logits, states = [], []
+    for number, (row, tokens) in enumerate(zip(cache.rows_B, rows, strict=True)):
+        pieces = []
+        size = PIECE if last_only else len(tokens)
+        for start in range(0, len(tokens), size):
+            piece = list(tokens[start : start + size])
+            forward = Running(None, frozenset(aux_layers), causal=True, row=row)
+            if last_only:
+                row_1, index_1 = upload([[0], [len(row.pending) + len(piece) - 1]], device)
+                forward.wanted = row_1, index_1
+            text_1T = torch.tensor([[*row.pending, *piece]], device=device)
+            index_1T = torch.arange(row.held, row.held + text_1T.shape[1], device=device)[None]
+            with run(forward):
+                out = model(
+                    input_ids=text_1T,
+                    position_ids=index_1T.clamp(max=max_length - 1),
+                    past_key_values=row.cache,
+                    use_cache=True,
+                )
+            new = slice(len(row.pending), None)
+            pieces.append({layer: state[0, new].to(device) for layer, state in forward.captured.items()})
+            logits_TV = out.logits[0].to(device)
+            if last_only:
+                row.accept(piece, len(piece))
+            else:
+                logits_TV = logits_TV[new]
+        logits.append(logits_TV)
+        states.append({layer: torch.cat([piece[layer] for piece in pieces]) for layer in aux_layers})
+        if last_only:
+            cache.lengths[number] += len(tokens)
+        else:
+            cache.chains[number] = list(tokens)
+    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return padded(logits), {layer: padded([of_row[layer] for of_row in states]) for layer in aux_layers}
+
+
+def has_running_states(config: Any) -> bool:
+    return LINEAR in (getattr(config, "layer_types", None) or ())
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Detect linear attention by its convolution and cache index."""
+    return hasattr(module, "conv1d") and hasattr(module, "layer_idx")
+
+
+def read_in_turn(module: Any, hidden_states: Tensor, **more: Any) -> Tensor:
+    """Run linear attention on the pending tokens, snapshot the state, then run it on the chain."""
+    forward = running()
+    row: Row | None = None if forward is None else forward.row
+    forward_of_class = type(module).forward
+    # The cache argument is named `cache_params` before transformers 5.24, `cache` since.
+    cached = any(more.get(name) is not None for name in ("cache_params", "cache"))
+    if row is None or not cached:
+        out: Tensor = forward_of_class(module, hidden_states, **more)
+        return out
+    before = len(row.pending)
+    parts = [part for part in (hidden_states[:, :before], hidden_states[:, before:]) if part.shape[1]]
+    if before:
+        parts[0] = forward_of_class(module, parts[0], **more)
+    row.keep(module.layer_idx)
+    parts[-1] = forward_of_class(module, parts[-1], **more)
+    return torch.cat(parts, dim=1)

@@ -1,0 +1,247 @@
+"""Patch a transformers model so that headstart's forwards run beside its own.
+
+Each patch looks up the forward of its thread (`attention.running`), so forwards in several threads, and the model's own
+`generate`, do not interfere.
+
+- Configs become a `Config` that selects our attention in our forwards.
+- Hooks on aux layers capture their states.
+- Rotary embeddings with length-dependent frequencies choose them per token.
+- Linear attention snapshots its state before a chain (see `chains`).
+- Linear layers use prepacked weights where that is faster (see `products`).
+- The LM head runs only on tokens whose logits are wanted.
+
+Shape suffixes: B rows, T tokens of one forward, d components of a head.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from headstart.kernels.prepacked import drop, fits, refresh
+from headstart.replay.attention import NAME, running
+from headstart.replay.chains import is_linear, read_in_turn
+from headstart.replay.products import Matrix, can_prepack, is_matrix
+
+FINAL = -1
+"""Layer number of the state after the final norm, the LM head's input."""
+_CHOOSER = "LM head"
+"""Key of the hook on the LM head."""
+
+
+class Config:
+    """A proxy of a module's config that selects our attention in our forwards."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        object.__setattr__(self, "_config", config)
+
+    @property
+    def _attn_implementation(self) -> str | None:
+        name: str | None = NAME if running() is not None else self._config._attn_implementation
+        return name
+
+    @property  # type: ignore[misc]  # typed as an attribute of every object
+    def __class__(self) -> Any:  # isinstance sees the model's own kind of config
+        return type(self._config)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_config"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._config, name, value)
+
+    def __reduce__(self) -> tuple[type[Config], tuple[PreTrainedConfig]]:
+        return Config, (self._config,)
+
+
+class Fitting:
+    """The patches of one `Target`. Texts of more than `limit` tokens have other rotary frequencies; None for no
+    limit."""
+
+    def __init__(self, decoder: nn.Module, layers: nn.ModuleList, lm_head: nn.Module) -> None:
+        self._decoder, self._layers, self._lm_head = decoder, layers, lm_head
+        self._lock = threading.Lock()
+        self._hooks: dict[int | str, Any] = {}
+        self._undo: list[Callable[[], Any]] = []  # restore configs and forwards
+        self._fit()
+        limits = [_limit(module, kind) for module in decoder.modules() for kind in _long_types(module)]
+        self.limit = min(limits, default=None)
+
+    def ensure(self, aux_layers: Iterable[int]) -> None:
+        """Apply the patches that a forward with these aux layers needs."""
+        if type(vars(self._decoder).get("config")) is not Config:
+            self._fit()
+        self._put_matrices()
+        wanted: set[int | str] = {_CHOOSER, *aux_layers}
+        if missing := wanted - self._hooks.keys():
+            with self._lock:
+                for layer in missing - self._hooks.keys():
+                    self._hooks[layer] = self._hook(layer)
+
+    def refresh(self) -> None:
+        """Drop stale prepacked weights."""
+        refresh(self._packed_weights())
+
+    def release(self) -> None:
+        """Undo all patches; the next forward applies them again."""
+        self.forget()
+        with self._lock:
+            for undo in self._undo:
+                undo()
+            self._undo = []
+
+    def forget(self) -> None:
+        """Remove the hooks; other patches may serve other targets of the same model."""
+        with self._lock:
+            for hook in self._hooks.values():
+                hook.remove()
+            self._hooks = {}
+
+    def end(self) -> None:
+        """Clean up after the target: remove the hooks and free prepacked weights."""
+        self.forget()
+        drop(self._packed_weights())
+
+    @cached_property
+    def matrices(self) -> list[nn.Module]:
+        """Every module with a matrix product, the LM head first."""
+        modules = [*self._lm_head.modules(), *self._decoder.modules()]
+        return [module for module in dict.fromkeys(modules) if is_matrix(module)]
+
+    @cached_property
+    def prepacked(self) -> list[nn.Module]:
+        """Linear layers to prepack; none if memory does not fit all of them."""
+        modules = [module for module in self.matrices if can_prepack(module)]
+        return modules if fits(cast(Tensor, module.weight) for module in modules) else []
+
+    def _packed_weights(self) -> Iterator[Tensor]:
+        return (cast(Tensor, module.weight) for module in self.prepacked)
+
+    def _put_matrices(self) -> None:
+        ends = *self.prepacked[:1], *self.prepacked[-1:]
+        if all(type(vars(module).get("forward")) is Matrix for module in ends):
+            return  # another target of the same model may have fewer of its layers
+        with self._lock:
+            for module in self.prepacked:
+                forward = vars(module).get("forward")
+                if type(forward) is not Matrix:  # it wraps a foreign forward
+                    self._replace(module, Matrix(module, forward))
+
+    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._undo.append(partial(_restore, module, vars(module).get("forward")))
+        vars(module)["forward"] = forward
+
+    def _fit(self) -> None:
+        with self._lock:
+            for module in self._decoder.modules():
+                config = vars(module).get("config")
+                if isinstance(config, PreTrainedConfig) and type(config) is not Config:
+                    self._undo.append(partial(setattr, module, "config", config))
+                    module.config = Config(config)  # type: ignore[assignment]  # a proxy
+                if _long_types(module) and "forward" not in vars(module):
+                    self._replace(module, partial(_longrope_forward, module))
+                elif is_linear(module) and "forward" not in vars(module):
+                    self._replace(module, partial(read_in_turn, module))
+
+    def _hook(self, layer: int | str) -> Any:
+        if isinstance(layer, str):
+            return self._lm_head.register_forward_pre_hook(_choose)
+        if layer == FINAL:
+            return self._decoder.register_forward_hook(partial(_keep_output, layer))
+        if layer == 0:
+            return self._layers[0].register_forward_pre_hook(_keep_input, with_kwargs=True)
+        return self._layers[layer - 1].register_forward_hook(partial(_keep_output, layer))
+
+
+def _restore(module: nn.Module, forward: Any) -> None:
+    vars(module).pop("_headstart_twins", None)
+    if forward is None:
+        vars(module).pop("forward", None)
+    else:
+        vars(module)["forward"] = forward
+
+
+def _choose(_module: nn.Module, args: tuple[Any, ...]) -> Any:
+    """Replace the states [B, T, E] by those of the wanted tokens, [R, 1, E]."""
+    forward = running()
+    if forward is None or forward.wanted is None:
+        return None
+    rows, indices = (index.to(args[0].device) for index in forward.wanted)
+    forward.wanted = None  # a second target of the same model may hook it too
+    return (args[0][rows, indices][:, None], *args[1:])
+
+
+def _keep_output(layer: int, _module: nn.Module, _args: Any, output: Any) -> None:
+    forward = running()
+    if forward is not None and layer in forward.aux_layers:
+        forward.captured[layer] = output if isinstance(output, Tensor) else output[0]
+
+
+def _keep_input(_module: nn.Module, args: Any, kwargs: Any) -> None:
+    forward = running()
+    if forward is not None and 0 in forward.aux_layers:
+        forward.captured[0] = args[0] if args else kwargs["hidden_states"]
+
+
+# -- rotary embeddings that depend on the length -----------------------------------------------------------------------
+
+
+def _long_types(module: nn.Module) -> list[str | None]:
+    """Layer types (None: all) with "longrope" rotary embeddings."""
+    kind = vars(module).get("rope_type")
+    if isinstance(kind, dict):
+        return [layer_type for layer_type, name in kind.items() if name == "longrope"]
+    return [None] if kind == "longrope" else []
+
+
+def _longrope_forward(module: Any, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **more: Any) -> Any:
+    """Run a "longrope" embedding, choosing short or long frequencies per token, as in a loop over single tokens.
+
+    transformers chooses one set for all tokens of a forward, by its last position.
+    """
+    forward = running()
+    if layer_type is not None:
+        more["layer_type"] = layer_type
+    if forward is None or forward.ends_BT is None or layer_type not in _long_types(module):
+        return type(module).forward(module, x, position_ids, **more)
+    limit = _limit(module, layer_type)
+    minimum, maximum = forward.ends
+    if minimum > limit or maximum <= limit:
+        return _fixed(module, layer_type, minimum > limit, x.device)(x, position_ids, **more)
+    short, long = (_fixed(module, layer_type, which, x.device)(x, position_ids, **more) for which in (False, True))
+    is_long_BT1 = (forward.ends_BT > limit)[:, :, None].to(x.device)
+    return tuple(torch.where(is_long_BT1, b, a) for a, b in zip(short, long, strict=True))
+
+
+def _limit(module: Any, layer_type: str | None) -> int:
+    settings = module.config.rope_parameters
+    return int((settings if layer_type is None else settings[layer_type])["original_max_position_embeddings"])
+
+
+def _fixed(module: Any, layer_type: str | None, long: bool, device: torch.device) -> nn.Module:
+    """Return a cached copy of a rotary embedding with fixed frequencies."""
+    twins = vars(module).setdefault("_headstart_twins", {})
+    key = (layer_type, long, device)
+    if key not in twins:
+        prefix = "" if layer_type is None else f"{layer_type}_"
+        which = {} if layer_type is None else {"layer_type": layer_type}
+        frequencies = getattr(module, f"{prefix}original_inv_freq").to(device)
+        if long:  # as transformers makes them
+            length = _limit(module, layer_type) + 1
+            frequencies, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, device, seq_len=length, **which)
+        twin = copy.copy(module)
+        vars(twin).pop("forward", None)
+        vars(twin).pop("_headstart_twins", None)
+        twin.rope_type = "default" if layer_type is None else {**module.rope_type, layer_type: "default"}
+        vars(twin)["_buffers"] = {**module._buffers, f"{prefix}inv_freq": frequencies}
+        twins[key] = twin
+    fixed: nn.Module = twins[key]
+    return fixed

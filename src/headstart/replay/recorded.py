@@ -1,0 +1,247 @@
+"""Record the target's decoder once and replay it for forwards of a few tokens.
+
+The recording (see `tape`) covers one text. A batch is replayed as a single row, since only attention mixes tokens; it
+restores the batch shape and writes to the cache. Operators are rewritten where that pays (see `rewrites`).
+
+A model that cannot be recorded, or that replays to other logits, runs through its modules; `Target.eager` gives the
+reason. So do long texts, except in 8 bits. On a GPU, trees run as CUDA graphs of the replay (see `graphs`).
+
+Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, E hidden size.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import is_not
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from headstart.kernels.prepacked import MAX_ROWS, drop
+from headstart.replay.attention import Running, Scores, causal_attention, run, running
+from headstart.replay.patch import FINAL
+from headstart.replay.products import Matrix, is_matrix
+from headstart.replay.rewrites import Site, rewrite
+from headstart.replay.steps import Steps, Weights, join_steps
+from headstart.replay.tape import NotRecordable, clean, record
+
+PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
+"""Types of plain weights, neither packed nor sharded."""
+_COUNTS = (11, 13)
+"""Token counts of the two recordings."""
+
+
+@dataclass
+class Recording:
+    """Stand-in for cache and attention during recording."""
+
+    recorder: Any
+    cache: Any = field(default_factory=lambda: _NewKeys())
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sliding: bool) -> Tensor:
+        """Causal attention of a text without a prefix, [1, T, Q, D_v]; recorded as a `Site`."""
+        layer = self.cache.layer_of.get(id(key))
+        if layer is None:
+            raise NotRecordable("a layer attends over keys of another one")
+        with self.recorder.deaf():
+            out = causal_attention(query, key, value, scores).transpose(1, 2).contiguous()
+        site = Site(layer, replace(scores, sink=None), sliding)
+        self.recorder.note(site, ((query, key, value, scores.sink), {}), out)
+        return out
+
+
+class _NewKeys(Cache):  # type: ignore[misc]  # transformers has no types
+    """A cache that stores nothing and returns the new keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.layer_of: dict[int, int] = {}
+        self._kept: list[Tensor] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.layer_of[id(key_states)] = layer_idx
+        self._kept.append(key_states)
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[int, int]:
+        return int(query_length), 0
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """A replay that returns these layers' states: operator by operator, and with joined `steps`."""
+
+    layers: Sequence[int]
+    alone: Callable[..., Sequence[Tensor]]
+    in_steps: Callable[..., Sequence[Tensor]]
+    steps: Sequence[Steps]
+
+
+class Captured:
+    """A decoder's recorded forward.
+
+    Args:
+        model: in eval mode, with the hooks of `layers` in place; not kept.
+        layers: layers to return states of, see `TargetOutput`.
+        packs: whether weights may be prepacked.
+        int8: whether to prepack them in 8 bits.
+
+    Raises:
+        NotRecordable: with the reason.
+
+    Attributes:
+        graphs: CUDA graphs of the replay, on a GPU (see `headstart.replay.graphs`).
+        rounds: why a replay on a CPU is not batch-invariant; None if it is.
+    """
+
+    def __init__(self, model: Any, layers: Sequence[int], device: torch.device, packs: bool, int8: bool) -> None:
+        decoder = model.get_decoder()
+        self._decoder, self.layers, self._int8 = decoder, list(layers), int8
+        self.graphs: Any = None
+        refuse_others(model, decoder)
+        vocab_size = decoder.get_input_embeddings().num_embeddings
+        self._modules = list(decoder.modules())
+
+        def code(recorder: Any, tokens_1T: Tensor, positions_1T: Tensor, mask_11TT: Tensor) -> list[Tensor]:
+            forward = Running(aux_layers=frozenset(layers), recording=Recording(recorder))
+            with run(forward):
+                decoder(
+                    input_ids=tokens_1T,
+                    attention_mask=mask_11TT,
+                    position_ids=positions_1T,
+                    past_key_values=forward.recording.cache,
+                    use_cache=True,
+                )
+            return [forward.captured[layer] for layer in layers]
+
+        def inputs(count: int) -> list[Tensor]:
+            positions_1T = torch.arange(count, device=device)[None]
+            mask_TT = torch.full((count, count), float("-inf"), device=device).triu_(1)
+            return [(positions_1T + count % 3) % vocab_size, positions_1T, mask_TT[None, None]]
+
+        tape = record(code, ("tokens_1M", "positions_1M", "mask"), inputs, _COUNTS)
+        self._known = list(_places(decoder, tape.constants))
+        clean(tape.graph)
+        self.products = rewrite(tape.graph, device, packs, int8)
+        drop(weight for product in self.products for weight in product.weights)
+        self._tape, self._weights, self._replays = tape, Weights(tape.graph), dict[frozenset[int], _Replay]()
+        self.rounds = self._why_it_rounds()
+
+    def __call__(self, tokens_BT: Tensor, positions_BT: Tensor) -> dict[int, Tensor]:
+        """Return states [B, T, E] by layer; needs a running forward with a cache."""
+        shape, count, forward = tokens_BT.shape, tokens_BT.numel(), running()
+        assert forward is not None, "a forward of ours"
+        replay = self._replays.get(forward.aux_layers) or self._giving(forward.aux_layers)
+        function = replay.alone
+        if replay.steps and all(steps.serves(forward) for steps in replay.steps):
+            function, forward.weights = replay.in_steps, self._weights.now()
+        states = function(tokens_BT.reshape(1, -1), positions_BT.reshape(1, -1), None, count)
+        return {layer: state.view(*shape, -1) for layer, state in zip(replay.layers, states, strict=True)}
+
+    def _giving(self, aux_layers: frozenset[int]) -> _Replay:
+        layers = [FINAL, *sorted(aux_layers - {FINAL})]
+        tape = self._tape.giving([self.layers.index(layer) for layer in layers])
+        alone, steps = tape.compile(), join_steps(tape.graph)
+        self._replays[aux_layers] = replay = _Replay(layers, alone, tape.compile() if steps else alone, steps)
+        return replay
+
+    def serves(self, tokens: int, bits: bool) -> bool:
+        """Whether to replay a forward of `tokens` in total."""
+        # Modules are not bit-exact. In 8 bits every forward is replayed, so that weights have one copy.
+        return bits or self._int8 or tokens <= MAX_ROWS
+
+    def _why_it_rounds(self) -> str | None:
+        matrices = sum(map(is_matrix, self._decoder.modules()))
+        if sum(len(product.sizes) for product in self.products if product.in_panels) < matrices:
+            return "torch multiplies by some of its weights"
+        sites = [node for node in self._tape.graph.nodes if isinstance(node.target, Site)]
+        if any(not node.target.scores.plain or node.args[3] is not None for node in sites):
+            return "torch computes its attention, which caps scores or has sinks"
+        return None
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether modules and weights are the recorded ones, and the model has no foreign hooks."""
+        modules = list(self._decoder.modules())
+        if len(modules) != len(self._modules) or any(map(is_not, modules, self._modules)):
+            return False
+        if not all(getattr(module, name, None) is tensor for module, name, tensor in self._known) or _hooked(model):
+            return False
+        for product in self.products:
+            product.refresh()
+        self._weights.refresh()
+        return True
+
+
+@dataclass
+class Recorded:
+    """Outcome of recording a target's forward, shared by copies of the target.
+
+    Attributes:
+        captured: the recording; None before the first one, and if recording is impossible.
+        refused: why recording is impossible.
+        lock: held during recording.
+    """
+
+    captured: Captured | None = None
+    refused: str | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def renew(self, model: nn.Module, capture: Callable[[], Captured | str]) -> None:
+        """Record unless that was refused, or the recording is still valid."""
+        with self.lock:
+            if self.refused is not None or (self.captured is not None and self.captured.holds(model)):
+                return
+            self.captured = None  # forwards that run meanwhile go through the modules
+            if isinstance(outcome := capture(), Captured):
+                self.captured = outcome
+            else:
+                self.refused = outcome
+
+
+def refuse_others(model: nn.Module, decoder: nn.Module) -> None:
+    """Refuse a model with foreign hooks or weights, which may change unnoticed."""
+    if hooked := _hooked(model):
+        raise NotRecordable(f"{hooked} has hooks or a forward of somebody else's")
+    if not isinstance(cast(Any, decoder).get_input_embeddings(), nn.Embedding):
+        raise NotRecordable("its embeddings are no table")
+    for name, module in decoder.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft":
+            raise NotRecordable(f"{name} is an adapter's, which may be switched")
+        if any(type(weight) not in PLAIN for weight in module.parameters(False)):
+            raise NotRecordable(f"{name} has weights that are packed, or spread over processes")
+
+
+def _hooked(model: nn.Module) -> str | None:
+    """Name a module with a foreign hook or forward: not its class's, transformers' or ours."""
+    for name, module in model.named_modules():
+        hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+        forward = vars(module).get("forward")
+        if any(not _is_ours(hook) for hook in hooks) or not (forward is None or _is_ours(forward)):
+            return name or type(module).__name__
+    return None
+
+
+def _is_ours(function: Any) -> bool:
+    if isinstance(function, Matrix):
+        return bool(function.is_stock)
+    function = getattr(function, "func", function)  # of a partial
+    module: str = function.__module__
+    return module.startswith(("headstart.", "transformers."))
+
+
+def _places(decoder: nn.Module, constants: Sequence[Tensor]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Find these tensors in the decoder: (module, name, tensor)."""
+    wanted = {id(tensor): tensor for tensor in constants}
+    for module in decoder.modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if id(tensor) in wanted:
+                yield module, name, wanted[id(tensor)]

@@ -1,0 +1,439 @@
+"""Rewrite a recorded graph into faster equivalents (see `captured`).
+
+- Linear layers on the same input become one product with prepacked weights (see `products`).
+- The scale of an RMS norm takes three operators on the input instead of six on a float32 copy.
+- Rotary positions swap halves in one operator; the sign moves into the table of sines.
+- On a GPU, where launches dominate, a norm is one operator.
+
+If products run in C (GCC and AVX2), so do norms, MLP gates, and, after a merged qkv product, its norms, rotary
+positions, cache writes and attention.
+
+Shape suffixes: B rows, T tokens of a row, M = B * T, Q query heads, H key-value heads, D head size, I numbers of a row,
+N outputs of a product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from headstart.kernels import prepacked
+from headstart.kernels.prepacked import can_gate, can_pack
+from headstart.replay.attention import Scores, attend, attend_joined, running
+from headstart.replay.products import Merged
+from headstart.replay.tape import call, clean, put_for
+from headstart.support.compiled import vector_library
+
+SOURCE = prepacked.SOURCE.with_name("elementwise.c")
+
+
+def rewrite(graph: fx.Graph, device: torch.device, packs: bool, int8: bool) -> list[Merged]:
+    """Rewrite a recorded graph in place; return its products with prepacked weights."""
+    shorten_norms(graph, device)
+    products = merge_products(graph, int8) if packs else []
+    shorten_rotations(graph)
+    clean(graph)
+    if packs:
+        call_c(graph)
+        join_products(graph)
+    elif device.type == "cuda":
+        _call_instead(graph, _norm_in_one)
+    return products
+
+
+@dataclass(frozen=True)
+class Site:
+    """One layer's attention, which a replay calls. `scores` has no sink."""
+
+    layer: int
+    scores: Scores
+    sliding: bool
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> Tensor:
+        """Attention of new tokens, queries [1, Q, M, D], keys and values [1, H, M, D], sinks [Q]: [1, M, Q, D_v]."""
+        forward = running()
+        assert forward is not None and forward.cache is not None, "a replay has a cache"
+        rows = forward.cache.rows
+        if rows > 1:
+            query, key, value = (
+                part.reshape(part.shape[1], rows, -1, part.shape[3]).transpose(0, 1) for part in (query, key, value)
+            )
+        keys, values = forward.cache.update(key, value, self.layer)
+        out = attend(forward, query, keys, values, replace(self.scores, sink=sink), self.sliding)
+        return out.reshape(1, -1, *out.shape[2:])
+
+
+def _constant(node: Any) -> Tensor | None:
+    tensor: Tensor | None = node.meta["constant"] if isinstance(node, fx.Node) and node.op == "get_attr" else None
+    return tensor
+
+
+def merge_products(graph: fx.Graph, int8: bool) -> list[Merged]:
+    """Merge linear layers on the same input into prepacked products."""
+    by_input: dict[Any, list[Any]] = {}
+    node: Any
+    for node in graph.nodes:
+        if node.target is not F.linear or node.kwargs:
+            continue
+        weight, bias = _constant(node.args[1]), node.args[2] if len(node.args) > 2 else None
+        if weight is not None and (bias is None or _constant(bias) is not None) and can_pack(weight):
+            by_input.setdefault(node.args[0], []).append(node)
+    made = []
+    for rows, nodes in by_input.items():
+        if any(user.meta.get("writes") for user in rows.users):
+            continue
+        weights = [node.args[1].meta["constant"] for node in nodes]
+        biases = [_constant(node.args[2]) if len(node.args) > 2 else None for node in nodes]
+        for group in Merged.groups(weights, biases):
+            product = Merged([weights[index] for index in group], [biases[index] for index in group], int8)
+            made.append(product)
+            with graph.inserting_before(nodes[group[0]]):
+                joined = call(graph, product, (rows, None, 0.0, False, None))  # nothing fused yet
+                if len(group) > 1:
+                    parts = call(graph, Tensor.split, (joined, product.sizes, -1))
+                    replacements = [call(graph, operator.getitem, (parts, at)) for at in range(len(group))]
+                else:
+                    replacements = [joined]
+            of_one = nodes[group[0]].meta
+            joined.meta.update(dtype=of_one.get("dtype"), shape=(*of_one["shape"][:-1], sum(product.sizes)))
+            for index, replacement in zip(group, replacements, strict=True):
+                put_for(replacement, nodes[index])
+                graph.erase_node(nodes[index])
+    return made
+
+
+_POWERS = (Tensor.pow, torch.pow, Tensor.__pow__)
+_MEANS = (Tensor.mean, torch.mean)
+_ROOTS = (torch.rsqrt, Tensor.rsqrt)
+_SUMS = (Tensor.__add__, Tensor.add, torch.add)
+_PRODUCTS = (Tensor.__mul__, Tensor.mul, torch.mul)
+_NEGATIVES = (Tensor.__neg__, Tensor.neg, torch.neg)
+
+
+def _is(node: Any, functions: Sequence[Any]) -> bool:
+    return isinstance(node, fx.Node) and node.op == "call_function" and any(node.target is f for f in functions)
+
+
+def shorten_norms(graph: fx.Graph, device: torch.device) -> None:
+    """Compute the scale of `x * rsqrt(mean(x ** 2) + eps)`, x in float32, in one call and without a copy of x."""
+    scales: dict[float, Callable[[Tensor], Tensor]] = {}
+    for root in list(graph.nodes):
+        if not _is(root, _ROOTS) or not _is(root.args[0], _SUMS):
+            continue
+        mean, eps = root.args[0].args
+        if not isinstance(eps, float) or not _is(mean, _MEANS) or not _is(mean.args[0], _POWERS):
+            continue
+        along = (mean.args[1:], dict(mean.kwargs))
+        power = mean.args[0]
+        if along not in (((-1,), {"keepdim": True}), ((-1, True), {})) or power.args[1] != 2:
+            continue
+        x = power.args[0]
+        if x.meta.get("dtype") is not torch.float32:
+            continue
+        source = _as_float32(x) or x
+        if eps not in scales:
+            scales[eps] = partial(inverse_rms, eps=torch.tensor(eps, device=device))
+        with graph.inserting_before(root):
+            scale = call(graph, scales[eps], (source,))
+        root.replace_all_uses_with(scale)
+        for user in list(x.users):
+            if _is(user, _PRODUCTS) and set(user.args) == {x, scale}:
+                user.replace_input_with(x, source)  # the float32 scale promotes the product
+
+
+def _as_float32(node: Any) -> fx.Node | None:
+    """Return the input of a conversion to float32."""
+    found = _is(node, [Tensor.float]) or (_is(node, [Tensor.to]) and node.args[1:] == (torch.float32,))
+    return node.args[0] if found and not node.kwargs else None
+
+
+def inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
+    """1 / RMS of the last dimension (kept, size 1), in float32."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
+    scale: Tensor = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return scale
+
+
+def shorten_rotations(graph: fx.Graph) -> None:
+    """Compute `x * cos + cat((-x2, x1)) * sin`, x1 and x2 being the halves of x, in one call."""
+    signed: dict[str, fx.Node] = {}
+    cosines: dict[str, Any] = {}
+    for total in list(graph.nodes):
+        if not _is(total, _SUMS) or len(total.args) != 2 or not all(_is(part, _PRODUCTS) for part in total.args):
+            continue
+        (x, cos), (turned, sin) = (part.args for part in total.args)
+        half = _swapped_half(turned, x)
+        if half is None or not isinstance(sin, fx.Node):
+            continue
+        view = _made(sin)
+        if view not in signed:
+            with graph.inserting_after(sin):
+                signed[view] = call(graph, negative_half, (sin, half))
+                signed[view].meta.update(sin.meta)
+        cos = cosines.setdefault(_made(cos), cos) if isinstance(cos, fx.Node) else cos
+        with graph.inserting_before(total):
+            total.replace_all_uses_with(call(graph, rotated, (x, cos, signed[view], half)))
+
+
+def _made(node: fx.Node) -> str:
+    """Key of a view, equal for the views that each layer makes for itself."""
+    return repr((node.op, node.target, node.args, node.kwargs))
+
+
+def _swapped_half(turned: Any, x: Any) -> int | None:
+    """Return the size of a half if `turned` is `cat((-x2, x1))` over the last dimension."""
+    if not _is(turned, [torch.cat]) or (turned.args[1:], dict(turned.kwargs)) not in (((), {"dim": -1}), ((-1,), {})):
+        return None
+    parts = turned.args[0]
+    if len(parts) != 2 or not _is(parts[0], _NEGATIVES):
+        return None
+    second, first = parts[0].args[0], parts[1]
+    if not all(_is(part, [Tensor.__getitem__]) and part.args[0] is x for part in (first, second)):
+        return None
+    half = second.args[1][-1].start
+    wanted = (Ellipsis, slice(None, half, None)), (Ellipsis, slice(half, None, None))
+    return half if (first.args[1], second.args[1]) == wanted and isinstance(half, int) else None
+
+
+def negative_half(x: Tensor, half: int) -> Tensor:
+    """Negate the last dimension up to `half`."""
+    return torch.cat((-x[..., :half], x[..., half:]), dim=-1)
+
+
+def rotated(x: Tensor, cos: Tensor, signed_sin: Tensor, half: int) -> Tensor:
+    turned: Tensor = (x * cos).add_(x.roll(half, -1) * signed_sin)
+    return turned
+
+
+# -- in C --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JoinedSite:
+    """A layer's attention over a merged qkv product; `eps` is that of the query and key norms."""
+
+    site: Site
+    heads: int
+    key_heads: int
+    size: int
+    eps: float = 0.0
+
+    def __call__(
+        self, joined_1MN: Tensor, angles_11MD: tuple[Tensor, Tensor], norms_D: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        """Attend: [1, M, Q, D]; overwrites `joined_1MN`. Angles are cosines and sines, the sines' first half negated;
+        norms are the weights of the query and key norms."""
+        forward, site = running(), self.site
+        assert forward is not None and forward.cache is not None, "a replay has a cache"
+        shape = forward.cache.rows, -1, self.heads + 2 * self.key_heads, self.size
+        norms = None if norms_D is None else (*norms_D, self.eps)
+        how = self.heads, norms, site.layer, site.scores, site.sliding
+        attended = attend_joined(forward, joined_1MN.view(shape), angles_11MD, *how)
+        if attended is not None:
+            return attended.view(1, -1, *attended.shape[2:])
+        sizes = [self.heads, self.key_heads, self.key_heads]
+        query, key, value = torch.split(joined_1MN.view(1, -1, *shape[2:]), sizes, dim=2)
+        if norms_D is not None:
+            query, key = normed(query, norms_D[0], self.eps), normed(key, norms_D[1], self.eps)
+        query, key = (rotated(part.transpose(1, 2), *angles_11MD, self.size // 2) for part in (query, key))
+        return site(query, key, value.transpose(1, 2), None)
+
+
+@cache
+def _compiled(dtype: torch.dtype) -> Any:
+    functions = vector_library(SOURCE, dtype) if dtype in (torch.bfloat16, torch.float32) else None
+    if functions is None:
+        return None
+    pointer, whole = ctypes.c_void_p, ctypes.c_int64
+    functions.norm.argtypes = [*[pointer] * 3, *[whole] * 2, ctypes.c_float, ctypes.c_int]
+    functions.gate.argtypes = [*[pointer] * 2, *[whole] * 2, ctypes.c_int]
+    functions.norm.restype = functions.gate.restype = None
+    return functions
+
+
+def normed(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+    """RMS norm of x [.., I] in C."""
+    x, size = x.contiguous(), x.shape[-1]
+    assert x.dtype == weight_I.dtype and len(weight_I) == size, "a weight for each number, and all in one dtype"
+    pointers = x.data_ptr(), weight_I.data_ptr(), (out := torch.empty_like(x)).data_ptr()
+    _compiled(x.dtype).norm(*pointers, x.numel() // size, size, eps, torch.get_num_threads())
+    return out
+
+
+def gated(both: Tensor) -> Tensor:
+    """Multiply the second half of [.., 2 * I] by silu of the first, in C."""
+    both, size = both.contiguous(), both.shape[-1] // 2
+    out = both.new_empty(*both.shape[:-1], size)
+    pointers, rows = (both.data_ptr(), out.data_ptr()), both.numel() // (2 * size)
+    _compiled(both.dtype).gate(*pointers, rows, size, torch.get_num_threads())
+    return out
+
+
+def rms_norm(x: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+    """RMS norm by torch: one kernel on a GPU, rounded once."""
+    return F.rms_norm(x, weight_I.shape, weight_I, eps)
+
+
+def call_c(graph: fx.Graph) -> None:
+    """Replace norms, gates and attention by `normed`, `gated` and `JoinedSite`."""
+    _call_instead(graph, _norm_in_c, _gate, _site)  # norms first: `_site` matches them
+
+
+def _call_instead(graph: fx.Graph, *patterns: Callable[[Any], _Call | None]) -> None:
+    for pattern in patterns:
+        for node in list(graph.nodes):
+            found = pattern(node)
+            if found is not None:
+                with graph.inserting_before(node):
+                    new = call(graph, *found)
+                put_for(new, node)
+        clean(graph)
+
+
+def join_products(graph: fx.Graph) -> None:
+    """Fuse products with a norm before, and a gate or a sum after them."""
+    for node in list(graph.nodes):
+        product: Any = node.target
+        if not isinstance(product, Merged) or not product.in_panels:
+            continue
+        rows, norm, eps, gates, last, added = node.args[0], None, 0.0, False, node, None
+        if _is(rows, [normed]) and len(rows.users) == 1 and _nobody_writes(rows, node):
+            rows, norm, eps = rows.args
+        user: Any = next(iter(node.users)) if len(node.users) == 1 else None
+        if _is(user, [gated]) and can_gate(product.weights):
+            last, gates = user, True
+        elif _is(user, _SUMS) and len(user.args) == 2 and not user.kwargs:
+            other = user.args[user.args[0] is node]
+            if isinstance(other, fx.Node) and other is not node and _alike(other, node):
+                last, added = user, other
+        if norm is None and last is node:
+            continue
+        with graph.inserting_before(last):
+            joined = call(graph, product, (rows, norm, eps, gates, added))
+        put_for(joined, last)
+    clean(graph)
+
+
+def _nobody_writes(first: fx.Node, last: fx.Node) -> bool:
+    """Whether no node in between writes into its arguments."""
+    node = first
+    while node is not last and not node.meta.get("writes"):
+        node = node.next
+    return node is last
+
+
+def _alike(one: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes have the same shape and dtype."""
+    kinds = [(node.meta.get("shape"), node.meta.get("dtype")) for node in (one, other)]
+    return None not in kinds[0] and kinds[0] == kinds[1]
+
+
+_Call = tuple[Callable[..., Tensor], tuple[Any, ...]]
+
+
+def _norm(node: Any) -> tuple[Any, Any, float] | None:
+    """Match weight * (x * inverse_rms(x)) in the dtype of x; return x, weight and epsilon."""
+    if not _is(node, _PRODUCTS) or len(node.args) != 2:
+        return None
+    weight, product = node.args
+    weight_I, dtype = _constant(weight), torch.float32
+    if _is(product, [Tensor.to]) and len(product.args) == 2 and len(product.users) == 1 and not product.kwargs:
+        product, dtype = product.args
+    if weight_I is None or not _is(product, _PRODUCTS) or len(product.users) > 1 or not _is_scale(product.args[1]):
+        return None
+    x, scale = product.args
+    if scale.args[0] is not x or x.meta.get("dtype") is not dtype or weight_I.ndim != 1 or weight_I.dtype is not dtype:
+        return None
+    return x, weight, float(scale.target.keywords["eps"])
+
+
+def _norm_in_c(node: Any) -> _Call | None:
+    if (found := _norm(node)) is None:
+        return None
+    weight_I: Tensor = found[1].meta["constant"]
+    return (normed, found) if _serves(weight_I.dtype) and weight_I.is_cpu and weight_I.is_contiguous() else None
+
+
+def _norm_in_one(node: Any) -> _Call | None:
+    found = _norm(node)
+    return None if found is None else (rms_norm, found)
+
+
+def _is_scale(node: Any) -> bool:
+    return isinstance(node, fx.Node) and getattr(node.target, "func", None) is inverse_rms
+
+
+def _gate(node: Any) -> _Call | None:
+    """Match silu of a product's first half, times the second."""
+    if not _is(node, _PRODUCTS) or len(node.args) != 2 or not _is(node.args[0], [F.silu]):
+        return None
+    gate, up = _part(node.args[0].args[0]), _part(node.args[1])
+    if gate is None or up is None or gate[0] is not up[0] or (gate[1], up[1]) != (0, 1):
+        return None
+    joined = gate[0].target
+    halves = len(joined.sizes) == 2 and joined.sizes[0] == joined.sizes[1]
+    return (gated, (gate[0],)) if halves and _serves(joined.weights[0].dtype) else None
+
+
+def _site(node: Any) -> _Call | None:
+    """Match attention over a merged qkv product, with rotary positions over the whole head."""
+    site = node.target
+    if not isinstance(site, Site) or not site.scores.plain or node.args[3] is not None:
+        return None
+    *turned, value = node.args[:3]
+    if not all(_is(part, [rotated]) for part in turned) or turned[0].args[1:] != turned[1].args[1:]:
+        return None
+    _, cos, signed_sin, half = turned[0].args
+    size = 2 * half
+    seen = [_heads(part, size) for part in (turned[0].args[0], turned[1].args[0], value)]
+    parts = [part for part in (_part(part) for part, *_ in seen) if part is not None]
+    if len(parts) < 3 or any(part != (parts[0][0], at) for at, part in enumerate(parts)):
+        return None
+    joined = parts[0][0]
+    sizes, dtype = joined.target.sizes, joined.target.weights[0].dtype
+    heads, rest = divmod(sizes[0], size)
+    key_heads = sizes[1] // size
+    if rest or sizes[1:] != [key_heads * size] * 2 or heads % key_heads or not _serves(dtype):
+        return None
+    if [len(reader.users) for split in joined.users for reader in split.users] != [1, 1, 1]:
+        return None  # another node reads the overwritten product
+    (_, query_norm, eps), (_, key_norm, key_eps), (_, value_norm, _) = seen
+    if value_norm is not None or (query_norm is None) != (key_norm is None) or eps != key_eps:
+        return None
+    norms = None if query_norm is None else (query_norm, key_norm)
+    return JoinedSite(site, heads, key_heads, size, eps), (joined, (cos, signed_sin), norms)
+
+
+def _part(node: Any) -> tuple[Any, int] | None:
+    """Match a part of a merged product's split; return the product and the part's index."""
+    if not _is(node, [operator.getitem]) or not _is(node.args[0], [Tensor.split]):
+        return None
+    joined, sizes = node.args[0].args[:2]
+    whole = isinstance(joined.target, Merged) and joined.target.sizes == sizes  # not what the model itself splits
+    return (joined, node.args[1]) if whole else None
+
+
+def _heads(node: Any, size: int) -> tuple[Any, Any, float]:
+    """Match heads of `size` numbers; return their source, and weight and epsilon of their norm."""
+    nothing = None, None, 0.0
+    if not _is(node, [Tensor.transpose]) or node.args[1:] != (1, 2) or len(node.users) > 1:
+        return nothing
+    view, norm, eps = node.args[0], None, 0.0
+    if _is(view, [normed]) and len(view.users) == 1:
+        view, norm, eps = view.args
+    if not _is(view, [Tensor.view]) or len(view.users) > 1:
+        return nothing
+    shape = view.args[1] if len(view.args) == 2 else view.args[1:]
+    return (view.args[0], norm, eps) if len(shape) == 4 and shape[0] == 1 and shape[2:] == (-1, size) else nothing
+
+
+def _serves(dtype: torch.dtype) -> bool:
+    return _compiled(dtype) is not None

@@ -1,0 +1,369 @@
+"""Run consecutive products and attention of a replay as one C call.
+
+In a forward of a few tokens, 150 Python calls take a third of the time. The list of steps, with their data flow and
+weight addresses, is prepared once; other addresses follow from the number of tokens.
+
+Shape suffixes: M tokens of all rows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate, chain
+from math import prod
+from typing import Any, ClassVar
+from weakref import ref
+
+import torch
+from torch import Tensor, fx
+
+from headstart.kernels import cpu_attention, prepacked
+from headstart.kernels.memory import check_status
+from headstart.kernels.prepacked import Packed
+from headstart.replay.attention import Running, running, sight
+from headstart.replay.cache import Place
+from headstart.replay.products import Merged
+from headstart.replay.rewrites import JoinedSite
+from headstart.replay.tape import COUNT, call, clean
+from headstart.support.compiled import library
+
+SOURCE = prepacked.SOURCE.with_name("steps.c")
+_VIEWS = (Tensor.reshape, torch.reshape, Tensor.view, Tensor.contiguous)
+_P, _N = ctypes.c_void_p, ctypes.c_int64
+_VERSION = operator.attrgetter("_version")
+
+
+class _Step(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _N) for name in ("x", "out", "added", "cos", "sin")),
+        *((name, _P) for name in ("norm", "key_norm", "weights", "bias")),
+        *((name, _N) for name in ("inputs", "outputs", "gates", "heads", "groups", "size")),
+        *(("keys", _N * 2), ("values", _N * 2), ("sliding", _N)),
+        *(("eps", ctypes.c_float), ("scaling", ctypes.c_float)),
+    ]
+
+
+class _Store(ctypes.Structure):
+    _fields_: ClassVar = [("start", _P), ("layer", _N), ("strides", _N * 2)]
+
+
+class _Sight(ctypes.Structure):
+    _fields_: ClassVar = [("mask", _P), ("strides", _N * 2), ("first", _N), ("window", _N)]
+
+
+class _Forward(ctypes.Structure):
+    _fields_: ClassVar = [
+        *((name, _P) for name in ("tensors", "between", "starts", "slots")),
+        *(("stores", ctypes.POINTER(_Store)), ("sights", _Sight * 2)),
+        *((name, _N) for name in ("count", "rows", "tokens")),
+        *(("multiply", _P), ("attend", _P), ("threads", ctypes.c_int)),
+    ]
+
+
+@cache
+def _compiled() -> Any:
+    functions = library(SOURCE)
+    if functions is not None:
+        functions.run_steps.argtypes, functions.run_steps.errcheck = [_P, _N, _P], check_status
+    return functions
+
+
+def join_steps(graph: fx.Graph) -> list[Steps]:
+    """Replace consecutive steps of a rewritten graph by single calls; return these."""
+    return [_put(graph, group) for group in list(_groups(graph))] if _compiled() is not None else []
+
+
+# -- which they are ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Group:
+    """Consecutive steps, and the views of their results, each mapped to its step."""
+
+    steps: list[Any] = field(default_factory=list)
+    views: dict[Any, Any] = field(default_factory=dict)
+
+    def source(self, node: Any) -> Any:
+        return self.views.get(node, node)
+
+    def reads(self, node: Any) -> bool:
+        return any(self.source(source) in self.steps for source in node.all_input_nodes)
+
+    def takes(self, node: Any) -> bool:
+        """Whether a node is a step that can follow: its inputs and result are per token, in one dtype."""
+        step, first = node.target, (self.steps[0] if self.steps else node).target
+        if isinstance(step, JoinedSite) and self.source(node.args[0]) in self.steps:
+            joined, angles, _ = node.args
+            wide = {joined: (step.heads + 2 * step.key_heads) * step.size, **dict.fromkeys(angles, step.size)}
+        elif isinstance(step, Merged) and step.in_panels and step.int8 == first.int8:
+            rows, *_, added = node.args
+            wide = {rows: step.weights[0].shape[1], **({} if added is None else {added: _width(node)})}
+        else:
+            return False
+        dtype = first.weights[0].dtype
+        return _gives(node, dtype) and all(_has(source, dtype, width) for source, width in wide.items())
+
+    def only_shows(self, node: Any) -> bool:
+        """Whether a node is a view, read only by products."""
+        same = node.target in _VIEWS and node.meta.get("dtype") is node.args[0].meta.get("dtype")
+        return same and all(isinstance(user.target, Merged) or self.only_shows(user) for user in node.users)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it has several steps, and no outside node reads its views."""
+        inside = {*self.steps, *self.views}
+        return len(self.steps) > 1 and all(inside.issuperset(view.users) for view in self.views)
+
+
+def _groups(graph: fx.Graph) -> Iterator[_Group]:
+    group = _Group()
+    for node in graph.nodes:
+        if group.takes(node):
+            group.steps.append(node)
+        elif group.reads(node) and group.only_shows(node):
+            group.views[node] = group.source(node.args[0])
+        elif group.reads(node) or node.meta.get("writes") or node.op == "output":
+            if group.whole:
+                yield group
+            group = _Group()
+            if group.takes(node):
+                group.steps.append(node)
+
+
+def _has(node: Any, dtype: torch.dtype, width: int) -> bool:
+    """Whether a node is token-major with `width` numbers per token, of this dtype."""
+    shape = node.meta.get("shape", ())
+    before = shape.index(COUNT) if COUNT in shape else None
+    if before is None or any(size != 1 for size in shape[:before]):
+        return False
+    return node.meta["dtype"] is dtype and prod(shape[before + 1 :]) == width
+
+
+def _gives(node: Any, dtype: torch.dtype) -> bool:
+    """Whether a step's result has the shape and dtype that a call returns."""
+    return node.meta.get("shape") == (1, COUNT, *_shape(node)) and node.meta["dtype"] is dtype
+
+
+def _width(node: Any) -> int:
+    """Numbers per token of a step's result."""
+    step = node.target
+    if isinstance(step, JoinedSite):
+        return step.heads * step.size
+    _, _, _, gates, _ = node.args
+    width: int = sum(step.sizes) // (2 if gates else 1)
+    return width
+
+
+def _put(graph: fx.Graph, group: _Group) -> Steps:
+    """Replace a group by one call."""
+    read = chain.from_iterable(
+        node.args[:1] + (node.args[1] if isinstance(node.target, JoinedSite) else node.args[-1:])
+        for node in group.steps
+    )
+    given = list(dict.fromkeys(n for n in read if n is not None and group.source(n) not in group.steps))
+    inside = {*group.steps, *group.views}
+    kept = [node for node in group.steps if not inside.issuperset(node.users)]
+    steps = Steps(group, given, kept)
+    with graph.inserting_after(group.steps[-1]):
+        results = call(graph, steps, tuple(given))
+    for at, node in reversed(list(enumerate(kept))):
+        with graph.inserting_after(results):
+            part = call(graph, operator.getitem, (results, at))
+        for user in [user for user in node.users if user not in inside]:
+            user.replace_input_with(node, part)
+    clean(graph)
+    return steps
+
+
+# -- one call ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """Current weights: packed by product, norms by parameter, and the sum of their in-place versions."""
+
+    packed: dict[Merged, Packed]
+    norms: dict[Tensor, Tensor]
+    changes: int
+
+
+class Weights:
+    """The weights of all steps of a rewritten graph. In-place changes are picked up by the next forward, replaced
+    weights by `refresh` when a text begins."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        nodes = [node for node in graph.nodes if isinstance(node.target, (Merged, JoinedSite))]
+        self._products = [node.target for node in nodes if isinstance(node.target, Merged)]
+        norms = [norm for node in nodes for norm in _norms(node) if norm is not None]
+        self._norms = list({id(norm): norm for norm in norms}.values())
+        every = [*self._norms, *chain.from_iterable(product.tensors for product in self._products)]
+        self._watched = [tensor for tensor in every if not tensor.is_inference()]
+        self._snapshot: _Snapshot | None = None
+
+    def now(self) -> _Snapshot:
+        """Return the weights of a forward, which must keep the snapshot alive."""
+        changes, snapshot = sum(map(_VERSION, self._watched)), self._snapshot
+        if snapshot is None or snapshot.changes != changes:
+            self._snapshot = snapshot = None  # free the old copies first
+            packed = {product: product.packed() for product in self._products if product.in_panels}
+            norms = {norm: norm.detach().contiguous() for norm in self._norms}
+            self._snapshot = snapshot = _Snapshot(packed, norms, changes)
+        return snapshot
+
+    def refresh(self) -> None:
+        """Drop the snapshot if weights moved or changed."""
+        snapshot = self._snapshot
+        if snapshot is not None:
+            packed = all(product.has(packed) for product, packed in snapshot.packed.items())
+            if not packed or any(norm.data_ptr() != kept.data_ptr() for norm, kept in snapshot.norms.items()):
+                self._snapshot = None
+
+
+class Steps:
+    """Steps as one call.
+
+    Args:
+        group: the steps.
+        given: outside nodes that they read; the arguments of a call.
+        kept: steps with results that outside nodes read; the results of a call.
+    """
+
+    def __init__(self, group: _Group, given: Sequence[Any], kept: Sequence[Any]) -> None:
+        first = group.steps[0].target
+        self._dtype, self._int8, self._first_width = first.weights[0].dtype, first.int8, first.weights[0].shape[1]
+        results, widths = _results(group, kept)
+        numbers = {node: number for number, node in enumerate(given)}
+        numbers |= {node: len(given) + number for node, number in results.items()}
+        self._steps = [_Described.of(node, group, numbers) for node in group.steps]
+        self._attends = any(isinstance(step.target, JoinedSite) for step in self._steps)
+        self._kept = [_shape(node) for node in kept]
+        starts = list(accumulate(widths[len(kept) :], initial=0))
+        self._between = starts.pop()
+        self._starts = array("q", (start * self._dtype.itemsize for start in starts))
+        self._laid: tuple[Any, ref[_Snapshot], Sequence[Place]] | None = None
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def serves(self, forward: Running) -> bool:
+        """Whether a forward is supported: attention in C, and a cache in the steps' dtype."""
+        if forward.slots_B is None:
+            return False
+        stores = forward.cache.layout[0] if self._attends else ()
+        return all(
+            (store.dtype, store.device.type) == (self._dtype, "cpu") for store in stores if store.is_floating_point()
+        )
+
+    def __call__(self, *given: Tensor) -> list[Tensor]:
+        """Run the steps on the forward's cache; return the kept results, [1, M, ..] each."""
+        forward = running()
+        assert forward is not None and forward.slots_B is not None and forward.weights is not None, "as `serves` says"
+        rows, (stores, places), weights = forward.cache.rows, forward.cache.layout, forward.weights
+        laid = self._laid
+        if laid is None or laid[1]() is not weights or laid[2] != places:
+            self._laid = laid = self._lay_out(weights, places), ref(weights), places
+        given = tuple(part.contiguous() for part in given)
+        count = given[0].numel() // self._first_width
+        kept = [given[0].new_empty(1, count, *shape) for shape in self._kept]
+        between = given[0].new_empty(count * self._between)
+        seen = (sight(forward, between, count // rows, sliding) for sliding in (False, True))
+        tensors = array("Q", [part.data_ptr() for part in (*given, *kept)])
+        of = _Forward(
+            *(tensors.buffer_info()[0], between.data_ptr(), self._starts.buffer_info()[0], forward.slots_B.data_ptr()),
+            (_Store * len(stores))(*map(_store, stores)),
+            (_Sight * 2)(*(_Sight(*cpu_attention.masked(mask), first, window or 0) for mask, first, window in seen)),
+            *(len(tensors), rows, count // rows),
+            *(prepacked.multiplier(self._dtype, self._int8), cpu_attention.attender(self._dtype)),
+            torch.get_num_threads(),
+        )
+        _compiled().run_steps(laid[0], len(laid[0]), ctypes.byref(of))
+        return kept
+
+    def _lay_out(self, weights: _Snapshot, places: Sequence[Place]) -> Any:
+        """Convert the steps for C."""
+        steps = (_Step * len(self._steps))()
+        for made, step in zip(steps, self._steps, strict=True):
+            target, norms = step.target, [None if norm is None else weights.norms[norm] for norm in step.norms]
+            assert all(norm is None or norm.dtype is self._dtype for norm in norms), "all in one dtype"
+            made.norm, made.key_norm = map(_address, norms)
+            made.x, made.out, made.added, made.cos, made.sin = step.tensors
+            made.eps, made.gates = step.eps, step.gates
+            if isinstance(target, Merged):
+                packed = weights.packed[target]
+                made.weights, made.bias = packed.address, _address(packed.bias_O)
+                made.inputs, made.outputs = target.weights[0].shape[1], sum(target.sizes)
+            else:
+                made.heads, made.groups, made.size = target.key_heads, target.heads // target.key_heads, target.size
+                made.keys[:], made.values[:] = places[target.site.layer]
+                made.sliding, made.scaling = target.site.sliding, target.site.scores.scale(target.size)
+            width = made.size if made.heads else made.inputs
+            assert all(norm is None or len(norm) == width for norm in norms), "a weight for each number"
+        return steps
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A step: its operation, norm weights (of queries and keys for attention), and tensors by number, as in C."""
+
+    target: Any
+    norms: tuple[Tensor | None, Tensor | None]
+    tensors: tuple[int, int, int, int, int]
+    eps: float
+    gates: bool = False
+
+    @classmethod
+    def of(cls, node: Any, group: _Group, numbers: dict[Any, int]) -> _Described:
+        def number(source: Any) -> int:
+            return -1 if source is None else numbers[group.source(source)]
+
+        if isinstance(node.target, JoinedSite):
+            joined, (cos, sin), _ = node.args
+            tensors = number(joined), number(node), -1, number(cos), number(sin)
+            return cls(node.target, _norms(node), tensors, node.target.eps)
+        rows, _, eps, gates, added = node.args
+        return cls(node.target, _norms(node), (number(rows), number(node), number(added), -1, -1), eps, gates)
+
+
+def _norms(node: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The weights of a step's norms."""
+    norms = (node.args[2] or (None, None)) if isinstance(node.target, JoinedSite) else (node.args[1], None)
+    first, second = (None if norm is None else norm.meta["constant"] for norm in norms)
+    return first, second
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _store(tensor: Tensor) -> _Store:
+    layer, row, head = tensor.stride()[:3]
+    return _Store(tensor.data_ptr(), layer * tensor.itemsize, (row, head))
+
+
+def _shape(node: Any) -> tuple[int, ...]:
+    """Shape per token of a step's result."""
+    step = node.target
+    return (step.heads, step.size) if isinstance(step, JoinedSite) else (_width(node),)
+
+
+def _results(group: _Group, kept: Sequence[Any]) -> tuple[dict[Any, int], list[int]]:
+    """Allocate a place for each step's result, kept ones first, reusing places after their last use; return places and
+    their numbers per token."""
+    last = {group.source(n): number for number, node in enumerate(group.steps) for n in node.all_input_nodes}
+    places = {node: number for number, node in enumerate(kept)}
+    widths, free = [_width(node) for node in kept], list[int]()
+    for number, node in enumerate(group.steps):
+        if node not in places:
+            place = next((place for place in free if widths[place] == _width(node)), len(widths))
+            if place == len(widths):
+                widths.append(_width(node))
+            else:
+                free.remove(place)
+            places[node] = place
+        free += [places[n] for n in last if last[n] == number and n in places and n not in kept]
+    return places, widths
