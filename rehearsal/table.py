@@ -177,9 +177,7 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
         "test_never_slower": (".venv/bin/python benchmarks/never_slower.py",),
         "test_busy_core": (".venv/bin/python benchmarks/busy_core.py",),
     },
-    "tests/test_on_gpu.py": {
-        "test_every_section_at_toy_size": (".venv/bin/python benchmarks/on_gpu.py",),
-    },
+    "tests/test_on_gpu.py": {"test_every_section_at_toy_size": (".venv/bin/python benchmarks/on_gpu.py",)},
     "tests/heads/test_new_family.py": {
         "test_a_toy_family_keeps_the_whole_contract": (
             "cp examples/linear.py src/headstart/heads/",

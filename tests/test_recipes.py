@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.data.prompts.shapes import Prompt
 from headstart.heads.base import families, family, make_config
+from headstart.model.model import Target
 from headstart.pipeline.plan import make_plan
 from headstart.pipeline.run import Run
 from headstart.pipeline.stages import STAGES
 from headstart.recipes.recipe import load_recipe, packaged_recipes
-from headstart.model.model import Target
 from tests.heads.test_contract import batch_of
 
 RECIPES = tuple(name for name, file in packaged_recipes().items() if file.parent.name != "zoo")

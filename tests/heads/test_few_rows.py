@@ -30,10 +30,7 @@ from tests.heads.test_contract import CASES, build, shake
 from tests.tiny import tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
-pytestmark = pytest.mark.skipif(
-    draft_kernels.compiled(torch.float32) is None,
-    reason="needs a C compiler and AVX2",
-)
+pytestmark = pytest.mark.skipif(draft_kernels.compiled(torch.float32) is None, reason="needs a C compiler and AVX2")
 
 
 @pytest.fixture(scope="module")

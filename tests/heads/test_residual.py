@@ -11,8 +11,8 @@ from headstart.errors import UserError
 from headstart.heads.base import DraftHead, HeadBatch, family, make_config, supervised_origins
 from headstart.heads.medusa import MedusaConfig, MedusaHead
 from headstart.heads.parts.residual import embed
-from headstart.replay.patch import FINAL
 from headstart.model.model import Target
+from headstart.replay.patch import FINAL
 from tests.heads.test_contract import batch_of
 
 both = pytest.mark.parametrize("name", ["medusa", "hydra"])

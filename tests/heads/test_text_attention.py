@@ -101,7 +101,10 @@ def test_memory_beside_drafts_grows_linearly(monkeypatch: pytest.MonkeyPatch, ke
 
 def test_parts_skip_positions_that_no_query_sees(in_parts: None) -> None:
     index_BA = torch.arange(20, 34)[None]
-    assert VisibleRange(index_BA, LENGTH).parts(1) == [Part(slice(0, 7), slice(0, 27)), Part(slice(7, 14), slice(0, 34))]
+    assert VisibleRange(index_BA, LENGTH).parts(1) == [
+        Part(slice(0, 7), slice(0, 27)),
+        Part(slice(7, 14), slice(0, 34)),
+    ]
     packed = VisibleRange(index_BA, LENGTH, torch.tensor([[20] * 5 + [25] * 9]))
     assert [part.seen for part in packed.parts(1)] == [slice(20, 27), slice(25, 34)]
 
