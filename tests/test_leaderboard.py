@@ -35,7 +35,7 @@ def test_there_are_forty_different_questions_of_ten_kinds(board: ModuleType) -> 
 
 
 def test_no_question_is_trained_on(board: ModuleType) -> None:
-    """No seed prompt has much of one, nor is one asked when heads are examined; data leave out what equals one."""
+    """No seed prompt shares eight words with one, no audit prompt equals one, and data exclude equal prompts."""
     questions = [normalise(question.turns[0]) for question in read_questions(board.QUESTIONS)]
     seeds = " | ".join(normalise(seed) for _, seed in seed_prompt_list("broad"))
     words = [question.split() for question in questions]
@@ -83,16 +83,13 @@ def toy(
         data.minutes=null data.batch_size=4 train.minutes=null train.steps=2 train.batch_tokens=256
         train.eval_every=2 tune.widths=[1,2] tune.context=16
     """
-    board.main(
-        ["medusa", *settings.split(), "--name", "mine", "--by", "me", "--out", str(tmp_path / "out")], rules=rules
-    )
+    words = f"medusa {settings} --name mine --by me --out {tmp_path / 'out'}"
+    board.main(words.split(), rules=rules)
     assert "Not valid" not in capsys.readouterr().out
     return rules, json.loads((tmp_path / "out" / "mine.json").read_text())
 
 
-def test_an_entry_has_all_that_repeats_it_and_what_breaks_a_rule_is_named(
-    board: ModuleType, toy: tuple[Any, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_entries_and_their_broken_rules(board: ModuleType, toy: tuple[Any, dict[str, Any]], tmp_path: Path) -> None:
     rules, entry = toy
     assert board.problems(entry, rules) == []
     (row,) = entry["rows"]
@@ -116,21 +113,10 @@ def test_an_entry_has_all_that_repeats_it_and_what_breaks_a_rule_is_named(
     for problem, spoil in faults.items():
         spoil(spoiled := copy.deepcopy(entry))
         assert board.problems(spoiled, rules) == [problem]
+    out = tmp_path / "out"
+    words = f"medusa target={rules.target} data.prompts={rules.prompts[0]} --name mine --by me --out {out}"
     with pytest.raises(UserError, match="exists already"):
-        board.main(
-            [
-                "medusa",
-                f"target={rules.target}",
-                f"data.prompts={rules.prompts[0]}",
-                "--name",
-                "mine",
-                "--by",
-                "me",
-                "--out",
-                str(tmp_path / "out"),
-            ],
-            rules,
-        )
+        board.main(words.split(), rules)
 
 
 def test_every_entry_keeps_the_rules(board: ModuleType) -> None:
