@@ -38,8 +38,8 @@ PAGES = (
     "docs/adapting.md",
     "docs/choosing.md",
     "docs/leaderboard.md",
+    "docs/own-data.md",
     "docs/questions.md",
-    "docs/serving.md",
 )
 END = "<!-- end -->"
 BLOCK = re.compile(

@@ -1,6 +1,6 @@
-"""The table of docs/zoo.md: the recipes of the zoo, planned by the config of their targets alone.
+"""Write the table of zoo recipes into README.md, from plans that read only the config of each target.
 
-python benchmarks/zoo.py writes it into the page.
+    python benchmarks/zoo.py
 """
 
 from __future__ import annotations
@@ -20,28 +20,16 @@ from headstart.recipes.recipe import load_recipe, packaged_recipes
 from headstart.support.files import format_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "zoo.md"
+PAGE = ROOT / "README.md"
 PLANS = ROOT / "docs" / "plans"
 BLOCK = re.compile(r"(<!-- zoo -->\n).*?(<!-- end -->)", re.DOTALL)
 ZOO = tuple(name for name, file in packaged_recipes().items() if file.parent.name == "zoo")
 
 
 def plan(name: str) -> Plan:
-    """What `headstart plan` says of a recipe where the weights of its target are not."""
+    """Plan a recipe without the weights of its target."""
     recipe = load_recipe(name, [f"target={PLANS / name}"])
     return make_plan(Run(recipe, Path("nowhere"), Console(quiet=True)), prompt_tokens=PROMPT_TOKENS)
-
-
-def commands(name: str) -> str:
-    """What plans, trains, measures and uploads heads, with a card that has the measured figures."""
-    return "\n".join(
-        [
-            f"headstart plan {name}",
-            f"headstart run {name}",
-            f"headstart export runs/{name} --format vllm --out served/{name}",
-            f"headstart push runs/{name} USER/{name}-eagle3",
-        ]
-    )
 
 
 def _row(name: str) -> list[str]:
@@ -52,22 +40,19 @@ def _row(name: str) -> list[str]:
         f"`{name}`",
         f"`{load_recipe(name).target.spec}`",
         facts["Parameters"].partition(",")[0],
-        re.findall(r"[\d.]+ M", facts["Heads"])[0],
         format_bytes(estimate.disk["export"]),
         format_bytes(estimate.memory["train"]),
     ]
 
 
 def text() -> str:
-    """What stands between the marks."""
-    head = ["recipe", "target", "parameters", "of the heads", "heads to keep", "memory while training, at least"]
-    shown = table(head, [_row(name) for name in ZOO])
-    typed = "\n\n".join(f"```\n{commands(name)}\n```" for name in ZOO)
-    return f"\n{shown}\n\n## Commands\n\n{typed}\n\n"
+    """Render the table between the marks."""
+    head = ["recipe", "target", "parameters", "heads on disk", "GPU memory while training, at least"]
+    return f"\n{table(head, [_row(name) for name in ZOO])}\n\n"
 
 
 def page(before: str) -> str:
-    """The page with this table and these commands."""
+    """Return the page with the table replaced."""
     return BLOCK.sub(lambda match: match.group(1) + text() + match.group(2), before)
 
 

@@ -89,6 +89,9 @@ _TESTED: dict[str, dict[str, tuple[str, ...]]] = {
             "headstart plan eagle3-70b target=docs/plans/qwen3-coder-480b",
         ),
     },
+    "tests/test_zoo.py": {
+        "test_the_page_is_what_plans_say": ("headstart plan qwen3-0.6b target=docs/plans/qwen3-0.6b",),
+    },
     "tests/drafters/test_memory.py": {
         "test_answers_are_remembered_for_calls_and_processes": (
             ".venv/bin/headstart chat runs/quickstart --drafter heads+ngram+memory",
@@ -271,8 +274,7 @@ NOT_RUN = {
     "make coverage": "the tests, counted",
     "pip install -c constraints.txt '.[gguf]'": "installs from an index; tests/test_wheel.py installs the wheel",
     "pip install torchao": "installs from an index; tests/target/test_quantized.py needs it",
-    "headstart plan eagle3-8b target=Qwen/Qwen2.5-7B-Instruct": "as with path/to/model, which is run, with a Hub id",
-    "headstart run eagle3-8b target=Qwen/Qwen2.5-7B-Instruct": "as with path/to/model, which is run, with a Hub id",
+    "headstart run qwen3-0.6b": "downloads its target; tests/test_zoo.py tries the recipe on a tiny model",
     "python -m headstart.train RECIPE": "what `headstart train RECIPE` and launchers start, which are run",
     "python -m headstart.train RECIPE train.gradient_accumulation_steps=2": "goes on from what torchrun began, and "
     "tests/train/test_ranks.py trains so",
@@ -290,7 +292,7 @@ NOT_RUN = {
     "accelerate launch": "the name of a launcher",
     **{f"headstart {name}": _NAME for name in (
         "plan", "tune", "audit", "export", "import", "eval", "data build", "run", "train", "doctor", "generate", "race",
-        "chat", "report diff", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
+        "chat", "push", "report diff", "eval --compare", "gc --states-gigabytes N", "export --format NAME",
         "recipes show NAME --all", "run quickstart",
     )},
     **dict.fromkeys(("vllm serve", "headstart tune --engine", "headstart export --check"), _NAME),

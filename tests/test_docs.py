@@ -1,4 +1,4 @@
-"""The examples in docstrings give what they say, and the page on a round names what there is."""
+"""Docstring examples run, and the page on a round names every type of the decode loop."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def test_there_are_examples() -> None:
     assert len(found) > 20
 
 
-PAGE = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8")
-ROUND = PAGE[PAGE.index("### One token through one round") :].partition("\nMore to read")[0]
+PAGE = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+ROUND = PAGE[PAGE.index("## One token through one round") :].partition("\nMore to read")[0]
 
 
 def test_one_round_needs_the_types_that_the_page_names() -> None:

@@ -19,8 +19,8 @@ PAGES = (
     "docs/adapting.md",
     "docs/choosing.md",
     "docs/leaderboard.md",
+    "docs/own-data.md",
     "docs/questions.md",
-    "docs/serving.md",
 )
 BY_OTHERS = {"docs/choosing.md": {"1.89x", "1.28x"}}
 """Speed-ups that somebody else reported, with their source."""

@@ -106,4 +106,3 @@ def test_the_page_is_what_plans_say(zoo: ModuleType) -> None:
     assert list(zoo.ZOO) == ZOO
     text = zoo.PAGE.read_text(encoding="utf-8")
     assert zoo.page(text) == text, "python benchmarks/zoo.py writes it again"
-    assert all(zoo.commands(name) in text for name in ZOO)

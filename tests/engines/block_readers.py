@@ -1,6 +1,6 @@
 """Draft logits of block drafters from exported files, as the engines compute them: plain torch, nothing of headstart.
 
-Written from the description of the formats in docs/serving.md. The text is what the target has read; the block stands
+Written from the description of the formats in docs/formats.md. The text is what the target has read; the block stands
 after it, the newest decided token first and mask tokens in all other slots.
 
 Shape suffixes: T tokens of the text, B slots of the block, E hidden size, V vocabulary, K drafts, d size of an

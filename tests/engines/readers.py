@@ -1,6 +1,6 @@
 """Draft logits from exported files, as the engines compute them: plain torch, and nothing of headstart.
 
-Each reader is written from the description of its format in docs/serving.md. They draft a chain: entry t holds the
+Each reader is written from the description of its format in docs/formats.md. They draft a chain: entry t holds the
 target's state of token t and the embedding of token t + 1, and gives the logits of token t + 2.
 
 Shape suffixes: T tokens, E hidden size, D draft vocabulary, V vocabulary, d size of an attention head.
